@@ -35,8 +35,8 @@ class WeightsServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Pull = channel.stream_stream(
-                '/splitserve.v1.WeightsService/Pull',
+        self.PullWeights = channel.stream_stream(
+                '/splitserve.v1.WeightsService/PullWeights',
                 request_serializer=splitserve_dot_v1_dot_weights__pb2.PullWeightsRequest.SerializeToString,
                 response_deserializer=splitserve_dot_v1_dot_weights__pb2.PullWeightsResponse.FromString,
                 _registered_method=True)
@@ -46,7 +46,7 @@ class WeightsServiceServicer:
     """Served by workers that give weights. Only workers of the cluster may call it.
     """
 
-    def Pull(self, request_iterator, context):
+    def PullWeights(self, request_iterator, context):
         """One pull of all weights; a worker serves one at a time. The answer is the manifest. Then each granted block is written
         with the next piece, in order of the manifest: tensor after tensor, each in pieces of a block's size, the last one
         shorter. A piece's end is a notification of the transport with its number, block, length and checksum. The call ends
@@ -61,8 +61,8 @@ class WeightsServiceServicer:
 
 def add_WeightsServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Pull': grpc.stream_stream_rpc_method_handler(
-                    servicer.Pull,
+            'PullWeights': grpc.stream_stream_rpc_method_handler(
+                    servicer.PullWeights,
                     request_deserializer=splitserve_dot_v1_dot_weights__pb2.PullWeightsRequest.FromString,
                     response_serializer=splitserve_dot_v1_dot_weights__pb2.PullWeightsResponse.SerializeToString,
             ),
@@ -79,7 +79,7 @@ class WeightsService:
     """
 
     @staticmethod
-    def Pull(request_iterator,
+    def PullWeights(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -92,7 +92,7 @@ class WeightsService:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/splitserve.v1.WeightsService/Pull',
+            '/splitserve.v1.WeightsService/PullWeights',
             splitserve_dot_v1_dot_weights__pb2.PullWeightsRequest.SerializeToString,
             splitserve_dot_v1_dot_weights__pb2.PullWeightsResponse.FromString,
             options,

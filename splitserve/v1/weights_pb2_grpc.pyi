@@ -35,7 +35,7 @@ class WeightsServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WeightsServiceAsyncStub: ...
-    Pull: _grpc.StreamStreamMultiCallable[_weights_pb2.PullWeightsRequest, _weights_pb2.PullWeightsResponse]
+    PullWeights: _grpc.StreamStreamMultiCallable[_weights_pb2.PullWeightsRequest, _weights_pb2.PullWeightsResponse]
     """One pull of all weights; a worker serves one at a time. The answer is the manifest. Then each granted block is written
     with the next piece, in order of the manifest: tensor after tensor, each in pieces of a block's size, the last one
     shorter. A piece's end is a notification of the transport with its number, block, length and checksum. The call ends
@@ -49,7 +49,7 @@ class WeightsServiceAsyncStub(WeightsServiceStub):
     """Served by workers that give weights. Only workers of the cluster may call it."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Pull: _aio.StreamStreamMultiCallable[_weights_pb2.PullWeightsRequest, _weights_pb2.PullWeightsResponse]  # type: ignore[assignment]
+    PullWeights: _aio.StreamStreamMultiCallable[_weights_pb2.PullWeightsRequest, _weights_pb2.PullWeightsResponse]  # type: ignore[assignment]
     """One pull of all weights; a worker serves one at a time. The answer is the manifest. Then each granted block is written
     with the next piece, in order of the manifest: tensor after tensor, each in pieces of a block's size, the last one
     shorter. A piece's end is a notification of the transport with its number, block, length and checksum. The call ends
@@ -62,7 +62,7 @@ class WeightsServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by workers that give weights. Only workers of the cluster may call it."""
 
     @_abc_1.abstractmethod
-    def Pull(
+    def PullWeights(
         self,
         request_iterator: _MaybeAsyncIterator[_weights_pb2.PullWeightsRequest],
         context: _ServicerContext,

@@ -87,7 +87,7 @@ class GrpcPull:
     def __init__(self, channel: grpc.Channel, metadata: Any) -> None:
         self._requests: queue.SimpleQueue[weights_pb2.PullWeightsRequest | None] = queue.SimpleQueue()
         stub: Any = WeightsServiceStub(channel)
-        self._call: Any = stub.Pull(iter(self._requests.get, None), timeout=PULL_S, metadata=metadata)
+        self._call: Any = stub.PullWeights(iter(self._requests.get, None), timeout=PULL_S, metadata=metadata)
 
     def open(self, window: TransferEndpoint) -> Manifest:
         """See `PullCall`."""

@@ -70,10 +70,10 @@ class WeightsService(WeightsServiceServicer):
         """Adds the service to a server."""
         add_WeightsServiceServicer_to_server(self, server)
 
-    async def Pull(
+    async def PullWeights(
         self, requests: AsyncIterator[weights_pb2.PullWeightsRequest], context: Context
     ) -> AsyncIterator[weights_pb2.PullWeightsResponse]:
-        """See WeightsService.Pull in the proto."""
+        """See WeightsService.PullWeights in the proto."""
         self._host.require_accepting()
         reader, rate = self._host.parts.weights, self._host.config.give_weights_gb_per_s
         if reader is None or rate is None:

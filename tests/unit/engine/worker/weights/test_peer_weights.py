@@ -125,7 +125,7 @@ class Rig:
                 yield message
 
         context: Any = None
-        return self.service.Pull(requests(), context)
+        return self.service.PullWeights(requests(), context)
 
     async def refused(self, reason: str) -> None:
         with pytest.raises(SplitserveError) as caught:
