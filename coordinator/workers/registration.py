@@ -9,6 +9,7 @@ from coordinator.workers.catalog import Model
 from coordinator.workers.prefix_index.tier_reads import check_tier_reads
 from coordinator.workers.snapshot import NO_ADAPTERS, PoolName, Worker, WorkerKey
 from kv_transfer.layout import DTYPE_BYTES, MAX_NAME, QUANTIZATIONS, WIRE_DTYPES, KvLayout
+from kv_transfer.transports.descriptors import MAX_METADATA_BYTES, MEMORY_KINDS
 from splitserve.addresses import check_address
 from splitserve.config.engine import ADAPTER_NAME, MAX_ADAPTERS
 from splitserve.errors import (
@@ -30,13 +31,10 @@ FINGERPRINT = re.compile(r"[0-9a-f]{64}\Z")
 TRANSPORTS = ("nixl", "ucx", "memory")
 WHOLE_BLOCK_TRANSPORTS = ("ucx",)
 """Transports between workers of one block size."""
-MEMORY_KINDS = ("DRAM", "VRAM")
-MAX_METADATA_BYTES = 2**20
 MAX_RANK_METADATA_BYTES = 2**14
 MAX_LAYER_STRIDE = 2**48
 MAX_WAITING_TOKENS = 2**40
-MAX_TOKENS_PER_S = 1e9
-MAX_MS = 1e9
+MAX_TOKENS_PER_S = MAX_MS = 1e9
 """Eleven days: the process may have been stopped for a weekend."""
 MAX_LENT_SPEEDUP = 64.0
 MAX_GB_PER_S = MAX_START_S = 1e6
@@ -115,14 +113,17 @@ def checked_worker(
         adapters=checked_adapters(request.model, "model"),
         start=_checked_start(request),
         sleeping=request.sleeping,
+        gives_weights=request.gives_weights,
         certificate=certificate,
         trades_prefixes=trade and request.trades_prefixes and not request.neutral,
     )
 
 
 def _checked_start(request: registry_pb2.RegisterRequest) -> registry_pb2.StartPhases | None:
+    _matches("start.weights_from", request.start.weights_from, REPLICA_CLASS, "0..32 characters of [a-z0-9-]")
     for phase, seconds in request.start.ListFields():
-        _between(f"start.{phase.name}", seconds, 0, MAX_START_S)
+        if phase.name != "weights_from":
+            _between(f"start.{phase.name}", seconds, 0, MAX_START_S)
     return request.start if request.HasField("start") else None
 
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from coordinator.workers.registration import POOLS, check_identity, check_report, checked_worker
+from coordinator.workers.registration import POOLS, WORKER_ID, check_identity, check_report, checked_worker
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import Worker
+from coordinator.workers.snapshot import PoolSnapshot, Worker
+from kv_transfer.layout import MAX_NAME
 from splitserve.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
 from splitserve.logs import log_event
 from splitserve.rpc.writing import write_whole
@@ -25,6 +26,25 @@ if TYPE_CHECKING:
 
 RESEND_PEERS_S = 5.0
 """Interval at which a worker that is not connected to all its peers gets the list again: a try may have failed."""
+
+
+MAX_HOLDERS = 8
+
+
+def weights_holders(snapshot: PoolSnapshot, model: str, asking: str) -> list[Worker]:
+    """The workers that give a model's weights now, but for the one that asks: those with the least to do first. Not one
+    that is asleep, leaves, or gives wrong answers."""
+    giving = [
+        worker
+        for worker in snapshot.workers
+        if worker.gives_weights
+        and worker.model.name == model
+        and worker.worker_id != asking
+        and worker.usable
+        and not (worker.circuit.tripped or worker.isolation.worker)
+    ]
+    giving.sort(key=lambda each: (each.load.running_requests + each.load.waiting_requests, each.worker_id))
+    return giving[:MAX_HOLDERS]
 
 
 class RegistryService(RegistryServiceServicer):
@@ -66,6 +86,30 @@ class RegistryService(RegistryServiceServicer):
         response = registry_pb2.RegisterResponse(coordinator_id=self._coordinator_id)
         response.heartbeat_timeout.FromNanoseconds(round(self._registry.heartbeat_timeout_s * 1e9))
         return response
+
+    async def FindWeights(
+        self, request: registry_pb2.FindWeightsRequest, context: Any
+    ) -> registry_pb2.FindWeightsResponse:
+        """See RegistryService.FindWeights in the proto."""
+        if not 1 <= len(request.model) <= MAX_NAME:
+            raise InvalidArgumentError(f"model must be 1..{MAX_NAME} characters", field="model")
+        if not WORKER_ID.match(request.worker_id):
+            message = "worker_id must be 1..64 characters of [A-Za-z0-9._-]"
+            raise InvalidArgumentError(message, field="worker_id")
+        holders = weights_holders(self._registry.snapshot(), request.model, request.worker_id)
+        if not holders:
+            message = f"no worker gives weights of model {request.model!r} now"
+            raise NotFoundError(message, reason="NO_WEIGHTS")
+        named = [
+            registry_pb2.WeightsHolder(
+                worker_id=each.worker_id,
+                address=each.address,
+                pool=POOLS[each.registered_pool or each.pool],
+                neutral=each.neutral,
+            )
+            for each in holders
+        ]
+        return registry_pb2.FindWeightsResponse(holders=named)
 
     async def Report(  # type: ignore[override]
         self, requests: AsyncIterator[registry_pb2.ReportRequest], context: ReportContext

@@ -76,7 +76,6 @@ class Worker:
     """If it sends KV: its lanes to those, as measured at first contact."""
     block_bytes: int = 0
     max_step_tokens: int = 0
-    """Tokens of one step at most."""
     host_id: str = ""
     """The machine it runs on; empty if unknown."""
     joined: bool = True
@@ -85,7 +84,6 @@ class Worker:
     """False for a standby: connected, but not sent requests."""
     registered_standby: bool = False
     experimental: bool = False
-    """Whether its engine is marked experimental; for people to see."""
     neutral: bool = False
     """Whether it serves both pools with one engine."""
     trades_prefixes: bool = False
@@ -118,6 +116,8 @@ class Worker:
     """When its machine is taken away, by a spot notice, on the coordinator's monotonic clock; None: no notice."""
     sleeping: bool = False
     """Whether it has given up the memory of its KV, until it comes back as another boot."""
+    gives_weights: bool = False
+    """Whether it gives its weights to workers of its model that start."""
     wake_s: float | None = None
     """How long it took to wake up the last time; None: it has not slept."""
 

@@ -16,6 +16,7 @@ from engine.core.step_stats import StepWork
 from engine.core.types import ModelFacts, RowsFailedError, SampledToken, SamplingParams, ScheduledSequence
 from kv_transfer.layout import KvLayout
 from kv_transfer.transports.transport import KvMemoryRegion
+from kv_transfer.weights.manifest import WeightsReader
 from kv_transfer.wire_format import KvWire, PlainWire
 from splitserve.errors import BrokenInvariantError
 from splitserve.generation.kv_blocks import blocks_for
@@ -45,6 +46,8 @@ class ModelRunner(ABC):
     """What a step asks of the device; None if unknown."""
     overlaps: bool = False
     """Whether `begin` returns before the step is computed, so that the host can do other work meanwhile."""
+    named_weights: WeightsReader | None = None
+    """Its weights, for workers of the model that start; None: it has none to give."""
 
     @property
     @abstractmethod

@@ -14,6 +14,7 @@ from engine.core.step_stats import StepWork
 from engine.core.types import ModelFacts
 from engine.model.attention_interface import AttentionContext
 from engine.model.probe import AttentionShape
+from kv_transfer.weights.manifest import TensorSpec
 
 _CHUNK_ELEMENTS = 2**22
 """Elements that a fingerprint reads at a time: 8 MiB in bfloat16."""
@@ -41,6 +42,8 @@ class LoadedModel:
     device: torch.device
     fingerprint: str
     work: StepWork | None = None
+    tensors: tuple[TensorSpec, ...] = ()
+    """Its weights, as they were loaded."""
     fusible: bool = True
     """Whether a backend may put kernels of its own in the place of elementwise operations."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
+from engine.model.named_weights import PackedModule
 from splitserve.logs import log_event
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -40,8 +41,13 @@ class SharedProduct:
             self._input, self._slices = None, []  # the last sibling: keep nothing of a step alive after it
         return part
 
+    def unpacked(self, index: int, name: str) -> torch.Tensor | None:
+        """The weight or bias of the sibling at `index`; see `PackedModule`."""
+        whole = self._linear.unpacked(name) if isinstance(self._linear, PackedModule) else None
+        return None if whole is None else whole.split(self._sizes)[index]
 
-class LinearSlice(nn.Module):
+
+class LinearSlice(PackedModule):
     """One sibling's part of a `SharedProduct`."""
 
     def __init__(self, shared: SharedProduct, index: int, layer: nn.Linear) -> None:
@@ -52,6 +58,10 @@ class LinearSlice(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., inputs]` to this sibling's `[..., outputs]`, a view into the shared result."""
         return self._shared.take(self._index, x)
+
+    def unpacked(self, name: str) -> torch.Tensor | None:
+        """See `PackedModule`."""
+        return self._shared.unpacked(self._index, name)
 
 
 class PackedSlice(LinearSlice):

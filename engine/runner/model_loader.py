@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from engine.backends.cpu.int8_linears import quantize_linears
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.linears import pack_linears, replace_norms
 from engine.core.types import ModelFacts
+from engine.kv_cache.free_memory import free_memory
 from engine.kv_cache.memory import DTYPES
 from engine.model.attention_interface import ATTENTION_NAME, AttentionContext, bind_layers
 from engine.model.lean_torch import lean_or_whole, with_whole_meta_device
@@ -24,11 +26,19 @@ from engine.model.loaded_model import (
     model_fingerprint,
     step_work,
 )
+from engine.model.named_weights import as_bytes, empty_tensor, tensor_specs
 from engine.model.probe import probe_logits, probe_model
 from engine.model.sibling_linears import pack_siblings
 from engine.model.stand_ins import without_compiler
 from engine.model.support import context_limit, declared_windows, refuse_by_class, refuse_by_config
-from splitserve.errors import NotFoundError, UnsupportedModelError
+from kv_transfer.weights.manifest import TensorSpec
+from kv_transfer.weights.taker import WeightsSource
+from splitserve.errors import (
+    FailedPreconditionError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedModelError,
+)
 from splitserve.models.progress import report_progress
 from splitserve.models.sources import ModelSource, localize_model
 
@@ -40,25 +50,38 @@ def load_model(
     progress: Callable[[float], None],
     quantization: str = "none",
     kernels: CpuKernels | None = None,
+    peer: WeightsSource | None = None,
 ) -> LoadedModel:
     """Loads a model in evaluation mode.
 
     `dtype` is "float32" or "bfloat16"; `quantization` is "none", or "int8" if `check_quantization`
-    passed; `kernels` are for bfloat16 on cpu. `progress` is called with 0..1 as weights are loaded. Raises
-    UnsupportedModelError for a model family or option that the engine refuses, before weights are read where possible;
-    NotFoundError and UnavailableError as `localize_model`.
+    passed; `kernels` are for bfloat16 on cpu. `progress` is called with 0..1 as weights are loaded. With `peer` they
+    come from there, and only configuration and tokenizer from files: raises its errors, and FailedPreconditionError
+    (WEIGHTS_MISMATCH, WEIGHTS_UNUSABLE) for weights that are not this model's. Raises UnsupportedModelError for a model
+    family or option that the engine refuses, before weights are read where possible; NotFoundError and UnavailableError
+    as `localize_model`.
     """
-    config = _load_config(localize_model(source, weights=False))
+    files = localize_model(source, weights=False)
+    config = _load_config(files)
     settings = config.to_dict()
     refuse_by_config(settings)
     context_tokens = context_limit(settings)
-    refuse_by_class(_skeleton(config))
-    module = _load_weights(localize_model(source), DTYPES[dtype], device, progress)
+    refuse_by_class(skeleton := _skeleton(config, DTYPES[dtype]))
+    promised: str | None = None
+    if peer is None:
+        module = _load_weights(localize_model(source), DTYPES[dtype], device, progress)
+    else:
+        module, promised = _receive_weights(files, skeleton, DTYPES[dtype], device, peer, progress)
+    del skeleton
     context = AttentionContext()
     layers = bind_layers(module, context, declared_windows(settings))
     attention = probe_model(module, context, layers, settings)
     facts = ModelFacts(context_tokens, int(config.vocab_size), eos_token_ids(module))
     fingerprint = model_fingerprint(settings, module.state_dict(), module.all_tied_weights_keys)
+    if promised is not None and promised != fingerprint:
+        message = "weights of a peer: with this configuration they are another model than the peer's"
+        raise FailedPreconditionError(message, reason="WEIGHTS_MISMATCH")
+    tensors = tensor_specs(module)
     work = step_work(module, settings, attention, DTYPES[dtype], quantization)
     if quantization == "int8":
         quantize_linears(
@@ -72,7 +95,9 @@ def load_model(
             replace_norms(module, kernels)
         pack_linears(module, lambda: probe_logits(module, context), kernels)
         _detach_from_file(module)
-    return LoadedModel(module, config, context, facts, attention, dtype, device, fingerprint, work)
+    return LoadedModel(
+        module, config, context, facts, attention, dtype, device, fingerprint, work, tensors=tensors
+    )
 
 
 def _gguf_options(source: ModelSource) -> dict[str, Any]:
@@ -93,14 +118,12 @@ def _load_config(source: ModelSource) -> Any:
         raise UnsupportedModelError(f"model {source.path}: {_first_line(error)}") from None
 
 
-def _skeleton(config: Any) -> Any:
+def _skeleton(config: Any, dtype: torch.dtype) -> Any:
     """The model without weights: its class and its modules, on the meta device."""
 
     def make() -> Any:
         with torch.device("meta"), no_init_weights():
-            return with_whole_meta_device(
-                lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-            )
+            return with_whole_meta_device(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype))
 
     try:
         return lean_or_whole(make)
@@ -139,6 +162,57 @@ def _load_weights(
         raise UnsupportedModelError(message, reason="MODEL_INCOMPLETE")
     progress(1.0)
     return module.eval()
+
+
+def _receive_weights(
+    files: ModelSource,
+    skeleton: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    peer: WeightsSource,
+    progress: Callable[[float], None],
+) -> tuple[Any, str]:
+    """The model with the weights that `peer` sends, and the fingerprint that it must have. The tensors are those of
+    this model's own modules: the peer's list has to be the same."""
+    tensors: dict[str, torch.Tensor] = {}
+    specs = tensor_specs(skeleton)
+    total, received = sum(spec.num_bytes for spec in specs), 0
+
+    def allocate(spec: TensorSpec) -> Any:
+        nonlocal received
+        if not tensors:
+            _require_memory(total)
+        progress(min(1.0, received / total))  # of the tensors before; more where a second peer begins anew
+        received += spec.num_bytes
+        tensors[spec.name] = empty_tensor(spec)
+        return as_bytes(tensors[spec.name]).numpy()
+
+    fingerprint = peer.fetch(specs, allocate)
+    options: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
+    try:
+        with report_progress(lambda _fraction: None), without_compiler():
+            load = partial(type(skeleton).from_pretrained, None, config=skeleton.config, state_dict=tensors)
+            named = {"dtype": dtype, "attn_implementation": ATTENTION_NAME, **options}
+            module, info = with_whole_meta_device(lambda: load(output_loading_info=True, **named))
+        with suppress(OSError):  # few models lack the file; the rest is in the configuration
+            module.generation_config = type(module.generation_config).from_pretrained(
+                files.path, local_files_only=True
+            )
+    except (OSError, ValueError, ImportError, RuntimeError, TypeError, KeyError, AttributeError) as error:
+        message = f"weights of a peer: {_first_line(error)}"
+        raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE") from None
+    if left := sorted(info["missing_keys"]) or sorted(info["unexpected_keys"]):
+        message = f"weights of a peer: {len(left)} do not fit, for example {left[0]}"
+        raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE")
+    progress(1.0)
+    return module.eval(), fingerprint
+
+
+def _require_memory(num_bytes: int) -> None:
+    free = free_memory()
+    if free is not None and num_bytes > free:
+        message = f"weights of a peer: they take {num_bytes} bytes, and {free} bytes of memory are free"
+        raise UnavailableError(message, reason="NO_MEMORY")
 
 
 def _detach_from_file(module: Any) -> None:

@@ -26,6 +26,7 @@ from engine.kv_cache.kv_dtype import kv_dtype
 from engine.kv_cache.memory import KvCacheMemory, choose_num_blocks
 from engine.kv_cache.storages import HostCopy, host_copy
 from engine.model.loaded_model import LoadedModel
+from engine.model.named_weights import NamedWeights
 from engine.runner.fp8_wire import Fp8Wire
 from engine.runner.memory_profile import CudaMemory, with_kv_memory
 from engine.runner.sampler import NanLogitsError, sample
@@ -33,8 +34,9 @@ from engine.runner.sampling_row import SamplingRow
 from engine.runner.self_test.device_checks import EXPERIMENTAL, self_tested
 from engine.runner.structured_output import Mask, MaskFiller
 from engine.runner.weights import load_weights
-from kv_transfer.layout import FP8_E4M3, SAME, KvLayout
+from kv_transfer.layout import FP8_E4M3, NO_QUANTIZATION, SAME, KvLayout
 from kv_transfer.transports.transport import VRAM, KvMemoryRegion
+from kv_transfer.weights.taker import WeightsSource
 from kv_transfer.wire_format import KvWire, PlainWire
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
@@ -63,6 +65,8 @@ class TorchRunner(ModelRunner):
             self.work = replace(self.work, kv_token_bytes=kv_token_bytes)
         self._device = model.device
         self._module = model.module
+        if config.quantization == NO_QUANTIZATION:
+            self.named_weights = NamedWeights(model.module, model.tensors, model.fingerprint)
         self._weights: HostCopy | None = None
         """Where the weights are while the worker sleeps, if not on their device."""
         self._context = model.context
@@ -202,6 +206,7 @@ class TorchRunner(ModelRunner):
         self._forward.close()
         if self._weights is not None:
             self._weights.close()
+        self.named_weights = None
         del self._forward, self._wire, self._pool, self._module, self._weights
         if self._device.type == "cuda":
             del self._context.backend  # it has views of the pool
@@ -276,18 +281,20 @@ def build_torch_runner(
     source: ModelSource,
     progress: Callable[[float], None],
     wire_dtype: str = SAME,
-    loaded: Callable[[], None] = lambda: None,
+    loaded: Callable[[str], None] = lambda origin: None,
     beside_bytes: int = 0,
+    peer: WeightsSource | None = None,
 ) -> TorchRunner:
     """Loads a model and allocates its KV blocks; sets the number of compute threads of the process.
 
-    `loaded` is called between the two. `beside_bytes`: as for `TorchRunner`.
+    `loaded` is called between the two, with where the weights came from. `beside_bytes`: as for `TorchRunner`; `peer`:
+    as for `load_weights`.
 
     Raises NotFoundError, UnavailableError, UnsupportedModelError and ConfigError as `load_model`, `choose_num_blocks`,
     `kv_dtype`, `check_wire_dtype`, `choose_backend` and `check_quantization`; the last four before anything is loaded.
     """
-    model, kernels = load_weights(config, source, progress, wire_dtype)
-    loaded()
+    model, kernels, origin = load_weights(config, source, progress, wire_dtype, peer)
+    loaded(origin)
     if model.device.type == "cuda":
         log_event("engine.experimental", level=logging.WARNING, device=str(model.device), why=EXPERIMENTAL)
         config = self_tested(config, model)

@@ -21,10 +21,11 @@ from engine.model.loaded_model import LoadedModel
 from engine.runner.device import choose_device
 from engine.runner.dtype import choose_dtype, log_dtype
 from engine.runner.model_loader import load_model
-from kv_transfer.layout import SAME
+from kv_transfer.layout import NO_QUANTIZATION, SAME
+from kv_transfer.weights.taker import WeightsSource
 from kv_transfer.wire_format import check_wire_dtype
 from splitserve.config.engine import EngineConfig
-from splitserve.errors import UnavailableError
+from splitserve.errors import SplitserveError, UnavailableError
 from splitserve.logs import log_event, recorded_events, repeat_events
 from splitserve.models.sources import ModelSource, resolve_model
 from splitserve.runtime.process import environment_with
@@ -37,11 +38,16 @@ MAX_KEPT_BYTES = 2 << 30
 """Larger models are read by each worker, which shows how far it is; nobody waits for them meanwhile."""
 
 
+DISK, KEPT, PEER = "disk", "kept", "peer"
+
+
 class Weights(NamedTuple):
     """A loaded model, and the kernels that it was loaded with, if any."""
 
     model: LoadedModel
     kernels: CpuKernels | None
+    origin: str = DISK
+    """Where its weights came from: the model's files, the process that this one was forked from, or a peer."""
 
 
 class _WeightsKey(NamedTuple):
@@ -118,14 +124,20 @@ def _taken() -> Weights:
     repeat_events(events)
     if weights.kernels is not None:
         weights.kernels.threads = torch.get_num_threads()
-    return weights
+    return weights._replace(origin=KEPT)
 
 
 def load_weights(
-    config: EngineConfig, source: ModelSource, progress: Callable[[float], None], wire_dtype: str = SAME
+    config: EngineConfig,
+    source: ModelSource,
+    progress: Callable[[float], None],
+    wire_dtype: str = SAME,
+    peer: WeightsSource | None = None,
 ) -> Weights:
     """Loads a model, or takes it where it is kept; sets the number of compute threads of the process. Raises as
-    `build_torch_runner`."""
+    `build_torch_runner`.
+
+    With `peer` its weights come from there; whatever goes wrong with that is logged, and they come from files."""
     device = choose_device(config.device)
     dtype = choose_dtype(config, device, wire_dtype)
     log_dtype(config, device, dtype)
@@ -136,6 +148,11 @@ def load_weights(
     if kept is not None:
         progress(1.0)
         return kept
+    if peer is not None and not source.gguf_file and config.quantization == NO_QUANTIZATION:
+        try:
+            return _load(config, source, dtype, device, progress, peer)._replace(origin=PEER)
+        except SplitserveError as error:
+            log_event("weights.not_from_peer", level=logging.WARNING, reason=error.reason, why=error.message)
     return _load(config, source, dtype, device, progress)
 
 
@@ -145,12 +162,13 @@ def _load(
     dtype: str,
     device: torch.device,
     progress: Callable[[float], None],
+    peer: WeightsSource | None = None,
 ) -> Weights:
     if device.type == "cuda":
         prepare_device(device)
     check_quantization(config, dtype, device)
     kernels = cpu_kernels(config, dtype, device)
-    return Weights(load_model(source, dtype, device, progress, config.quantization, kernels), kernels)
+    return Weights(load_model(source, dtype, device, progress, config.quantization, kernels, peer), kernels)
 
 
 def cpu_kernels(config: EngineConfig, dtype: str, device: torch.device) -> CpuKernels | None:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from engine.core.engine import Engine
 from engine.core.engine_core import EngineCore
@@ -31,6 +32,8 @@ from kv_transfer.transports.factory import make_transport
 from kv_transfer.transports.faulty import FaultyTransport
 from kv_transfer.transports.sharded import ShardedTransport
 from kv_transfer.transports.transport import VRAM, TransferEndpoint, Transport
+from kv_transfer.weights.manifest import WeightsReader
+from kv_transfer.weights.taker import WeightsSource
 from kv_transfer.wire_format import KvWire, PlainWire, check_wire_dtype
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError, UnsupportedModelError
@@ -93,6 +96,7 @@ class KvSleep(EngineSleep):
             runner.take_kv_back()
 
 
+_Loaded: TypeAlias = tuple[ModelRunner, ModelRunner | None, ServedAs]
 OpenTransport = Callable[[], tuple[Transport, TransferEndpoint]]
 """Opens a transport, as a new agent, and registers the memory that peers write to."""
 
@@ -118,6 +122,8 @@ class EngineParts:
     """How long the process took until these were built."""
     sleep: EngineSleep | None = None
     """None: this engine cannot sleep."""
+    weights: WeightsReader | None = None
+    """For workers that start; None: it has none to give."""
     open_transport: OpenTransport | None = None
     """As `transport` was opened; where the engine can sleep."""
 
@@ -164,13 +170,21 @@ class EngineParts:
             replica_class=config.replica_class,
             carries_calls=True,
             sleeping=asleep,
+            gives_weights=self.weights is not None and config.give_weights_gb_per_s is not None,
         )
 
 
-def build_engine(config: WorkerConfig, *, measure_decode: bool = False, decodes: bool = True) -> EngineParts:
+def build_engine(
+    config: WorkerConfig,
+    *,
+    measure_decode: bool = False,
+    decodes: bool = True,
+    peer: WeightsSource | None = None,
+) -> EngineParts:
     """Loads the weights, allocates the KV blocks and registers their memory. Takes as long as loading the weights.
 
-    `measure_decode`: its first load has a fit of decode steps. Workers that do not decode need no drafts.
+    `measure_decode`: its first load has a fit of decode steps. Workers that do not decode need no drafts. `peer`: where
+    weights come from, if not from files.
 
     Raises NotFoundError for a missing model, UnsupportedModelError for one that the engine refuses, ConfigError for
     settings that contradict each other.
@@ -181,18 +195,20 @@ def build_engine(config: WorkerConfig, *, measure_decode: bool = False, decodes:
         without = config.engine.model_copy(update={"speculation": "off", "draft_model": None})
         config = config.model_copy(update={"engine": without})
     clock = StartClock()
-    parts = _vllm(config, clock) if config.engine.kind == VLLM else _own(config, measure_decode, clock)
+    parts = _vllm(config, clock) if config.engine.kind == VLLM else _own(config, measure_decode, clock, peer)
     return replace(parts, start=clock.ready())
 
 
-def _own(config: WorkerConfig, measure_decode: bool, clock: StartClock) -> EngineParts:
+def _own(
+    config: WorkerConfig, measure_decode: bool, clock: StartClock, peer: WeightsSource | None
+) -> EngineParts:
     if config.engine.engine_args:
         raise ConfigError("engine.engine_args: only engine vllm takes them", field="engine.engine_args")
     if config.engine.adapters and config.engine.kind != SIMULATED:
         raise ConfigError("engine.adapters: only engine vllm takes them", field="engine.adapters")
     adapters = {name: files.adapter for name, files in read_adapters(config.engine.adapters).items()}
     runner, draft_runner, served = (
-        _simulated(config, clock) if config.engine.kind == SIMULATED else _torch(config, clock)
+        _simulated(config, clock) if config.engine.kind == SIMULATED else _torch(config, clock, peer)
     )
     tokenizer = load_tokenizer(served.tokenizer_source)
     grammars = GrammarCompiler(tokenizer, runner.facts)
@@ -206,7 +222,7 @@ def _own(config: WorkerConfig, measure_decode: bool, clock: StartClock) -> Engin
         _require_transfer(config.transport, runner.pool_memory.device_index)
 
     def open_transport() -> tuple[Transport, TransferEndpoint]:
-        transport = _polled(_transport(config), runner)
+        transport = _polled(_with_faults(make_transport(config.transport), config), runner)
         return transport, replace(transport.register_memory(runner.wire.memory), host_id=host_id())
 
     transport, endpoint = open_transport()
@@ -215,8 +231,7 @@ def _own(config: WorkerConfig, measure_decode: bool, clock: StartClock) -> Engin
         make_tiers(config.engine, runner.pool_memory, config.wire_dtype),
     )
     core = EngineCore(runner, config.engine, tokenizer, drafter=drafter, meter=meter, tiers=tiers)
-    runners = [each for each in (runner, draft_runner) if each is not None]
-    for each in runners:
+    for each in (runners := [each for each in (runner, draft_runner) if each is not None]):
         each.populate()
     # Lower tiers have the address of a device's blocks, which a sleep may change.
     on_device = runner.pool_memory.memory_kind == VRAM
@@ -232,6 +247,7 @@ def _own(config: WorkerConfig, measure_decode: bool, clock: StartClock) -> Engin
         config,
         runner.work,
         tiers,
+        weights=runner.named_weights,
         sleep=KvSleep(core.pool, runners, drafter) if can_sleep else None,
         open_transport=open_transport,
     )
@@ -255,10 +271,6 @@ def _polled(transport: Transport, runner: ModelRunner) -> Transport:
     return buffered
 
 
-def _transport(config: WorkerConfig) -> Transport:
-    return _with_faults(make_transport(config.transport), config)
-
-
 def _with_faults(transport: Transport, config: WorkerConfig) -> Transport:
     if config.faults is None:
         return transport
@@ -267,7 +279,7 @@ def _with_faults(transport: Transport, config: WorkerConfig) -> Transport:
     return FaultyTransport(transport, config.faults)
 
 
-def _simulated(config: WorkerConfig, clock: StartClock) -> tuple[ModelRunner, None, ServedAs]:
+def _simulated(config: WorkerConfig, clock: StartClock) -> _Loaded:
     refuse_int8_kv(config.engine, "engine simulated")
     clock.imported()
     runner = SimulatedRunner(config.engine)
@@ -275,9 +287,10 @@ def _simulated(config: WorkerConfig, clock: StartClock) -> tuple[ModelRunner, No
     return runner, None, ServedAs(config.served_model_name or SIMULATED, SIMULATED)
 
 
-def _torch(config: WorkerConfig, clock: StartClock) -> tuple[ModelRunner, ModelRunner | None, ServedAs]:
+def _torch(config: WorkerConfig, clock: StartClock, peer: WeightsSource | None) -> _Loaded:
     source = resolve_model(config.model)
-    read_ahead(source)
+    if peer is None:
+        read_ahead(source)
     # Imported here, so that simulated workers start without torch, whose import is a lean one if it is the first.
     with without_collector():
         import engine.model.lean_torch  # noqa: F401
@@ -295,10 +308,12 @@ def _torch(config: WorkerConfig, clock: StartClock) -> tuple[ModelRunner, ModelR
 
     draft = load_draft_model(config.engine, source)
     beside = draft.block_bytes if draft is not None else 0
-    runner = build_torch_runner(config.engine, source, progress, config.wire_dtype, clock.loaded, beside)
+    runner = build_torch_runner(
+        config.engine, source, progress, config.wire_dtype, clock.loaded, beside, peer
+    )
     draft_runner = draft.runner(runner.num_blocks) if draft is not None else None
-    served = ServedAs(config.served_model_name or source.short_name, source.tokenizer_source)
-    return runner, draft_runner, served
+    name = config.served_model_name or source.short_name
+    return runner, draft_runner, ServedAs(name, source.tokenizer_source)
 
 
 def _vllm(config: WorkerConfig, clock: StartClock) -> EngineParts:

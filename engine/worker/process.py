@@ -31,7 +31,9 @@ from engine.worker.metrics import (
 )
 from engine.worker.role import C, WorkerRole
 from engine.worker.sleep import Sleeper, new_epoch
-from kv_transfer.transports.factory import idle_poll_s
+from engine.worker.weights.pull import weights_peer
+from engine.worker.weights.service import TAKERS, WEIGHTS_SERVICE, WeightsService
+from kv_transfer.transports.factory import idle_poll_s, make_transport
 from kv_transfer.transports.transport import TransferEndpoint
 from splitserve.client.registry_client import RegistrationStatus, RegistryClient
 from splitserve.config.worker import WorkerConfig
@@ -85,6 +87,7 @@ class WorkerProcess(Generic[C]):
         self._maybe_idle = asyncio.Event()
         self._role = make_role(self)
         self._security = cluster_credentials(self._role.certificate, config.tls, config.cluster_token_file)
+        self._weights = WeightsService(self, make_transport)
         self._sleeper: Sleeper[C] = Sleeper(self, config.worker_id)
         self._address = ""
         self._registries: list[RegistryClient] = []
@@ -98,7 +101,8 @@ class WorkerProcess(Generic[C]):
     def _build(self) -> tuple[Engine, C]:
         neutral, pool = self._role.neutral, self._role.pool
         decodes = neutral or pool == registry_pb2.POOL_DECODE
-        parts = build_engine(self.config, measure_decode=neutral, decodes=decodes)
+        peer = weights_peer(self.config, self._security)
+        parts = build_engine(self.config, measure_decode=neutral, decodes=decodes, peer=peer)
         self.engine.idle_poll_s = idle_poll_s(self.config.transport, parts.endpoint.memory.memory_kind)
         connector = self._role.make_connector(parts, self.epoch, self.engine_idle)
         self._built = parts, connector
@@ -119,8 +123,8 @@ class WorkerProcess(Generic[C]):
         await asyncio.gather(*(registry.renew(anew) for registry in self._registries))
 
     def busy(self) -> bool:
-        """Whether requests are in progress."""
-        return self._role.busy()
+        """Whether requests are in progress, or somebody reads the weights."""
+        return self._role.busy() or self._weights.busy
 
     @property
     def parts(self) -> EngineParts:
@@ -167,7 +171,7 @@ class WorkerProcess(Generic[C]):
 
     async def run(self) -> None:
         """Serves until SIGTERM or SIGINT, then drains. Raises the error that ended the engine or the registration."""
-        stop, service = stop_signal(), _service_name(self._role.certificate)
+        stop, service = stop_signal(), self._role.service_name
         async with exporting_spans(self.config.tracing, service, self.config.worker_id) as self.spans:
             await self._run(stop)
 
@@ -176,11 +180,12 @@ class WorkerProcess(Generic[C]):
         early = asyncio.Event() if self.config.engine.kind == VLLM else stop
         await unless_stopped(self.engine.start(), early)
         relax_collector()  # a full collection, with all of torch's objects, would stop the engine for 0.2 s
-        authorizer = self._security.authorizer({ANY_SERVICE: CALLERS})
+        authorizer = self._security.authorizer({ANY_SERVICE: CALLERS, WEIGHTS_SERVICE: TAKERS})
         server = make_server(open_rpcs=self.open_rpcs, authorizer=authorizer)
         calls = CarriedCalls(self._role.carried_methods(), self.open_rpcs)
         add_CallServiceServicer_to_server(calls, server.grpc_server)
-        names = [*self._role.add_services(server.grpc_server), CALL_SERVICE]
+        names = [*self._role.add_services(server.grpc_server), CALL_SERVICE, WEIGHTS_SERVICE]
+        self._weights.add_to(server.grpc_server)
         warn_if_open("worker", self.config.host, authorizer.closed)
         port = await server.start(self.config.host, self.config.port, names, tls=self._security.server_tls)
         log_event(
@@ -188,7 +193,7 @@ class WorkerProcess(Generic[C]):
             worker_id=self.config.worker_id,
             port=port,
             model=self.parts.served.name,
-            start=self.parts.start.fields() if self.parts.start is not None else None,
+            start=self.parts.start.logged() if self.parts.start is not None else None,
         )
         self._address = self.config.advertise_address or f"{self.config.host}:{port}"
         try:
@@ -336,14 +341,10 @@ class WorkerProcess(Generic[C]):
             *steps,
             *tier_metrics(self.parts.tiers),
             *self._gpus.metrics(),
+            *self._weights.metrics(),
             *registration,
             *process,
         ]
 
     def _on_peers(self, coordinator: str, peers: list[kv_transfer_pb2.TransferEndpoint]) -> None:
         self._role.on_peers(coordinator, [TransferEndpoint.from_proto(peer) for peer in peers])
-
-
-def _service_name(role: Role) -> str:
-    """In traces: prefill-worker, decode-worker, worker."""
-    return role if role == "worker" else f"{role}-worker"

@@ -94,6 +94,11 @@ class WorkerRole(ABC, Generic[C]):
     """Whether it serves its own pool, and for prefixes the other one, too."""
 
     @property
+    def service_name(self) -> str:
+        """Its name in traces: prefill-worker, decode-worker, worker."""
+        return "worker" if self.certificate == "worker" else f"{self.certificate}-worker"
+
+    @property
     @abstractmethod
     def pool(self) -> registry_pb2.Pool.ValueType:
         """The pool that it is in, or leans to now."""

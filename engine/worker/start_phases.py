@@ -40,21 +40,30 @@ class StartPhases:
     """Until the weights are read, checked and packed."""
     warm_up_s: float
     """Until the engine is ready: memory for KV, kernels, captured steps, and the first steps."""
+    weights_from: str = ""
+    """Where the weights came from: "disk", "kept" or "peer"; empty: there are none, or it is not known."""
 
     @property
     def total_s(self) -> float:
         """From the start of the process until the engine is ready."""
         return self.process_s + self.weights_s + self.warm_up_s
 
+    def logged(self) -> dict[str, float | str]:
+        """As a log event has them: `fields`, and where the weights came from, if it is known."""
+        return {**self.fields(), **({"weights_from": self.weights_from} if self.weights_from else {})}
+
     def fields(self) -> dict[str, float]:
-        """As a log event has them: the seconds of each phase, to milliseconds."""
+        """The seconds of each phase, to milliseconds."""
         seconds = {"process": self.process_s, "weights": self.weights_s, "warm_up": self.warm_up_s}
         return {phase: round(took_s, 3) for phase, took_s in seconds.items()}
 
     def to_proto(self) -> registry_pb2.StartPhases:
         """As a registration has it."""
         return registry_pb2.StartPhases(
-            process_seconds=self.process_s, weights_seconds=self.weights_s, warm_up_seconds=self.warm_up_s
+            process_seconds=self.process_s,
+            weights_seconds=self.weights_s,
+            warm_up_seconds=self.warm_up_s,
+            weights_from=self.weights_from,
         )
 
 
@@ -65,17 +74,19 @@ class StartClock:
         """`age_s`: the time since the process began, in seconds."""
         self._age_s = age_s
         self._imported_s = self._loaded_s = 0.0
+        self._weights_from = ""
 
     def imported(self) -> None:
         """All code is imported, and the weights are read next."""
         self._imported_s = self._loaded_s = self._age_s()
 
-    def loaded(self) -> None:
+    def loaded(self, weights_from: str = "") -> None:
         """The weights are in memory."""
-        self._loaded_s = self._age_s()
+        self._loaded_s, self._weights_from = self._age_s(), weights_from
 
     def ready(self) -> StartPhases:
         """The engine is ready."""
         ready_s = self._age_s()
         imported_s, loaded_s = self._imported_s or ready_s, self._loaded_s or ready_s
-        return StartPhases(imported_s, loaded_s - imported_s, ready_s - loaded_s)
+        phases = imported_s, loaded_s - imported_s, ready_s - loaded_s
+        return StartPhases(*phases, self._weights_from)

@@ -109,6 +109,16 @@ class WorkerConfig(SecuritySettings):
     """Whether a prefill or decode worker gives prefixes of its cache to other workers and takes theirs, where its
     coordinator has `peer_fetch: on`; see docs/routing.md. Neutral workers do in any case; engine vllm, and workers
     without a prefix cache, do not."""
+    weights_from: Literal["disk", "peer", "auto"] = "disk"
+    """Where a worker that starts gets its model's weights. `peer`: from a worker of the model that runs and has
+    `give_weights_gb_per_s`, over `transport`; from files where that fails. `auto`: the same, where no files of weights
+    are on this machine. Configuration and tokenizer come from files in any case. For engine torch; see
+    docs/engine.md."""
+    give_weights_gb_per_s: (
+        Annotated[float, Field(ge=0.001, le=10_000), Option(flag="give-weights", metavar="GB/S")] | None
+    ) = None
+    """Most GB/s at which this worker sends its weights to one that starts, one at a time; less is taken from what it
+    serves the lower it is. Default: it gives none."""
     metrics_port: Port | None = None
     """Port of a Prometheus endpoint on `host`; 0 takes a free one. Default: no endpoint."""
     gpus: Annotated[Gpus, Option(metavar="GPUS", env="SPLITSERVE_GPU")] = ()

@@ -45,6 +45,13 @@ class ModelSource:
         return Path(self.path).is_dir()
 
     @property
+    def has_weights(self) -> bool:
+        """Whether files of weights are on this machine, as far as the name tells: not, for a Hugging Face id."""
+        if not self.is_local:
+            return False
+        return bool(self.gguf_file) or any(any(Path(self.path).glob(pattern)) for pattern in _WEIGHT_FILES)
+
+    @property
     def tokenizer_source(self) -> str:
         """The argument for `load_tokenizer`, valid in any working directory."""
         if not self.is_local:

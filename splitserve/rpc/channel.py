@@ -76,9 +76,14 @@ def make_channel(
     return grpc.aio.secure_channel(address, channel_credentials(pems), options=options)
 
 
-def make_blocking_channel(address: str, *, tls: TlsFiles | None = None) -> grpc.Channel:
+def make_blocking_channel(
+    address: str, *, tls: TlsFiles | TlsPems | None = None, peer: Role | None = None
+) -> grpc.Channel:
     """As `make_channel`, for threads instead of an event loop."""
     options = channel_options()
     if tls is None:
         return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, channel_credentials(read_pems(tls)), options=options)
+    if peer is not None:
+        options.append(("grpc.ssl_target_name_override", role_name(peer)))
+    pems = read_pems(tls) if isinstance(tls, TlsFiles) else tls
+    return grpc.secure_channel(address, channel_credentials(pems), options=options)

@@ -14,7 +14,7 @@ import grpc
 from splitserve.config.security import TlsConfig
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
-from splitserve.rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, make_channel
+from splitserve.rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, make_blocking_channel, make_channel
 from splitserve.security.authorizer import TOKEN_KEY, RpcAuthorizer, Rules
 from splitserve.security.server_tls import ServerTls
 from splitserve.security.tls import Role, TlsFiles, part_files
@@ -54,6 +54,11 @@ class ClusterCredentials:
             peer=peer,
             read_ahead_bytes=read_ahead_bytes,
         )
+
+    def blocking_channel(self, address: str, peer: Role) -> grpc.Channel:
+        """As `channel`, for threads instead of an event loop."""
+        tls = self.tls if self.server_tls is None else self.server_tls.pems
+        return make_blocking_channel(address, tls=tls, peer=peer)
 
     def authorizer(self, rules: Rules) -> RpcAuthorizer:
         """The authorizer of calls to this component."""

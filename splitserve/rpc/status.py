@@ -99,7 +99,7 @@ def known_error(error: BaseException) -> SplitserveError | None:
     return None
 
 
-def error_from_rpc(error: grpc.aio.AioRpcError) -> SplitserveError:
+def error_from_rpc(error: grpc.aio.AioRpcError | grpc.Call) -> SplitserveError:
     """The SplitserveError subclass of a failed call, with its reason, field and retry hint, if any.
 
     A code without a subclass gives a SplitserveError with the code's name as its reason.
@@ -154,7 +154,7 @@ def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) 
     return packed
 
 
-def _details(error: grpc.aio.AioRpcError) -> list[any_pb2.Any]:
+def _details(error: grpc.aio.AioRpcError | grpc.Call) -> list[any_pb2.Any]:
     try:
         status = rpc_status.from_call(error)  # type: ignore[arg-type]
     except ValueError:  # a proxy changed code or message, so the details no longer match

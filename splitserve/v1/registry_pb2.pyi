@@ -93,6 +93,7 @@ class RegisterRequest(_message.Message):
     TRADES_PREFIXES_FIELD_NUMBER: _builtins.int
     CARRIES_CALLS_FIELD_NUMBER: _builtins.int
     SLEEPING_FIELD_NUMBER: _builtins.int
+    GIVES_WEIGHTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the worker, stable over restarts. 1..64 characters of [A-Za-z0-9._-]. Required."""
     epoch: _builtins.int
@@ -125,6 +126,8 @@ class RegisterRequest(_message.Message):
     """Whether it has a CallService. Default false: each call is one of its own."""
     sleeping: _builtins.bool
     """Whether it sleeps: `endpoint` is that of a memory that it has given up, and nobody is to connect to it. Default false."""
+    gives_weights: _builtins.bool
+    """Whether it gives its weights to workers of its model that start: it serves WeightsService. Default false."""
     @_builtins.property
     def model(self) -> Global___ServedModel:
         """What it serves. Required."""
@@ -157,14 +160,99 @@ class RegisterRequest(_message.Message):
         trades_prefixes: _builtins.bool = ...,
         carries_calls: _builtins.bool = ...,
         sleeping: _builtins.bool = ...,
+        gives_weights: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "model", b"model", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "carries_calls", b"carries_calls", "endpoint", b"endpoint", "epoch", b"epoch", "experimental", b"experimental", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "neutral", b"neutral", "paces_prompts", b"paces_prompts", "pool", b"pool", "replica_class", b"replica_class", "sleeping", b"sleeping", "standby", b"standby", "start", b"start", "trades_prefixes", b"trades_prefixes", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "carries_calls", b"carries_calls", "endpoint", b"endpoint", "epoch", b"epoch", "experimental", b"experimental", "gives_weights", b"gives_weights", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "neutral", b"neutral", "paces_prompts", b"paces_prompts", "pool", b"pool", "replica_class", b"replica_class", "sleeping", b"sleeping", "standby", b"standby", "start", b"start", "trades_prefixes", b"trades_prefixes", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RegisterRequest: _TypeAlias = RegisterRequest  # noqa: Y015
+
+@_typing.final
+class FindWeightsRequest(_message.Message):
+    """Who looks for weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name that clients use for the model. 1..128 characters. Required."""
+    worker_id: _builtins.str
+    """Worker id of the caller, which is never named itself. 1..64 characters of [A-Za-z0-9._-]. Required."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindWeightsRequest: _TypeAlias = FindWeightsRequest  # noqa: Y015
+
+@_typing.final
+class FindWeightsResponse(_message.Message):
+    """Who may give them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightsHolder]:
+        """At least one, at most 8."""
+
+    def __init__(
+        self,
+        *,
+        holders: _abc.Iterable[Global___WeightsHolder] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindWeightsResponse: _TypeAlias = FindWeightsResponse  # noqa: Y015
+
+@_typing.final
+class WeightsHolder(_message.Message):
+    """A worker that gives weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    NEUTRAL_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Its id."""
+    address: _builtins.str
+    """"host:port" of its gRPC service."""
+    pool: Global___Pool.ValueType
+    """Its pool, which its certificate names unless it is neutral."""
+    neutral: _builtins.bool
+    """Whether it is neutral."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        pool: Global___Pool.ValueType = ...,
+        neutral: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "neutral", b"neutral", "pool", b"pool", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsHolder: _TypeAlias = WeightsHolder  # noqa: Y015
 
 @_typing.final
 class StartPhases(_message.Message):
@@ -177,22 +265,28 @@ class StartPhases(_message.Message):
     PROCESS_SECONDS_FIELD_NUMBER: _builtins.int
     WEIGHTS_SECONDS_FIELD_NUMBER: _builtins.int
     WARM_UP_SECONDS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FROM_FIELD_NUMBER: _builtins.int
     process_seconds: _builtins.float
     """From the start of the process until its code is imported."""
     weights_seconds: _builtins.float
     """Reading, checking and packing the weights."""
     warm_up_seconds: _builtins.float
     """Memory for KV, kernels, captured steps, and the first steps."""
+    weights_from: _builtins.str
+    """Where the weights came from: "disk" (the model's files), "kept" (the process that this one was forked from), or the
+    "peer" that gave them. 0..32 of [a-z0-9-]. Default: there were none, or it is not known.
+    """
     def __init__(
         self,
         *,
         process_seconds: _builtins.float = ...,
         weights_seconds: _builtins.float = ...,
         warm_up_seconds: _builtins.float = ...,
+        weights_from: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["process_seconds", b"process_seconds", "warm_up_seconds", b"warm_up_seconds", "weights_seconds", b"weights_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["process_seconds", b"process_seconds", "warm_up_seconds", b"warm_up_seconds", "weights_from", b"weights_from", "weights_seconds", b"weights_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

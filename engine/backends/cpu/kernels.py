@@ -22,6 +22,8 @@ from engine.kv_cache.memory import host_pages
 
 _PANEL = 16
 """Outputs of a layer must be a multiple: a packed panel has 16, 32 or 48."""
+_PANEL_OUTPUTS = 48
+"""Outputs of every panel but the last."""
 _PAIR = 2
 """Inputs of a bfloat16 layer must be a multiple: the dot product instruction takes pairs."""
 _INT8_STEP = 16
@@ -153,6 +155,18 @@ class CpuKernels:
         outputs, inputs = weight.shape
         self._pack(weight.data_ptr(), outputs, inputs * weight.itemsize, packed.data_ptr())
         return packed
+
+    @staticmethod
+    def unpack(packed: torch.Tensor) -> torch.Tensor:
+        """The inverse of `pack`, of a bfloat16 weight."""
+        outputs, inputs = packed.shape
+        whole = outputs // _PANEL_OUTPUTS * _PANEL_OUTPUTS
+        parts = []
+        for part, width in ((packed[:whole], _PANEL_OUTPUTS), (packed[whole:], outputs - whole)):
+            if len(part):
+                panels = part.reshape(-1, inputs // _PAIR, width, _PAIR)
+                parts.append(panels.transpose(1, 2).reshape(-1, inputs))
+        return torch.cat(parts)
 
     def linear(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x W^T + bias`, all in bfloat16: x `[..., inputs]`, packed `[outputs, inputs]`, bias `[outputs]`.

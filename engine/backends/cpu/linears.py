@@ -16,6 +16,7 @@ from torch import nn
 
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import NormKind
+from engine.model.named_weights import PackedModule
 from engine.model.sibling_linears import (
     LinearSlice,
     SharedProduct,
@@ -31,7 +32,7 @@ MAX_DIFFERENCE = 0.02
 """Of the whole model's logits, relative norm: another order of summation may change bfloat16 rounding."""
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(PackedModule):
     """`y = x W^T + b` with the weight in oneDNN's own layout. `x` `[..., inputs]`, `y` `[..., outputs]`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -44,6 +45,13 @@ class PackedLinear(nn.Module):
         """See the class."""
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return y
+
+    def unpacked(self, name: str) -> torch.Tensor | None:
+        """See `PackedModule`."""
+        if name == "weight":
+            weight: torch.Tensor = self._packed.to_dense()
+            return weight
+        return self._bias if name == "bias" else None
 
 
 def pack_linears(
@@ -119,7 +127,7 @@ _EPSILONS = ("variance_epsilon", "eps")
 """Names of the attribute in the model families."""
 
 
-class KernelLinear(nn.Module):
+class KernelLinear(PackedModule):
     """`y = x W^T + b` by our kernels; see `CpuKernels.linear`."""
 
     def __init__(self, kernels: CpuKernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -132,8 +140,14 @@ class KernelLinear(nn.Module):
         """x `[..., inputs]`, y `[..., outputs]`."""
         return self._kernels.linear(x, self._packed, self._bias)
 
+    def unpacked(self, name: str) -> torch.Tensor | None:
+        """See `PackedModule`."""
+        if name == "weight":
+            return self._kernels.unpack(self._packed)
+        return self._bias if name == "bias" else None
 
-class KernelRmsNorm(nn.Module):
+
+class KernelRmsNorm(PackedModule):
     """Root mean square norm by our kernels; see `CpuKernels.rms_norm`."""
 
     def __init__(self, kernels: CpuKernels, weight: torch.Tensor, kind: NormKind, epsilon: float) -> None:
@@ -144,6 +158,10 @@ class KernelRmsNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x and y `[..., width]`."""
         return self._kernels.rms_norm(x, self._weight, self._kind, self._epsilon)
+
+    def unpacked(self, name: str) -> torch.Tensor | None:
+        """See `PackedModule`."""
+        return self._weight if name == "weight" else None
 
 
 def replace_norms(model: nn.Module, kernels: CpuKernels) -> int:

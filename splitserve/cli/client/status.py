@@ -86,7 +86,8 @@ def _start(worker: inference_pb2.WorkerInfo) -> str:
     start = worker.start
     phases = start.process_seconds, start.weights_seconds, start.warm_up_seconds
     woke = f", woke in {worker.wake_seconds:.1f} s" if worker.HasField("wake_seconds") else ""
-    return f"{'+'.join(f'{seconds:.1f}' for seconds in phases)} s{woke}"
+    source = f", weights from {start.weights_from}" if start.weights_from == "peer" else ""
+    return f"{'+'.join(f'{seconds:.1f}' for seconds in phases)} s{source}{woke}"
 
 
 def _state(worker: inference_pb2.WorkerInfo) -> str:

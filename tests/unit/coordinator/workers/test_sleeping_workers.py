@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.workers.registry import Registry
+from coordinator.workers.registry_service import weights_holders
 from coordinator.workers.rotation import NO_PLAN, checked_plan
 from coordinator.workers.snapshot import Isolation, Worker
 from splitserve.errors import InvalidArgumentError
@@ -204,3 +205,28 @@ def test_another_boot_of_one_that_did_not_sleep_begins_as_it_registers() -> None
     world.plan()
     world.join("d", DECODE, epoch=2)
     assert not world.worker("d").in_rotation
+
+
+def test_who_gives_weights() -> None:
+    world = World()
+    for name, running in (("g1", 2), ("g2", 0), ("g3", 0)):
+        request = registration(name, DECODE)
+        request.gives_weights = True
+        world.registry.set_output_open(world.registry.register(request, 0.0).key, True)
+        worker = world.report(name)
+        report = registry_pb2.ReportRequest(
+            worker_id=name,
+            epoch=worker.epoch,
+            load=registry_pb2.WorkerLoad(total_blocks=8, free_blocks=8, running_requests=running),
+        )
+        world.registry.report(report, 0.0)
+    model = world.worker("g1").model.name
+
+    def holders(asking: str = "new", name: str = model) -> list[str]:
+        return [each.worker_id for each in weights_holders(world.registry.snapshot(), name, asking)]
+
+    assert holders() == ["g2", "g3", "g1"]
+    assert holders("g2") == ["g3", "g1"]
+    assert holders(name="other") == []
+    world.report("g2", sleeping=True)
+    assert holders() == ["g3", "g1"]

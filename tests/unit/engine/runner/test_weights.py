@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.model.named_weights import NamedWeights
 from engine.runner import weights
 from engine.runner.weights import keep_weights, load_weights
 from kv_transfer.layout import FP8_E4M3
+from kv_transfer.weights.manifest import Manifest, TensorSpec, WeightsReader
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import SplitserveError
 from splitserve.models.sources import resolve_model
@@ -43,7 +45,9 @@ def test_they_are_taken_once(folder: Path) -> None:
     keep_weights(config(), str(folder))
     kept, progress = weights._kept[0].weights, list[float]()
     source = resolve_model(str(folder))
-    assert load_weights(config(threads=2), source, progress.append) is kept
+    taken = load_weights(config(threads=2), source, progress.append)
+    assert taken.model is kept.model
+    assert taken.origin == "kept"
     assert progress == [1.0]
     assert load_weights(config(), source, lambda _fraction: None).model is not kept.model
 
@@ -95,7 +99,7 @@ def test_a_narrower_wire_decides_the_dtype(folder: Path, monkeypatch: pytest.Mon
     keep_weights(config(), str(folder), FP8_E4M3)
     kept = weights._kept[0].weights
     source = resolve_model(str(folder))
-    assert load_weights(config(), source, lambda _fraction: None, FP8_E4M3) is kept
+    assert load_weights(config(), source, lambda _fraction: None, FP8_E4M3).model is kept.model
 
 
 def test_files_that_are_gone_are_missed_where_they_are_loaded(folder: Path) -> None:
@@ -116,3 +120,83 @@ def test_what_was_logged_is_logged_where_they_are_taken(
         assert not caplog.records
         assert taken(settings, folder)
     assert [record.getMessage() for record in caplog.records] == events
+
+
+class Peer:
+    """A running worker's weights, in this process; `change` is applied to what arrives."""
+
+    def __init__(
+        self, reader: WeightsReader, change: Callable[[str, Any], None] = lambda name, into: None
+    ) -> None:
+        self.reader, self.change = reader, change
+
+    def fetch(self, specs: Sequence[TensorSpec], allocate: Callable[[TensorSpec], Any]) -> str:
+        Manifest(self.reader.fingerprint, "agent", tuple(self.reader.specs)).require_same(specs)
+        for spec in self.reader.specs:
+            into = allocate(spec)
+            into[:] = self.reader.read(spec, 0, spec.num_bytes)
+            self.change(spec.name, into)
+        return self.reader.fingerprint
+
+
+def named(settings: EngineConfig, folder: Path) -> NamedWeights:
+    model = load_weights(settings, resolve_model(str(folder)), lambda _fraction: None).model
+    return NamedWeights(model.module, model.tensors, model.fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"dtype": "float32"}),
+        ("llama", {}),
+        ("phi3", {"cpu_kernels": "off"}),
+        ("gemma2", {}),
+        ("mixtral", {}),
+    ],
+)
+def test_weights_of_a_peer_are_those_of_the_files(
+    family: str, settings: dict[str, str], tmp_path: Path
+) -> None:
+    folder = Path(make_tiny_model(family, tmp_path))
+    asked = config(**{"dtype": "bfloat16"} | settings)
+    before = named(asked, folder)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    source = resolve_model(str(folder))
+    assert not source.has_weights
+    got = load_weights(asked, source, lambda _fraction: None, peer=Peer(before))
+    assert got.origin == "peer"
+    after = NamedWeights(got.model.module, got.model.tensors, got.model.fingerprint)
+    assert (after.fingerprint, after.specs) == (before.fingerprint, before.specs)
+    for spec in before.specs:
+        assert bytes(after.read(spec, 0, spec.num_bytes)) == bytes(before.read(spec, 0, spec.num_bytes))
+    assert got.model.facts.eos_token_ids is not None
+
+
+def test_wrong_weights_are_left_for_those_of_the_files(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(dtype="float32")
+    right, source = named(settings, folder), resolve_model(str(folder))
+
+    def flip(name: str, into: Any) -> None:
+        if name.endswith("norm.weight"):
+            into[3] ^= 64
+
+    with caplog.at_level("WARNING", "splitserve"):
+        got = load_weights(settings, source, lambda _fraction: None, peer=Peer(right, flip))
+    assert (got.origin, got.model.fingerprint) == ("disk", right.fingerprint)
+    assert "weights.not_from_peer" in caplog.text
+
+
+def test_weights_in_another_type_are_left(folder: Path) -> None:
+    peer = Peer(named(config(dtype="bfloat16"), folder))
+    source = resolve_model(str(folder))
+    assert load_weights(config(dtype="float32"), source, lambda _fraction: None, peer=peer).origin == "disk"
+
+
+def test_without_room_nothing_is_received(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Peer(named(config(dtype="float32"), folder))
+    monkeypatch.setattr("engine.runner.model_loader.free_memory", lambda: 1000)
+    source = resolve_model(str(folder))
+    assert load_weights(config(dtype="float32"), source, lambda _fraction: None, peer=peer).origin == "disk"

@@ -12,9 +12,11 @@ def test_phases_follow_each_other() -> None:
     ages = iter([2.0, 5.0, 5.5])
     clock = StartClock(lambda: next(ages))
     clock.imported()
-    clock.loaded()
+    clock.loaded("peer")
     phases = clock.ready()
-    assert phases == StartPhases(2.0, 3.0, 0.5)
+    assert phases == StartPhases(2.0, 3.0, 0.5, "peer")
+    assert phases.logged() == {"process": 2.0, "weights": 3.0, "warm_up": 0.5, "weights_from": "peer"}
+    assert phases.to_proto().weights_from == "peer"
     assert phases.total_s == 5.5
     assert phases.fields() == {"process": 2.0, "weights": 3.0, "warm_up": 0.5}
     assert phases.to_proto().weights_seconds == 3.0

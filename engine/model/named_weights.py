@@ -1,0 +1,74 @@
+"""The weights of a model by their names, as they were loaded, also where the engine has packed them since."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from kv_transfer.weights.manifest import ELEMENT_BYTES, TensorSpec, WeightsReader
+from splitserve.errors import UnavailableError
+
+_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in ELEMENT_BYTES}
+
+
+class PackedModule(nn.Module):
+    """A module that has put its parameters into another form."""
+
+    def unpacked(self, name: str) -> torch.Tensor | None:
+        """A parameter as it was, "weight" or "bias"; None if there is none, or no way back."""
+        return None
+
+
+def tensor_specs(module: Any) -> tuple[TensorSpec, ...]:
+    """All tensors of a model but those that repeat others, such as tied output embeddings; also on the meta device."""
+    tensors: Mapping[str, torch.Tensor] = module.state_dict()
+    tied: Mapping[str, str] = module.all_tied_weights_keys
+    return tuple(
+        TensorSpec(name, tuple(tensor.shape), _NAMES[tensor.dtype])
+        for name, tensor in tensors.items()
+        if name not in tied
+    )
+
+
+def empty_tensor(spec: TensorSpec) -> torch.Tensor:
+    """Memory of the host for a tensor, with any content."""
+    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a contiguous tensor as a flat view of bytes."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+class NamedWeights(WeightsReader):
+    """Reads them for a worker that starts. Raises UnavailableError (NO_WEIGHTS) for one that is there no more."""
+
+    def __init__(self, module: Any, specs: Sequence[TensorSpec], fingerprint: str) -> None:
+        self._module: Any = module
+        self.specs, self.fingerprint = specs, fingerprint
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def read(self, spec: TensorSpec, start: int, count: int) -> memoryview:
+        """See `WeightsReader`."""
+        if self._last is None or self._last[0] != spec.name:
+            self._last = None
+            self._last = spec.name, as_bytes(self._tensor(spec).contiguous())
+        # From a device only this piece is copied.
+        piece = self._last[1][start : start + count].cpu()
+        view: memoryview = piece.numpy().data
+        return view
+
+    def _tensor(self, spec: TensorSpec) -> torch.Tensor:
+        path, _, name = spec.name.rpartition(".")
+        parent = self._module.get_submodule(path)
+        own = {**dict(parent.named_parameters(recurse=False)), **dict(parent.named_buffers(recurse=False))}
+        found = own.get(name)
+        if found is None and isinstance(parent, PackedModule):
+            found = parent.unpacked(name)
+        if found is None or tuple(found.shape) != spec.shape or _NAMES.get(found.dtype) != spec.dtype:
+            message = f"the engine keeps {spec.name!r} in a form that cannot be given"
+            raise UnavailableError(message, reason="NO_WEIGHTS")
+        return found.detach()

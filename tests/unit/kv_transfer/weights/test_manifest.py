@@ -1,0 +1,51 @@
+"""The list of tensors: its bounds on the wire, and the pieces."""
+
+from __future__ import annotations
+
+import pytest
+
+from kv_transfer.weights import manifest as module
+from kv_transfer.weights.manifest import MAX_AXES, MAX_NAME, Manifest, TensorSpec, WeightsPiece, pieces
+from splitserve.errors import InvalidArgumentError
+from splitserve.v1 import weights_pb2 as pb
+
+SPECS = (TensorSpec("a", (3, 5), "float32"), TensorSpec("b", (), "int64"), TensorSpec("c", (0,), "bool"))
+
+
+def test_the_wire_form_and_back() -> None:
+    manifest = Manifest("f" * 64, "agent", SPECS)
+    assert Manifest.from_proto(manifest.to_proto()) == manifest
+    assert manifest.num_bytes == 68
+
+
+def test_pieces_are_of_one_tensor_each() -> None:
+    assert list(pieces(SPECS, 32)) == [
+        WeightsPiece(SPECS[0], 0, 32),
+        WeightsPiece(SPECS[0], 32, 28),
+        WeightsPiece(SPECS[1], 0, 8),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "tensor"),
+    [
+        ("tensors.name", pb.WeightTensor(dtype="bool")),
+        ("tensors.name", pb.WeightTensor(name="n" * (MAX_NAME + 1), dtype="bool")),
+        ("tensors.shape", pb.WeightTensor(name="n", shape=[1] * (MAX_AXES + 1), dtype="bool")),
+        ("tensors.shape", pb.WeightTensor(name="n", shape=[2**63, 2], dtype="bool")),
+        ("tensors.shape", pb.WeightTensor(name="n", shape=[2**40], dtype="float32")),
+        ("tensors.dtype", pb.WeightTensor(name="n", dtype="complex64")),
+        ("tensors.dtype", pb.WeightTensor(name="n")),
+    ],
+)
+def test_a_tensor_out_of_bounds_is_refused(field: str, tensor: pb.WeightTensor) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        Manifest.from_proto(pb.WeightsManifest(tensors=[tensor]))
+    assert caught.value.field == field
+
+
+def test_a_huge_list_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_TENSORS", 2)
+    with pytest.raises(InvalidArgumentError) as caught:
+        Manifest.from_proto(Manifest("f", "a", SPECS).to_proto())
+    assert caught.value.field == "tensors"
