@@ -210,12 +210,13 @@ class KvProducer(KvConnector):
         )
 
     def _push_prefixes(self, core: Engine, now: float) -> None:
-        """Writes what may be written of prefixes, and fails those of which a block is gone."""
+        """Writes what may be written of prefixes, and fails those that are not held."""
         for piece in self._prefixes.due(self._is_over, self._pusher.writes_to, self._peers.gb_per_s):
             name, blocks, last = piece.push.request_id, piece.push.blocks, piece.is_last
             if not blocks:
                 message = "a block of the prefix is not cached here any more"
-                self._give_up(core, name, FailedPreconditionError(message, reason="PREFIX_GONE"))
+                gone = FailedPreconditionError(message, reason="PREFIX_GONE")
+                self._give_up(core, name, piece.push.refusal or gone)
                 continue
             tokens, token = piece.end * self._block_tokens, 0 if last else None
             self._pusher.on_progress(name, tokens, blocks, is_last=last, first_token=token, now=now)

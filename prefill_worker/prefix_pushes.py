@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.core.precedence import Precedence
+from splitserve.errors import SplitserveError
 
 LEAST_PIECE_BYTES = 4 * 2**20
 PIECE_S = 0.05
@@ -21,7 +22,9 @@ class PrefixPush:
     """Whom it goes to."""
     precedence: Precedence
     blocks: Sequence[int] = ()
-    """Empty if one of them is gone."""
+    """Empty if one of them is gone, or with a `refusal`."""
+    refusal: SplitserveError | None = None
+    """Why it is not held, if that is known."""
     posted: int = 0
     """Leading blocks that were given to the pusher."""
 
@@ -49,16 +52,20 @@ class PrefixPushes:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, push: PrefixPush, blocks: Sequence[int]) -> None:
-        """Queues a prefix that is held now in `blocks`, behind those of its class and before those of lower ones."""
-        push.blocks = blocks
+    def add(self, push: PrefixPush, held: Sequence[int] | SplitserveError) -> None:
+        """Queues a prefix that is held now in these blocks, behind those of its class and before those of lower ones;
+        or why it is not."""
+        if isinstance(held, SplitserveError):
+            push.refusal = held
+        else:
+            push.blocks = held
         self._waiting.append(push)
         self._waiting.sort(key=lambda each: -each.precedence.class_rank)
 
     def due(
         self, is_over: Callable[[str], bool], is_busy: Callable[[str], bool], gb_per_s: Callable[[str], float]
     ) -> list[Piece]:
-        """The pieces to be written now, at most one to each peer; of one that is gone an empty one.
+        """The pieces to be written now, at most one to each peer; of one that is not held an empty one.
 
         Those that are over, by request id, are dropped.
 

@@ -8,6 +8,10 @@ from collections.abc import Callable
 from engine.core.step_stats import TotalsByKind
 from engine.core.types import EngineLoad, EngineRequest, RequestOutput, ReservedBlocks, StepResult
 from engine.kv_cache.cache_events import KvEventLog
+from splitserve.errors import ResourceExhaustedError
+
+Held = Callable[[list[int] | ResourceExhaustedError], None]
+"""Takes the blocks of a prefix that are held, or why they are not."""
 
 
 class Engine(ABC):
@@ -52,13 +56,14 @@ class Engine(ABC):
         """Frees the blocks of an ended `prefill_only` request; returns whether there was one. Idempotent."""
 
     @abstractmethod
-    def hold_prefix(self, request: EngineRequest, held: Callable[[list[int]], None]) -> None:
+    def hold_prefix(self, request: EngineRequest, held: Held) -> None:
         """Holds the blocks of a `prefix_only` request, which are cached here, until `release_held`.
 
         `held` is called with all of them in order, now or when lower tiers have brought them, or with none if one is
         gone; not if the request has been aborted. Raises InvalidArgumentError for a request that can never be held,
         FailedPreconditionError (NO_PREFIX_FETCH) where the engine's cache cannot be read, and ResourceExhaustedError
-        (PREFIX_READS_FULL) where lower tiers read as much for peers as they may.
+        (PREFIX_READS_FULL) where lower tiers read as much for peers as they may; once it has returned, `held` is called
+        with that error instead.
         """
 
     @abstractmethod

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from engine.core.engine import Engine
+from engine.core.engine import Engine, Held
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.model_runner import DEFAULT_STEP_TOKENS, ModelRunner
 from engine.core.output_processor import BegunStep, OutputProcessor, PendingResult
@@ -141,7 +141,7 @@ class EngineCore(Engine):
         self._changed = True
         return True
 
-    def hold_prefix(self, request: EngineRequest, held: Callable[[list[int]], None]) -> None:
+    def hold_prefix(self, request: EngineRequest, held: Held) -> None:
         """See `Engine`."""
         self._check(request)
         self._kv.bring(self._register(Sequence(request, self._arrivals)), partial(self._hold, held))
@@ -294,11 +294,11 @@ class EngineCore(Engine):
         queue, kv = self._scheduler, self._kv
         return len(queue.waiting) + len(kv.reading), queue.waiting_tokens + kv.reading_tokens
 
-    def _hold(self, held: Callable[[list[int]], None], sequence: Sequence) -> None:
+    def _hold(self, held: Held, sequence: Sequence) -> None:
         if self._live.get(sequence.request_id) is sequence:
             self._kv.hold(sequence)
             self._end(sequence)
-            held(sequence.block_ids)
+            held(sequence.refusal or sequence.block_ids)
 
     def _blocks_freed(self) -> None:
         self._changed = True

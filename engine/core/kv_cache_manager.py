@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from itertools import count
 
@@ -71,7 +70,8 @@ class KVCacheManager:
     def bring(self, sequence: Sequence, then: Callable[[Sequence], None]) -> None:
         """Calls `then`: at once, or when blocks of the sequence's prefix that lower tiers have are in the pool.
 
-        Raises ResourceExhaustedError as `KvTiers.bring`, for a prefix that a peer fetches."""
+        Raises ResourceExhaustedError as `KvTiers.bring`, for a prefix that a peer fetches; where that is known only
+        later, it is the sequence's `refusal`."""
         if not self._looks_up(sequence, then) and not self.reads(sequence, then):
             then(sequence)
 
@@ -150,9 +150,11 @@ class KVCacheManager:
     def _read_on(self, sequence: Sequence, then: Callable[[Sequence], None], beyond: int) -> None:
         """What others have read is there, or is known of; a prompt may have more in the tiers."""
         self.read_ended(sequence)
-        with suppress(ResourceExhaustedError):  # a peer's: without its blocks it is refused
+        try:
             if sequence.status is SequenceStatus.WAITING and self.reads(sequence, then, beyond):
                 return
+        except ResourceExhaustedError as refusal:
+            sequence.refusal = refusal.with_traceback(None)
         then(sequence)
 
     def _below(self, sequence: Sequence, hits: int) -> list[bytes]:

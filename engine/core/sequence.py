@@ -11,6 +11,7 @@ from engine.core.detokenizer import IncrementalDetokenizer, StopMatcher
 from engine.core.precedence import Precedence
 from engine.core.types import ChunkProgress, EngineRequest, FinishReason, OutputMatcher, ScheduledSequence
 from engine.pacing.token_clock import StreamPace
+from splitserve.errors import ResourceExhaustedError
 from splitserve.generation.kv_blocks import blocks_for
 from splitserve.models.tokenizer import Tokenizer
 
@@ -89,6 +90,8 @@ class Sequence:
     """Whether it did not fit into the free blocks when it was last tried."""
     reads_first: bool = False
     """Whether it was preempted, and what lower tiers have of its KV has not been asked for since."""
+    refusal: ResourceExhaustedError | None = None
+    """Why lower tiers do not read what a peer wants of it."""
     started: bool = False
     """Whether it has been in a step."""
     reported: int = 0

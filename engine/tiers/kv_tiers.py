@@ -29,15 +29,12 @@ from engine.tiers.stores.block_store import BlockStore, HostStore
 from engine.tiers.stores.shared_store import SharedStore
 from engine.tiers.tier import ReadItem, ReadOutcome, Tier, TierPlaces
 from engine.tiers.tier_index import Eviction, TierBlock
-from engine.tiers.tier_read import TierRead, Waiting
+from engine.tiers.tier_read import TierRead, Waiting, require_peer_room
 from splitserve.alarms import Alarms
-from splitserve.errors import ResourceExhaustedError
 from splitserve.logs import log_event
 
 _SHARE = 2
 """One block in so many of the pool may be owned by copies to host memory, and as many by reads."""
-MOST_PEER_READS = 4
-"""Reads that peers have asked for, at a time."""
 _DISK_BACKLOG_BYTES = 256 << 20
 _LEAST_PATIENCE_S = 0.5
 """A read of a disk is waited for until computing would have been done, but at least this long."""
@@ -61,6 +58,7 @@ class KvTiers:
         eviction: Eviction = "history",
         alarms: Alarms | None = None,
     ) -> None:
+        self._alarms = alarms or Alarms("kv-alarms")
         self.host = Tier("host", host, eviction)
         self.disk = Tier("disk", disk, eviction) if disk is not None else None
         self.all: dict[TierName, Tier] = {"host": self.host}
@@ -78,7 +76,6 @@ class KvTiers:
         self._begun: dict[bytes, TierRead] = {}
         """By the hash of their first block, those that others may wait for, too."""
         self.under_way: dict[TierRead, None] = {}
-        self._alarms = alarms or Alarms("kv-alarms")
         self.look_ups: LookUps | None = None
         """Where the disk is a store that workers share."""
         if self.disk is not None and isinstance(disk, SharedStore):
@@ -113,6 +110,11 @@ class KvTiers:
             or any(len(tier.thread) for tier in self.all.values())
             or (self.look_ups is not None and self.look_ups.busy)
         )
+
+    @property
+    def shared_id(self) -> int:
+        """Of the store that workers share, 0 while this one's blocks do not count as there. For any thread."""
+        return 0 if self.look_ups is None or self._late_reads else self.look_ups.shared_id
 
     def stored(self, block: int, found: TierBlock) -> None:
         """Copies a block that entered the pool's prefix cache, once the thread has time."""
@@ -168,7 +170,7 @@ class KvTiers:
             if waits_for_read(prefix, self._rates, waits_s, fit, shared, left_s):
                 return self._join(begun, Waiting(again, then, owner), patience_s)
         if whole:
-            self._require_peer_room(len(hashes))
+            require_peer_room(self.under_way, len(hashes), self._most_owned)
         count = choose_read(prefix, self._rates, waits_s, fit)
         if whole and count < len(hashes):
             return False
@@ -204,10 +206,9 @@ class KvTiers:
         """Ends the threads, and closes what they use. What is on its way is lost."""
         self._closed = True
         self._alarms.close()
-        if self.look_ups is not None:
-            self.look_ups.close(_CLOSE_S)
+        unasked = self.look_ups is None or self.look_ups.close(_CLOSE_S)
         for tier in self.all.values():
-            if tier.thread.close(_CLOSE_S):
+            if tier.thread.close(_CLOSE_S) and (unasked or tier is self.host):
                 tier.store.close()
             else:  # a disk that does not answer; the process ends with it
                 log_event("kv_tier.hung", tier=tier.name)
@@ -223,13 +224,6 @@ class KvTiers:
         """The read under way that begins with the first of these blocks, unless it is one of a disk that hangs."""
         begun = self._begun.get(hashes[0])
         return None if begun is None or (self._late_reads and "disk" in begun.tiers) else begun
-
-    def _require_peer_room(self, blocks: int) -> None:
-        """One read for a peer may take all that reads may, several half of it together."""
-        owned = [read.owned for read in self.under_way if read.for_peer]
-        if len(owned) >= MOST_PEER_READS or (owned and 2 * (sum(owned) + blocks) > self._most_owned):
-            message = f"{len(owned)} reads for peers, of {sum(owned)} KV blocks, go on already"
-            raise ResourceExhaustedError(message, reason="PREFIX_READS_FULL", retry_after_s=1.0)
 
     def _waits_s(self) -> dict[TierName, float]:
         return {name: tier.reading_blocks * tier.rate.block_s for name, tier in self.all.items()}
@@ -283,13 +277,15 @@ class KvTiers:
         if disk is None or slot is None:
             return
         if len(disk.thread) * self._block_bytes > _DISK_BACKLOG_BYTES:
-            disk.stats.failures["skipped"] += 1
+            disk.skipped()
             return
         placement = disk.index.add(found, self._cost(found.depth))
         if placement is not None:
             self.places.left(placement.evicted)
             work = partial(self._write, disk, found, slot, placement.slot)
             disk.start(work, partial(self._written, disk, found), self._soon)
+        elif not disk.index.knows(found.block_hash):
+            disk.came(taken=False)
 
     def _write(self, disk: Tier, found: TierBlock, source: int, slot: int) -> OSError | bool:
         """On the thread of the disk. Whether the block has been written."""
@@ -299,6 +295,7 @@ class KvTiers:
 
     def _written(self, disk: Tier, found: TierBlock, outcome: OSError | bool) -> None:
         if outcome is True:
+            disk.came(taken=True)
             self.places.arrived(disk, found)
         else:
             disk.was_not_written(found, outcome)

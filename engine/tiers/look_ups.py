@@ -18,6 +18,10 @@ PATIENCE_S = 0.05
 """A prompt waits so long for an answer; what comes later is of use to the next one."""
 MOST_WAITING = 64
 """Prompts that wait for answers. What more come are not asked for."""
+MOST_LOST = 1 / 4
+"""Of the blocks of late: a worker of which more are not written does not count as one of those who share the store."""
+LATE_S = 1.0
+"""Nor does one to which an answer is late by more."""
 _FIRST, _GROWTH, _MOST = 8, 4, 512
 """Blocks in the first question about a prompt, the growth from one to the next, and blocks in the last ones."""
 
@@ -57,11 +61,19 @@ class LookUps:
         self._alarms, self._soon, self._cost = alarms, soon, cost
         self._thread = CopyThread("kv-look-up")
         self._waiting = self._late = 0
+        self._late_since_s = 0.0
 
     @property
     def busy(self) -> bool:
         """Whether an answer is on its way."""
         return bool(self._waiting or self._late or len(self._thread))
+
+    @property
+    def shared_id(self) -> int:
+        """The store's, for coordinators; 0 while others may not find there what this worker has, or it does not answer.
+        For any thread."""
+        is_late = self._late and self._alarms.now() - self._late_since_s > LATE_S
+        return 0 if is_late or self._tier.lost_share > MOST_LOST else self._store.shared_id
 
     def ask(self, hashes: Sequence[bytes], extend: Extend, blocks: int, then: Callable[[], None]) -> bool:
         """Asks for the first of a prompt's `blocks` that the books do not know, and those after it.
@@ -141,6 +153,8 @@ class LookUps:
     def _is_late(self, look_up: _LookUp) -> None:
         if look_up.state == "waiting":  # else the answer has come meanwhile
             look_up.state = "late"
+            if not self._late:
+                self._late_since_s = self._alarms.now()
             self._waiting -= 1
             self._late += 1
             look_up.then()

@@ -20,6 +20,7 @@ from splitserve.logs import log_event
 
 _ASSUMED_BYTES_PER_S: dict[TierName, float] = {"host": 2e9, "disk": 4e8}
 """Until a tier's first read."""
+_LOST_WEIGHT = 1 / 16
 T = TypeVar("T")
 Failure = Literal["write", "read", "skipped"]
 
@@ -66,6 +67,8 @@ class Tier:
         self.stats = TierStats()
         self.reading_blocks = 0
         """Of reads in progress."""
+        self.lost_share = 0.0
+        """Of the blocks that came to it of late, those that it did not take: a mean that fades."""
 
     @property
     def bytes(self) -> int:
@@ -104,11 +107,24 @@ class Tier:
             return error
         return True
 
+    def came(self, *, taken: bool) -> None:
+        """Counts a block that came to it, in `lost_share`."""
+        self.lost_share += ((not taken) - self.lost_share) * _LOST_WEIGHT
+
+    def skipped(self) -> None:
+        """Counts a block that is not written."""
+        self.stats.failures["skipped"] += 1
+        self.came(taken=False)
+
     def was_not_written(self, block: TierBlock, why: OSError | bool) -> None:
         """Drops a block that could not be written, or that was given up before."""
         self.index.drop(block.block_hash)
-        self.stats.failures["write" if isinstance(why, OSError) else "skipped"] += 1
-        if isinstance(why, OSError) and self.stats.failures["write"] == 1:
+        if not isinstance(why, OSError):
+            self.skipped()
+            return
+        self.stats.failures["write"] += 1
+        self.came(taken=False)
+        if self.stats.failures["write"] == 1:
             log_event("kv_tier.write_failed", tier=self.name, error=str(why))
 
     def items_of(self, read: TierRead) -> list[ReadItem]:

@@ -1,14 +1,20 @@
-"""A read of a prefix that is under way, and who waits for it: the first who asked, and others that begin with it."""
+"""A read of a prefix that is under way, and who waits for it: the first who asked, and others that begin with it.
+
+Reads for peers are bounded."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.tiers.pool_copier import PoolCopier
 from engine.tiers.read_choice import TierName
 from splitserve.alarms import Alarm, Alarms
+from splitserve.errors import ResourceExhaustedError
+
+MOST_PEER_READS = 4
+"""Reads that peers have asked for, at a time."""
 
 Late = Callable[[], None]
 """Called on the alarms' thread."""
@@ -97,3 +103,14 @@ class TierRead:
         """Nothing is copied into the pool from now on. Waits for a block that is being copied, not for a disk."""
         with self._loading:
             self.given_up = True
+
+
+def require_peer_room(under_way: Iterable[TierRead], blocks: int, most_owned: int) -> None:
+    """One read for a peer may take all `most_owned` blocks that reads may, several half of them together.
+
+    Raises ResourceExhaustedError (PREFIX_READS_FULL) where one more, of so many `blocks`, is too much.
+    """
+    owned = [read.owned for read in under_way if read.for_peer]
+    if len(owned) >= MOST_PEER_READS or (owned and 2 * (sum(owned) + blocks) > most_owned):
+        message = f"{len(owned)} reads for peers, of {sum(owned)} KV blocks, go on already"
+        raise ResourceExhaustedError(message, reason="PREFIX_READS_FULL", retry_after_s=1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from engine.core.engine import Engine
+from engine.core.engine import Engine, Held
 from engine.core.output_processor import BegunStep, OutputProcessor, PendingResult
 from engine.core.sequence import Sequence, SequenceStatus
 from engine.core.step_stats import StepMeter
@@ -105,7 +105,7 @@ class VllmEngine(Engine):
         self._changed |= released
         return released
 
-    def hold_prefix(self, request: EngineRequest, held: Callable[[list[int]], None]) -> None:
+    def hold_prefix(self, request: EngineRequest, held: Held) -> None:
         """See `Engine`. Raises FailedPreconditionError: vLLM does not say where a cached prefix lies."""
         raise FailedPreconditionError(NO_PREFIX_FETCH, reason="NO_PREFIX_FETCH", field="prefix_only")
 

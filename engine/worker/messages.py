@@ -16,7 +16,6 @@ from engine.core.types import (
 from engine.pacing.step_time_fit import DecodeStepFit, PromptFit
 from engine.pacing.token_clock import ServiceTargets
 from engine.tiers.kv_tiers import KvTiers
-from engine.tiers.stores.shared_store import SharedStore
 from kv_transfer.lane import JudgedLane
 from splitserve.config.security import CeilingConfig
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
@@ -214,8 +213,8 @@ def add_tier_reads(load: registry_pb2.WorkerLoad, tiers: KvTiers | None) -> None
         message = load.host_tier if name == "host" else load.disk_tier
         message.gb_per_second = tier.bytes_per_s / 1e9
         message.waiting_bytes = tier.reading_blocks * tier.store.block_bytes
-        if isinstance(tier.store, SharedStore):
-            message.shared_id = tier.store.shared_id
+        if tier is tiers.disk:
+            message.shared_id = tiers.shared_id
 
 
 def step_fit_message(fit: DecodeStepFit | None) -> registry_pb2.DecodeStepFit | None:

@@ -711,7 +711,7 @@ class TierReads(_message.Message):
     """Bytes of reads that are under way."""
     shared_id: _builtins.int
     """Names the store if other workers share it: workers that say the same number read what any of them has written. Only of
-    the disk. Default 0: it is this worker's own.
+    the disk. Default 0: it is this worker's own, or now takes or gives no blocks reliably.
     """
     def __init__(
         self,

@@ -17,10 +17,12 @@ class FakeMooncake:
         self.may_answer = threading.Event()
         """Questions wait for it."""
         self.may_answer.set()
+        self.asked = threading.Event()
+        """Set by a question."""
         self.fails = False
         self.questions: list[int] = []
         """Keys in each."""
-        self.writes = 0
+        self.writes = self.closes = 0
 
     def register_buffer(self, _address: int, _size: int) -> int:
         return 0
@@ -43,11 +45,13 @@ class FakeMooncake:
         return len(held)
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
+        self.asked.set()
         self.may_answer.wait(PATIENCE_S)
         self.questions.append(len(keys))
         return [-1 if self.fails else int(key in self.objects) for key in keys]
 
     def close(self) -> None:
+        self.closes += 1
         self.may_answer.set()
 
     def store(self, block_bytes: int, slots: int, identity: bytes = bytes(32)) -> SharedMooncakeStore:

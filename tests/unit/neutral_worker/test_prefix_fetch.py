@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from decode_worker.reservation_queue import Granted
+from engine.core.sequence import Sequence
 from engine.core.types import EngineRequest, SamplingParams, StopParams
 from kv_transfer.handoff.ticket import WRITE_GRACE_S, KvTicket
 from prefill_worker import prefix_pushes
@@ -236,6 +239,29 @@ def test_a_holder_that_reads_enough_for_others_refuses_and_leaves_nothing() -> N
     rig.run(10)
     assert rig.a.failures("fetch"), "the taker is told, and holds no blocks for it"
     assert cached(rig.a, tokens) == 0
+    rig.assert_empty()
+
+
+def test_a_holder_that_learns_so_later_gives_the_same_reason() -> None:
+    rig = NeutralRig()
+    tokens = prompt(LENGTH, 14)
+    books, answers = rig.b.core._kv, list[Callable[[], None]]()
+
+    def looks_up(sequence: Sequence, then: Callable[[Sequence], None]) -> bool:
+        answers.append(partial(books._read_on, sequence, then, -1))
+        return True
+
+    def full(*_: object) -> bool:
+        raise ResourceExhaustedError("4 reads go on", reason="PREFIX_READS_FULL")
+
+    books._looks_up, books.reads = looks_up, full  # type: ignore[assignment]
+    begin(rig.a, rig.b, "fetch", tokens)
+    rig.run(3)
+    assert not rig.b.events[engine_id("fetch", 1)]
+    answers.pop()()
+    rig.run(20)
+    assert reason_of(rig.b, "fetch") == "PREFIX_READS_FULL"
+    assert rig.a.failures("fetch") == ["TRANSFER_FAILED"]
     rig.assert_empty()
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from engine.runner.simulated_runner import expected_tokens
-from engine.tiers.look_ups import MOST_WAITING, PATIENCE_S
+from engine.tiers import kv_tiers, tier_read
+from engine.tiers.look_ups import LATE_S, MOST_WAITING, PATIENCE_S
+from splitserve.errors import ResourceExhaustedError
 from splitserve.generation.kv_blocks import extend_block_hashes
 from tests.support.engine.engine_rig import BLOCK, request
 from tests.support.tiers.shared_rig import FakeMooncake
 from tests.support.tiers.tiers_rig import TieredRig
+from tests.support.waiting import PATIENCE_S as WAIT_S
 
 BLOCK_BYTES = BLOCK * 16
 LENGTH, FULL = 40, 9
@@ -261,3 +265,97 @@ def test_a_peer_that_fetches_gets_what_the_store_has(rig: TieredRig) -> None:
     assert [len(blocks) for blocks in held] == [FULL]
     assert rig.core.release_held("fetch")
     rig.assert_clean()
+
+
+def test_a_peer_that_is_refused_after_its_look_up_is_told_why(
+    rig: TieredRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_read, "MOST_PEER_READS", 0)
+    held: list[object] = []
+    tokens = PROMPT[: FULL * BLOCK]
+    rig.core.hold_prefix(
+        request("fetch", tokens, max_tokens=1, prefill_only=True, prefix_only=True), held.append
+    )
+    rig.settle()
+    (refusal,) = held
+    assert isinstance(refusal, ResourceExhaustedError)
+    assert refusal.reason == "PREFIX_READS_FULL"
+    assert rig.core.release_held("fetch")
+    rig.assert_clean()
+
+
+def test_a_store_that_takes_no_blocks_is_not_named_until_it_does_again(
+    rig: TieredRig, fake: FakeMooncake
+) -> None:
+    assert rig.below.shared_id == rig.below.all["disk"].store.shared_id  # type: ignore[attr-defined]
+    fake.fails = True
+    ask(rig, "lost", [33] * LENGTH)
+    rig.settle()
+    assert rig.below.all["disk"].stats.failures["write"] > 0
+    assert rig.below.shared_id == 0
+    fake.fails = False
+    ask(rig, "few", [34] * 20)
+    rig.settle()
+    assert rig.below.shared_id == 0
+    ask(rig, "many", [35] * 120)
+    rig.settle()
+    assert rig.below.shared_id != 0
+
+
+def test_one_block_that_is_not_written_is_no_matter(rig: TieredRig) -> None:
+    rig.below.all["disk"].skipped()
+    assert rig.below.shared_id != 0
+
+
+def test_a_store_that_does_not_answer_is_not_named(rig: TieredRig, fake: FakeMooncake) -> None:
+    fake.may_answer.clear()
+    ask(rig, "late")
+    rig.alarms.advance(PATIENCE_S)
+    rig.below.collect()
+    assert rig.below.shared_id != 0, "a moment is no matter"
+    rig.alarms.advance(LATE_S + 0.01)
+    assert rig.below.shared_id == 0
+    fake.may_answer.set()
+    rig.settle()
+    assert rig.below.shared_id != 0
+    assert_answered(rig, "late")
+
+
+def test_nor_is_one_whose_reads_are_late(rig: TieredRig) -> None:
+    disk, may_read = rig.below.all["disk"], threading.Event()
+    read = disk.store.read
+
+    def hangs(slot: int, block_hash: bytes) -> memoryview | None:
+        may_read.wait(WAIT_S)
+        return read(slot, block_hash)
+
+    disk.store.read = hangs  # type: ignore[method-assign]
+    ask(rig, "late")
+    rig.settle(busy=lambda: not rig.below.under_way)
+    rig.alarms.advance(60)
+    rig.below.collect()
+    assert rig.below.shared_id == 0
+    may_read.set()
+    rig.settle()
+    assert rig.below.shared_id != 0
+    assert_answered(rig, "late")
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_store_is_not_closed_while_it_is_asked(
+    rig: TieredRig,
+    fake: FakeMooncake,
+    hangs: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(kv_tiers, "_CLOSE_S", 0.05 if hangs else WAIT_S)
+    if hangs:
+        fake.may_answer.clear()
+        fake.asked.clear()
+        ask(rig, "late")
+        assert fake.asked.wait(WAIT_S)
+    with caplog.at_level("INFO", "splitserve"):
+        rig.below.close()
+    assert fake.closes == (not hangs)
+    assert [record.getMessage() for record in caplog.records] == ["kv_tier.hung"] * hangs

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.runner.simulated_runner import expected_tokens
-from engine.tiers.kv_tiers import MOST_PEER_READS
+from engine.tiers.tier_read import MOST_PEER_READS
 from splitserve.errors import ResourceExhaustedError
 from tests.support.engine.engine_rig import BLOCK, request
 from tests.support.tiers.tiers_rig import FailingStore, TieredRig
@@ -103,3 +103,18 @@ def test_what_is_in_the_pool_is_no_read(rig: TieredRig, disk: FailingStore) -> N
         PROMPTS.pop()
     assert [len(blocks) for blocks in held] == [BLOCKS]
     end(rig, disk, *names, "cached")
+
+
+def test_one_that_reads_on_after_another_s_read_is_told_why_it_is_refused(
+    rig: TieredRig, disk: FailingStore
+) -> None:
+    rig.core.add_request(_request("prompt", PROMPTS[7][: 2 * BLOCK + 1]))
+    held: list[list[int] | ResourceExhaustedError] = fetch(rig, "longer", 7)  # type: ignore[assignment]
+    names = [str(seed) for seed in range(MOST_PEER_READS)]
+    for seed, name in enumerate(names):
+        fetch(rig, name, seed)
+    assert len(rig.below.under_way) == MOST_PEER_READS + 1, "it waits with the prompt"
+    end(rig, disk, *names, "longer")
+    (refusal,) = held
+    assert isinstance(refusal, ResourceExhaustedError)
+    assert (refusal.reason, refusal.retry_after_s) == ("PREFIX_READS_FULL", 1.0)
