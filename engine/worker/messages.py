@@ -209,11 +209,13 @@ def worker_load(load: EngineLoad) -> registry_pb2.WorkerLoad:
 
 def add_tier_reads(load: registry_pb2.WorkerLoad, tiers: KvTiers | None) -> None:
     """The tiers' part of a load report; for any thread."""
-    for name, tier in tiers.all.items() if tiers is not None else ():
+    if tiers is None:
+        return
+    for name, tier in tiers.all.items():
         message = load.host_tier if name == "host" else load.disk_tier
         message.gb_per_second = tier.bytes_per_s / 1e9
         message.waiting_bytes = tier.reading_blocks * tier.store.block_bytes
-        if tier is tiers.disk:
+        if name == "disk":
             message.shared_id = tiers.shared_id
 
 
