@@ -21,11 +21,11 @@ from kv_transfer.weights.window import PieceWindow
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ResourceExhaustedError, SplitserveError, TransferError, UnavailableError
 from splitserve.v1 import registry_pb2, weights_pb2
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 
 SPECS = (TensorSpec("one", (3000,), "float32"),)
 A, B = (registry_pb2.WeightsHolder(worker_id=name) for name in "ab")
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)
 
 
 class Peers:
@@ -242,6 +242,26 @@ async def test_a_pull_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     rig.send(window=True)
     await rig.refused("WEIGHTS_STALLED")
+
+
+async def test_a_slow_pull_goes_on_while_pieces_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, skipped_s = asyncio.get_running_loop(), 0.0
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + skipped_s)
+    rig = Rig(Host(rate=10_000.0, weights=Reader()))
+    rig.send(window=True)
+    pull = rig.pull()
+    await anext(pull)
+    rest = asyncio.create_task(anext(pull, None))
+    for given in (4096, 8192, 12000):
+        skipped_s += 0.9 * module.GRANT_S
+        rig.send(0)
+        while rig.service._given_bytes < given:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    skipped_s += 0.9 * module.GRANT_S
+    rig.sent.put_nowait(None)
+    assert await rest is None
+    assert not rig.service.busy
 
 
 class SlowTransport(MemoryTransport):
