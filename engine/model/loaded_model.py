@@ -43,7 +43,7 @@ class LoadedModel:
     fingerprint: str
     work: StepWork | None = None
     tensors: tuple[TensorSpec, ...] = ()
-    """Its weights, as they were loaded."""
+    """Its weights, as they were loaded; none if it cannot give them."""
     fusible: bool = True
     """Whether a backend may put kernels of its own in the place of elementwise operations."""
 

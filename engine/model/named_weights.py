@@ -14,18 +14,24 @@ from splitserve.errors import UnavailableError
 _NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in ELEMENT_BYTES}
 
 
+ALL_ROWS = slice(None)
+
+
 class PackedModule(nn.Module):
     """A module that has put its parameters into another form."""
 
-    def unpacked(self, name: str) -> torch.Tensor | None:
-        """A parameter as it was, "weight" or "bias"; None if there is none, or no way back."""
+    def unpacked(self, name: str, rows: slice = ALL_ROWS) -> torch.Tensor | None:
+        """These rows of a parameter as it was, "weight" or "bias"; None if there is none, or no way back."""
         return None
 
 
 def tensor_specs(module: Any) -> tuple[TensorSpec, ...]:
-    """All tensors of a model but those that repeat others, such as tied output embeddings; also on the meta device."""
+    """All tensors of a model but those that repeat others, such as tied output embeddings; also on the meta device.
+    None of them where one has an element type that is not sent."""
     tensors: Mapping[str, torch.Tensor] = module.state_dict()
     tied: Mapping[str, str] = module.all_tied_weights_keys
+    if any(tensor.dtype not in _NAMES for name, tensor in tensors.items() if name not in tied):
+        return ()
     return tuple(
         TensorSpec(name, tuple(tensor.shape), _NAMES[tensor.dtype])
         for name, tensor in tensors.items()
@@ -53,13 +59,18 @@ class NamedWeights(WeightsReader):
 
     def read(self, spec: TensorSpec, start: int, count: int) -> memoryview:
         """See `WeightsReader`."""
-        if self._last is None or self._last[0] != spec.name:
-            self._last = None
-            self._last = spec.name, as_bytes(self._tensor(spec).contiguous())
+        last = self._last
+        if last is None or last[0] != spec.name:
+            last = self._last = None
+            last = self._last = spec.name, as_bytes(self._tensor(spec).contiguous())
         # From a device only this piece is copied.
-        piece = self._last[1][start : start + count].cpu()
+        piece = last[1][start : start + count].cpu()
         view: memoryview = piece.numpy().data
         return view
+
+    def rest(self) -> None:
+        """See `WeightsReader`."""
+        self._last = None
 
     def _tensor(self, spec: TensorSpec) -> torch.Tensor:
         path, _, name = spec.name.rpartition(".")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from engine.model.named_weights import PackedModule
+from engine.model.named_weights import ALL_ROWS, PackedModule
 from splitserve.logs import log_event
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -41,10 +41,13 @@ class SharedProduct:
             self._input, self._slices = None, []  # the last sibling: keep nothing of a step alive after it
         return part
 
-    def unpacked(self, index: int, name: str) -> torch.Tensor | None:
+    def unpacked(self, index: int, name: str, rows: slice) -> torch.Tensor | None:
         """The weight or bias of the sibling at `index`; see `PackedModule`."""
-        whole = self._linear.unpacked(name) if isinstance(self._linear, PackedModule) else None
-        return None if whole is None else whole.split(self._sizes)[index]
+        if not isinstance(self._linear, PackedModule):
+            return None
+        start = sum(self._sizes[:index])
+        own = range(start, start + self._sizes[index])[rows]
+        return self._linear.unpacked(name, slice(own.start, own.stop))
 
 
 class LinearSlice(PackedModule):
@@ -59,9 +62,9 @@ class LinearSlice(PackedModule):
         """`[..., inputs]` to this sibling's `[..., outputs]`, a view into the shared result."""
         return self._shared.take(self._index, x)
 
-    def unpacked(self, name: str) -> torch.Tensor | None:
+    def unpacked(self, name: str, rows: slice = ALL_ROWS) -> torch.Tensor | None:
         """See `PackedModule`."""
-        return self._shared.unpacked(self._index, name)
+        return self._shared.unpacked(self._index, name, rows)
 
 
 class PackedSlice(LinearSlice):

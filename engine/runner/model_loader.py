@@ -176,6 +176,9 @@ def _receive_weights(
     this model's own modules: the peer's list has to be the same."""
     tensors: dict[str, torch.Tensor] = {}
     specs = tensor_specs(skeleton)
+    if not specs:
+        message = "weights of a peer: this model has tensors of an element type that is not sent"
+        raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE")
     total, received = sum(spec.num_bytes for spec in specs), 0
 
     def allocate(spec: TensorSpec) -> Any:
@@ -187,7 +190,17 @@ def _receive_weights(
         tensors[spec.name] = empty_tensor(spec)
         return as_bytes(tensors[spec.name]).numpy()
 
-    fingerprint = peer.fetch(specs, allocate)
+    try:
+        fingerprint = peer.fetch(specs, allocate)
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        LookupError,
+        MemoryError,
+    ) as error:  # of mappings, torch, libraries
+        message = f"weights of a peer: {type(error).__name__}: {_first_line(error)}"
+        raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE") from None
     options: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
     try:
         with report_progress(lambda _fraction: None), without_compiler():

@@ -65,7 +65,7 @@ class TorchRunner(ModelRunner):
             self.work = replace(self.work, kv_token_bytes=kv_token_bytes)
         self._device = model.device
         self._module = model.module
-        if config.quantization == NO_QUANTIZATION:
+        if config.quantization == NO_QUANTIZATION and model.tensors:
             self.named_weights = NamedWeights(model.module, model.tensors, model.fingerprint)
         self._weights: HostCopy | None = None
         """Where the weights are while the worker sleeps, if not on their device."""

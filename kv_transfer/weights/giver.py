@@ -42,23 +42,25 @@ class WeightsGiver:
     def __init__(
         self, reader: WeightsReader, open_transport: Callable[[], Transport], taker: TransferEndpoint
     ) -> None:
-        """Connects to the taker's window. Raises InvalidArgumentError naming field and bound, FailedPreconditionError
-        for another transport or layout, TransferError for a taker that cannot be reached."""
+        """Opens nothing yet. Raises InvalidArgumentError naming field and bound of a window that no taker has."""
         check_window(taker)
-        self._reader = reader
+        self._reader, self._open_transport = reader, open_transport
         piece_bytes = taker.memory.layout.block_bytes
         self._pieces = pieces(reader.specs, piece_bytes)
         self._number = 0
         self._taker = taker
         self._window = PieceWindow(1, piece_bytes)
-        self._transport = open_transport()
-        try:
-            endpoint = self._transport.register_memory(self._window.memory)
-            self._transport.connect(taker)
-        except BaseException:
-            self._transport.close()
-            raise
-        self.manifest = Manifest(reader.fingerprint, endpoint.agent_id, tuple(reader.specs))
+        self._transport: Transport | None = None
+
+    def open(self) -> Manifest:
+        """Connects to the taker's window; what is given. Close the giver also where this fails.
+
+        Raises FailedPreconditionError for another transport or layout, TransferError for a taker out of reach.
+        """
+        self._transport = self._open_transport()
+        endpoint = self._transport.register_memory(self._window.memory)
+        self._transport.connect(self._taker)
+        return Manifest(self._reader.fingerprint, endpoint.agent_id, tuple(self._reader.specs))
 
     def write(self, block: int) -> int:
         """Writes the next piece into a block of the window, and waits until it is there; its bytes.
@@ -66,6 +68,7 @@ class WeightsGiver:
         Raises InvalidArgumentError for a block that is none, FailedPreconditionError once all pieces are written,
         TransferError for a failed write, DeadlineExceededError (WEIGHTS_STALLED) for one that does not end.
         """
+        assert self._transport is not None
         if not 0 <= block < self._taker.memory.num_blocks:
             message = f"blocks must be 0..{self._taker.memory.num_blocks - 1}, not {block}"
             raise InvalidArgumentError(message, field="blocks")
@@ -76,13 +79,16 @@ class WeightsGiver:
             )
         written = self._staged(piece, block)
         handle = self._transport.write(self._taker.agent_id, [0], [block], written.pack())
-        self._wait(handle)
+        _wait(self._transport, handle)
         self._number += 1
         return piece.size
 
     def close(self) -> None:
         """Closes the transport; nothing is written from then on. Idempotent."""
-        self._transport.close()
+        self._reader.rest()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
 
     def _staged(self, piece: WeightsPiece, block: int) -> WrittenPiece:
         view = self._reader.read(*piece)
@@ -90,18 +96,19 @@ class WeightsGiver:
         self._window.block(0)[: piece.size] = view
         return WrittenPiece(self._number, block, piece.size, checksum)
 
-    def _wait(self, handle: int) -> None:
-        ends_s = time.monotonic() + WRITE_S
-        while True:
-            for result in self._transport.poll().writes:
-                if result.handle == handle:
-                    if result.error is not None:
-                        raise TransferError(f"weights: {result.error}")
-                    return
-            if time.monotonic() > ends_s:
-                message = f"a write of weights has not ended after {WRITE_S:g} s"
-                raise DeadlineExceededError(message, reason="WEIGHTS_STALLED")
-            time.sleep(_POLL_S)
+
+def _wait(transport: Transport, handle: int) -> None:
+    ends_s = time.monotonic() + WRITE_S
+    while True:
+        for result in transport.poll().writes:
+            if result.handle == handle:
+                if result.error is not None:
+                    raise TransferError(f"weights: {result.error}")
+                return
+        if time.monotonic() > ends_s:
+            message = f"a write of weights has not ended after {WRITE_S:g} s"
+            raise DeadlineExceededError(message, reason="WEIGHTS_STALLED")
+        time.sleep(_POLL_S)
 
 
 def check_window(taker: TransferEndpoint) -> None:

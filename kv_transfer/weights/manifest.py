@@ -34,6 +34,8 @@ MAX_AXES = 8
 MAX_TENSOR_BYTES = 2**40
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 2**12, 2**24
 MAX_WINDOW_BLOCKS = 64
+PULL_S = 6 * 3600.0
+"""Longest time in seconds of all attempts of a taker, and of one pull at its giver. Both end what makes no progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,10 @@ class WeightsReader(ABC):
     @abstractmethod
     def read(self, spec: TensorSpec, start: int, count: int) -> memoryview:
         """`count` bytes of a tensor from byte `start` on, in host memory; valid until the next call."""
+
+    @abstractmethod
+    def rest(self) -> None:
+        """Frees what it keeps from one read to the next: a pull has ended."""
 
 
 class WeightsPiece(NamedTuple):

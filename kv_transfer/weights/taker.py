@@ -76,18 +76,24 @@ class WeightsTaker:
         """See `WeightsSource.fetch`. Nothing is allocated before the giver's list is `specs`."""
         window = PieceWindow(self._window_blocks, self._piece_bytes)
         transport = self._open_transport()
-        at_rest = False
+        at_rest = True  # nothing is written before a block is granted
         try:
             manifest = self._call.open(transport.register_memory(window.memory))
             manifest.require_same(specs)
+            at_rest = False
             self._receive(manifest, allocate, window, transport)
             self._call.finish()
             at_rest = True
             return manifest.fingerprint
         finally:
-            transport.close()
-            if not at_rest:
-                window.abandon()
+            try:
+                transport.close()
+            except BaseException:
+                at_rest = False
+                raise
+            finally:
+                if not at_rest:
+                    window.abandon()
 
     def _receive(
         self,

@@ -15,13 +15,13 @@ _abandoned: list[PieceWindow] = []
 
 
 class PieceWindow:
-    """`num_blocks` blocks of `piece_bytes`, an anonymous mapping of its own.
+    """`num_blocks` blocks of `piece_bytes`, an anonymous mapping of its own, private: a shared one keeps its pages.
 
     Weights never lie here: pieces are copied out. So what a peer writes late, or twice, reaches no weight.
     """
 
     def __init__(self, num_blocks: int, piece_bytes: int) -> None:
-        self._mapping = mmap.mmap(-1, num_blocks * piece_bytes)
+        self._mapping = mmap.mmap(-1, num_blocks * piece_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, np.uint8).reshape(
             num_blocks, piece_bytes
         )

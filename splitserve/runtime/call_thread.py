@@ -38,14 +38,19 @@ class CallThread:
             self._thread.start()
         return await asyncio.wrap_future(answer)
 
-    async def close(self, wait_s: float) -> bool:
+    async def close(self, wait_s: float, last: Callable[[], None] | None = None) -> bool:
         """Cancels what has not begun, and waits `wait_s` seconds for a call under way. Whether the thread has ended;
-        one that has not ends with the process, in the middle of its call."""
+        one that has not ends with the process, in the middle of its call.
+
+        `last` is what a thread that was used does at its end, however late that is.
+        """
         with self._changed:
             self._closed = True
             for answer, _ in self._calls:
                 answer.cancel()
             self._calls.clear()
+            if last is not None:
+                self._calls.append((Future(), last))
             self._changed.notify()
         if self._thread is None:
             return True

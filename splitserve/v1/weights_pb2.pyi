@@ -37,7 +37,9 @@ class PullWeightsRequest(_message.Message):
 
     @_builtins.property
     def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Blocks of the window that may be written from now on, each once. At most 64, each below window.num_blocks."""
+        """Blocks of the window that may be written from now on, each once. In all messages but the first: 1..64, each below
+        window.num_blocks.
+        """
 
     def __init__(
         self,

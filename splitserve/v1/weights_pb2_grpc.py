@@ -52,7 +52,7 @@ class WeightsServiceServicer:
         shorter. A piece's end is a notification of the transport with its number, block, length and checksum. The call ends
         with OK once the taker has ended its side and the giver has closed its transport: from then on it writes no more.
         Failures: UNAVAILABLE NO_WEIGHTS (it has none to give), DRAINING, SLEEPING; RESOURCE_EXHAUSTED WEIGHTS_BUSY;
-        INVALID_ARGUMENT; DEADLINE_EXCEEDED WEIGHTS_STALLED (no grant, or no end of a write, in time).
+        INVALID_ARGUMENT; DEADLINE_EXCEEDED WEIGHTS_STALLED (no connection, no grant, or no end of a write, in time).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

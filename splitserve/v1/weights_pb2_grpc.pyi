@@ -41,7 +41,7 @@ class WeightsServiceStub:
     shorter. A piece's end is a notification of the transport with its number, block, length and checksum. The call ends
     with OK once the taker has ended its side and the giver has closed its transport: from then on it writes no more.
     Failures: UNAVAILABLE NO_WEIGHTS (it has none to give), DRAINING, SLEEPING; RESOURCE_EXHAUSTED WEIGHTS_BUSY;
-    INVALID_ARGUMENT; DEADLINE_EXCEEDED WEIGHTS_STALLED (no grant, or no end of a write, in time).
+    INVALID_ARGUMENT; DEADLINE_EXCEEDED WEIGHTS_STALLED (no connection, no grant, or no end of a write, in time).
     """
 
 @_typing.type_check_only
@@ -55,7 +55,7 @@ class WeightsServiceAsyncStub(WeightsServiceStub):
     shorter. A piece's end is a notification of the transport with its number, block, length and checksum. The call ends
     with OK once the taker has ended its side and the giver has closed its transport: from then on it writes no more.
     Failures: UNAVAILABLE NO_WEIGHTS (it has none to give), DRAINING, SLEEPING; RESOURCE_EXHAUSTED WEIGHTS_BUSY;
-    INVALID_ARGUMENT; DEADLINE_EXCEEDED WEIGHTS_STALLED (no grant, or no end of a write, in time).
+    INVALID_ARGUMENT; DEADLINE_EXCEEDED WEIGHTS_STALLED (no connection, no grant, or no end of a write, in time).
     """
 
 class WeightsServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -72,7 +72,7 @@ class WeightsServiceServicer(metaclass=_abc_1.ABCMeta):
         shorter. A piece's end is a notification of the transport with its number, block, length and checksum. The call ends
         with OK once the taker has ended its side and the giver has closed its transport: from then on it writes no more.
         Failures: UNAVAILABLE NO_WEIGHTS (it has none to give), DRAINING, SLEEPING; RESOURCE_EXHAUSTED WEIGHTS_BUSY;
-        INVALID_ARGUMENT; DEADLINE_EXCEEDED WEIGHTS_STALLED (no grant, or no end of a write, in time).
+        INVALID_ARGUMENT; DEADLINE_EXCEEDED WEIGHTS_STALLED (no connection, no grant, or no end of a write, in time).
         """
 
 def add_WeightsServiceServicer_to_server(servicer: WeightsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

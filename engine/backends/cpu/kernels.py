@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from engine.backends.cpu.build import load_library
@@ -19,6 +20,7 @@ from engine.backends.cpu.ops import (
     rms_norm_op,
 )
 from engine.kv_cache.memory import host_pages
+from engine.model.named_weights import ALL_ROWS
 
 _PANEL = 16
 """Outputs of a layer must be a multiple: a packed panel has 16, 32 or 48."""
@@ -157,16 +159,26 @@ class CpuKernels:
         return packed
 
     @staticmethod
-    def unpack(packed: torch.Tensor) -> torch.Tensor:
-        """The inverse of `pack`, of a bfloat16 weight."""
+    def unpack(packed: torch.Tensor, rows: slice = ALL_ROWS) -> torch.Tensor:
+        """The inverse of `pack`, of these rows of a bfloat16 weight. On the calling thread only."""
         outputs, inputs = packed.shape
+        first, end, _ = rows.indices(outputs)
         whole = outputs // _PANEL_OUTPUTS * _PANEL_OUTPUTS
-        parts = []
-        for part, width in ((packed[:whole], _PANEL_OUTPUTS), (packed[whole:], outputs - whole)):
-            if len(part):
-                panels = part.reshape(-1, inputs // _PAIR, width, _PAIR)
-                parts.append(panels.transpose(1, 2).reshape(-1, inputs))
-        return torch.cat(parts)
+        # All panels that have one of the rows.
+        begin = first // _PANEL_OUTPUTS * _PANEL_OUTPUTS
+        stop = min(outputs, -(-end // _PANEL_OUTPUTS) * _PANEL_OUTPUTS)
+        pairs = packed.view(torch.int32).numpy()
+        unpacked = np.empty((stop - begin, inputs // _PAIR), np.int32)
+        for start, until, width in (
+            (begin, min(stop, whole), _PANEL_OUTPUTS),
+            (max(begin, whole), stop, outputs - whole),
+        ):
+            if start < until:
+                panels = pairs[start:until].reshape(-1, inputs // _PAIR, width)
+                into = unpacked[start - begin : until - begin].reshape(-1, width, inputs // _PAIR)
+                into[:] = panels.transpose(0, 2, 1)
+        own = unpacked.view(np.int16)[first - begin : end - begin]
+        return torch.from_numpy(own).view(torch.bfloat16)
 
     def linear(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x W^T + bias`, all in bfloat16: x `[..., inputs]`, packed `[outputs, inputs]`, bias `[outputs]`.

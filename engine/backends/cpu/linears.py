@@ -16,7 +16,7 @@ from torch import nn
 
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import NormKind
-from engine.model.named_weights import PackedModule
+from engine.model.named_weights import ALL_ROWS, PackedModule
 from engine.model.sibling_linears import (
     LinearSlice,
     SharedProduct,
@@ -46,12 +46,12 @@ class PackedLinear(PackedModule):
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return y
 
-    def unpacked(self, name: str) -> torch.Tensor | None:
+    def unpacked(self, name: str, rows: slice = ALL_ROWS) -> torch.Tensor | None:
         """See `PackedModule`."""
         if name == "weight":
             weight: torch.Tensor = self._packed.to_dense()
-            return weight
-        return self._bias if name == "bias" else None
+            return weight[rows]
+        return self._bias[rows] if name == "bias" and self._bias is not None else None
 
 
 def pack_linears(
@@ -140,11 +140,11 @@ class KernelLinear(PackedModule):
         """x `[..., inputs]`, y `[..., outputs]`."""
         return self._kernels.linear(x, self._packed, self._bias)
 
-    def unpacked(self, name: str) -> torch.Tensor | None:
+    def unpacked(self, name: str, rows: slice = ALL_ROWS) -> torch.Tensor | None:
         """See `PackedModule`."""
         if name == "weight":
-            return self._kernels.unpack(self._packed)
-        return self._bias if name == "bias" else None
+            return self._kernels.unpack(self._packed, rows)
+        return self._bias[rows] if name == "bias" and self._bias is not None else None
 
 
 class KernelRmsNorm(PackedModule):
@@ -159,9 +159,9 @@ class KernelRmsNorm(PackedModule):
         """x and y `[..., width]`."""
         return self._kernels.rms_norm(x, self._weight, self._kind, self._epsilon)
 
-    def unpacked(self, name: str) -> torch.Tensor | None:
+    def unpacked(self, name: str, rows: slice = ALL_ROWS) -> torch.Tensor | None:
         """See `PackedModule`."""
-        return self._weight if name == "weight" else None
+        return self._weight[rows] if name == "weight" else None
 
 
 def replace_norms(model: nn.Module, kernels: CpuKernels) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -12,10 +13,10 @@ import grpc
 
 from kv_transfer.transports.factory import make_transport
 from kv_transfer.transports.transport import TransferEndpoint
-from kv_transfer.weights.manifest import Manifest, TensorSpec
+from kv_transfer.weights.manifest import PULL_S, Manifest, TensorSpec
 from kv_transfer.weights.taker import Destination, WeightsTaker
 from splitserve.config.worker import WorkerConfig
-from splitserve.errors import NotFoundError, SplitserveError, UnavailableError
+from splitserve.errors import DeadlineExceededError, NotFoundError, SplitserveError, UnavailableError
 from splitserve.logs import log_event
 from splitserve.models.sources import resolve_model
 from splitserve.rpc.credentials import ClusterCredentials
@@ -28,13 +29,13 @@ from splitserve.v1.weights_pb2_grpc import WeightsServiceStub
 if TYPE_CHECKING:
     Ask = Callable[[], Sequence[registry_pb2.WeightsHolder]]
     PullFrom = Callable[
-        [registry_pb2.WeightsHolder, Sequence[TensorSpec], Callable[[TensorSpec], Destination]], str
+        [registry_pb2.WeightsHolder, Sequence[TensorSpec], Callable[[TensorSpec], Destination], float], str
     ]
 
 FIND_S = 5.0
 """How long a coordinator may take to name holders."""
-PULL_S = 3600.0
-"""Longest time of a pull; a giver ends it earlier by its own measure."""
+OPEN_S = 20.0
+"""How long a giver may take to say what it gives."""
 FINISH_S = 20.0
 """How long a giver may take to close its transport."""
 BUSY_S = 60.0
@@ -57,14 +58,15 @@ class PeerWeights:
         self._ask, self._pull, self._clock, self._wait = ask, pull, clock, wait
 
     def fetch(self, specs: Sequence[TensorSpec], allocate: Callable[[TensorSpec], Destination]) -> str:
-        """See `WeightsSource`. Each holder is tried once, and again only while all of them are busy with others."""
-        ends_s = self._clock() + BUSY_S
+        """See `WeightsSource`. Each holder is tried once, and again only while all of them are busy with others. All of
+        it takes PULL_S at most."""
+        asked_s = self._clock()
         while True:
             errors: list[SplitserveError] = []
             for holder in self._ask():
                 began_s = self._clock()
                 try:
-                    fingerprint = self._pull(holder, specs, allocate)
+                    fingerprint = self._pull(holder, specs, allocate, asked_s + PULL_S - began_s)
                 except SplitserveError as error:
                     log_event(
                         "weights.pull_failed", peer=holder.worker_id, reason=error.reason, why=error.message
@@ -76,27 +78,49 @@ class PeerWeights:
                 return fingerprint
             if not errors:
                 raise NotFoundError("no worker gives weights now", reason="NO_WEIGHTS")
-            if any(error.reason != BUSY for error in errors) or self._clock() > ends_s:
+            if any(error.reason != BUSY for error in errors) or self._clock() > asked_s + BUSY_S:
                 raise errors[-1]
             self._wait(RETRY_S)
 
 
 class GrpcPull:
-    """A `PullCall` over gRPC. Close it in any case."""
+    """A `PullCall` over gRPC that ends after `limit_s` seconds. Close it in any case."""
 
-    def __init__(self, channel: grpc.Channel, metadata: Any) -> None:
+    def __init__(self, channel: grpc.Channel, metadata: Any, limit_s: float) -> None:
         self._requests: queue.SimpleQueue[weights_pb2.PullWeightsRequest | None] = queue.SimpleQueue()
         stub: Any = WeightsServiceStub(channel)
-        self._call: Any = stub.PullWeights(iter(self._requests.get, None), timeout=PULL_S, metadata=metadata)
+        self._call: Any = stub.PullWeights(iter(self._requests.get, None), timeout=limit_s, metadata=metadata)
 
     def open(self, window: TransferEndpoint) -> Manifest:
         """See `PullCall`."""
         self._requests.put(weights_pb2.PullWeightsRequest(window=window.to_proto()))
-        with _errors():
+        with self._at_most(OPEN_S), _errors():
             response = next(self._call, None)
         if response is None:
             raise UnavailableError("the giver has ended before it gave anything", reason="NO_WEIGHTS")
         return Manifest.from_proto(response.manifest)
+
+    @contextmanager
+    def _at_most(self, seconds: float) -> Iterator[None]:
+        """Cancels the call once they have passed: waiting for a message has no limit of its own."""
+        passed = threading.Event()
+
+        def end() -> None:
+            passed.set()
+            self._call.cancel()
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except SplitserveError:
+            if not passed.is_set():
+                raise
+            message = f"the giver has not said what it gives for {seconds:g} s"
+            raise DeadlineExceededError(message, reason="WEIGHTS_STALLED") from None
+        finally:
+            timer.cancel()
 
     def grant(self, blocks: Sequence[int]) -> None:
         """See `PullCall`."""
@@ -163,11 +187,12 @@ def weights_peer(config: WorkerConfig, security: ClusterCredentials) -> PeerWeig
         holder: registry_pb2.WeightsHolder,
         specs: Sequence[TensorSpec],
         allocate: Callable[[TensorSpec], Destination],
+        limit_s: float,
     ) -> str:
         role: Role = "worker" if holder.neutral else POOL_ROLES.get(holder.pool, "worker")
         with (
             security.blocking_channel(holder.address, role) as channel,
-            closing(GrpcPull(channel, security.metadata)) as call,
+            closing(GrpcPull(channel, security.metadata, limit_s)) as call,
         ):
             return WeightsTaker(call, lambda: make_transport(config.transport)).take(specs, allocate)
 

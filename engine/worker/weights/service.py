@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,7 +15,8 @@ from prometheus_client.core import Metric
 from engine.worker.build import EngineParts
 from kv_transfer.transports.transport import TransferEndpoint, Transport
 from kv_transfer.weights.giver import WRITE_S, WeightsGiver
-from kv_transfer.weights.manifest import MAX_WINDOW_BLOCKS
+from kv_transfer.weights.manifest import MAX_WINDOW_BLOCKS, PULL_S
+from kv_transfer.weights.taker import PIECE_S
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import (
     DeadlineExceededError,
@@ -35,8 +37,8 @@ TAKERS: frozenset[Role] = frozenset({"prefill", "decode", "worker"})
 """Who may take weights."""
 GRANT_S = 20.0
 """Longest time in seconds that a taker lets the giver wait."""
-LEASE_S = 60.0
-"""Longest time of a pull in seconds, beside four times what its bytes take at the rate of the setting."""
+OPEN_S = 10.0
+"""Longest time in seconds until the giver is connected to the taker's window."""
 RETRY_S = 1.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -83,34 +85,29 @@ class WeightsService(WeightsServiceServicer):
             message = f"worker {self._host.config.worker_id} gives its weights to another worker now"
             raise ResourceExhaustedError(message, reason="WEIGHTS_BUSY", retry_after_s=RETRY_S)
         self.busy, outcome, began_s, given = True, "failed", time.monotonic(), self._given_bytes
-        thread = CallThread("weights-giver")
+        thread, giver = CallThread("weights-giver"), None
         try:
-            first = await _next(requests)
-            if first is None or not first.HasField("window"):
-                raise InvalidArgumentError("the first message must name a window", field="window")
-            window = TransferEndpoint.from_proto(first.window)
-            kind = self._host.config.transport
-            giver = await thread.call(
-                lambda: WeightsGiver(reader, lambda: self._make_transport(kind), window)
-            )
-            try:
-                async with asyncio.timeout(LEASE_S + 4 * giver.manifest.num_bytes / (rate * 1e9)):
-                    yield weights_pb2.PullWeightsResponse(manifest=giver.manifest.to_proto())
-                    await self._give(giver, thread, requests, rate * 1e9)
-            except TimeoutError:
-                raise DeadlineExceededError(
-                    "a pull of weights took too long", reason="WEIGHTS_STALLED"
-                ) from None
-            finally:
-                await thread.call(giver.close)
+            async with _at_most(PULL_S, "a pull of weights has not ended"):
+                window = await _first_window(requests)
+                kind = self._host.config.transport
+                giver = WeightsGiver(reader, partial(self._make_transport, kind), window)
+                async with _at_most(OPEN_S, "the taker of weights has not been reached"):
+                    manifest = await thread.call(giver.open)
+                yield weights_pb2.PullWeightsResponse(manifest=manifest.to_proto())
+                await self._give(giver, thread, requests, rate * 1e9)
+                async with _at_most(WRITE_S, "the transport of weights has not closed"):
+                    await thread.call(giver.close)
             outcome = "completed"
         except SplitserveError as error:
             log_event("weights.not_given", reason=error.reason, why=error.message)
             raise
         finally:
             self._pulls[outcome] += 1
-            await thread.close(WRITE_S)
-            self.busy = False
+            try:
+                # Also after a call that is given up while it connects or writes.
+                await thread.close(WRITE_S, None if giver is None else giver.close)
+            finally:
+                self.busy = False
         took_s, sent = time.monotonic() - began_s, self._given_bytes - given
         log_event("weights.given", bytes=sent, took_s=round(took_s, 3))
 
@@ -123,12 +120,13 @@ class WeightsService(WeightsServiceServicer):
     ) -> None:
         """Writes as blocks are granted, until the taker ends its side."""
         while (request := await _next(requests)) is not None:
-            if request.HasField("window") or len(request.blocks) > MAX_WINDOW_BLOCKS:
-                message = f"window must come once, and blocks be at most {MAX_WINDOW_BLOCKS}"
+            if request.HasField("window") or not 1 <= len(request.blocks) <= MAX_WINDOW_BLOCKS:
+                message = f"window must come once, and then blocks be 1..{MAX_WINDOW_BLOCKS}"
                 raise InvalidArgumentError(message, field="blocks")
             for block in request.blocks:
                 began_s = time.monotonic()
-                count = await thread.call(partial(giver.write, block))
+                async with _at_most(PIECE_S, "a piece of weights has not been written"):
+                    count = await thread.call(partial(giver.write, block))
                 self._given_bytes += count
                 await asyncio.sleep(max(0.0, began_s + count / bytes_per_s - time.monotonic()))
 
@@ -140,13 +138,26 @@ class WeightsService(WeightsServiceServicer):
         ]
 
 
+async def _first_window(requests: AsyncIterator[weights_pb2.PullWeightsRequest]) -> TransferEndpoint:
+    first = await _next(requests)
+    if first is None or not first.HasField("window"):
+        raise InvalidArgumentError("the first message must name a window", field="window")
+    return TransferEndpoint.from_proto(first.window)
+
+
 async def _next(
     requests: AsyncIterator[weights_pb2.PullWeightsRequest],
 ) -> weights_pb2.PullWeightsRequest | None:
     """The taker's next message; None at its end. Raises DeadlineExceededError (WEIGHTS_STALLED)."""
+    async with _at_most(GRANT_S, "the taker of weights has not granted a block"):
+        return await anext(requests, None)
+
+
+@asynccontextmanager
+async def _at_most(seconds: float, what: str) -> AsyncIterator[None]:
+    """Raises DeadlineExceededError (WEIGHTS_STALLED) once they have passed."""
     try:
-        async with asyncio.timeout(GRANT_S):
-            return await anext(requests, None)
+        async with asyncio.timeout(seconds):
+            yield
     except TimeoutError:
-        message = f"the taker of weights has not granted a block for {GRANT_S:g} s"
-        raise DeadlineExceededError(message, reason="WEIGHTS_STALLED") from None
+        raise DeadlineExceededError(f"{what} after {seconds:g} s", reason="WEIGHTS_STALLED") from None

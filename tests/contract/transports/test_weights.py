@@ -31,6 +31,9 @@ class Reader(WeightsReader):
     def read(self, spec: TensorSpec, start: int, count: int) -> memoryview:
         return memoryview(self.content[spec.name])[start : start + count]
 
+    def rest(self) -> None:
+        pass
+
 
 class ThreadCall:
     """A call to a giver that runs on a thread, and ends after `pieces`."""
@@ -50,7 +53,7 @@ class ThreadCall:
 
     def _give(self, window: TransferEndpoint) -> None:
         giver = WeightsGiver(Reader(), lambda: make_transport(self.kind), window)
-        self.opened.put(giver.manifest)
+        self.opened.put(giver.open())
         given = 0
         try:
             while (block := self.grants.get(timeout=20)) is not None:

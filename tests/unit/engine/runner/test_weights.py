@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from engine.backends.cpu.kernels import CpuKernels
+from engine.model import named_weights
 from engine.model.named_weights import NamedWeights
 from engine.runner import weights
 from engine.runner.weights import keep_weights, load_weights
@@ -200,3 +204,71 @@ def test_without_room_nothing_is_received(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("engine.runner.model_loader.free_memory", lambda: 1000)
     source = resolve_model(str(folder))
     assert load_weights(config(dtype="float32"), source, lambda _fraction: None, peer=peer).origin == "disk"
+
+
+def test_a_model_with_tensors_that_are_not_sent_loads_from_its_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings, source = config(dtype="float32"), resolve_model(str(folder))
+    peer = Peer(named(settings, folder))
+    monkeypatch.delitem(named_weights._NAMES, torch.float32)
+    assert load_weights(settings, source, lambda _fraction: None).model.tensors == ()
+    with caplog.at_level("WARNING", "splitserve"):
+        got = load_weights(settings, source, lambda _fraction: None, peer=peer)
+    assert got.origin == "disk"
+    (record,) = caplog.records
+    assert vars(record)["event_fields"]["reason"] == "WEIGHTS_UNUSABLE"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.uint16, torch.uint32])
+def test_one_tensor_that_is_not_sent_leaves_none_to_give(dtype: torch.dtype) -> None:
+    module: Any = nn.Linear(2, 3)
+    module.all_tied_weights_keys = {}
+    assert len(named_weights.tensor_specs(module)) == 2
+    module.register_buffer("scales", torch.empty(2, dtype=dtype))
+    assert named_weights.tensor_specs(module) == ()
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("dtype"), OSError(12, "cannot map"), RuntimeError("no room"), MemoryError()]
+)
+def test_faults_of_the_system_leave_the_files(
+    error: Exception, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(dtype="float32")
+
+    def fail(_name: str, _into: Any) -> None:
+        raise error
+
+    peer = Peer(named(settings, folder), fail)
+    with caplog.at_level("WARNING", "splitserve"):
+        got = load_weights(settings, resolve_model(str(folder)), lambda _fraction: None, peer=peer)
+    assert got.origin == "disk"
+    (record,) = caplog.records
+    assert vars(record)["event_fields"]["reason"] == "WEIGHTS_UNUSABLE"
+
+
+def test_siblings_are_unpacked_each_for_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = named(config(dtype="bfloat16"), folder)
+    unpacked, unpack = list[int](), CpuKernels.unpack
+
+    def counted(packed: torch.Tensor, rows: slice) -> torch.Tensor:
+        part = unpack(packed, rows)
+        unpacked.append(len(part))
+        return part
+
+    monkeypatch.setattr(CpuKernels, "unpack", staticmethod(counted))
+    spec = next(spec for spec in reader.specs if spec.name.endswith("k_proj.weight"))
+    for start in (0, spec.num_bytes // 2):
+        reader.read(spec, start, spec.num_bytes // 2)
+    assert unpacked in ([spec.shape[0]], []), "[] where our kernels cannot be compiled"
+
+
+def test_nothing_unpacked_is_kept_after_a_pull(folder: Path) -> None:
+    reader = named(config(dtype="bfloat16"), folder)
+    for spec in reader.specs:
+        reader.read(spec, 0, spec.num_bytes)
+    assert reader._last is not None
+    reader.rest()
+    assert reader._last is None
+    assert bytes(reader.read(reader.specs[0], 0, 4))

@@ -16,7 +16,13 @@ from kv_transfer.weights.manifest import Manifest, TensorSpec, WeightsReader
 from kv_transfer.weights.taker import Destination, WeightsTaker
 from kv_transfer.weights.window import PieceWindow
 from kv_transfer.weights.written import WrittenPiece
-from splitserve.errors import InvalidArgumentError, SplitserveError, UnavailableError
+from splitserve.errors import (
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    SplitserveError,
+    TransferError,
+    UnavailableError,
+)
 
 PIECE = 4096
 SPECS = (
@@ -36,10 +42,14 @@ class Weights(WeightsReader):
 
     def __init__(self) -> None:
         rng = np.random.default_rng(1)
+        self.rests = 0
         self.content = {spec.name: rng.bytes(spec.num_bytes) for spec in SPECS}
 
     def read(self, spec: TensorSpec, start: int, count: int) -> memoryview:
         return memoryview(self.content[spec.name])[start : start + count]
+
+    def rest(self) -> None:
+        self.rests += 1
 
 
 class LocalCall:
@@ -54,15 +64,17 @@ class LocalCall:
         self.window: TransferEndpoint | None = None
         self.manifest: Manifest | None = None
         self.pieces = 0
-        self.finished = False
+        self.finished = self.granted = False
 
     def open(self, window: TransferEndpoint) -> Manifest:
         self.window = window
         self.giver = WeightsGiver(self.reader, lambda: MemoryTransport(self.hub), window)
-        return self.manifest or self.giver.manifest
+        manifest = self.giver.open()
+        return self.manifest or manifest
 
     def grant(self, blocks: Sequence[int]) -> None:
         assert self.giver is not None
+        self.granted = True
         for block in blocks:
             try:
                 self.spoil(self.pieces)
@@ -129,16 +141,18 @@ def test_all_bytes_arrive(call: LocalCall, blocks: int) -> None:
     assert taker(call, blocks).take(SPECS[::-1], taken.allocate) == Weights.fingerprint
     assert {name: bytes(one) for name, one in taken.tensors.items()} == Weights().content
     assert call.finished
+    assert isinstance(call.reader, Weights)
+    assert call.reader.rests == 1
     assert len(windows._abandoned) == left
 
 
 def refused(call: LocalCall, reason: str, specs: Sequence[TensorSpec] = SPECS) -> Taken:
-    """What was allocated of a pull that fails with `reason`; its window is never used again."""
+    """What was allocated of a pull that fails with `reason`. Its window is never used again if a block was granted."""
     taken, left = Taken(), len(windows._abandoned)
     with pytest.raises(SplitserveError) as caught:
         taker(call).take(specs, taken.allocate)
     assert caught.value.reason == reason, caught.value.message
-    assert len(windows._abandoned) == left + 1
+    assert len(windows._abandoned) == left + (1 if taken.tensors or call.granted else 0)
     return taken
 
 
@@ -168,6 +182,40 @@ def test_a_tensor_too_few_or_twice_is_refused(call: LocalCall) -> None:
     again = LocalCall(MemoryHub(), Weights())
     again.manifest = Manifest("f" * 64, "agent", (*SPECS, SPECS[0]))
     assert not refused(again, "WEIGHTS_MISMATCH").tensors
+
+
+def test_a_refused_call_costs_no_window(call: LocalCall, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(window: TransferEndpoint) -> Manifest:
+        raise ResourceExhaustedError("busy", reason="WEIGHTS_BUSY")
+
+    monkeypatch.setattr(call, "open", busy)
+    refused(call, "WEIGHTS_BUSY")
+    assert not call.granted
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_a_transport_that_does_not_close_costs_the_window(
+    call: LocalCall, granted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def close(_self: MemoryTransport) -> None:
+        raise TransferError("it does not close", reason="NOT_CLOSED")
+
+    monkeypatch.setattr(MemoryTransport, "close", close)
+    left = len(windows._abandoned)
+    with pytest.raises(TransferError) as caught:
+        taker(call).take(SPECS if granted else SPECS[1:], Taken().allocate)
+    assert caught.value.reason == "NOT_CLOSED"
+    assert call.granted == granted
+    assert len(windows._abandoned) == left + 1
+
+
+def test_an_abandoned_window_keeps_its_addresses_and_no_memory() -> None:
+    window = PieceWindow(3, PIECE)
+    for index in range(3):
+        window.block(index)[:] = 7
+    window.abandon()
+    assert window in windows._abandoned
+    assert not any(window.block(index).any() for index in range(3)), "fresh pages have zeros"
 
 
 def test_bytes_that_change_on_their_way_are_noticed(call: LocalCall) -> None:

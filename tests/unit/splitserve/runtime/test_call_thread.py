@@ -91,3 +91,20 @@ def test_a_call_that_never_ends_does_not_hold_up_the_process() -> None:
         [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
+
+
+async def test_the_last_call_is_made_also_after_one_that_nobody_waits_for() -> None:
+    thread, began, may_end, ended = CallThread("test"), *(threading.Event() for _ in range(3))
+    call = asyncio.create_task(thread.call(lambda: (began.set(), may_end.wait())))
+    assert await asyncio.to_thread(began.wait, PATIENCE_S)
+    call.cancel()
+    assert not await thread.close(0.0, ended.set)
+    assert not ended.is_set()
+    may_end.set()
+    assert await asyncio.to_thread(ended.wait, PATIENCE_S)
+
+
+async def test_a_thread_that_was_never_used_makes_no_last_call() -> None:
+    ended = threading.Event()
+    assert await CallThread("test").close(PATIENCE_S, ended.set)
+    assert not ended.is_set()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +15,17 @@ from engine.worker.weights import service as module
 from engine.worker.weights.pull import PeerWeights
 from engine.worker.weights.service import WeightsService
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
-from kv_transfer.weights.manifest import TensorSpec, WeightsReader
+from kv_transfer.transports.transport import TransferEndpoint
+from kv_transfer.weights.manifest import PULL_S, TensorSpec, WeightsReader
 from kv_transfer.weights.window import PieceWindow
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ResourceExhaustedError, SplitserveError, TransferError, UnavailableError
 from splitserve.v1 import registry_pb2, weights_pb2
+from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 
 SPECS = (TensorSpec("one", (3000,), "float32"),)
 A, B = (registry_pb2.WeightsHolder(worker_id=name) for name in "ab")
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)
 
 
 class Peers:
@@ -36,8 +39,9 @@ class Peers:
         self.now_s = 0.0
         self.source = PeerWeights(lambda: self.holders, self.pull, lambda: self.now_s, self.wait)
 
-    def pull(self, holder: registry_pb2.WeightsHolder, _specs: Any, _allocate: Any) -> str:
+    def pull(self, holder: registry_pb2.WeightsHolder, _specs: Any, _allocate: Any, limit_s: float) -> str:
         self.asked.append(holder.worker_id)
+        assert limit_s == PULL_S - self.now_s
         outcomes = self.outcomes[holder.worker_id]
         error = outcomes.pop(0) if len(outcomes) > 1 else outcomes[0]
         if error is not None:
@@ -88,6 +92,9 @@ class Reader(WeightsReader):
 
     def read(self, spec: TensorSpec, start: int, count: int) -> memoryview:
         return memoryview(bytes(spec.num_bytes))[start : start + count]
+
+    def rest(self) -> None:
+        pass
 
 
 class Host:
@@ -205,11 +212,18 @@ def _wide_window(rig: Rig) -> None:
     rig.send(window=True)
 
 
+def _empty_grant(rig: Rig) -> None:
+    rig.send(window=True)
+    rig.send()
+
+
 def _nothing(rig: Rig) -> None:
     rig.sent.put_nowait(None)
 
 
-@pytest.mark.parametrize("spoil", [_no_window, _two_windows, _many_blocks, _no_block, _wide_window, _nothing])
+@pytest.mark.parametrize(
+    "spoil", [_no_window, _two_windows, _many_blocks, _no_block, _wide_window, _empty_grant, _nothing]
+)
 async def test_wrong_messages_are_refused(spoil: Spoil) -> None:
     rig = Rig()
     spoil(rig)
@@ -223,11 +237,90 @@ async def test_a_taker_that_grants_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     await rig.refused("WEIGHTS_STALLED")
 
 
-async def test_a_lease_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LEASE_S", 0.01)
+async def test_a_pull_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PULL_S", 0.01)
     rig = Rig()
     rig.send(window=True)
     await rig.refused("WEIGHTS_STALLED")
+
+
+async def test_a_slow_pull_goes_on_while_pieces_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, skipped_s = asyncio.get_running_loop(), 0.0
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + skipped_s)
+    rig = Rig(Host(rate=10_000.0, weights=Reader()))
+    rig.send(window=True)
+    pull = rig.pull()
+    await anext(pull)
+    rest = asyncio.create_task(anext(pull, None))
+    for given in (4096, 8192, 12000):
+        skipped_s += 0.9 * module.GRANT_S
+        rig.send(0)
+        while rig.service._given_bytes < given:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    skipped_s += 0.9 * module.GRANT_S
+    rig.sent.put_nowait(None)
+    assert await rest is None
+    assert not rig.service.busy
+
+
+class SlowTransport(MemoryTransport):
+    """One that connects once `may_connect` is set."""
+
+    def __init__(self, hub: MemoryHub) -> None:
+        super().__init__(hub)
+        self.connects, self.may_connect, self.closed = (threading.Event() for _ in range(3))
+
+    def connect(self, peer: TransferEndpoint) -> None:
+        self.connects.set()
+        assert self.may_connect.wait(PATIENCE_S)
+        super().connect(peer)
+
+    def close(self) -> None:
+        super().close()
+        self.closed.set()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rig, SlowTransport]]:
+    """A giver that hangs while it connects, and waits for nobody."""
+    monkeypatch.setattr(module, "WRITE_S", 0.0)
+    rig = Rig()
+    transport = SlowTransport(rig.hub)
+    rig.service = WeightsService(rig.host, lambda _kind: transport)
+    rig.send(window=True)
+    yield rig, transport
+    transport.may_connect.set()
+
+
+async def _closes(transport: SlowTransport) -> None:
+    assert not transport.closed.is_set()
+    transport.may_connect.set()
+    assert await asyncio.to_thread(transport.closed.wait, PATIENCE_S)
+
+
+async def test_a_taker_that_cannot_be_reached_frees_the_giver(
+    slow: tuple[Rig, SlowTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "OPEN_S", 0.01)
+    await slow[0].refused("WEIGHTS_STALLED")
+    await _closes(slow[1])
+
+
+@pytest.mark.parametrize("cancels", [1, 2])
+async def test_a_taker_that_leaves_while_the_giver_connects(
+    slow: tuple[Rig, SlowTransport], cancels: int
+) -> None:
+    rig, transport = slow
+    call = asyncio.create_task(rig.refused("never"))
+    assert await asyncio.to_thread(transport.connects.wait, PATIENCE_S)
+    for _ in range(cancels):
+        call.cancel()
+        await asyncio.sleep(0)
+    await asyncio.gather(call, return_exceptions=True)
+    assert call.cancelled()
+    assert not rig.service.busy
+    await _closes(transport)
 
 
 async def test_a_taker_that_leaves_frees_the_giver() -> None:
