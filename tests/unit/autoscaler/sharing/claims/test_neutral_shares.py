@@ -82,6 +82,19 @@ def test_one_limit_of_a_class_within_a_model_is_kept_beside_that_of_all() -> Non
     assert sum(one.replica_class == "x" for one in found.models["a"].workers) == 3
 
 
+@pytest.mark.parametrize("limit", [GPUS, MONEY, H100])
+@pytest.mark.parametrize("others", [0, 1])
+def test_one_ladder_for_what_is_limited_whatever_it_is_called(limit: str, others: int) -> None:
+    """A replica takes one of each of the three. One of x for prefill leaves four of y, which carry all of decode."""
+    kinds = {"x": Kind(gpu="H100"), "y": Kind(1.0, 4.0, gpu="H100")}
+    wishes = {"a": NeutralModel(12, 16, kinds)} | {f"b{n}": NeutralModel(1, 1, kinds) for n in range(others)}
+    found = NeutralModels(wishes, {limit: 5.0 + 2 * others})
+    assert found.settle()
+    a = found.models["a"]
+    assert (a.units("prefill"), a.units("decode")) == (1, 16)
+    assert all(one.has_all for name, one in found.models.items() if name != "a")
+
+
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[dict[str, NeutralModel], dict[str, float]]:
     limits = {name: float(draw(st.integers(2, 5))) for name in (X, Y)}
