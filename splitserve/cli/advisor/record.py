@@ -31,7 +31,8 @@ MAX_TARGETS = 64
 EVERY_S = 0.5
 DRAIN_S = 30.0
 WORKERS_S = 30.0
-"""How long all coordinators may take to tell of their workers at the end, without which no engine model can be fitted."""
+"""How long all coordinators together may take to tell of the workers at the end, without which no engine model can be
+fitted."""
 
 Seconds = Annotated[
     float,
