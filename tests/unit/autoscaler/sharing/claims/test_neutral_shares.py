@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from autoscaler.classes.neutral.neutral_claim import NEUTRAL
+from autoscaler.decide import make_decide
 from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class, of_kind
+from autoscaler.snapshot import POOLS
 from tests.support.classes.shared_neutral import Kind, NeutralModel, NeutralModels, all_fit
+from tests.support.scaling.snapshots import snapshot
 
 X, Y = of_class("x"), of_class("y")
 H100 = of_kind("H100")
@@ -93,6 +98,17 @@ def test_one_ladder_for_what_is_limited_whatever_it_is_called(limit: str, others
     a = found.models["a"]
     assert (a.units("prefill"), a.units("decode")) == (1, 16)
     assert all(one.has_all for name, one in found.models.items() if name != "a")
+
+
+def test_alone_a_budget_of_gpus_counts_also_where_a_class_is_what_is_short() -> None:
+    model = NeutralModel(
+        10, 1, {"x": Kind(price=3.0, gpus=4, most=2), "y": Kind(prefill=2.0, gpus=2, most=2)}
+    )
+    policy, empty = model.policy().model_copy(update={"gpu_budget": 6}), snapshot(1000.0, acting=True)
+    pools = {pool: replace(empty.pool(pool), replicas=(), classes={}) for pool in POOLS}
+    plan, _ = make_decide(policy)(None, replace(empty, **pools))  # type: ignore[arg-type]
+    assert plan.decode.desired == 1
+    assert plan.prefill.desired >= 1
 
 
 @st.composite
