@@ -84,6 +84,8 @@ class PolicyChange:
     carry: Callable[[Memory], Memory]
     """The memory of the policy before, as far as the new one can go on from it."""
     attainment: AttainmentModel = field(default_factory=AttainmentModel)
+    holds: bool = False
+    """Whether the last plan means the same under it, and holds until its first decision."""
 
 
 @dataclass(slots=True)
@@ -196,7 +198,7 @@ class ControlLoop:
             return
         if change is not None:
             self.decider.forget()
-            self._last_plan = None
+            self._last_plan = self._last_plan if change.holds else None
             self.decide, self.settings = change.decide, change.settings
             self.memory, self.journal.attainment = change.carry(self.memory), change.attainment
             self.status.policy_is_current = True

@@ -99,6 +99,20 @@ def carried(memory: Memory, before: ScalingPolicy, after: ScalingPolicy) -> Memo
     )
 
 
+def plan_holds(before: ScalingPolicy, after: ScalingPolicy) -> bool:
+    """Whether a plan of `before` may be acted on under `after` until that has decided: a replica is the same thing, and
+    all may take the same. Bounds of pools without classes are kept by those who act."""
+    return _counts_of(before) == _counts_of(after)
+
+
+def _counts_of(policy: ScalingPolicy) -> tuple[object, ...]:
+    pools = [
+        (pool.gpus_per_replica, pool.warm_standby, pool.classes, pool.max_replicas if pool.classes else 0)
+        for pool in policy.pools.values()
+    ]
+    return policy.workers, policy.gpu_budget, policy.gpu_limits, policy.budget_per_hour, pools
+
+
 def _carried(memory: PoolState, before: AnyPool, after: AnyPool) -> PoolState:
     """Where a unit is another one than before, counts mean nothing: what exists counts, as after a restart."""
     kept = replace(memory, policy=_kept(memory.policy, before, after))

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
-from autoscaler.decide import PlanMemory, PoolState, carried, make_decide
+from autoscaler.decide import PlanMemory, PoolState, carried, make_decide, plan_holds
 from autoscaler.decisions.attainment import AttainmentModel
 from autoscaler.policies.custom import bounded_functions, loaded_functions
 from autoscaler.policies.policy_file import PredictivePool, ScalingPolicy, SloPool, named_files, policy_in
@@ -149,9 +149,8 @@ class PolicyInForce:
     def _change(self, before: LoadedPolicy, after: LoadedPolicy) -> PolicyChange:
         decide = make_decide(after.rules, bounded_functions(after.functions))
         carry = partial(carried, before=before.rules, after=after.rules)
-        return PolicyChange(
-            decide, loop_settings(after.rules, self.given), carry, AttainmentModel(after.rules)
-        )
+        settings, holds = loop_settings(after.rules, self.given), plan_holds(before.rules, after.rules)
+        return PolicyChange(decide, settings, carry, AttainmentModel(after.rules), holds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,11 +152,12 @@ class ClassedDemand:
         snapshot: Snapshot,
         limited: Mapping[str, int] = MappingProxyType({}),
         bounds: Uses = MappingProxyType({}),
+        counted: Container[str] | None = None,
     ) -> Claim:
         """Its ladder: one rung a unit, and further ones: of classes that are `limited`, or the GPUs of whose kind are,
         with fewer of them, and where GPUs are with the fewest GPUs. `snapshot` is in units, `bounds` what is limited
-        of GPUs."""
-        limits = self.scarce(limited, bounds)
+        of GPUs, `counted` all that is, also where no rungs are wanted for it. Default: `bounds`."""
+        limits, counts = self.scarce(limited, bounds), bounds if counted is None else counted
         found: dict[tuple[float, tuple[int, ...]], ClassMix] = {}
         for units in self._steps():
             best = self.steady(units)
@@ -175,7 +176,7 @@ class ClassedDemand:
         rungs = zip(mixes, shares or served, served, strict=True)
         return Claim(
             tuple(
-                Rung(units, self.shared_uses(mix, bounds), kept, part) for (units, mix), kept, part in rungs
+                Rung(units, self.shared_uses(mix, counts), kept, part) for (units, mix), kept, part in rungs
             ),
             weight_of(snapshot),
             {

@@ -40,6 +40,10 @@ class _UnderWay:
     future: asyncio.Future[Decided]
     told: bool = False
     """Whether it was reported as overdue."""
+    woke: bool = False
+    """Whether its end has ended a pause."""
+    passed_over: bool = False
+    """Whether its loop had a reason to look again meanwhile: what it saw then is in no decision yet."""
 
 
 @dataclass(slots=True)
@@ -57,6 +61,8 @@ class Decider:
     overdue: int = 0
     """Decisions that took longer than an interval."""
     _under_way: _UnderWay | None = None
+    _is_behind: bool = False
+    """Whether the decision that was taken last had passed something over."""
 
     @property
     def is_busy(self) -> bool:
@@ -78,14 +84,18 @@ class Decider:
             return self._taken(interval_s)
 
     async def pause(self, rest: Callable[[float], Awaitable[None]], left_s: float) -> None:
-        """Rests, until a decision that is under way has been made at most."""
-        if self._under_way is None:
-            await rest(left_s)
+        """Rests, until a decision that is under way has been made at most. One that has ended ends one pause only, for
+        it may be that nobody can take it. No rest, once, where the decision that was taken passed something over."""
+        one = self._under_way
+        if one is None:
+            behind, self._is_behind = self._is_behind, False
+            await (asyncio.sleep(0) if behind else rest(left_s))
             return
         async with asyncio.TaskGroup() as group:
             resting = group.create_task(_awaited(rest(left_s)))
-            ends: set[asyncio.Future[Any]] = {resting, self._under_way.future}
+            ends: set[asyncio.Future[Any]] = {resting} if one.woke else {resting, one.future}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            one.woke, one.passed_over = one.future.done(), one.passed_over or resting.done()
             resting.cancel()
 
     def forget(self) -> None:
@@ -99,7 +109,7 @@ class Decider:
         if one is None:
             return None
         if one.future.done():
-            self._under_way = None
+            self._under_way, self._is_behind = None, one.passed_over
             decided = one.future.result()
             self.told(decided.plan)
             return decided
@@ -136,13 +146,22 @@ def _on_thread(make: Callable[[], Decided]) -> asyncio.Future[Decided]:
         try:
             made = make()
         except BaseException as error:  # raised again where the decision is asked for
-            tell(partial(future.set_exception, error))
+            tell(partial(future.set_exception, _told_to_a_future(error)))
         else:
             tell(partial(future.set_result, made))
 
     context = copy_context()
     threading.Thread(target=context.run, args=(run,), name="decision", daemon=True).start()
     return future
+
+
+def _told_to_a_future(error: BaseException) -> BaseException:
+    """No future takes StopIteration, and a loop that awaits one would take CancelledError for its own end."""
+    if not isinstance(error, StopIteration | asyncio.CancelledError):
+        return error
+    wrapped = RuntimeError(f"a decision raised {type(error).__name__}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 async def _awaited(one: Awaitable[None]) -> None:

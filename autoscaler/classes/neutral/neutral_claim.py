@@ -51,7 +51,7 @@ def neutral_claim(
 ) -> NeutralClaim:
     """Of both sides, prefill first. `units` is the snapshot in units, `limited` the classes that several models share,
     and `limits` all that they do."""
-    alone = [one.claim(proposals.pool(one.name), units) for one in wanted]
+    alone = [one.claim(proposals.pool(one.name), units, counted=limits) for one in wanted]
     mixes, found = _Mixes(wanted), dict[tuple[tuple[int, ...], tuple[int, ...]], ClassMix]()
     path = climbed_alone(alone, limits)
     names = wanted[0].scarce(limited, limits)

@@ -46,7 +46,7 @@ def neutral_mixes(
         exceeded = [*of_floor, *(name for name in _exceeded(wanted, bounds) if name not in of_floor)]
         scarce = {name: count for name, count in most.items() if of_class(name) in exceeded}
         gpus = {name: bounds[name] for name in exceeded if name not in scarce}
-        claims = [one.claim(proposals.pool(one.name), units, scarce, gpus) for one in wanted]
+        claims = [one.claim(proposals.pool(one.name), units, scarce, gpus, bounds) for one in wanted]
         at = share(claims, bounds)
         granted = [claim.rungs[rung].units for claim, rung in zip(claims, at, strict=True)]
         mixes = side_mixes(wanted, granted, limits)

@@ -6,10 +6,11 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
     from splitserve.rpc.credentials import ClusterCredentials
     from splitserve.v1 import scaling_pb2
 
+T = TypeVar("T")
 SALT_BYTES = 32
 MAX_TARGETS = 64
 EVERY_S = 0.5
 DRAIN_S = 30.0
 WORKERS_S = 30.0
-"""How long a coordinator may take to tell of its workers at the end, without which no engine model can be fitted."""
+"""How long all coordinators together may take to tell of the workers at the end, without which no engine model can be
+fitted."""
 
 Seconds = Annotated[
     float,
@@ -140,18 +143,38 @@ async def _record(
     return {client.target: client.tally for client in clients}
 
 
-async def _workers(access: RecordingAccess, model: str) -> list[scaling_pb2.WorkerSignals]:
-    """The workers as the first coordinator that answers sees them; none if nobody does."""
-    from splitserve.client.scaling_client import ScalingClient
+async def _workers(access: RecordingAccess, model: str) -> Sequence[scaling_pb2.WorkerSignals]:
+    """The workers as the coordinator sees them that is the first to tell of any; none if none does in time."""
 
-    for one in access.targets:
-        async with ScalingClient(one, WORKERS_S, security=access.security, api_key=access.api_key) as client:
-            try:
-                signals = await client.signals(model)
-            except SplitserveError:
-                continue
+    async def told(target: str) -> list[scaling_pb2.WorkerSignals]:
+        from splitserve.client.scaling_client import ScalingClient
+
+        async with ScalingClient(
+            target, WORKERS_S, security=access.security, api_key=access.api_key
+        ) as client:
+            signals = await client.signals(model)
         return [worker for served in signals.models for worker in served.workers]
-    return []
+
+    return await first_told([told(one) for one in access.targets], WORKERS_S)
+
+
+async def first_told(asked: Iterable[Coroutine[Any, Any, Sequence[T]]], deadline_s: float) -> Sequence[T]:
+    """What is not empty of those that are all asked at once, as soon as one has it; nothing after `deadline_s` seconds.
+    One that fails with a SplitserveError has nothing."""
+    asking = [asyncio.create_task(one) for one in asked]
+    try:
+        async with asyncio.timeout(deadline_s):
+            for answer in asyncio.as_completed(asking):
+                with suppress(SplitserveError):
+                    if found := await answer:
+                        return found
+    except TimeoutError:
+        pass
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+    return ()
 
 
 def summary(out: Path, tallies: dict[str, RecordingTally]) -> dict[str, Any]:

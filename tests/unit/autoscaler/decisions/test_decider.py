@@ -124,6 +124,67 @@ async def test_a_pause_ends_with_the_decision_or_with_the_rest() -> None:
     await decider.pause(forever, 0.0)
 
 
+async def test_the_end_of_a_decision_that_nobody_takes_ends_one_pause() -> None:
+    policy, decider, rested = Policy(free=False), Decider(turn_s=0.0), list[float]()
+
+    async def rest(seconds: float) -> None:
+        await asyncio.to_thread(lambda: None)
+        rested.append(seconds)
+
+    await policy.asked(decider)
+    policy.free.set()
+    await until_made(decider)
+    for seconds in (3.0, 4.0):
+        await decider.pause(rest, seconds)
+    assert rested == [3.0, 4.0], "each to its end"
+    assert await policy.asked(decider) is not None
+
+
+async def test_after_a_decision_that_passed_something_over_there_is_no_rest_once() -> None:
+    policy, decider, rested = Policy(free=False), Decider(turn_s=0.0), list[float]()
+
+    async def rest(seconds: float) -> None:
+        rested.append(seconds)
+
+    await policy.asked(decider)
+    await decider.pause(rest, 3.0)  # demand, a notice, or the interval
+    assert await policy.asked(decider, replace(NOW, now_s=6.0)) is None
+    policy.free.set()
+    await until_made(decider)
+    made = await policy.asked(decider, replace(NOW, now_s=7.0))
+    assert made is not None
+    assert made.snapshot == NOW
+    await decider.pause(rest, 4.0)
+    assert rested == [3.0]
+    await decider.pause(rest, 5.0)
+    assert rested == [3.0, 5.0], "a loop that cannot look now does not spin"
+
+
+async def test_one_that_is_late_by_itself_begins_no_next_one_sooner() -> None:
+    policy, decider, rested = Policy(free=False), Decider(turn_s=0.0), list[float]()
+
+    async def rest(seconds: float) -> None:
+        rested.append(seconds)
+
+    await policy.asked(decider)
+    policy.free.set()
+    await until_made(decider)
+    assert await policy.asked(decider) is not None
+    await decider.pause(rest, 4.0)
+    assert rested == [4.0], "else a slow policy would be asked without end"
+
+
+@pytest.mark.parametrize("error", [StopIteration, asyncio.CancelledError])
+async def test_what_no_future_takes_is_raised_as_another_error(error: type[BaseException]) -> None:
+    def broken(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
+        raise error
+
+    decider = Decider(turn_s=PATIENCE_S)
+    with pytest.raises(RuntimeError, match=error.__name__):
+        await decider.decided(broken, None, NOW, INTERVAL_S)
+    assert not decider.is_busy
+
+
 async def test_what_a_policy_raises_is_raised_where_it_is_asked() -> None:
     def broken(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
         raise SystemExit("a policy's own code")

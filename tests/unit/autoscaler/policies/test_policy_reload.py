@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autoscaler.control_loop import ControlLoop, LoopSettings
-from autoscaler.decide import PlanMemory, PoolState, carried
+from autoscaler.decide import PlanMemory, PoolState, carried, plan_holds
 from autoscaler.decisions.decider import Decider
 from autoscaler.loop_metrics import loop_metrics
 from autoscaler.policies.policy_file import parse_policy
@@ -184,3 +184,46 @@ def test_counts_of_another_unit_are_forgotten() -> None:
     assert [carried(memory, old, after).prefill.desired for after in (same, new, plain)] == [7, None, None]
     assert carried(memory, plain, old).prefill.desired is None
     assert carried(memory, plain, old).decode.desired == 3
+
+
+CLASS = {"name": "a", "price_per_hour": 1}
+CLASSED = SLO | {"classes": [CLASS], "max_replicas": 4}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "holds"),
+    [
+        ({}, {"interval_s": 7}, True),
+        ({}, {"prefill": SLO | {"target_ms": 7, "min_replicas": 2, "max_replicas": 3}}, True),
+        ({}, {"prefill": TARGET}, True),
+        ({}, {"workers": "neutral"}, False),
+        ({}, {"gpu_budget": 4}, False),
+        ({}, {"prefill": SLO | {"gpus_per_replica": 2}}, False),
+        ({}, {"prefill": SLO | {"warm_standby": 1}}, False),
+        ({}, {"prefill": CLASSED}, False),
+        ({"prefill": CLASSED}, {"prefill": CLASSED | {"target_ms": 7}}, True),
+        ({"prefill": CLASSED}, {"prefill": CLASSED | {"max_replicas": 3}}, False),
+        ({"prefill": CLASSED}, {"prefill": SLO | {"classes": [CLASS | {"max_replicas": 2}]}}, False),
+        ({"prefill": CLASSED}, {"prefill": SLO | {"classes": [CLASS | {"name": "b"}]}}, False),
+    ],
+)
+def test_a_plan_holds_under_a_policy_that_counts_the_same(
+    before: dict[str, Any], after: dict[str, Any], holds: bool
+) -> None:
+    pools = {"prefill": SLO, "decode": SLO}
+    old, new = parse_policy(pools | before), parse_policy(pools | after)
+    assert plan_holds(old, new) is holds
+    assert plan_holds(new, old) is holds
+    assert plan_holds(new, new)
+
+
+async def test_an_edit_tells_its_loop_whether_the_last_plan_holds(tmp_path: Path) -> None:
+    edited = Edited(tmp_path)
+    edited.path.write_text(POLICY.format(least=3))
+    change = edited.policy.poll()
+    assert change is not None
+    assert change.holds
+    edited.path.write_text(POLICY.format(least=3) + "gpu_budget: 9\n")
+    change = edited.policy.poll()
+    assert change is not None
+    assert not change.holds

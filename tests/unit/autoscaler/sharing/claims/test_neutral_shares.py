@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from autoscaler.classes.neutral.neutral_claim import NEUTRAL
+from autoscaler.decide import make_decide
 from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class, of_kind
+from autoscaler.snapshot import POOLS
 from tests.support.classes.shared_neutral import Kind, NeutralModel, NeutralModels, all_fit
+from tests.support.scaling.snapshots import snapshot
 
 X, Y = of_class("x"), of_class("y")
 H100 = of_kind("H100")
@@ -80,6 +85,30 @@ def test_one_limit_of_a_class_within_a_model_is_kept_beside_that_of_all() -> Non
     assert found.settle()
     assert all(one.has_all for one in found.models.values())
     assert sum(one.replica_class == "x" for one in found.models["a"].workers) == 3
+
+
+@pytest.mark.parametrize("limit", [GPUS, MONEY, H100])
+@pytest.mark.parametrize("others", [0, 1])
+def test_one_ladder_for_what_is_limited_whatever_it_is_called(limit: str, others: int) -> None:
+    """A replica takes one of each of the three. One of x for prefill leaves four of y, which carry all of decode."""
+    kinds = {"x": Kind(gpu="H100"), "y": Kind(1.0, 4.0, gpu="H100")}
+    wishes = {"a": NeutralModel(12, 16, kinds)} | {f"b{n}": NeutralModel(1, 1, kinds) for n in range(others)}
+    found = NeutralModels(wishes, {limit: 5.0 + 2 * others})
+    assert found.settle()
+    a = found.models["a"]
+    assert (a.units("prefill"), a.units("decode")) == (1, 16)
+    assert all(one.has_all for name, one in found.models.items() if name != "a")
+
+
+def test_alone_a_budget_of_gpus_counts_also_where_a_class_is_what_is_short() -> None:
+    model = NeutralModel(
+        10, 1, {"x": Kind(price=3.0, gpus=4, most=2), "y": Kind(prefill=2.0, gpus=2, most=2)}
+    )
+    policy, empty = model.policy().model_copy(update={"gpu_budget": 6}), snapshot(1000.0, acting=True)
+    pools = {pool: replace(empty.pool(pool), replicas=(), classes={}) for pool in POOLS}
+    plan, _ = make_decide(policy)(None, replace(empty, **pools))  # type: ignore[arg-type]
+    assert plan.decode.desired == 1
+    assert plan.prefill.desired >= 1
 
 
 @st.composite
