@@ -126,8 +126,10 @@ def test_a_store_whose_master_ended_has_nothing() -> None:
     store.end_master()
     with pytest.raises(OSError, match="Mooncake Store took no block"):
         store.write(2, second, content(2))
-    with suppress(OSError):  # which it is depends on what the client has noticed
+    # Which it is depends on what the client has noticed.
+    with suppress(OSError):
         assert store.read(2, second.block_hash) is None
+    with suppress(OSError):
         found = store.read(1, first.block_hash)
         assert found is None or found == content(1)
     store.close()

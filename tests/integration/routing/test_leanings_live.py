@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import pytest
 
+from coordinator.leanings.leaning_planner import ORDER_LASTS_S
 from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from splitserve.client.scaling_client import ScalingClient
@@ -24,8 +25,9 @@ from tests.support.clients.traffic import REPEATS
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.processes import ServiceProcess
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.core_waits import cluster_waits
 from tests.support.engine.reference import Reference
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S, SLACK_S
 
 Leaning = Literal["prefill", "decode"]
 SWITCHED: tuple[dict[str, Leaning], ...] = (
@@ -110,21 +112,23 @@ async def test_leanings_change_20_times_under_load_and_nothing_fails(log_dir: Pa
     assert answered > 20
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(2 * LEAST_TIMEOUT_S)
 async def test_a_load_that_turns_from_prompts_to_tokens_is_followed_within_10_s(log_dir: Path) -> None:
     """Of three workers two lean to prefill at first. Long prompts keep them there; many streams take one away."""
     for _ in range(REPEATS):
-        asked, took_s = await turned(log_dir)
-        if len(asked) == 1 and took_s <= 10.0:
-            break  # else once more: one of the processes may have had no core for seconds
-    assert took_s <= 10.0
-    (order,) = asked
-    assert order["pool"] == "decode"
-    assert order["decode_pressure"] > 1
+        early, asked, took_s = await turned(log_dir)
+        if not early and took_s <= 10.0:
+            break
+    assert not early, "the prompts keep them there"
+    assert took_s <= 10.0 + SLACK_S
+    assert 1 <= len(asked) <= 1 + took_s / ORDER_LASTS_S
+    assert {order["pool"] for order in asked} == {"decode"}
+    assert all(order["decode_pressure"] > 1 for order in asked)
 
 
-async def turned(log_dir: Path) -> tuple[list[dict[str, Any]], float]:
-    """What the coordinator has asked workers for when the load turns, and how many seconds it took to come true."""
+async def turned(log_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], float]:
+    """What the coordinator has asked workers for before and after the load turns, and how many seconds it took to come
+    true. What is early or late fails here, unless the machine was slow: steps then take what many streams do."""
     # A step of four streams takes a third of what would press the side, so that what a busy machine adds does not.
     options = ["--ttft-slo", "2", "--tpot-slo", "0.1", "--admission", "off"]
     engine = [
@@ -138,6 +142,7 @@ async def turned(log_dir: Path) -> tuple[list[dict[str, Any]], float]:
     engine += ["--heartbeat", "0.2", "--no-prefix-cache"]
     setup = Cluster(log_dir, neutral=3, worker_options=engine, coordinator_options=options)
     async with running(setup) as cluster:
+        waits = cluster_waits(cluster)
         async with AsyncClient(cluster.target) as client:
 
             async def prompts(number: int) -> None:
@@ -153,10 +158,11 @@ async def turned(log_dir: Path) -> tuple[list[dict[str, Any]], float]:
                 await until(client, lambda leanings: list(leanings.values()).count("decode") == 2)
                 took_s = time.monotonic() - turned_s
             asked = [e for e in cluster.members["coordinator"].events() if e.get("event") == "leaning.asked"]
-            if any(datetime.fromisoformat(e["time"]).timestamp() < turned_wall_s for e in asked):
-                asked = []  # the prompts did not keep them there
+            early = [e for e in asked if datetime.fromisoformat(e["time"]).timestamp() < turned_wall_s]
+            if early or took_s > 10.0:
+                waits.assert_slow(f"asked before: {early}, took {took_s:.1f} s")
         await cluster.assert_no_leaks()
-    return asked, took_s
+    return early, asked[len(early) :], took_s
 
 
 @pytest.mark.timeout(180)

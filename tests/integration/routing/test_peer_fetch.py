@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from splitserve.client import AsyncClient
 from tests.support.clients.traffic import REPEATS
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import eventually, tokens
+from tests.support.core_waits import cluster_waits
 from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 
 pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)
@@ -61,6 +63,32 @@ async def fetched(
     raise AssertionError("no prefix is ever fetched")
 
 
+async def seeded_whole(
+    cluster: Cluster,
+    warm: Callable[[], Awaitable[None]],
+    names: Iterable[str],
+    blocks: int,
+    pool: str,
+    *options: str,
+) -> tuple[str, dict[str, Any]]:
+    """The new worker that has got so many blocks, all that `warm` makes hot, and what is told of its seeding. Where the
+    machine was too slow for one of the prefixes, or for a lane or a report in time, another worker comes."""
+    waits = cluster_waits(cluster)
+    for name in names:
+        await warm()
+        added = cluster.add_worker(pool, name, *options)
+        added.wait_event("worker.ready")
+        seeded = await seeding_of(cluster, name)
+        if seeded["blocks"] == blocks:
+            return name, seeded
+        failed = [each for each in events(cluster, "worker.seed_failed") if each["worker_id"] == name]
+        assert {each["reason"] for each in failed} <= {*TOO_LATE, "NO_TIME_TO_SEED"}
+        if not failed:
+            waits.assert_slow(f"{name} has {seeded['blocks']} blocks of {blocks}")
+        added.terminate()
+    raise AssertionError("no worker gets all prefixes")
+
+
 async def seeding_of(cluster: Cluster, name: str) -> dict[str, Any]:
     """What is told of the seeding of a new worker, once it is over."""
 
@@ -76,6 +104,7 @@ async def test_a_prefix_is_fetched_once_a_worker_and_answers_stay_the_same(log_d
     slow = [*WORKERS, "--config", str(faults)]
     setup = Cluster(log_dir, neutral=3, worker_options=slow, coordinator_options=COORDINATOR)
     async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
+        waits = cluster_waits(cluster)
         for repeat in range(REPEATS):
             prefix, fetch = await fetched(cluster, client, 20 * repeat)
             if fetch["took_ms"] < fetch["compute_ms"]:
@@ -92,12 +121,17 @@ async def test_a_prefix_is_fetched_once_a_worker_and_answers_stay_the_same(log_d
             await asyncio.sleep(3 * HEARTBEAT_S)  # as above
             asked = await asyncio.gather(*(ask(client, [*prefix, 5, number]) for number in range(6)))
             new = fetches(cluster)[before:]
-            if len(new) >= 2 and [cached for _, cached in asked] == [PREFIX] * 6:
-                break  # else, where the machine was slow, computing it was predicted to be sooner
-        assert [cached for _, cached in asked] == [PREFIX] * 6
-        assert [fetch["joined"] for fetch in new].count(False) == 1
-        assert len(new) >= 2
-        assert all(fetch["failure"] == "" for fetch in new)
+            late = [fetch["failure"] for fetch in new if fetch["failure"]]
+            assert all(failure.startswith(TOO_LATE) for failure in late)
+            begun = [fetch["joined"] for fetch in new].count(False)
+            found = [cached for _, cached in asked]
+            if not late and begun == 1 and len(new) >= 2 and found == [PREFIX] * 6:
+                break
+            # The holder's report was late, or such fetches have been, so that computing it seemed to be sooner; or the
+            # fetch was over before the next prompt came.
+            waits.assert_slow(f"{begun} fetches of {new}, found: {found}")
+        else:
+            raise AssertionError("no prompt waits for the fetch of another one")
         await cluster.assert_no_leaks()
 
 
@@ -122,17 +156,15 @@ async def test_a_new_worker_is_seeded_with_what_is_hot_within_ten_seconds(log_di
     prefixes = [tokens(PREFIX, 300 + number) for number in range(4)]
     setup = Cluster(log_dir, neutral=2, worker_options=WORKERS, coordinator_options=COORDINATOR)
     async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
-        for turn in range(4):
-            await asyncio.gather(*(ask(client, [*prefix, turn]) for prefix in prefixes))
-            await asyncio.sleep(3 * HEARTBEAT_S)
-        for name in (f"worker-new-{repeat}" for repeat in range(REPEATS)):
-            added = cluster.add_worker("neutral", name, "--leaning", "prefill")
-            added.wait_event("worker.ready")
-            seeded = await seeding_of(cluster, name)
-            if seeded["blocks"] == 4 * PREFIX // 16:
-                break
-            added.terminate()  # the machine took as long for one of the prefixes as a fetch may take
-        assert seeded["blocks"] == 4 * PREFIX // 16
+
+        async def warm() -> None:
+            for turn in range(4):
+                await asyncio.gather(*(ask(client, [*prefix, turn]) for prefix in prefixes))
+                await asyncio.sleep(3 * HEARTBEAT_S)
+
+        names = (f"worker-new-{repeat}" for repeat in range(REPEATS))
+        blocks = 4 * PREFIX // 16
+        name, seeded = await seeded_whole(cluster, warm, names, blocks, "neutral", "--leaning", "prefill")
         assert seeded["took_s"] < 10.0
         before = len(fetches(cluster))
         served: dict[str, int] = {}

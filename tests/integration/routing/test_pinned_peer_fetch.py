@@ -12,7 +12,7 @@ import pytest
 from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from splitserve.models.hf_tokenizer import load_tokenizer
-from tests.integration.routing.test_peer_fetch import events, seeding_of
+from tests.integration.routing.test_peer_fetch import events, seeded_whole
 from tests.support.clients.text import sentences
 from tests.support.clients.traffic import REPEATS
 from tests.support.cluster.real_cluster import Cluster, running
@@ -101,17 +101,13 @@ async def test_a_new_prefill_worker_is_seeded_by_another_one(log_dir: Path) -> N
             assert list(answer.token_ids) == expected_tokens(prompt, 1)
             return answer.served_by.prefill_worker, answer.usage.cached_prompt_tokens
 
-        for turn in range(4):
-            await asyncio.gather(*(ask([*prefix, turn]) for prefix in prefixes))
-            await asyncio.sleep(3 * HEARTBEAT_S)  # the holder reports its blocks
-        for name in (f"prefill-new-{repeat}" for repeat in range(REPEATS)):
-            added = cluster.add_worker("prefill", name)
-            added.wait_event("worker.ready")
-            seeded = await seeding_of(cluster, name)
-            if seeded["blocks"] == 3 * PREFIX // BLOCK:
-                break
-            added.terminate()  # the machine took as long for one of the prefixes as a fetch may take
-        assert seeded["blocks"] == 3 * PREFIX // BLOCK
+        async def warm() -> None:
+            for turn in range(4):
+                await asyncio.gather(*(ask([*prefix, turn]) for prefix in prefixes))
+                await asyncio.sleep(3 * HEARTBEAT_S)  # the holder reports its blocks
+
+        names = (f"prefill-new-{repeat}" for repeat in range(REPEATS))
+        name, _ = await seeded_whole(cluster, warm, names, 3 * PREFIX // BLOCK, "prefill")
         await cluster.wait_ready(prefill=2)
         before = len(events(cluster, "prefix.fetched"))
         served = [await ask([*prefix, 50 + turn]) for turn in range(2) for prefix in prefixes]

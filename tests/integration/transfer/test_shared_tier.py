@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from splitserve.client import AsyncClient
+from splitserve.cluster.process_specs import SERVING_STATES
 from splitserve.models.hf_tokenizer import load_tokenizer
-from tests.integration.transfer.test_kv_tiers import ANSWER, BLOCK_BYTES, TOKENS, tier_hits
+from tests.integration.transfer.test_kv_tiers import ANSWER, BLOCK_BYTES, TOKENS, by_tier, tier_hits
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.streams import eventually, until, worker
 from tests.support.tiers.mooncake_rig import mooncake_store
+from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 
 PROMPTS = 2
 
@@ -33,21 +36,32 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[str]]
     node.close()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(LEAST_TIMEOUT_S)
 async def test_another_worker_reads_what_a_dead_one_has_written(
     log_dir: Path, smollm2: str, place: list[str]
 ) -> None:
     tokenizer = load_tokenizer(smollm2)
     prompts = [tokenizer.encode(sentences(40, seed=seed))[: TOKENS + 5] for seed in range(PROMPTS)]
-    options = ["--dtype", "float32", "--num-blocks", "24", "--metrics-port", "0", "--kv-tier-sharing", "on"]
-    options += ["--kv-host-tier-bytes", str(32 * BLOCK_BYTES), *place]
-    options += ["--kv-disk-tier-bytes", str(1028 * BLOCK_BYTES)]
-    setup = Cluster(log_dir, model=smollm2, engine="torch", worker_options=options)
-    async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=100) as client:
+    options = ["--dtype", "float32", "--num-blocks", "24", "--metrics-port", "0"]
+    # Prefill workers alone: the decode worker has the prompts' KV, too, and writes none of it.
+    shared = ["--kv-tier-sharing", "on", "--kv-host-tier-bytes", str(32 * BLOCK_BYTES), *place]
+    shared += ["--kv-disk-tier-bytes", str(1028 * BLOCK_BYTES)]
+    setup = Cluster(log_dir, model=smollm2, engine="torch", prefill=0, decode=0, worker_options=options)
+    async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
+        cluster.add_worker("prefill", "prefill-0", *shared)
+        cluster.add_worker("decode", "decode-0")
+        await cluster.wait_ready(prefill=1, decode=1)
         before = await answers(client, prompts)
+        written = PROMPTS * TOKENS // 16 * BLOCK_BYTES
+        await eventually(
+            lambda: by_tier(cluster, "prefill-0", "splitserve_kv_tier_bytes")["disk"] >= written,
+            "all whole blocks are written",
+        )
         cluster.members["prefill-0"].kill()
-        cluster.add_worker("prefill", "prefill-1").wait_event("worker.ready")
-        await cluster.wait_ready()
+        cluster.add_worker("prefill", "prefill-1", *shared)
+        await until(
+            cluster, lambda info: worker(info, "prefill-1").state in SERVING_STATES, "prefill-1 serves"
+        )
         assert await answers(client, prompts) == before
         assert tier_hits(cluster, "prefill-1")["disk"] >= (PROMPTS - 1) * TOKENS
         await cluster.assert_no_leaks()
