@@ -213,9 +213,9 @@ class LocalCluster:
     async def _start(self, process: SupervisedProcess) -> bool:
         """Starts a process. False if the cluster shall end before it runs: it does not run then."""
         child = process.child
+        process.started_wall_s = time.time()  # before it runs: whoever sees it run sees when it was started
         if not await self._unless_stopped(child.start()):
             return False
-        process.started_wall_s = time.time()
         layout = f", {child.spec.layout}" if child.spec.layout else ""
         self._observer.message(f"{child.spec.name}: started, pid {child.pid}{layout}")
         if process.leaving.is_set():
