@@ -23,10 +23,10 @@ def fork_servers() -> Iterator[None]:
     stop_fork_servers()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def patient_clients() -> Iterator[None]:
     """Questions about a cluster wait as long as tests do, unless they say how long: a process that has no core for
-    seconds answers late."""
+    seconds answers late. Of a module, since unit tests that run in the same process see the clients as they are."""
     with pytest.MonkeyPatch.context() as patch:
         for client in (AsyncClient, Client):
             for name in ("server_info", "models", "request_record", "request_records"):
