@@ -6,11 +6,12 @@ Clients convert a failed call back with `error_from_rpc`.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import inspect
 import socket
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,8 @@ from splitserve.security.server_tls import ServerTls
 DEFAULT_MAX_CONNECTIONS = 10_000
 LISTENERS = 3
 """Listeners that share a process's open files: a gRPC port, one for the cluster, one for HTTP."""
+STOP_S = 30.0
+"""How long a server may take to stop beyond its grace."""
 IDLE_CONNECTION_MS = 600_000
 """After so long without a call a connection is closed; clients reconnect at their next call."""
 
@@ -128,8 +131,11 @@ class RpcServer:
 
     async def stop(self, grace_s: float | None = None) -> None:
         """Refuses new calls, waits up to `grace_s` seconds for open ones, then cancels them."""
-        await self.set_serving(False)
-        await self.grpc_server.stop(grace_s)
+        # A process was seen once that stood still as it stopped; whoever ends it should not have to kill it.
+        with suppress(TimeoutError):
+            async with asyncio.timeout((grace_s or 0.0) + STOP_S):
+                await self.set_serving(False)
+                await self.grpc_server.stop(grace_s)
         self._decoder.close()
 
     def listen(self, host: str, port: int, tls: ServerTls | None, *, mutual: bool) -> int:

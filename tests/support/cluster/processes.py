@@ -101,6 +101,7 @@ class ServiceProcess:
         try:
             return self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
+            self.dump_stacks()
             self.kill()
             raise AssertionError(f"{self.name} did not end on SIGTERM:\n{self.log_tail()}") from None
 
