@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 from splitserve.errors import SplitserveError
+from splitserve.runtime.first_answer import first_answer
 
 SourceT = TypeVar("SourceT")
 AGAIN_S = 0.5
@@ -42,19 +43,7 @@ class EarlyPause(ABC, Generic[SourceT]):
 
     async def _asked(self, wait_s: float) -> bool:
         """Whether any coordinator says so within `wait_s` seconds; one that does not answer does not."""
-        asking = {asyncio.create_task(self._ask(source, wait_s)) for source in self._sources}
-        try:
-            async with asyncio.timeout(wait_s):
-                for answer in asyncio.as_completed(asking):
-                    if await answer:
-                        return True
-        except TimeoutError:
-            pass
-        finally:
-            for task in asking:
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
-        return False
+        return bool(await first_answer((self._ask(source, wait_s) for source in self._sources), wait_s))
 
     async def _ask(self, source: SourceT, wait_s: float) -> bool:
         """True once there is news of this coordinator; else it asks until it is cancelled."""

@@ -33,8 +33,8 @@ WHOLE_BLOCK_TRANSPORTS = ("ucx",)
 """Transports between workers of one block size."""
 MAX_RANK_METADATA_BYTES = 2**14
 MAX_LAYER_STRIDE = 2**48
-MAX_WAITING_TOKENS = 2**40
-MAX_TOKENS_PER_S = MAX_MS = 1e9
+MAX_WAITING_TOKENS, MAX_TOKENS_PER_S = 2**40, 1e9
+MAX_MS = 1e9
 """Eleven days: the process may have been stopped for a weekend."""
 MAX_LENT_SPEEDUP = 64.0
 MAX_GB_PER_S = MAX_START_S = 1e6

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 RESEND_PEERS_S = 5.0
 """Interval at which a worker that is not connected to all its peers gets the list again: a try may have failed."""
-
-
 MAX_HOLDERS = 8
+"""Workers that one which starts is told of."""
 
 
 def weights_holders(snapshot: PoolSnapshot, model: str, asking: str) -> list[Worker]:

@@ -70,10 +70,7 @@ def make_channel(
         options += [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", read_ahead_bytes)]
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
-    if peer is not None:
-        options.append(("grpc.ssl_target_name_override", role_name(peer)))
-    pems = read_pems(tls) if isinstance(tls, TlsFiles) else tls
-    return grpc.aio.secure_channel(address, channel_credentials(pems), options=options)
+    return grpc.aio.secure_channel(address, _credentials(tls, peer, options), options=options)
 
 
 def make_blocking_channel(
@@ -83,7 +80,11 @@ def make_blocking_channel(
     options = channel_options()
     if tls is None:
         return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, _credentials(tls, peer, options), options=options)
+
+
+def _credentials(tls: TlsFiles | TlsPems, peer: Role | None, options: Options) -> grpc.ChannelCredentials:
+    """Credentials of a channel, whose options get the name that the server's certificate must have."""
     if peer is not None:
         options.append(("grpc.ssl_target_name_override", role_name(peer)))
-    pems = read_pems(tls) if isinstance(tls, TlsFiles) else tls
-    return grpc.secure_channel(address, channel_credentials(pems), options=options)
+    return channel_credentials(read_pems(tls) if isinstance(tls, TlsFiles) else tls)

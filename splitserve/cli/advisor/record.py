@@ -18,6 +18,7 @@ from splitserve.cli import options
 from splitserve.cli.client.explain import Targets, addresses
 from splitserve.cli.output import shown_progress, write
 from splitserve.errors import InvalidArgumentError, SplitserveError
+from splitserve.runtime.first_answer import first_answer
 
 if TYPE_CHECKING:
     from splitserve.cli.advisor.recording_file import RecordingFile
@@ -161,20 +162,13 @@ async def _workers(access: RecordingAccess, model: str) -> Sequence[scaling_pb2.
 async def first_told(asked: Iterable[Coroutine[Any, Any, Sequence[T]]], deadline_s: float) -> Sequence[T]:
     """What is not empty of those that are all asked at once, as soon as one has it; nothing after `deadline_s` seconds.
     One that fails with a SplitserveError has nothing."""
-    asking = [asyncio.create_task(one) for one in asked]
-    try:
-        async with asyncio.timeout(deadline_s):
-            for answer in asyncio.as_completed(asking):
-                with suppress(SplitserveError):
-                    if found := await answer:
-                        return found
-    except TimeoutError:
-        pass
-    finally:
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
-    return ()
+
+    async def told(one: Coroutine[Any, Any, Sequence[T]]) -> Sequence[T]:
+        with suppress(SplitserveError):
+            return await one
+        return ()
+
+    return await first_answer(map(told, asked), deadline_s) or ()
 
 
 def summary(out: Path, tallies: dict[str, RecordingTally]) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from kv_transfer.transports.faulty import FaultyTransport
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from kv_transfer.transports.nixl.transport import NixlTransport
 from kv_transfer.transports.transport import PollResult, TransferEndpoint, Transport
-from kv_transfer.transports.ucx.binding import load_ucxx
 from kv_transfer.transports.ucx.transport import UcxTransport
 from splitserve.config.faults import FaultPlan
-from splitserve.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
+from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 from tests.support.engine.numpy_pool import LAYOUT, NumpyPool
 from tests.support.transfer.rank_pools import RankPools
+from tests.support.transfer.ucx import require_ucx
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(60)
@@ -177,10 +177,7 @@ def test_ranks_with_blocks_of_different_sizes(prefill: int, decode: int, mine: i
 
 
 def test_a_transport_of_whole_blocks_refuses_by_name() -> None:
-    try:
-        load_ucxx()
-    except UnavailableError as error:
-        pytest.skip(error.message)
+    require_ucx()
     writer, owner = UcxTransport(), UcxTransport()
     try:
         writer.register_memory(a_pool(16).memory)

@@ -13,10 +13,10 @@ from kv_transfer.layout import FP8_E4M3
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from kv_transfer.transports.nixl.transport import NixlTransport
 from kv_transfer.transports.transport import KvMemoryRegion, TransferEndpoint, Transport
-from kv_transfer.transports.ucx.binding import load_ucxx
 from kv_transfer.transports.ucx.transport import UcxTransport
-from splitserve.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
+from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 from tests.support.engine.numpy_pool import LAYOUT, NumpyPool
+from tests.support.transfer.ucx import require_ucx
 from tests.support.waiting import PATIENCE_S
 
 PIECE = LAYOUT.block_bytes // LAYOUT.num_layers
@@ -124,10 +124,7 @@ def test_rows_must_not_overlap_and_whole_blocks_must_have_their_layers_apart() -
 
 
 def test_ucx_refuses_rows() -> None:
-    try:
-        load_ucxx()
-    except UnavailableError as error:
-        pytest.skip(error.message)
+    require_ucx()
     transport = UcxTransport()
     with pytest.raises(FailedPreconditionError, match="one piece only"):
         transport.register_memory(LayeredPool(4).memory)

@@ -20,7 +20,7 @@ from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from kv_transfer.transports.nixl.binding import NixlAgent
 from kv_transfer.transports.nixl.transport import NixlTransport
 from kv_transfer.transports.transport import TransferEndpoint, Transport, WriteResult
-from kv_transfer.transports.ucx.binding import UcxEndpoint, load_ucxx
+from kv_transfer.transports.ucx.binding import UcxEndpoint
 from kv_transfer.transports.ucx.transport import UcxTransport
 from splitserve.config.faults import FaultPlan
 from splitserve.errors import (
@@ -28,11 +28,11 @@ from splitserve.errors import (
     InvalidArgumentError,
     SplitserveError,
     TransferError,
-    UnavailableError,
 )
 from tests.support.engine.numpy_pool import LAYOUT, NumpyPool
 from tests.support.transfer.peer_process import NUM_BLOCKS as PEER_BLOCKS
 from tests.support.transfer.peer_process import PeerProcess
+from tests.support.transfer.ucx import require_ucx
 from tests.support.waiting import PATIENCE_S
 
 WRITER_BLOCKS, OWNER_BLOCKS = 24, 16
@@ -73,10 +73,7 @@ KINDS = ("memory", "nixl", POLLED, "ucx", "memory with no fault", "memory that i
 def require(kind: str) -> None:
     """Skips the test where the transport is not installed."""
     if kind == UcxTransport.kind:
-        try:
-            load_ucxx()
-        except UnavailableError as error:
-            pytest.skip(error.message)
+        require_ucx()
 
 
 @pytest.fixture(params=KINDS)

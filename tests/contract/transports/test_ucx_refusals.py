@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kv_transfer.transports.ucx.binding import Operation, UcxEndpoint, UcxWorker, load_ucxx, to_memory
+from kv_transfer.transports.ucx.binding import Operation, UcxEndpoint, UcxWorker, to_memory
 from kv_transfer.transports.ucx.inbox import UcxInbox
 from kv_transfer.transports.ucx.messages import (
     Ack,
@@ -26,8 +26,8 @@ from kv_transfer.transports.ucx.messages import (
     encode_metadata,
 )
 from kv_transfer.transports.ucx.transport import UcxTransport
-from splitserve.errors import UnavailableError
 from tests.support.engine.numpy_pool import LAYOUT, NumpyPool
+from tests.support.transfer.ucx import require_ucx
 from tests.support.waiting import PATIENCE_S
 
 BLOCKS, SESSION = 8, 77
@@ -84,10 +84,7 @@ class Owner:
 
 @pytest.fixture
 def owner() -> Iterator[Owner]:
-    try:
-        load_ucxx()
-    except UnavailableError as error:
-        pytest.skip(error.message)
+    require_ucx()
     owner = Owner()
     yield owner
     owner.transport.close()

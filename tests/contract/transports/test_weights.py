@@ -11,11 +11,11 @@ import pytest
 
 from kv_transfer.transports.factory import make_transport
 from kv_transfer.transports.transport import TransferEndpoint
-from kv_transfer.transports.ucx.binding import load_ucxx
 from kv_transfer.weights.giver import WeightsGiver
 from kv_transfer.weights.manifest import Manifest, TensorSpec, WeightsReader
 from kv_transfer.weights.taker import Destination, WeightsTaker
 from splitserve.errors import SplitserveError, UnavailableError
+from tests.support.transfer.ucx import require_ucx
 
 SPECS = (TensorSpec("large", (1500, 1000), "float32"), TensorSpec("small", (5,), "bfloat16"))
 pytestmark = pytest.mark.timeout(60)
@@ -84,10 +84,7 @@ class ThreadCall:
 @pytest.fixture(params=["memory", "nixl", "ucx"])
 def kind(request: pytest.FixtureRequest) -> str:
     if request.param == "ucx":
-        try:
-            load_ucxx()
-        except UnavailableError as error:
-            pytest.skip(error.message)
+        require_ucx()
     return str(request.param)
 
 

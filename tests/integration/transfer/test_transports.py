@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine.runner.simulated_runner import expected_tokens
-from kv_transfer.transports.ucx.binding import load_ucxx
 from splitserve.client import AsyncClient
-from splitserve.errors import UnavailableError
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.transfer.ucx import require_ucx
 from tests.support.waiting import PATIENCE_S
 
 PROMPTS = [[1, 2, 3], list(range(5, 105)), [number % 251 for number in range(2000)]]
@@ -23,10 +22,7 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture(params=["nixl", "ucx"])
 def kind(request: pytest.FixtureRequest) -> str:
     if request.param == "ucx":
-        try:
-            load_ucxx()
-        except UnavailableError as error:
-            pytest.skip(error.message)
+        require_ucx()
     return str(request.param)
 
 

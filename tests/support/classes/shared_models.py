@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -191,12 +191,17 @@ class Models:
 
     def settle(self, most_rounds: int = 40) -> bool:
         """Until nothing is done for longer than what moves waits. Whether that came."""
-        quiet = 0
-        for _ in range(most_rounds):
-            quiet = 0 if self.round() else quiet + 1
-            if quiet > 3:
-                return True
-        return False
+        return settled(self.round, most_rounds)
+
+
+def settled(play_round: Callable[[], object], most_rounds: int) -> bool:
+    """Plays rounds until nothing is done for longer than what moves waits. Whether that came."""
+    quiet = 0
+    for _ in range(most_rounds):
+        quiet = 0 if play_round() else quiet + 1
+        if quiet > 3:
+            return True
+    return False
 
 
 def fits(wishes: Mapping[str, Wish], limits: Mapping[str, float]) -> bool:

@@ -19,6 +19,7 @@ from autoscaler.sharing.models_file import least_uses
 from autoscaler.sharing.shared_account import SharedAccount
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState
 from splitserve.errors import UnavailableError
+from tests.support.classes.shared_models import settled
 from tests.support.scaling.signal_sources import Clock
 from tests.support.scaling.snapshots import snapshot
 
@@ -130,12 +131,7 @@ class NeutralModels:
 
     def settle(self, most_rounds: int = 60) -> bool:
         """Until nothing is done for longer than what moves waits. Whether that came."""
-        quiet = 0
-        for _ in range(most_rounds):
-            quiet = 0 if self.round() else quiet + 1
-            if quiet > 3:
-                return True
-        return False
+        return settled(self.round, most_rounds)
 
     def used(self) -> Counter[str]:
         """By what really exists, not by the account."""

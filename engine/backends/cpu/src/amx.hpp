@@ -138,23 +138,20 @@ inline void pack_rows(const bf16* x, int64_t count, int64_t ldx, int64_t K, bf16
     }
 }
 
-// M packed rows times one panel of VECTORS * 16 outputs. The first rows stream the panel from memory, the next ones
-// find it in the cache and prefetch the next panel.
-template <int VECTORS>
-void panel_amx(const bf16* packed, int64_t M, const bf16* w, int64_t K, const bf16* bias, bf16* y, int64_t ldy) {
+// M rows times one panel of VECTORS * 16 outputs, 32 at a time; `rows` gives the 16 from one on, all of which can be
+// read. The first stream the panel from memory, the next ones find it in the cache and prefetch the next panel.
+template <typename T, int VECTORS, class From, class Out>
+inline void panel_amx(int64_t M, From rows, const void* w, int64_t row_bytes, Out out) {
   for (int64_t row = 0; row < M; row += 2 * ROWS) {
-    Rows x{packed + row * K, 64, ROWS * 64}, more{packed + (row + ROWS) * K, 64, ROWS * 64};
     int64_t count = std::min(M - row, 2 * ROWS);
-    auto out = [&](int64_t m, int v, __m512 sum) {
-      if (bias) sum = _mm512_add_ps(sum, widen16(bias + v * 16));
-      narrow16(y + (row + m) * ldy + v * 16, sum);
-    };
+    Rows x = rows(row), more = rows(row + ROWS);
+    auto later = [&](int64_t m, int v, auto sum) { out(row + m, v, sum); };
     if (count <= ROWS)
-      multiply<bf16, 1, VECTORS, NOTHING>(x, more, count, w, 2 * K, out);
+      multiply<T, 1, VECTORS, NOTHING>(x, more, count, w, row_bytes, later);
     else if (row == 2 * ROWS)
-      multiply<bf16, 2, VECTORS, NEXT>(x, more, count, w, 2 * K, out);
+      multiply<T, 2, VECTORS, NEXT>(x, more, count, w, row_bytes, later);
     else
-      multiply<bf16, 2, VECTORS, NOTHING>(x, more, count, w, 2 * K, out);
+      multiply<T, 2, VECTORS, NOTHING>(x, more, count, w, row_bytes, later);
   }
 }
 
@@ -181,8 +178,13 @@ inline void linear_amx(const Op& op, int thread, int threads, std::vector<bf16>&
     if (together) {
 #pragma omp barrier
     }
+    auto block = [&](int64_t m) { return Rows{packed + m * K, 64, ROWS * 64}; };
     panels(rows, N, thread, threads, [&](auto vectors, int64_t, int64_t, int64_t column) {
-      panel_amx<vectors>(packed, rows, w + column * K, K, bias ? bias + column : nullptr, y + row * ldy + column, ldy);
+      panel_amx<bf16, vectors>(rows, block, w + column * K, 2 * K, [&](int64_t m, int v, __m512 sum) {
+        int64_t to = column + v * 16;
+        if (bias) sum = _mm512_add_ps(sum, widen16(bias + to));
+        narrow16(y + (row + m) * ldy + to, sum);
+      });
     });
   }
 }

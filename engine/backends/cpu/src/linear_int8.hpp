@@ -79,17 +79,10 @@ void panel_int8(const uint8_t* x, const float* steps, int64_t M, const int8_t* w
   int64_t done = 0;
 #ifdef SPLITSERVE_AMX
   // Sums of integers are the same in any order, so that AMX may take whole blocks of rows and leave the rest.
-  if (K % 64 == 0)
-    for (; M - done >= ROWS; done += M - done >= 2 * ROWS ? 2 * ROWS : ROWS) {
-      Rows rows{x + done * K, K, 64}, more{x + (done + ROWS) * K, K, 64};
-      auto later = [&](int64_t m, int v, __m512i sum) { out(done + m, v, sum); };
-      if (M - done < 2 * ROWS)
-        multiply<uint8_t, 1, VECTORS, NOTHING>(rows, more, ROWS, w, K, later);
-      else if (done == 2 * ROWS)
-        multiply<uint8_t, 2, VECTORS, NEXT>(rows, more, 2 * ROWS, w, K, later);
-      else
-        multiply<uint8_t, 2, VECTORS, NOTHING>(rows, more, 2 * ROWS, w, K, later);
-    }
+  if (K % 64 == 0) {
+    done = M / ROWS * ROWS;
+    panel_amx<uint8_t, VECTORS>(done, [&](int64_t m) { return Rows{x + m * K, K, 64}; }, w, K, out);
+  }
 #endif
   tiles<VECTORS>(M - done, VECTORS * 16 * K, [&](auto rows, auto fetch, int64_t row, int64_t distance) {
     tile_int8<rows, VECTORS, fetch>(x + (done + row) * K, w, K, distance,
