@@ -35,8 +35,14 @@ class Forward(ABC):
     speedup: float = 1.0
     """How many times as much compute as this worker's own the last step had: neighbours may have lent cores."""
 
+    prepared: bool = False
+    """See `ModelRunner.prepared`."""
+
     prepares_steps: bool = True
     """See `ModelRunner.prepares_steps`."""
+
+    mixes_steps: bool | None = None
+    """See `ModelRunner.mixes_steps`; None: its default."""
 
     @abstractmethod
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:

@@ -70,7 +70,7 @@ class EngineCore(Engine):
         self._kv = KVCacheManager(pool, block_size, prefix_cache=config.prefix_cache, tiers=tiers)
         self._meter = meter or StepMeter()
         self.step_totals = self._meter.totals
-        self._pacing = PromptPacing(self._meter, separate=runner.pool_memory.memory_kind == "DRAM")
+        self._pacing = PromptPacing(self._meter, separate=not runner.mixes_steps)
         self._scheduler = Scheduler(
             self._kv,
             max_step_tokens=self.max_step_tokens,
@@ -262,8 +262,9 @@ class EngineCore(Engine):
         self._pending.put(step.result)
         if self._pacing.active:
             self._pacing.stepped(ended_s, step.num_new, step.outcomes)
-        more, speedup = self.has_work(), self._runner.speedup
-        duration_s = self._meter.end(ended_s, step.num_new, more, speedup, step.outcomes)
+        more, runner = self.has_work(), self._runner
+        work = step.num_new, more, runner.speedup, step.outcomes
+        duration_s = self._meter.end(ended_s, *work, is_first=runner.prepared)
         if self._speculator:
             self._speculator.stepped(step.num_new, step.outcomes, duration_s)
         if not more:

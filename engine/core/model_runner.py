@@ -104,6 +104,16 @@ class ModelRunner(ABC):
         return False
 
     @property
+    def prepared(self) -> bool:
+        """Whether the last step made something for all like it, and so took longer than they will."""
+        return False
+
+    @property
+    def mixes_steps(self) -> bool:
+        """Whether a step that computes prompts and decodes takes less than one of each."""
+        return self.pool_memory.memory_kind != "DRAM"
+
+    @property
     def prepares_steps(self) -> bool:
         """Whether a step's first time makes something for all like it: compiles, captures. Else it takes as long as
         any other, and a short one shows that all works."""

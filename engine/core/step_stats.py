@@ -198,6 +198,8 @@ class StepMeter:
         more: bool,
         speedup: float = 1.0,
         drafts: Mapping[Sequence, DraftOutcome] = NO_DRAFTS,
+        *,
+        is_first: bool = False,
     ) -> float:
         """A step ends that computed `num_new` tokens of each sequence, and drafted ones; `more`: another can follow at
         once. Returns how long it took.
@@ -205,7 +207,7 @@ class StepMeter:
         To the fit of decode steps a drafted token is one more row over its sequence's context, as it is to the device;
         the time that a draft model took before is no part of it.
         The fit of prompt times is of what the worker can do alone: a step that had `speedup` times as much compute
-        counts for as much longer there.
+        counts for as much longer there. `is_first`: see `ModelRunner.prepared`; no fit counts such a step.
         """
         self._busy_since_s = now if more else None
         duration_s = now - self._began_s
@@ -227,6 +229,8 @@ class StepMeter:
         totals.accepted_tokens += accepted
         own_s = max(0.0, duration_s - self._guessing_s)
         self._guessing_s = 0.0
+        if is_first:
+            return duration_s
         self._fit_parts(num_new, prefill_tokens, decoding + drafted, own_s * speedup, drafts)
         return duration_s
 

@@ -152,6 +152,17 @@ class TorchRunner(ModelRunner):
         return self._forward.shares_cores
 
     @property
+    def prepared(self) -> bool:
+        """See `ModelRunner.prepared`."""
+        return self._forward.prepared
+
+    @property
+    def mixes_steps(self) -> bool:
+        """See `ModelRunner.mixes_steps`."""
+        mixes = self._forward.mixes_steps
+        return super().mixes_steps if mixes is None else mixes
+
+    @property
     def prepares_steps(self) -> bool:
         """See `ModelRunner.prepares_steps`."""
         return self._forward.prepares_steps

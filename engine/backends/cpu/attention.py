@@ -45,16 +45,14 @@ class ChunkInputs:
 class DecodeInputs:
     """Inputs of up to `rows` sequences that compute one token each, at fixed addresses.
 
-    `token_ids`, `positions` `[1, rows]` int64. `step` is the `Step` of `src/kv.hpp`, as in `ChunkInputs`: each row's
+    `step` is the `Step` of `src/kv.hpp`, as in `ChunkInputs`: each row's
     number of tokens, the new one included (0: the row is padding, reads no KV and writes none), and its block table.
     """
 
     def __init__(self, rows: int, context_tokens: int, block_size: int) -> None:
         """`context_tokens`: maximum length of a sequence."""
         columns = blocks_for(context_tokens, block_size)
-        self._block_size = block_size
-        self.token_ids = torch.zeros(1, rows, dtype=torch.int64)
-        self.positions = torch.zeros(1, rows, dtype=torch.int64)
+        self.rows, self._block_size = rows, block_size
         self._lengths = np.zeros(rows, np.int64)
         self._tables = np.zeros((rows, columns), np.int32)
         addresses = (self._lengths.ctypes.data, self._tables.ctypes.data, columns)
@@ -63,15 +61,7 @@ class DecodeInputs:
     def fill(self, batch: Sequence[ScheduledSequence]) -> None:
         """Copies a batch into the first rows, in order; the rows after it become padding."""
         count = len(batch)
-        computed = [sequence.num_computed for sequence in batch]
-        self.token_ids[0, :count] = torch.tensor(
-            [sequence.token_ids[position] for sequence, position in zip(batch, computed, strict=True)]
-        )
-        self.positions[0, :count] = torch.tensor(computed)
-        self.token_ids[0, count:] = 0
-        self.positions[0, count:] = 0
-        self._lengths[:count] = computed
-        self._lengths[:count] += 1
+        self._lengths[:count] = [sequence.num_computed + 1 for sequence in batch]
         self._lengths[count:] = 0
         for row, sequence in enumerate(batch):
             count = sequence.num_computed // self._block_size + 1

@@ -1,4 +1,4 @@
-"""The forward pass with our cpu kernels: decode-only steps and single chunks replay graphs, others run the model.
+"""The forward pass with our cpu kernels: steps replay graphs, and run the model where there is none.
 
 The model's own code runs in either case, at capture or in the step itself; only its linear layers, norms and attention
 are the kernels'.
@@ -12,12 +12,10 @@ import torch
 
 from engine.backends.cpu.attention import CpuAttention, DecodeInputs, Part, chunk_parts
 from engine.backends.cpu.core_exchange import CoreExchange
-from engine.backends.cpu.graphs.decode_graphs import CpuDecodeGraphs
-from engine.backends.cpu.graphs.memory_planner import MemoryPlanner
-from engine.backends.cpu.graphs.prefill_graphs import ChunkStep, CpuPrefillGraphs
+from engine.backends.cpu.graphs.step_graphs import CpuStepGraphs, StepInputs
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import Code
-from engine.backends.interface import Forward, StepLogits, flatten
+from engine.backends.interface import FlatStep, Forward, StepLogits, flatten
 from engine.core.types import ScheduledSequence
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.loaded_model import LoadedModel
@@ -28,6 +26,8 @@ from splitserve.logs import log_event
 
 class CpuForward(Forward):
     """A model in bfloat16 on cpu whose attention is computed by the kernels."""
+
+    mixes_steps = True
 
     def __init__(
         self,
@@ -43,31 +43,26 @@ class CpuForward(Forward):
         self._module, self._kernels = model.module, kernels
         self._exchange = exchange
         self._block_size = pool.layout.block_size_tokens
-        self._columns = blocks_for(context_tokens, self._block_size)
+        columns = blocks_for(context_tokens, self._block_size)
         self._backend = CpuAttention(pool, kernels)
         model.context.backend = self._backend
         self._decode_inputs = DecodeInputs(max_rows, context_tokens, self._block_size)
-        memory = MemoryPlanner()
-        self.decode_graphs = CpuDecodeGraphs(
-            kernels, self._decode_inputs, self._decode, self._eager, max_rows, memory
+        self.step_graphs = CpuStepGraphs(
+            kernels, self._decode_inputs, self._step, self._run_model, columns, self._block_size
         )
-        self.prefill_graphs = CpuPrefillGraphs(kernels, self._chunk, memory, self._columns, self._block_size)
 
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
         """See `Forward.logits`."""
         self.speedup = 1.0
         self.take_cores()
-        order = [index for index, sequence in enumerate(batch) if sequence.sample]
-        logits = None
-        if all(sequence.num_new == 1 for sequence in batch):
-            logits = self._captured(self.decode_graphs, batch, wanted=False)
-        elif len(batch) == 1 and self.decode_graphs.graphs:
-            # A decode graph exists, so this model can be captured: the first one was compared with it.
-            is_long = batch[0].num_new >= MIN_LENT_TOKENS
-            logits = self._captured(self.prefill_graphs, batch, wanted=True if is_long else None)
-        if logits is None:
-            return self._run_uncaptured(batch)
-        return self._step_logits(logits if len(order) == len(batch) else logits[order], order)
+        step = flatten(batch)
+        if step.decode_only:
+            wanted: bool | None = False
+        else:
+            wanted = True if len(step.token_ids) >= MIN_LENT_TOKENS else None
+        logits = self._captured(step, wanted)
+        self.prepared = self.step_graphs.prepared
+        return self._step_logits(self._run_model(step) if logits is None else logits, step.sample_order)
 
     def rest(self) -> None:
         """See `Forward.rest`."""
@@ -98,69 +93,49 @@ class CpuForward(Forward):
             self._exchange.close()
             self._exchange = None
 
-    def _captured(
-        self,
-        graphs: CpuDecodeGraphs | CpuPrefillGraphs,
-        batch: Sequence[ScheduledSequence],
-        wanted: bool | None,
-    ) -> torch.Tensor | None:
-        """Of a batch that may have a graph, with the cores of neighbours while these rest: `wanted` ones, or those that
-        rest anyway; None: with its own."""
+    def _captured(self, step: FlatStep, wanted: bool | None) -> torch.Tensor | None:
+        """What graphs compute, if there is one, with the cores of neighbours while these rest: `wanted` ones, or those
+        that rest anyway; None: with its own."""
         exchange, kernels = self._exchange, self._kernels
         if exchange is None or wanted is None or not (lent := exchange.borrow(wanted)).cores:
-            return graphs.logits(batch)
+            return self.step_graphs.logits(step)
         try:
             if not kernels.use(lent):
                 log_event("engine.core_exchange_off", why="this process may not run on its neighbours' cores")
                 self._exchange = None
-                return graphs.logits(batch)
-            logits = graphs.logits(batch)
+                return self.step_graphs.logits(step)
+            logits = self.step_graphs.logits(step)
             self.speedup = 1.0 + kernels.ops_lent / (max(1, kernels.ops_run) * kernels.threads)
             return logits
         finally:
             kernels.use_own()
             exchange.give_back(lent)
 
-    def _eager(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor:
-        self._decode_inputs.fill(batch)
-        return self._decode(len(batch))
+    def _step(self, inputs: StepInputs, parts: Sequence[Part]) -> torch.Tensor:
+        """Logits `[sampled, vocabulary]` of a step with these parts."""
+        self._backend.parts = parts
+        return self._compute(inputs.token_ids, inputs.positions, inputs.sampled)
 
-    def _decode(self, rows: int) -> torch.Tensor:
-        """Logits `[rows, vocabulary]` of the first `rows` decode inputs."""
-        inputs = self._decode_inputs
-        self._backend.parts = [Part(Code.ATTEND, 0, rows, inputs)]
-        return self._compute(inputs.token_ids[:, :rows], inputs.positions[:, :rows], 0)
-
-    def _chunk(self, step: ChunkStep) -> torch.Tensor:
-        """Logits `[1, vocabulary]` of a chunk's last token."""
-        rows = step.token_ids.shape[1]
-        self._backend.parts = [Part(Code.PREFILL, 0, rows, step.inputs)]
-        return self._compute(step.token_ids, step.positions, step.last)
-
-    def _run_uncaptured(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
-        flat = flatten(batch)
-        self._decode_inputs.fill([sequence for sequence in batch if sequence.num_new == 1])
-        parts = [Part(Code.ATTEND, 0, flat.num_decode, self._decode_inputs)] if flat.num_decode else []
-        chunks = [sequence for sequence in batch if sequence.num_new != 1]
-        parts += chunk_parts(chunks, flat.num_decode, self._block_size)
+    def _run_model(self, step: FlatStep) -> torch.Tensor:
+        """Logits `[sampled, vocabulary]` of a step, without a graph."""
+        self._decode_inputs.fill(step.sequences[: step.num_decode])
+        parts = [Part(Code.ATTEND, 0, step.num_decode, self._decode_inputs)] if step.num_decode else []
+        parts += chunk_parts(step.sequences[step.num_decode :], step.num_decode, self._block_size)
         self._backend.parts = parts
         # Only sampled rows go through the output layer. This is left to the model's own forward pass, because some
         # families scale or cap logits there.
-        logits = self._compute(
-            torch.from_numpy(flat.token_ids).unsqueeze(0),
-            torch.from_numpy(flat.positions).unsqueeze(0),
-            torch.from_numpy(flat.sample_rows),
+        return self._compute(
+            torch.from_numpy(step.token_ids).unsqueeze(0),
+            torch.from_numpy(step.positions).unsqueeze(0),
+            torch.from_numpy(step.sample_rows),
         )
-        return self._step_logits(logits, flat.sample_order)
 
     def _step_logits(self, logits: torch.Tensor, order: list[int]) -> StepLogits:
         if logits.dtype is not torch.bfloat16 or logits.stride(-1) != 1:
             return StepLogits(logits, order)
         return StepLogits(logits, order, lambda: self._kernels.argmax(logits))
 
-    def _compute(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | int
-    ) -> torch.Tensor:
+    def _compute(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         try:
             logits: torch.Tensor = self._module(
                 input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=keep

@@ -33,16 +33,16 @@ _INT8_STEP = 16
 
 
 class OpRecorder(Protocol):
-    """Records operations while they are computed; see `GraphCapture`."""
+    """Takes operations in place of computing them; see `GraphCapture`."""
 
     def record(self, op: Ops) -> None:
-        """`op` has just been computed."""
+        """`op` would be computed now. What it would write has any content."""
 
 
 class CpuKernels:
     """The compiled library, and the number of threads that its operations run on.
 
-    While `recorder` is set, every operation is recorded there too.
+    While `recorder` is set, operations are recorded there and not computed: a capture needs their addresses only.
     """
 
     def __init__(self, threads: int, *, amx: bool = True) -> None:
@@ -130,10 +130,11 @@ class CpuKernels:
         self._borrowed = None
 
     def compute(self, op: Ops) -> None:
-        """Computes one operation, and records it if there is a recorder."""
-        self.run(op)
+        """Computes one operation, or records it if there is a recorder."""
         if self.recorder is not None:
             self.recorder.record(op)
+        else:
+            self.run(op)
 
     @staticmethod
     def packs(weight: torch.Tensor) -> bool:
@@ -189,6 +190,9 @@ class CpuKernels:
         outputs, inputs = packed.shape
         y = x.new_empty((*x.shape[:-1], outputs))
         rows = x.numel() // inputs
+        if self.recorder is not None:
+            self.recorder.record(linear_op(x.view(rows, inputs), packed, bias, y.view(rows, outputs)))
+            return y
         self._linear(
             self._threads,
             x.data_ptr(),
@@ -200,8 +204,6 @@ class CpuKernels:
             outputs,
             inputs,
         )
-        if self.recorder is not None:
-            self.recorder.record(linear_op(x.view(rows, inputs), packed, bias, y.view(rows, outputs)))
         return y
 
     def linear_int8(
@@ -223,6 +225,9 @@ class CpuKernels:
         x = _bfloat16(x)
         y = torch.empty_like(x)
         width = x.shape[-1]
+        if self.recorder is not None:
+            self.recorder.record(rms_norm_op(x, weight, y, kind, epsilon))
+            return y
         self._rms_norm(
             self._threads,
             x.data_ptr(),
@@ -233,8 +238,6 @@ class CpuKernels:
             kind,
             epsilon,
         )
-        if self.recorder is not None:
-            self.recorder.record(rms_norm_op(x, weight, y, kind, epsilon))
         return y
 
     def argmax(self, logits: torch.Tensor) -> list[int]:

@@ -11,8 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.backends.cpu.forward import CpuForward
-from engine.backends.cpu.graphs import decode_graphs
-from engine.backends.cpu.graphs.decode_graphs import graph_sizes
+from engine.backends.cpu.graphs import step_graphs
 from engine.core.types import SamplingParams, ScheduledSequence
 from engine.runner.sampler import NanLogitsError
 from engine.runner.torch_runner import TorchRunner
@@ -41,7 +40,7 @@ Event = tuple[str, dict[str, Any]]
 @pytest.fixture(autouse=True)
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     logged: list[Event] = []
-    monkeypatch.setattr(decode_graphs, "log_event", lambda event, **fields: logged.append((event, fields)))
+    monkeypatch.setattr(step_graphs, "log_event", lambda event, **fields: logged.append((event, fields)))
     return logged
 
 
@@ -119,7 +118,7 @@ def test_as_accurate_as_torch(folder: Path, family: str) -> None:
     for chunk in (BLOCK - 1, 50, CONTEXT):
         assert error(forced(runner, texts(LENGTHS), chunk), expected) < 1.4 * plain, f"chunk {chunk}"
     assert runner.layout == plain_runner.layout
-    assert forward.decode_graphs.graphs or family == "wide_mixtral", "which chooses its experts by value"
+    assert forward.step_graphs.graphs or family == "wide_mixtral", "which chooses its experts by value"
 
 
 @pytest.mark.parametrize("threads", THREADS)
@@ -135,8 +134,8 @@ def test_batches_of_any_size(folder: Path, events: list[Event], threads: int) ->
     assert error(joined, expected) < 0.05
     many = texts([*range(2, 19)], stagger=0)
     assert error(forced(runner, many, CONTEXT), exact(folder, "wide_qwen3", many)) < 0.05
-    assert set(forward.decode_graphs.graphs) <= set(graph_sizes(20))
-    assert len(forward.decode_graphs.graphs) >= 5
+    assert {(64, 8), (64, 64), (512, 64)} <= set(forward.step_graphs.graphs)
+    assert len(forward.step_graphs.graphs) <= 4
     assert events == []
 
 
@@ -180,15 +179,15 @@ def test_chunks_of_any_length(folder: Path, family: str, threads: int) -> None:
     """Graphs with rows to spare: bit for bit as without, and no KV but that of the chunk's tokens is written."""
     runner, forward = kernel_runner(folder, family, threads=threads)
     plain, without_graphs = kernel_runner(folder, family, threads=threads)
-    without_graphs.prefill_graphs._works = False
+    without_graphs.step_graphs.works = False
     lengths = [1, 2, 15, 16, 17, 33, 3 * WINDOW + 5, 140]
     for chunk in (CONTEXT, 19):
         for length in lengths:
             (found,) = forced(runner, texts([length]), chunk)
             (expected,) = forced(plain, texts([length]), chunk)
             assert torch.equal(found, expected), f"{length} tokens, {chunk} a chunk"
-    assert len(forward.prefill_graphs.graphs) >= 4
-    assert not without_graphs.prefill_graphs.graphs
+    assert forward.step_graphs.graphs
+    assert not without_graphs.step_graphs.graphs
     assert torch.equal(runner._pool.tensor.isnan(), plain._pool.tensor.isnan())
 
 
@@ -196,7 +195,7 @@ def test_a_graph_of_a_layer_that_is_not_the_kernels(folder: Path) -> None:
     """257 outputs are not whole vectors: that layer is called as it is."""
     runner, forward = kernel_runner(folder, "llama_wide")
     drive(runner, make_sequences([prompt_of(9)], 3), 3, CONTEXT)
-    ops, calls = forward.decode_graphs.graphs[1].num_ops
+    ops, calls = forward.step_graphs.graphs[64, 8].graph.num_ops
     assert ops > calls > 0
 
 
@@ -232,9 +231,9 @@ def test_a_model_that_reads_values_has_no_graphs(folder: Path, events: list[Even
     runner, forward = kernel_runner(folder, "wide_llama")
     forward._module = read_a_value(forward._module)
     assert error(forced(runner, texts(LENGTHS), 50), expected) < 0.05
-    assert forward.decode_graphs.graphs == {}
+    assert forward.step_graphs.graphs == {}
     ((event, fields),) = events
-    assert event == "engine.decode_graphs_off"
+    assert event == "engine.step_graphs_off"
     assert "depend on values" in fields["why"]
 
 
@@ -252,7 +251,7 @@ def test_a_graph_that_is_wrong_is_not_used(folder: Path, events: list[Event]) ->
     forward._module = forget(forward._module)
     assert error(forced(runner, texts(LENGTHS), 50), expected) < 0.05
     ((event, fields),) = events
-    assert event == "engine.decode_graphs_off"
+    assert event == "engine.step_graphs_off"
     assert "logits differ" in fields["why"]
 
 

@@ -59,26 +59,26 @@ class CpuGraph:
         self, kernels: CpuKernels, parts: list[Ops | Call], output: torch.Tensor, memory: object
     ) -> None:
         """`memory`: the owners of the memory that the operations address; kept alive with the graph."""
-        self._kernels, self._parts, self._output, self._memory = kernels, parts, output, memory
+        self._kernels, self.parts, self.output, self._memory = kernels, parts, output, memory
 
     @property
     def num_ops(self) -> tuple[int, int]:
         """Number of kernel operations, and of calls of other operations."""
-        ops = [len(part) for part in self._parts if isinstance(part, np.ndarray)]
-        return sum(ops), len(self._parts) - len(ops)
+        ops = [len(part) for part in self.parts if isinstance(part, np.ndarray)]
+        return sum(ops), len(self.parts) - len(ops)
 
     def replay(self) -> torch.Tensor:
         """Computes the output from what the inputs' memory holds now; always returns the same tensor."""
-        for part in self._parts:
+        for part in self.parts:
             if isinstance(part, np.ndarray):
                 self._kernels.run(part)
             else:
                 part()
-        return self._output
+        return self.output
 
 
 class GraphCapture(TorchDispatchMode):
-    """Computes and records every operation that runs within it. Enter it in inference mode."""
+    """Records every operation that runs within it, and computes those without a kernel. Enter it in inference mode."""
 
     def __init__(self, kernels: CpuKernels) -> None:
         super().__init__()

@@ -8,7 +8,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.cpu.graphs.decode_graphs import MAX_ROWS, graph_sizes
 from engine.backends.cpu.graphs.memory_planner import ALIGNED, Buffer, MemoryPlanner, assign_memory
 
 Program = list[list[tuple[Buffer, int]]]
@@ -90,15 +89,3 @@ def test_programs_share_memory() -> None:
     for size in range(100_000, 110_000, 100):
         planner.take(size)
     assert len(planner._chunks) == 2, "slightly larger ones each do not take new memory"
-
-
-@given(st.integers(1, 2 * MAX_ROWS))
-def test_sizes_of_graphs(most: int) -> None:
-    sizes = graph_sizes(most)
-    assert sizes == sorted(set(sizes))
-    assert sizes[0] == 1
-    assert sizes[-1] >= min(most, MAX_ROWS), "any batch has one, up to the largest"
-    assert all(size < most for size in sizes[:-1]), "none is larger than it must be"
-    assert sizes[-1] <= MAX_ROWS
-    # A padded row costs nearly as much as any other: few are wasted.
-    assert all(after <= max(before + 4, 1.6 * before) for before, after in pairwise(sizes))

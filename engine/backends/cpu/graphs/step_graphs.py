@@ -1,0 +1,206 @@
+"""Captured steps: chunks of prompts, sequences that decode, or both. One graph computes any step of up to its rows.
+
+Graphs are captured when first needed: one for steps of a few rows, which is the warm-up's, and one for more. Each kind
+of step is compared with the model's own forward pass when it first comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine.backends.cpu.attention import ChunkInputs, DecodeInputs, Part
+from engine.backends.cpu.graphs.capture import CAPTURE_ERRORS, Call, CpuGraph, GraphCapture, GraphCaptureError
+from engine.backends.cpu.graphs.memory_planner import MemoryPlanner
+from engine.backends.cpu.graphs.resizable import Chunk, ResizableOps, RowCounts, Rows
+from engine.backends.cpu.kernels import CpuKernels
+from engine.backends.cpu.ops import Code
+from engine.backends.interface import FlatStep
+from engine.model.sibling_linears import relative_difference
+from splitserve.generation.kv_blocks import blocks_for
+from splitserve.logs import log_event
+
+TOTAL_ROWS = (64, 512, 1024, 2048, 4096)
+SAMPLED_ROWS = (8, 64, 256)
+"""Rows that graphs are captured with. What has no kernel always computes all rows of its graph, therefore several."""
+MAX_CHUNKS = 16
+"""Chunks of a step at most."""
+_DECODES = 32
+"""Decoding rows of a capture at most; a replay may have more."""
+_FEW = Rows(decodes=4, total=24, sampled=4)
+MAX_DIFFERENCE = 0.05
+"""Relative norm of the difference of bfloat16 logits: the kernels may round a value to its other neighbour."""
+
+Compute = Callable[["StepInputs", Sequence[Part]], torch.Tensor]
+"""Runs the model on all rows of the inputs; returns the logits `[sampled, vocabulary]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Inputs of one graph, all int64: `token_ids`, `positions` `[1, rows]`; `sampled` `[sampled]`: rows whose logits
+    are wanted."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    sampled: torch.Tensor
+
+    @classmethod
+    def make(cls, rows: Rows) -> StepInputs:
+        """Inputs of so many rows, zero."""
+        zeros = torch.zeros(2, 1, rows.total, dtype=torch.int64)
+        return cls(zeros[0], zeros[1], torch.zeros(rows.sampled, dtype=torch.int64))
+
+    def fill(self, step: FlatStep) -> None:
+        """Copies a step in, which has at most as many rows. Those beyond it keep what they had."""
+        count, sampled = len(step.token_ids), len(step.sample_rows)
+        self.token_ids[0, :count] = torch.from_numpy(step.token_ids)
+        self.positions[0, :count] = torch.from_numpy(step.positions)
+        self.sampled[:sampled] = torch.from_numpy(step.sample_rows)
+
+
+class _Kind(NamedTuple):
+    """What steps have in common that are checked once."""
+
+    decodes: bool
+    chunks: int
+    """At most 2: several."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """One graph."""
+
+    inputs: StepInputs
+    graph: CpuGraph
+    parts: Sequence[ResizableOps | Call]
+
+    def replay(self, kernels: CpuKernels, rows: Rows, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Logits `[sampled, vocabulary]` of the step in the inputs."""
+        for part in self.parts:
+            if isinstance(part, ResizableOps):
+                kernels.run(part.of(rows, chunks))
+            else:
+                part()
+        return self.graph.output[: rows.sampled]
+
+
+class CpuStepGraphs:
+    """Captures and replays steps."""
+
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        decodes: DecodeInputs,
+        compute: Compute,
+        eager: Callable[[FlatStep], torch.Tensor],
+        columns: int,
+        block_size: int,
+    ) -> None:
+        """`decodes`: inputs of the sequences that decode. `eager` runs the model on a step; `columns`: most blocks of a
+        sequence."""
+        self._kernels, self._decodes, self._compute, self._eager = kernels, decodes, compute, eager
+        self._memory, self._columns, self._block_size = MemoryPlanner(), columns, block_size
+        self._chunks = [ChunkInputs(columns)]
+        self._smaller: CpuGraph | None = None
+        self._checked: set[_Kind] = set()
+        self.works = True
+        """Whether the model can be captured, as far as is known."""
+        self.prepared = False
+        """Whether the latest step took longer because a graph was made or checked."""
+        self.graphs: dict[tuple[int, int], StepGraph] = {}
+        """By their rows, and those whose logits can be wanted."""
+
+    def logits(self, step: FlatStep) -> torch.Tensor | None:
+        """Logits `[sampled, vocabulary]`, overwritten by the next step. None where the step has no graph."""
+        self.prepared = False
+        rows = Rows(step.num_decode, len(step.token_ids), len(step.sample_rows))
+        captured = self._graph_for(rows) if self.works and step.num_prefill <= MAX_CHUNKS else None
+        if captured is None:
+            return None
+        kind = _Kind(step.num_decode > 0, min(step.num_prefill, 2))
+        is_new = bool(rows.sampled) and kind not in self._checked
+        expected = self._eager(step).float() if is_new else None
+        captured.inputs.fill(step)
+        self._decodes.fill(step.sequences[: step.num_decode])
+        logits = captured.replay(self._kernels, rows, self._filled_chunks(step))
+        if expected is None:
+            return logits
+        self.prepared = True
+        difference = relative_difference(logits.float(), expected)
+        if difference <= MAX_DIFFERENCE:
+            self._checked.add(kind)
+            return logits
+        self._end(f"logits differ by {difference:.3g}")
+        return None  # the step is computed again, and with it the KV that it wrote
+
+    def _graph_for(self, rows: Rows) -> StepGraph | None:
+        """The smallest graph that has as many rows, captured now if it is needed first; None: there is none."""
+        total = next((each for each in TOTAL_ROWS if each >= rows.total), None)
+        sampled = next((each for each in SAMPLED_ROWS if each >= rows.sampled), None)
+        if total is None or sampled is None:
+            return None
+        found = self.graphs.get((total, sampled))
+        if found is None:
+            found = self._capture(total, sampled)
+            self.prepared = True
+        return found
+
+    def _filled_chunks(self, step: FlatStep) -> list[Chunk]:
+        while len(self._chunks) < step.num_prefill:
+            self._chunks.append(ChunkInputs(self._columns))
+        found, begin = [], step.num_decode
+        for inputs, sequence in zip(self._chunks, step.sequences[step.num_decode :], strict=False):
+            length = sequence.num_computed + sequence.num_new
+            inputs.fill(length, sequence.num_new, sequence.block_ids[: blocks_for(length, self._block_size)])
+            found.append(Chunk(begin, sequence.num_new, inputs.step.ctypes.data))
+            begin += sequence.num_new
+        return found
+
+    def _capture(self, total: int, sampled: int) -> StepGraph | None:
+        # All rows are padding while a graph is captured, so that no KV is written.
+        self._decodes.clear()
+        self._chunks[0].fill(0, 0, ())
+        most = self._decodes.rows
+        many = Rows(min(_DECODES, most), total, sampled)
+        few = _FEW._replace(decodes=min(_FEW.decodes, most))
+        try:
+            if self._smaller is None:
+                _, self._smaller = self._captured(few)
+            inputs, graph = self._captured(many)
+            parts = _resizable(graph, self._smaller, many, few)
+        except CAPTURE_ERRORS as error:
+            self._end(str(error).partition("\n")[0])
+            return None
+        self.graphs[total, sampled] = StepGraph(inputs, graph, parts)
+        return self.graphs[total, sampled]
+
+    def _captured(self, rows: Rows) -> tuple[StepInputs, CpuGraph]:
+        inputs = StepInputs.make(rows)
+        parts = (
+            Part(Code.ATTEND, 0, rows.decodes, self._decodes),
+            Part(Code.PREFILL, rows.decodes, rows.total, self._chunks[0]),
+        )
+        with GraphCapture(self._kernels) as capture:
+            logits = self._compute(inputs, parts)
+        return inputs, capture.graph(logits, self._memory)
+
+    def _end(self, why: str) -> None:
+        self.works = False
+        self.graphs = {}
+        log_event("engine.step_graphs_off", why=why)
+
+
+def _resizable(graph: CpuGraph, smaller: CpuGraph, many: Rows, few: Rows) -> list[ResizableOps | Call]:
+    parts: list[ResizableOps | Call] = []
+    for part, fewer in zip(graph.parts, smaller.parts, strict=True):
+        if isinstance(part, np.ndarray) and isinstance(fewer, np.ndarray):
+            parts.append(ResizableOps(part, RowCounts.between(part, fewer, many, few), many))
+        elif isinstance(part, np.ndarray) or isinstance(fewer, np.ndarray):
+            raise GraphCaptureError("the model computes otherwise with fewer rows")
+        else:
+            parts.append(part)
+    return parts
