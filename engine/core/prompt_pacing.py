@@ -157,14 +157,15 @@ class PromptPacing:
         if not streams or decode_fit is None or prompt_fit is None:
             return None
         self._step_s = decode_fit.step_s(running, context)
+        beside = None if self.separate else self.meter.prompt_fit.beside
         return self.clock.grant(
             now,
             streams,
             self._step_s,
-            prompt_fit,
+            beside or prompt_fit,
             remaining=first.remaining,
             context_tokens=first.num_computed,
-            mixed=not self.separate,
+            mixed=not self.separate and beside is None,
         )
 
     def lend(self, demand: Callable[[], int | None], running: Collection[Sequence], waiting: Sized) -> None:

@@ -191,6 +191,8 @@ class StepTimeFit:
 
 _FIT_EVERY_CHUNKS = 4
 """Chunks between fits: a decode worker sees few."""
+_LEAST_MIXED = 16
+"""Mixed steps before what a chunk adds to one is fitted."""
 _MIXING_SHARE = 0.1
 """Weight of a mixed step in the mean of what mixing costs."""
 _MIXING_OUTLIER = 3.0
@@ -200,6 +202,10 @@ _MIXING_OUTLIER = 3.0
 def pairs_of(tokens: int, context_tokens: int) -> float:
     """Pairs of a token and a key in a chunk of `tokens` after `context_tokens` that are computed."""
     return tokens * (context_tokens + tokens / 2)
+
+
+def _bucket(tokens: int, pairs: float) -> tuple[int, int]:
+    return tokens.bit_length(), int(pairs).bit_length() // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +237,27 @@ class PromptFit:
         return int(2 * left / (each + math.sqrt(each * each + 2 * self.pair_s * left)))
 
 
+def _line(sums: TwoSlopeFit) -> FittedLine:
+    line = sums.line(((1, 2), (1,)))
+    if line is None or line.first_s <= 0:
+        # Chunks of one length tell no base: through the origin, which takes a short chunk for too cheap by at most the
+        # base, and never a long one.
+        mean_s, mean_tokens, _ = sums.means()
+        return FittedLine(0.0, mean_s / mean_tokens, 0.0)
+    return line
+
+
 class PromptTimeFit:
     """Takes steps that compute prompts one by one. Buckets are tokens and pairs, in powers of two and four."""
 
     def __init__(self) -> None:
         self.latest: PromptFit | None = None
         """The latest fit; None until there is one."""
-        self._sums = TwoSlopeFit()
+        self.beside: PromptFit | None = None
+        """What chunks add to steps that also decode; None until enough such steps are measured. Where prompts nearly
+        always come beside decodes, `latest` stays what few steps once told."""
+        self._sums, self._beside = TwoSlopeFit(), TwoSlopeFit()
+        self._mixed = 0
         self._seen: set[tuple[int, ...]] = set()
         self._steps = 0
         self._mixing_s = 0.0
@@ -249,7 +269,7 @@ class PromptTimeFit:
         """
         if tokens < 1 or duration_s <= 0:
             return
-        bucket = tokens.bit_length(), int(pairs).bit_length() // 2
+        bucket = _bucket(tokens, pairs)
         if bucket not in self._seen:
             self._seen.add(bucket)
             return
@@ -265,17 +285,20 @@ class PromptTimeFit:
             return
         parts_s = fit.base_s + fit.token_s * tokens + fit.pair_s * pairs + decode_s
         extra_s = min(duration_s, _MIXING_OUTLIER * parts_s) - parts_s
+        self._record_beside(tokens, pairs, parts_s + extra_s - decode_s)
         self._mixing_s += (extra_s - self._mixing_s) * _MIXING_SHARE
         self.latest = self._with_mixing(fit.base_s, fit.token_s, fit.pair_s)
 
+    def _record_beside(self, tokens: int, pairs: float, added_s: float) -> None:
+        if added_s <= 0:
+            return
+        self._beside.record(_bucket(tokens, pairs), tokens, pairs, added_s)
+        self._mixed += 1
+        if self._mixed >= _LEAST_MIXED and self._mixed % _FIT_EVERY_CHUNKS == 0:
+            self.beside = PromptFit(*_line(self._beside))
+
     def _fit(self) -> PromptFit:
-        line = self._sums.line(((1, 2), (1,)))
-        if line is None or line.first_s <= 0:
-            # Chunks of one length tell no base: through the origin, which takes a short chunk for too cheap by at most
-            # the base, and never a long one.
-            mean_s, mean_tokens, _ = self._sums.means()
-            return self._with_mixing(0.0, mean_s / mean_tokens, 0.0)
-        return self._with_mixing(*line)
+        return self._with_mixing(*_line(self._sums))
 
     def _with_mixing(self, base_s: float, token_s: float, pair_s: float) -> PromptFit:
         return PromptFit(base_s, token_s, pair_s, max(self._mixing_s, -base_s))

@@ -12,7 +12,7 @@ import torch
 
 from engine.backends.cpu.attention import CpuAttention, DecodeInputs, Part, chunk_parts
 from engine.backends.cpu.core_exchange import CoreExchange
-from engine.backends.cpu.graphs.step_graphs import CpuStepGraphs, StepInputs
+from engine.backends.cpu.graphs.step_graphs import CpuStepGraphs, GraphInputs
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import Code
 from engine.backends.interface import FlatStep, Forward, StepLogits, flatten
@@ -111,7 +111,7 @@ class CpuForward(Forward):
             kernels.use_own()
             exchange.give_back(lent)
 
-    def _step(self, inputs: StepInputs, parts: Sequence[Part]) -> torch.Tensor:
+    def _step(self, inputs: GraphInputs, parts: Sequence[Part]) -> torch.Tensor:
         """Logits `[sampled, vocabulary]` of a step with these parts."""
         self._backend.parts = parts
         return self._compute(inputs.token_ids, inputs.positions, inputs.sampled)

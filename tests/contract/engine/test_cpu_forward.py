@@ -191,6 +191,37 @@ def test_chunks_of_any_length(folder: Path, family: str, threads: int) -> None:
     assert torch.equal(runner._pool.tensor.isnan(), plain._pool.tensor.isnan())
 
 
+@pytest.mark.parametrize("threads", THREADS)
+def test_chunks_and_decodes_in_one_step(folder: Path, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit as without graphs, with more chunks than a graph has, and with parts that sample nothing."""
+    monkeypatch.setattr(step_graphs, "MAX_CHUNKS", 3)
+    runner, forward = kernel_runner(folder, "wide_qwen3", threads=threads)
+    plain, without_graphs = kernel_runner(folder, "wide_qwen3", threads=threads)
+    without_graphs.step_graphs.works = False
+    for lengths, stagger, chunk in (
+        ([9, 40, 30, 77, 50], 0, 19),
+        ([20] * 3, 0, 8),
+        ([5, 6, 70, 90, 8], 1, CONTEXT),
+    ):
+        found = forced(runner, texts(lengths, stagger), chunk)
+        expected = forced(plain, texts(lengths, stagger), chunk)
+        assert all(map(torch.equal, found, expected)), (lengths, chunk)
+    assert forward.step_graphs._checked == {(True, 0), (True, 1), (True, 2), (False, 1), (False, 2)}
+    assert torch.equal(runner._pool.tensor.isnan(), plain._pool.tensor.isnan())
+
+
+def test_steps_say_when_they_prepare_others(folder: Path) -> None:
+    runner, _ = kernel_runner(folder, "wide_llama")
+    (sequence,) = texts([40])
+    prepared = []
+    for tokens in (20, 1, 1, 19, 1):
+        runner.execute([sequence.scheduled(tokens)._replace(sample=True)])
+        prepared.append(runner.prepared)
+        sequence.computed += tokens
+    assert prepared == [True, True, False, False, False]
+    assert runner.mixes_steps
+
+
 def test_a_graph_of_a_layer_that_is_not_the_kernels(folder: Path) -> None:
     """257 outputs are not whole vectors: that layer is called as it is."""
     runner, forward = kernel_runner(folder, "llama_wide")

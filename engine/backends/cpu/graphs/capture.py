@@ -6,14 +6,15 @@ operation is called again with the same arguments, and its result is copied to w
 can be captured; how much faster the replay is depends on how many of its operations have kernels.
 
 A graph is correct as long as the model's operations depend on its inputs through tensors only. Reading a value (`item`)
-is detected and refused, and so are shapes that depend on values. As a further check, `CpuDecodeGraphs` replays its
-first graph on inputs other than those of the capture and compares.
+is detected and refused, and so are shapes that depend on values. As a further check, `CpuStepGraphs` compares what its
+graphs compute of other inputs with what the model does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -136,7 +137,7 @@ class GraphCapture(TorchDispatchMode):
         kwargs = kwargs or {}
         if _depends_on_values(func, args):
             raise GraphCaptureError(f"{func} makes the step depend on values")
-        if func not in _COPIES and func.has_kernel_for_dispatch_key(_COMPOSITE):
+        if func not in _COPIES and _is_composite(func):
             return self._decompose(func, args, kwargs)
         result = func(*args, **kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
@@ -190,6 +191,11 @@ class GraphCapture(TorchDispatchMode):
         found = self._buffers.find(tensor.untyped_storage().data_ptr())
         if found is not None:
             found[0].fixed = True
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return bool(func.has_kernel_for_dispatch_key(_COMPOSITE))
 
 
 def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:

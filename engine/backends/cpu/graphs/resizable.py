@@ -27,7 +27,7 @@ _KEPT = 32
 """Steps without a prompt whose operations are kept: decoding repeats the same sizes."""
 
 
-class Rows(NamedTuple):
+class StepRows(NamedTuple):
     """Numbers of rows of a step: those of sequences that compute one token, which come first; all; those whose logits
     are wanted."""
 
@@ -57,7 +57,7 @@ class RowCounts:
     of_sampled: Ints
 
     @classmethod
-    def between(cls, large: Ops, small: Ops, many: Rows, few: Rows) -> RowCounts:
+    def between(cls, large: Ops, small: Ops, many: StepRows, few: StepRows) -> RowCounts:
         """From captures of the same step with `many` and with `few` rows. Raises GraphCaptureError where they differ by
         more than rows."""
         same = len(large) == len(small) and all(
@@ -84,16 +84,16 @@ def _counts(ops: Ops) -> Ints:
 class ResizableOps:
     """Consecutive operations of a graph."""
 
-    def __init__(self, ops: Ops, counts: RowCounts, captured: Rows) -> None:
+    def __init__(self, ops: Ops, counts: RowCounts, captured: StepRows) -> None:
         """`captured`: the rows of `ops`, whose prompt is the chunk behind the decoding ones."""
         self._ops, self._counts, self._captured = ops, counts, captured
         self._attends, self._prefills = ops["code"] == Code.ATTEND, ops["code"] == Code.PREFILL
         self._samples = np.any(counts.of_sampled > 0, axis=1)
         self._serial = np.isin(ops["code"], _SERIAL_CODES)
         self._norms = ops["code"] == Code.RMS_NORM
-        self._kept: OrderedDict[Rows, Ops] = OrderedDict()
+        self._kept: OrderedDict[StepRows, Ops] = OrderedDict()
 
-    def of(self, rows: Rows, chunks: Sequence[Chunk]) -> Ops:
+    def of(self, rows: StepRows, chunks: Sequence[Chunk]) -> Ops:
         """The operations for so many rows, at most those captured, and for these chunks of prompts."""
         if chunks:
             return self._made(rows, chunks)
@@ -104,7 +104,7 @@ class ResizableOps:
                 self._kept.popitem(last=False)
         return ops
 
-    def _made(self, rows: Rows, chunks: Sequence[Chunk]) -> Ops:
+    def _made(self, rows: StepRows, chunks: Sequence[Chunk]) -> Ops:
         ops = self._ops.copy()
         counts = (
             self._counts.fixed + self._counts.of_total * rows.total + self._counts.of_sampled * rows.sampled

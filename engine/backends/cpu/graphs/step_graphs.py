@@ -16,7 +16,7 @@ import torch
 from engine.backends.cpu.attention import ChunkInputs, DecodeInputs, Part
 from engine.backends.cpu.graphs.capture import CAPTURE_ERRORS, Call, CpuGraph, GraphCapture, GraphCaptureError
 from engine.backends.cpu.graphs.memory_planner import MemoryPlanner
-from engine.backends.cpu.graphs.resizable import Chunk, ResizableOps, RowCounts, Rows
+from engine.backends.cpu.graphs.resizable import Chunk, ResizableOps, RowCounts, StepRows
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import Code
 from engine.backends.interface import FlatStep
@@ -31,16 +31,16 @@ MAX_CHUNKS = 16
 """Chunks of a step at most."""
 _DECODES = 32
 """Decoding rows of a capture at most; a replay may have more."""
-_FEW = Rows(decodes=4, total=24, sampled=4)
+_FEW = StepRows(decodes=4, total=24, sampled=4)
 MAX_DIFFERENCE = 0.05
 """Relative norm of the difference of bfloat16 logits: the kernels may round a value to its other neighbour."""
 
-Compute = Callable[["StepInputs", Sequence[Part]], torch.Tensor]
+Compute = Callable[["GraphInputs", Sequence[Part]], torch.Tensor]
 """Runs the model on all rows of the inputs; returns the logits `[sampled, vocabulary]`."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
+class GraphInputs:
     """Inputs of one graph, all int64: `token_ids`, `positions` `[1, rows]`; `sampled` `[sampled]`: rows whose logits
     are wanted."""
 
@@ -49,7 +49,7 @@ class StepInputs:
     sampled: torch.Tensor
 
     @classmethod
-    def make(cls, rows: Rows) -> StepInputs:
+    def make(cls, rows: StepRows) -> GraphInputs:
         """Inputs of so many rows, zero."""
         zeros = torch.zeros(2, 1, rows.total, dtype=torch.int64)
         return cls(zeros[0], zeros[1], torch.zeros(rows.sampled, dtype=torch.int64))
@@ -74,11 +74,11 @@ class _Kind(NamedTuple):
 class StepGraph:
     """One graph."""
 
-    inputs: StepInputs
+    inputs: GraphInputs
     graph: CpuGraph
     parts: Sequence[ResizableOps | Call]
 
-    def replay(self, kernels: CpuKernels, rows: Rows, chunks: Sequence[Chunk]) -> torch.Tensor:
+    def replay(self, kernels: CpuKernels, rows: StepRows, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Logits `[sampled, vocabulary]` of the step in the inputs."""
         for part in self.parts:
             if isinstance(part, ResizableOps):
@@ -117,7 +117,7 @@ class CpuStepGraphs:
     def logits(self, step: FlatStep) -> torch.Tensor | None:
         """Logits `[sampled, vocabulary]`, overwritten by the next step. None where the step has no graph."""
         self.prepared = False
-        rows = Rows(step.num_decode, len(step.token_ids), len(step.sample_rows))
+        rows = StepRows(step.num_decode, len(step.token_ids), len(step.sample_rows))
         captured = self._graph_for(rows) if self.works and step.num_prefill <= MAX_CHUNKS else None
         if captured is None:
             return None
@@ -137,7 +137,7 @@ class CpuStepGraphs:
         self._end(f"logits differ by {difference:.3g}")
         return None  # the step is computed again, and with it the KV that it wrote
 
-    def _graph_for(self, rows: Rows) -> StepGraph | None:
+    def _graph_for(self, rows: StepRows) -> StepGraph | None:
         """The smallest graph that has as many rows, captured now if it is needed first; None: there is none."""
         total = next((each for each in TOTAL_ROWS if each >= rows.total), None)
         sampled = next((each for each in SAMPLED_ROWS if each >= rows.sampled), None)
@@ -165,7 +165,7 @@ class CpuStepGraphs:
         self._decodes.clear()
         self._chunks[0].fill(0, 0, ())
         most = self._decodes.rows
-        many = Rows(min(_DECODES, most), total, sampled)
+        many = StepRows(min(_DECODES, most), total, sampled)
         few = _FEW._replace(decodes=min(_FEW.decodes, most))
         try:
             if self._smaller is None:
@@ -178,8 +178,8 @@ class CpuStepGraphs:
         self.graphs[total, sampled] = StepGraph(inputs, graph, parts)
         return self.graphs[total, sampled]
 
-    def _captured(self, rows: Rows) -> tuple[StepInputs, CpuGraph]:
-        inputs = StepInputs.make(rows)
+    def _captured(self, rows: StepRows) -> tuple[GraphInputs, CpuGraph]:
+        inputs = GraphInputs.make(rows)
         parts = (
             Part(Code.ATTEND, 0, rows.decodes, self._decodes),
             Part(Code.PREFILL, rows.decodes, rows.total, self._chunks[0]),
@@ -194,7 +194,9 @@ class CpuStepGraphs:
         log_event("engine.step_graphs_off", why=why)
 
 
-def _resizable(graph: CpuGraph, smaller: CpuGraph, many: Rows, few: Rows) -> list[ResizableOps | Call]:
+def _resizable(
+    graph: CpuGraph, smaller: CpuGraph, many: StepRows, few: StepRows
+) -> list[ResizableOps | Call]:
     parts: list[ResizableOps | Call] = []
     for part, fewer in zip(graph.parts, smaller.parts, strict=True):
         if isinstance(part, np.ndarray) and isinstance(fewer, np.ndarray):

@@ -93,3 +93,19 @@ def test_steps_that_only_compute_prompts_are_fitted_apart_from_mixed_ones() -> N
     assert fit is not None
     assert (fit.base_s, fit.token_s, fit.pair_s) == (0.0, pytest.approx(1e-3), 0.0)
     assert fit.mixing_s == pytest.approx(0.01, rel=0.01)
+
+
+def test_a_step_that_prepared_others_counts_in_no_fit() -> None:
+    meter, now = StepMeter(), 0.0
+    decode, prompt = Sequence(request("d", [1] * 10), 0), Sequence(request("p", [1] * 1000), 1)
+    for work in ({decode: 1}, {prompt: 100}):
+        for duration_s, is_first in (*[(5.0, True)] * 4, *[(0.1, False)] * 16):
+            meter.begin(now)
+            now += duration_s
+            prompt.num_computed = 100
+            assert meter.end(now, work, more=True, is_first=is_first) == pytest.approx(duration_s)
+    assert meter.fit.latest is not None
+    assert meter.fit.latest.step_s(1, 10) == pytest.approx(0.1)
+    assert meter.prompt_fit.latest is not None
+    assert meter.prompt_fit.latest.chunk_s(100, 0) == pytest.approx(0.1)
+    assert meter.totals["decode"].sequences == 20, "it is a step all the same"

@@ -70,6 +70,20 @@ def test_what_mixing_costs_is_a_mean_over_mixed_steps(extra_s: float) -> None:
     assert fit.latest.mixing_s == pytest.approx(extra_s, rel=0.02)
 
 
+def test_what_a_chunk_adds_to_steps_that_decode_is_told_by_these_alone() -> None:
+    """Prompts came alone only while the machine was busy: 0.1 s each. Beside decodes they take what they do."""
+    fit = PromptTimeFit()
+    for tokens in (30, 30, 60, 60, 30, 60):
+        fit.record(tokens, pairs_of(tokens, 0), 0.1 + 1e-4 * tokens)
+    assert fit.beside is None
+    for tokens in (40, 80, 120) * 20:
+        fit.record_mixed(tokens, pairs_of(tokens, 0), 0.02, 0.02 + 0.004 + 4e-4 * tokens)
+    assert fit.beside is not None
+    for tokens in (40, 100):
+        assert fit.beside.chunk_s(tokens, 0) == pytest.approx(0.004 + 4e-4 * tokens, rel=0.05)
+    assert fit.beside.mixing_s == 0.0
+
+
 @given(
     base_s=st.floats(0, 0.1),
     token_s=st.floats(1e-6, 1e-2),

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backends.cpu.graphs.capture import GraphCaptureError
-from engine.backends.cpu.graphs.resizable import Chunk, ResizableOps, RowCounts, Rows
+from engine.backends.cpu.graphs.resizable import Chunk, ResizableOps, RowCounts, StepRows
 from engine.backends.cpu.ops import OP, SERIAL_ELEMENTS, Code, Ops
 
-MANY, FEW = Rows(decodes=32, total=512, sampled=64), Rows(decodes=4, total=24, sampled=4)
+MANY, FEW = StepRows(decodes=32, total=512, sampled=64), StepRows(decodes=4, total=24, sampled=4)
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 576, 9, 3, 64
 TOKEN = HEADS * HEAD_DIM
 """Elements from one token's query, or result, to the next one's."""
 
 
-def captured(rows: Rows) -> Ops:
+def captured(rows: StepRows) -> Ops:
     """A norm of hidden states, one of all heads, an attention, an addition over heads, and the output layer."""
     ops = np.zeros(6, OP)
     ops["code"] = Code.RMS_NORM, Code.RMS_NORM, Code.ATTEND, Code.PREFILL, Code.BINARY, Code.LINEAR
@@ -40,7 +40,7 @@ def resizable() -> ResizableOps:
 
 @given(st.integers(1, 32), st.integers(2, 480), st.integers(1, 64))
 def test_fewer_rows(decodes: int, tokens: int, sampled: int) -> None:
-    rows = Rows(decodes, decodes + tokens, sampled)
+    rows = StepRows(decodes, decodes + tokens, sampled)
     ops = resizable().of(rows, [Chunk(decodes, tokens, 77)])
     expected = captured(rows)
     assert ops["size"].tolist() == expected["size"].tolist()
@@ -59,7 +59,7 @@ def test_fewer_rows(decodes: int, tokens: int, sampled: int) -> None:
 
 def test_each_chunk_has_its_own_attention() -> None:
     chunks = [Chunk(2, 30, 700), Chunk(32, 5, 800)]
-    ops = resizable().of(Rows(2, 37, 1), chunks)
+    ops = resizable().of(StepRows(2, 37, 1), chunks)
     assert ops["code"].tolist() == [
         Code.RMS_NORM,
         Code.RMS_NORM,
@@ -84,12 +84,12 @@ def test_each_chunk_has_its_own_attention() -> None:
 
 def test_what_a_step_has_not_is_left_out() -> None:
     made = resizable()
-    assert Code.ATTEND not in made.of(Rows(0, 9, 1), [Chunk(0, 9, 1)])["code"]
-    assert Code.LINEAR not in made.of(Rows(0, 9, 0), [Chunk(0, 9, 1)])["code"]
-    decoding = made.of(Rows(3, 3, 3), [])
+    assert Code.ATTEND not in made.of(StepRows(0, 9, 1), [Chunk(0, 9, 1)])["code"]
+    assert Code.LINEAR not in made.of(StepRows(0, 9, 0), [Chunk(0, 9, 1)])["code"]
+    decoding = made.of(StepRows(3, 3, 3), [])
     assert Code.PREFILL not in decoding["code"]
-    assert made.of(Rows(3, 3, 3), []) is decoding, "decoding repeats the same sizes"
-    assert made.of(Rows(4, 4, 4), [])["number"][0, 0] == 4
+    assert made.of(StepRows(3, 3, 3), []) is decoding, "decoding repeats the same sizes"
+    assert made.of(StepRows(4, 4, 4), [])["number"][0, 0] == 4
     assert decoding["number"][0, 0] == 3
 
 
