@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autoscaler.simulation.cluster.decode_replica import ClosedFormDecode
-from autoscaler.simulation.cluster.lent_cores import LentCores
 from autoscaler.simulation.cluster.neutral_replicas import NeutralReplica, neutral_replica
 from autoscaler.simulation.cluster.prefill_replica import ChunkedPrefill, PrefixCache
 from autoscaler.simulation.cluster.replica import (
@@ -15,7 +14,8 @@ from autoscaler.simulation.cluster.replica import (
     PrefillReplica,
     SimulatedRequest,
 )
-from autoscaler.simulation.cluster.stepped_replicas import SteppedDecode, SteppedPrefill
+from autoscaler.simulation.cluster.stepped.lent_cores import LentCores
+from autoscaler.simulation.cluster.stepped.stepped_replicas import SteppedDecode, SteppedPrefill
 from autoscaler.simulation.cluster_settings import ClusterSettings
 from autoscaler.sizing.engine_model import EngineModel
 

@@ -21,7 +21,8 @@ from autoscaler.sharing.shared_account import SharedAccount
 from autoscaler.simulation.evaluation.class_costs import RunCost, cost_of, speeds_of, spot_of
 from autoscaler.simulation.evaluation.comparison import bounds_of
 from autoscaler.simulation.outcome import Outcome
-from autoscaler.simulation.simulator import Scenario, Simulation, run_together
+from autoscaler.simulation.scenario import Scenario
+from autoscaler.simulation.simulator import Simulation, run_together
 from autoscaler.snapshot import POOLS, PoolName
 from autoscaler.start_watch import start_limits
 from splitserve.errors import UnavailableError

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from autoscaler.simulation.cluster.lent_cores import LentCores
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
-from autoscaler.simulation.cluster.stepped_replicas import SteppedDecode, SteppedPrefill
-from autoscaler.simulation.cluster.virtual_engine import VirtualEngine
+from autoscaler.simulation.cluster.stepped.lent_cores import LentCores
+from autoscaler.simulation.cluster.stepped.stepped_replicas import SteppedDecode, SteppedPrefill
+from autoscaler.simulation.cluster.stepped.virtual_engine import VirtualEngine
 from autoscaler.sizing.engine_model import EngineModel
 from coordinator.leanings.leaning_planner import LOOK_EVERY_S, LeaningMemory, plan_leanings
 from coordinator.leanings.pressure import pressure_on, work_of

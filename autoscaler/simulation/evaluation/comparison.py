@@ -28,7 +28,8 @@ from autoscaler.simulation.evaluation.clairvoyant import GRID_S, Bound, clairvoy
 from autoscaler.simulation.evaluation.class_costs import RunCost, cost_of, speeds_of, spot_of
 from autoscaler.simulation.evaluation.static_search import best_static
 from autoscaler.simulation.outcome import Outcome
-from autoscaler.simulation.simulator import Scenario, Simulation
+from autoscaler.simulation.scenario import Scenario
+from autoscaler.simulation.simulator import Simulation
 from autoscaler.simulation.traces.scaling import PEAK_WINDOW_S
 from autoscaler.snapshot import POOLS, PoolName
 from autoscaler.start_watch import start_limits

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autoscaler.simulation.evaluation.comparison import Comparison
     from autoscaler.simulation.outcome import Outcome
-    from autoscaler.simulation.simulator import Scenario
+    from autoscaler.simulation.scenario import Scenario
 
 PIPED_WIDTH = 160
 
