@@ -60,12 +60,12 @@ class Scenario:
     preemptions: Preemptions = NONE_TAKEN
     """Of the machines of these classes."""
     neutral: bool = False
-    """Whether the first replicas are neutral ones, as many as lean where at first; see `ClusterSettings`."""
+    """Whether replicas are neutral ones. `initial` says how many lean where at first."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.wake_s < math.inf:
             raise InvalidArgumentError(f"wake must be at least 0, not {self.wake_s:g}", field="wake")
-        if self.neutral and not self.hybrid:
+        if self.neutral and self.steps and not self.hybrid:
             raise InvalidArgumentError("neutral replicas need the pair policy (hybrid)", field="neutral")
         if self.steps and self.preemptions.per_hour:
             message = "preemptions are simulated in closed form only, not with --steps"
@@ -81,6 +81,7 @@ class Scenario:
     @property
     def settings(self) -> ClusterSettings:
         """Settings of the simulated cluster."""
+        targets = ServiceTargets(self.slo.tpot_s, self.slo.ttft_s)
         return ClusterSettings(
             self.engine,
             self.cold_start_s,
@@ -95,7 +96,8 @@ class Scenario:
             speeds=self.speeds,
             spot=self.spot,
             preemptions=self.preemptions,
-            targets=ServiceTargets(self.slo.tpot_s, self.slo.ttft_s) if self.steps else None,
+            targets=targets if self.steps else None,
+            leaning_targets=targets,
             wake_s=self.wake_s,
             start_times=self.start_times,
         )

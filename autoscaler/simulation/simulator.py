@@ -12,7 +12,15 @@ from typing import Protocol
 from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.classes.class_actions import reconcile_classes
 from autoscaler.plan import Decide, Memory, ScalingPlan
-from autoscaler.reconcile import Action, Bounds, Drain, ReplicaView, Start
+from autoscaler.reconcile import (
+    Action,
+    Bounds,
+    Drain,
+    ReplicaView,
+    Start,
+    plan_lasts_s,
+    planned_rotation,
+)
 from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.observer import SimulatedObserver
@@ -56,6 +64,8 @@ class Simulation:
     """None: nothing is shared."""
     first: Mapping[PoolName, Sequence[str]] | None = None
     """Classes of the replicas at the start. None: as many of the first class as the scenario says."""
+    acts: bool = True
+    """False: nothing is started, ended or moved, and neutral replicas lean where the coordinator's planner says."""
     _watch: StartWatch = field(default_factory=lambda: StartWatch(lambda *_, **__: None))
     _memory: Memory = None
     _plan: ScalingPlan | None = None
@@ -86,6 +96,7 @@ class Simulation:
             on_end=lambda request, _: observer.ended(request),
         )
         self._observer = observer = SimulatedObserver(cluster, scenario.engine, scenario.window_s)
+        cluster.looks_until_s = end_s
         cluster.on_waiting = lambda now_s: self._wake(now_s, cluster, observer)
         cluster.on_notice = lambda now_s: self._heard(now_s, cluster, observer)
         for pool, kinds in self._first_replicas().items():
@@ -113,6 +124,7 @@ class Simulation:
             duration_s=self._end_s,
             preempted_replicas=cluster.notices,
             resumed_requests=cluster.resumed,
+            leaning_changes=cluster.leaning_changes if self.scenario.neutral else None,
             cpu_s=cpu_s,
         )
 
@@ -152,8 +164,14 @@ class Simulation:
         self._plan, self._memory = plan, _ = self.decide(self._memory, snapshot)
         self._moments.append(moment_of(snapshot, plan))
         cluster.sleeping = {pool for pool in POOLS if plan.pool(pool).sleep}
-        for action in reconcile_classes(plan, _members(cluster, snapshot), self.bounds, paused):
+        if not self.acts:
+            return
+        pools = _members(cluster, snapshot)
+        actions = reconcile_classes(plan, pools, self.bounds, paused)
+        for action in actions:
             self._carry_out(action, now_s, cluster)
+        where = planned_rotation(plan, pools, actions)
+        cluster.lead(where.leanings, now_s, now_s + plan_lasts_s(self.interval_s))
         cluster.lending = plan.lend_decode_to_prefill
 
     def _carry_out(self, action: Action, now_s: float, cluster: Cluster) -> None:

@@ -169,7 +169,7 @@ def run(machine: str, mix: str, rate: float, system: str, seed: int, requests: i
         lent_cores=case.lends and system in ("default", "neutral"),
         neutral=system == "neutral",
     )
-    return Simulation(scenario, static_replicas(counts)).run()
+    return Simulation(scenario, static_replicas(counts), acts=system != "neutral").run()
 
 
 def _cpu_load(mix: str, rate: float, seed: int, requests: int) -> Iterator[TraceRequest]:

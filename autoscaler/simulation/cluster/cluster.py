@@ -6,11 +6,11 @@ written, the first token is sent as soon as prefill has it, and decode continues
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from autoscaler.simulation.cluster.admitted_requests import TIMEOUT_S, AdmittedRequests
+from autoscaler.simulation.cluster.closed_form_neutral import ClosedFormNeutral
 from autoscaler.simulation.cluster.decode_replica import ClosedFormDecode
-from autoscaler.simulation.cluster.neutral_replicas import NeutralReplica
 from autoscaler.simulation.cluster.prefill_replica import ChunkedPrefill
 from autoscaler.simulation.cluster.replica import (
     DecodeReplica,
@@ -21,13 +21,15 @@ from autoscaler.simulation.cluster.replica import (
 )
 from autoscaler.simulation.cluster.replica_pools import ReplicaPools
 from autoscaler.simulation.cluster.routed_workers import RoutedWorkers
+from autoscaler.simulation.cluster.simulated_leanings import SimulatedLeanings
 from autoscaler.simulation.cluster.simulated_registry import MODEL
 from autoscaler.simulation.cluster_settings import ClusterSettings
 from autoscaler.simulation.replica_maker import ReplicaCalls, ReplicaMaker
-from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import PoolName, ReplicaState
 from coordinator.admission.entry import NOTHING_HELD, Held
 from coordinator.routing.router import Router
+
+_LOSABLE = ChunkedPrefill | ClosedFormDecode | ClosedFormNeutral
 
 
 class Cluster(ReplicaPools):
@@ -52,12 +54,18 @@ class Cluster(ReplicaPools):
         """How often a request went on elsewhere."""
         targets = settings.targets if settings.hybrid else None
         self._routed = RoutedWorkers(settings.engine, router, settings.colocated, targets, settings.steps)
-        self._neutral: list[NeutralReplica] = []
         self.lending = False
         self._admitted: AdmittedRequests | None = None
         if settings.admission is not None and settings.admission.mode == "queue":
             parts = self._routed, events, self._send, self._refuse, lambda: self.lending
             self._admitted = AdmittedRequests(settings.admission, settings, *parts)
+        self.leanings: SimulatedLeanings | None = None
+        if settings.neutral:
+            wanted = settings.leaning_targets or settings.targets
+            asks = (lambda: self.held), self._is_busy, self.ask_leaning
+            self.leanings = SimulatedLeanings(events, self._routed.registry, wanted, *asks)
+        self.looks_until_s = 0.0
+        """Until when the planner of leanings looks, also while there is nothing to do."""
         self.on_waiting: Callable[[float], None] = lambda now_s: None  # when one begins to wait for replicas
 
     def arrive(self, request: SimulatedRequest, now_s: float) -> None:
@@ -66,6 +74,22 @@ class Cluster(ReplicaPools):
             self._events.at(now_s + request_s, lambda at_s: self._begin(request, at_s))
         else:
             self._begin(request, now_s)
+
+    def lead(self, leanings: Mapping[str, PoolName], now_s: float, until_s: float) -> None:
+        """A plan says where neutral replicas lean, by name: their planner rests until it ends, unless the plan
+        names none."""
+        if self.leanings is not None:
+            self.leanings.led_until_s = until_s if leanings else now_s
+        for name, pool in leanings.items():
+            self.ask_leaning(name, pool, now_s)
+
+    def _is_busy(self, now_s: float) -> bool:
+        waits = self._unrouted or self.held.requests
+        return bool(self._under_way or waits) or now_s < self.looks_until_s
+
+    def _look_at_leanings(self, now_s: float) -> None:
+        if self.leanings is not None:
+            self.leanings.wake(now_s)
 
     @property
     def held(self) -> Held:
@@ -79,6 +103,7 @@ class Cluster(ReplicaPools):
         return len(self._unrouted) + self.held.requests if waits else 0
 
     def _begin(self, request: SimulatedRequest, now_s: float) -> None:
+        self._look_at_leanings(now_s)
         if self._admitted is None:
             self._send(request, now_s)
         else:
@@ -168,15 +193,16 @@ class Cluster(ReplicaPools):
             self._admitted.ended(request, now_s)
         self._on_end(request, now_s)
 
-    def _make(self, pool: PoolName, name: str, now_s: float, engine: EngineModel) -> SimulatedReplica:
-        neutral = self._maker.neutral(name, now_s) if self._settings.neutral else None
-        if neutral is not None:
-            self._neutral.append(neutral)
+    def _make(self, pool: PoolName, name: str, now_s: float, kind: str) -> SimulatedReplica:
+        if self._settings.neutral:
+            neutral = self._maker.neutral(name, now_s, pool, kind)
+            self._pool_of(neutral).append(neutral)
+            return neutral
         if pool == "prefill":
-            prefill = self._maker.prefill(name, now_s, engine) if neutral is None else neutral.prefill
+            prefill = self._maker.prefill(name, now_s, kind)
             self.prefill.append(prefill)
             return prefill
-        decode = self._maker.decode(name, now_s, engine) if neutral is None else neutral.decode
+        decode = self._maker.decode(name, now_s, kind)
         self.decode.append(decode)
         return decode
 
@@ -185,7 +211,7 @@ class Cluster(ReplicaPools):
 
     def _gone(self, replica: SimulatedReplica, now_s: float) -> None:
         """A machine is taken away. What is on it resumes elsewhere: prompt and answer so far are computed again."""
-        if replica.ended_s is not None or not isinstance(replica, ChunkedPrefill | ClosedFormDecode):
+        if replica.ended_s is not None or not isinstance(replica, _LOSABLE):
             return
         here = [one for one in self._under_way if replica in (one.prefill, one.decode)]
         produced = replica.lose(now_s)
@@ -194,7 +220,7 @@ class Cluster(ReplicaPools):
         self._end_if_empty(replica, now_s)
         for request in here:
             for other in (request.prefill, request.decode):
-                if other is not replica and isinstance(other, ChunkedPrefill | ClosedFormDecode):
+                if other is not replica and isinstance(other, _LOSABLE):
                     other.withdraw(request, now_s)
                     other.assigned -= 1
                     self._end_if_empty(other, now_s)
@@ -208,14 +234,11 @@ class Cluster(ReplicaPools):
         ready = ReplicaState.READY
         prefill = [replica for replica in self.prefill if replica.state is ready]
         decode = [replica for replica in self.decode if replica.state is ready]
-        leaning: dict[str, PoolName] = {}
         if self._settings.neutral:
-            leaning |= dict.fromkeys((replica.name for replica in prefill), "prefill")
-            leaning |= dict.fromkeys((replica.name for replica in decode), "decode")
-            there = [made for made in self._neutral if made.prefill.name in leaning]
-            prefill, decode = [made.prefill for made in there], [made.decode for made in there]
-        self._routed.leanings.first = leaning
-        self._routed.registry.rotate(prefill, decode, now_s, leaning)
+            both = [replica for replica in self._neutral if replica.state is ready]
+            prefill, decode = list(both), list(both)
+        self._routed.registry.rotate(prefill, decode, now_s)
+        self._look_at_leanings(now_s)
         waiting, self._unrouted = self._unrouted, []
         self._unrouted = [request for request in waiting if not self._route(request, now_s)]
         if self._admitted is not None:

@@ -52,7 +52,7 @@ class SimulatedReplica(ABC):
         self.ordered_s = ordered_s
         self.ended_s: float | None = None
         self.replica_class, self.speed = "", 1.0
-        """Its class, and how many replicas of speed 1 do its work."""
+        """Its class, and how many replicas of speed 1 do its work; of a neutral one, as it decodes."""
         self.asleep = self.waking = False
         """Whether it is a standby that sleeps, and whether it is to join since."""
         self.assigned = 0
@@ -181,9 +181,19 @@ class PrefillReplica(SimulatedReplica):
         """Prompts not started yet."""
 
     @property
+    def prompts(self) -> int:
+        """Prompts that run or wait."""
+        return self.load
+
+    @property
     @abstractmethod
     def queued_tokens(self) -> int:
         """Prompt tokens to compute, of waiting and running prompts."""
+
+    @property
+    def backlog_tokens(self) -> int:
+        """The same of all prompts here, as a coordinator counts them."""
+        return self.queued_tokens
 
     @property
     @abstractmethod

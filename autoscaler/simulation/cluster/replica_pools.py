@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import Any
 
 from autoscaler.reconcile import Action, Activate, Drain, Lean, ReplicaView, Rest, Start
+from autoscaler.simulation.cluster.neutral_replica import LEANS_AFTER_S, NeutralReplica
 from autoscaler.simulation.cluster.replica import DecodeReplica, EventQueue, PrefillReplica, SimulatedReplica
 from autoscaler.simulation.cluster_settings import ClusterSettings
 from autoscaler.simulation.start_times import StartTimes
-from autoscaler.sizing.engine_model import EngineModel
-from autoscaler.snapshot import PoolName, ReplicaState
+from autoscaler.snapshot import LEAVING, PoolName, ReplicaState
 
 
 class ReplicaPools(ABC):
@@ -23,6 +24,8 @@ class ReplicaPools(ABC):
         self.prefill: list[PrefillReplica] = []
         self.decode: list[DecodeReplica] = []
         self.ended: list[SimulatedReplica] = []
+        self.leaning_changes: dict[PoolName, int] = {"prefill": 0, "decode": 0}
+        """How often a neutral replica has changed sides, by where to."""
         self.notices = 0
         """Replicas whose machines were to be taken away."""
         self.sleeping: Collection[PoolName] = ()
@@ -32,8 +35,8 @@ class ReplicaPools(ABC):
         self.on_notice: Callable[[float], None] = lambda now_s: None  # when a machine is to be taken away
 
     @abstractmethod
-    def _make(self, pool: PoolName, name: str, now_s: float, engine: EngineModel) -> SimulatedReplica:
-        """A new replica, in its pool."""
+    def _make(self, pool: PoolName, name: str, now_s: float, kind: str) -> SimulatedReplica:
+        """A new replica of a class, in its pool."""
 
     @abstractmethod
     def _rotation_changed(self, now_s: float) -> None:
@@ -51,10 +54,36 @@ class ReplicaPools(ABC):
         """The replicas of a pool that have not ended."""
         return self.prefill if name == "prefill" else self.decode
 
+    @property
+    def serving_prefill(self) -> Sequence[PrefillReplica]:
+        """The prefill pool, or the neutral replicas of the other one where it is empty: they stand in."""
+        return self.prefill or self._neutral
+
+    @property
+    def serving_decode(self) -> Sequence[DecodeReplica]:
+        """The same of decode."""
+        return self.decode or self._neutral
+
+    @property
+    def computing(self) -> list[PrefillReplica]:
+        """All that compute prompts for others: the prefill pool, and neutral replicas that lean to decode."""
+        return [*self.prefill, *(one for one in self.decode if isinstance(one, NeutralReplica))]
+
+    @property
+    def _neutral(self) -> list[NeutralReplica]:
+        return [one for one in (*self.prefill, *self.decode) if isinstance(one, NeutralReplica)]
+
     def members(self, name: PoolName) -> tuple[ReplicaView, ...]:
         """A pool as `autoscaler.reconcile` sees it."""
         return tuple(
-            ReplicaView(r.name, r.state, float(r.load), r.ordered_s, replica_class=r.replica_class)
+            ReplicaView(
+                r.name,
+                r.state,
+                float(r.load),
+                r.ordered_s,
+                neutral=isinstance(r, NeutralReplica),
+                replica_class=r.replica_class,
+            )
             for r in self.pool(name)
         )
 
@@ -65,11 +94,11 @@ class ReplicaPools(ABC):
         their class; empty: the first one."""
         speeds = self._settings.speeds.get(pool) or {"": 1.0}
         kind = kind if kind in speeds else next(iter(speeds))
+        speed = self._settings.speed_of("decode" if self._settings.neutral else pool, kind)
         for _ in range(count):
             self._numbers[pool] += 1
-            engine = self._settings.engine.at_speed(pool, speeds[kind])
-            replica = self._make(pool, f"{pool}-{self._numbers[pool]}", now_s, engine)
-            replica.replica_class, replica.speed = kind, speeds[kind]
+            replica = self._make(pool, f"{pool}-{self._numbers[pool]}", now_s, kind)
+            replica.replica_class, replica.speed = kind, speed
             start = self._start_times.of(replica.name)
             begins = self._ends if start.fails and cold_start_s is None else self._becomes_ready
             if (took_s := start.took_s if cold_start_s is None else cold_start_s) > 0:
@@ -86,19 +115,42 @@ class ReplicaPools(ABC):
             case Start(pool, count, kind):
                 self.order(pool, count, now_s, kind=kind)
             case Activate(pool, name):
-                self._joins(pool, self._named(pool, name), now_s)
+                self._joins(pool, self._named(name), now_s)
             case Rest(pool, name):
-                resting = self._named(pool, name)
+                resting = self._named(name)
                 resting.enter(ReplicaState.STANDBY, now_s)
                 resting.asleep = pool in self.sleeping
-            case Lean():
-                pass  # replicas that the autoscaler scales are not neutral
+            case Lean(pool, name):
+                self.ask_leaning(name, pool, now_s)
             case Drain(pool, names):
                 for name in names:
-                    replica = self._named(pool, name)
+                    replica = self._named(name)
                     replica.enter(ReplicaState.DRAINING, now_s)
                     self._end_if_empty(replica, now_s)
         self._rotation_changed(now_s)
+
+    def ask_leaning(self, name: str, pool: PoolName, now_s: float) -> None:
+        """Asks a neutral replica to lean to this pool. The latest order counts; one that leaves follows none."""
+        replica = next((one for one in self._neutral if one.name == name), None)
+        if replica is None or replica.asked == pool:
+            return
+        replica.asked = pool
+        self._events.at(now_s + LEANS_AFTER_S, lambda at_s: self._lean(replica, pool, at_s))
+
+    def _lean(self, replica: NeutralReplica, pool: PoolName, now_s: float) -> None:
+        leaves = replica.ended_s is not None or replica.state in LEAVING
+        if leaves or replica.asked != pool or replica.leans == pool:
+            return
+        self._pool_of(replica).remove(replica)
+        replica.lean(pool, now_s)
+        self._pool_of(replica).append(replica)
+        self.leaning_changes[pool] += 1
+        self._rotation_changed(now_s)
+
+    def _pool_of(self, replica: SimulatedReplica) -> list[Any]:
+        if isinstance(replica, NeutralReplica):
+            return self.pool(replica.leans)
+        return self.pool("prefill" if isinstance(replica, PrefillReplica) else "decode")
 
     def _joins(self, pool: PoolName, replica: SimulatedReplica, now_s: float) -> None:
         """Into rotation: one that sleeps once it has woken up."""
@@ -156,10 +208,8 @@ class ReplicaPools(ABC):
         replica.ended_s = now_s
         self.ended.append(replica)
         self._forget(replica)
-        if isinstance(replica, PrefillReplica):
-            self.prefill.remove(replica)
-        elif isinstance(replica, DecodeReplica):
-            self.decode.remove(replica)
+        self._pool_of(replica).remove(replica)
 
-    def _named(self, pool: PoolName, name: str) -> SimulatedReplica:
-        return next(replica for replica in self.pool(pool) if replica.name == name)
+    def _named(self, name: str) -> SimulatedReplica:
+        """In either pool: a neutral replica may be on its way to the one that an action names."""
+        return next(replica for replica in (*self.prefill, *self.decode) if replica.name == name)

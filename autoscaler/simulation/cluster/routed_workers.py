@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from autoscaler.simulation.cluster.neutral_replicas import SimulatedLeanings
 from autoscaler.simulation.cluster.replica import (
     DecodeReplica,
     PrefillReplica,
@@ -65,7 +64,6 @@ class RoutedWorkers:
         self._meter = HandoffMeter()
         self._turn = -1
         self._expected_output, self._answers = float(DEFAULT_OUTPUT_TOKENS), 0
-        self.leanings = SimulatedLeanings(hybrid)
         self._expected: dict[SimulatedRequest, ExpectedPrompt] = {}
         """By request: prompts that wait for KV blocks on decode."""
 
@@ -90,7 +88,6 @@ class RoutedWorkers:
         self._turn += 1
         self._meter.count_arrival(now_s)
         self.registry.take_reports(now_s)
-        self._look_at_leanings(now_s)
         if request.block_ids:
             self.registry.take_cache_changes(now_s)
         routing_request = RoutingRequest(
@@ -146,11 +143,6 @@ class RoutedWorkers:
         prompt = BookedPrompt(max(1, request.prompt_tokens - cached), cached, due_s, 0, decode)
         self._book.place(_name_of(request), worker.key, prompt, now_s)
         return pair
-
-    def _look_at_leanings(self, now_s: float) -> None:
-        moved = self.leanings.look(self.registry.snapshot.workers, self.registry.loads, now_s)
-        if moved is not None:
-            self.registry.lean(*moved)
 
     def first_token(self, request: SimulatedRequest, now_s: float) -> None:
         """The prompt is computed."""

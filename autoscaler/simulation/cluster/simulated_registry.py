@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
+from autoscaler.simulation.cluster.neutral_replica import NeutralReplica
 from autoscaler.simulation.cluster.replica import DecodeReplica, PrefillReplica, SimulatedReplica
 from autoscaler.simulation.cluster.stepped.virtual_engine import KV_BLOCK_TOKENS
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS
@@ -48,23 +49,15 @@ class SimulatedRegistry:
         """By name, those in rotation."""
         self._workers: dict[str, Worker] = {}
         self._rotated: list[str] = []
-        self._first: Mapping[str, PoolName] = {}
-        """Where neutral replicas lean at first, by name."""
         self._due: list[tuple[float, str]] = []
         """Heap of (due time, replica). Entries of replicas that have reported since are skipped."""
         self._reported_s: dict[str, float] = {}
         self._sequence: dict[str, int] = {}
 
     def rotate(
-        self,
-        prefill: Sequence[PrefillReplica],
-        decode: Sequence[DecodeReplica],
-        now_s: float,
-        leaning: Mapping[str, PoolName] | None = None,
+        self, prefill: Sequence[PrefillReplica], decode: Sequence[DecodeReplica], now_s: float
     ) -> None:
-        """Sets the replicas in rotation. New ones report at once. `leaning`: where neutral replicas lean at first, by
-        their names; they are among both kinds."""
-        self._first = leaning or {}
+        """Sets the replicas in rotation; neutral ones are among both kinds. New ones report at once."""
         before = self.prefill.keys() | self.decode.keys()
         self.prefill = {replica.name: replica for replica in prefill}
         self.decode = {replica.name: replica for replica in decode}
@@ -76,6 +69,9 @@ class SimulatedRegistry:
         for replica in everyone:
             if replica.name not in self._workers:
                 self._register(replica)
+            elif isinstance(replica, NeutralReplica):
+                worker = self._workers[replica.name]
+                self._workers[replica.name] = dataclasses.replace(worker, pool=replica.leans)
             if replica.name not in before:
                 self._report(replica, now_s)
         agents = frozenset(self.decode)
@@ -83,11 +79,6 @@ class SimulatedRegistry:
             self._workers[name] = dataclasses.replace(self._workers[name], connected_agents=agents - {name})
         self._rotated = [replica.name for replica in everyone]
         self.snapshot = PoolSnapshot(tuple(self._workers[name] for name in self._rotated))
-
-    def lean(self, name: str, pool: PoolName) -> None:
-        """A neutral replica leans to this side from now on."""
-        self._workers[name] = dataclasses.replace(self._workers[name], pool=pool)
-        self.snapshot = PoolSnapshot(tuple(self._workers[each] for each in self._rotated))
 
     def ended(self, replica: SimulatedReplica) -> None:
         """Forgets a replica that has ended."""
@@ -119,7 +110,8 @@ class SimulatedRegistry:
 
     def _register(self, replica: PrefillReplica | DecodeReplica) -> None:
         pool: PoolName = "prefill" if isinstance(replica, PrefillReplica) else "decode"
-        pool = self._first.get(replica.name, pool)
+        if neutral := isinstance(replica, NeutralReplica):
+            pool = replica.leans
         worker = Worker(
             worker_id=replica.name,
             epoch=1,
@@ -135,7 +127,7 @@ class SimulatedRegistry:
             block_bytes=self._block_tokens(replica.name) * self._engine.kv_bytes_per_token,
             paces_prompts=self._orders_prompts,
             host_id="simulated",
-            neutral=replica.name in self._first,
+            neutral=neutral,
         )
         self.loads.add(worker)
         if (prefill := self.prefill.get(replica.name)) is not None:
@@ -180,7 +172,7 @@ class SimulatedRegistry:
 def add_prompts(load: registry_pb2.WorkerLoad, replica: PrefillReplica) -> None:
     """Adds what a replica computes for others."""
     load.waiting_requests += replica.waiting
-    load.running_requests += replica.load - replica.waiting
+    load.running_requests += replica.prompts - replica.waiting
     load.waiting_tokens += replica.queued_tokens
     load.prefill_tokens_per_second = replica.prefill_tokens_per_s
     load.lent_speedup = replica.lent_speedup

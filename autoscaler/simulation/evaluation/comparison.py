@@ -84,11 +84,17 @@ def run_policy(
     scenario: Scenario, policy: ScalingPolicy, on_progress: Callable[[float], None] = lambda _: None
 ) -> Outcome:
     """Runs the policy under the control loop's watch over starts, with the classes of replicas that it has."""
-    scenario = replace(scenario, speeds=speeds_of(policy), spot=spot_of(policy))
+    scenario = under(scenario, policy)
     bounds, decide, starts = bounds_of(policy), make_decide(policy), start_limits(policy)
     return Simulation(
         scenario, decide, policy.interval_s, bounds, POLICY_NAME, on_progress, starts=starts
     ).run()
+
+
+def under(scenario: Scenario, policy: ScalingPolicy) -> Scenario:
+    """With the kind of workers and the classes of replicas that the policy has."""
+    neutral = policy.workers == "neutral"
+    return replace(scenario, speeds=speeds_of(policy), spot=spot_of(policy), neutral=neutral)
 
 
 def run_baseline(
