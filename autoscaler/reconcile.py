@@ -69,9 +69,6 @@ class Lean:
     name: str
 
 
-_LEAST_PLAN_S = 30.0
-_PLAN_INTERVALS = 4
-"""A plan stays valid for this many missed ticks."""
 _COMING = (ReplicaState.READY, ReplicaState.STANDBY, ReplicaState.STARTING)
 Action = Start | Activate | Rest | Drain | Lean
 
@@ -251,11 +248,6 @@ class PlannedRotation:
     """Of all neutral workers in rotation, also those of others."""
     lend: bool = False
     """Whether decode is lent to prefill."""
-
-
-def plan_lasts_s(interval_s: float) -> float:
-    """How long coordinators follow a plan that no other one replaces, seconds."""
-    return max(_LEAST_PLAN_S, _PLAN_INTERVALS * interval_s)
 
 
 def planned_rotation(

@@ -23,7 +23,7 @@ from autoscaler.decisions.journal import DecisionJournal
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
 from autoscaler.policy_in_force import LearnedHistory, PolicyFile, PolicyInForce, shadows_of
-from autoscaler.reconcile import PlannedRotation, plan_lasts_s
+from autoscaler.reconcile import PlannedRotation
 from autoscaler.shadows.shadow import Shadows
 from autoscaler.shadows.shadow_metrics import shadow_metrics
 from autoscaler.sharing.merged_plans import MergedPlans
@@ -45,6 +45,9 @@ from splitserve.security.api_keys import read_key
 from splitserve.v1 import registry_pb2, scaling_pb2
 
 T = TypeVar("T")
+PLAN_INTERVALS = 4
+"""A plan stays valid for this many missed ticks."""
+LEAST_PLAN_S = 30.0
 LEASE_INTERVALS = 3
 """A lease lasts this many intervals at least, so that its holder renews it in time."""
 
@@ -101,12 +104,12 @@ async def control_loop(
             lease = Lease(clients, holder_name(), model, lease_length_s(lease_s, first.settings.interval_s))
             stack.push_async_callback(lease.release)
         on_demand = partial(_on_demand, policy, observer)
-        rotation = CoordinatorRotation(clients, plan_lasts_s(first.settings.interval_s), lease, on_demand)
+        rotation = CoordinatorRotation(clients, _plan_s(first.settings), lease, on_demand)
 
         def changed_policy() -> PolicyChange | None:
             change = in_force.poll()
             if change is not None:
-                rotation.valid_s = plan_lasts_s(change.settings.interval_s)
+                rotation.valid_s = _plan_s(change.settings)
             return change
 
         loop = ControlLoop(
@@ -262,6 +265,10 @@ def make_actuator(config: AutoscalerConfig) -> Actuator | None:
     except ModuleNotFoundError:
         message = f"actuator: {config.actuator} needs `pip install 'splitserve[{config.actuator}]'`"
         raise ConfigError(message, field="actuator") from None
+
+
+def _plan_s(settings: LoopSettings) -> float:
+    return max(LEAST_PLAN_S, PLAN_INTERVALS * settings.interval_s)
 
 
 class CoordinatorRotation:

@@ -24,8 +24,8 @@ from autoscaler.decisions.decisions_page import shared_document
 from autoscaler.loop_metrics import loop_metrics
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.policy_in_force import PolicyFile, shadows_of
-from autoscaler.reconcile import plan_lasts_s
 from autoscaler.service import (
+    PLAN_INTERVALS,
     ScalingEndpoint,
     Sharing,
     control_loop,
@@ -53,7 +53,7 @@ from autoscaler.sharing.shared_account import SharedAccount
 from autoscaler.sharing.shared_lease import SharedLease
 from autoscaler.sharing.shared_metrics import shared_metrics
 from autoscaler.signals.history_file import HistoryFile
-from splitserve.client.scaling_client import ScalingClient
+from splitserve.client.scaling_client import DEFAULT_VALID_S, ScalingClient
 from splitserve.config.autoscaler import AutoscalerConfig
 from splitserve.errors import SplitserveError
 from splitserve.logs import log_context, log_event
@@ -125,7 +125,7 @@ async def model_loops(
     )
     slowest_s = max(interval_s or one().interval_s for one in rules.values())
     starting, turns, loops = asyncio.Lock(), asyncio.Lock(), dict[str, ControlLoop]()
-    plans = MergedPlans(plan_lasts_s(slowest_s))
+    plans = MergedPlans(max(DEFAULT_VALID_S, PLAN_INTERVALS * slowest_s))
     histories = {one.name: HistoryFile(one.history_file) for one in shared.models if one.history_file}
     async with AsyncExitStack() as stack:
         lease: SharedLease | None = None

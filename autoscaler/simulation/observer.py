@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import TypeVar
 
 from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.signals.cold_starts import ColdStarts
@@ -29,6 +31,7 @@ from autoscaler.snapshot import (
 from coordinator.admission.entry import NOTHING_HELD, Held
 from splitserve.histograms import LATENCY_BOUNDS_S, Histogram
 
+Member = TypeVar("Member", bound=SimulatedReplica)
 BUCKET_S = 5.0
 KEPT_S = 1860.0
 """How long arrivals are kept, seconds."""
@@ -207,7 +210,11 @@ class SimulatedObserver:
         return held if held.cause == cause else NOTHING_HELD
 
     def _measure_rates(self, now_s: float) -> dict[str, ClassSignals]:
-        """Measures all together, and each class."""
+        """Measures all together, and each class; neutral replicas as the autoscaler does, by what they report."""
+        if any(isinstance(one, NeutralReplica) for one in self._cluster.serving_prefill):
+            self._rate.tokens_per_s = _reported_rate(self._cluster.serving_prefill)
+            there = _by_class(self._cluster.serving_prefill)
+            return {kind: ClassSignals(len(some), _reported_rate(some)) for kind, some in there.items()}
         ended = [one for one in self._cluster.ended if isinstance(one, PrefillReplica)]
         everything = [*self._cluster.computing, *ended]
         self._rate.look(now_s, everything)
@@ -263,5 +270,11 @@ def _seen(replicas: Sequence[SimulatedReplica]) -> tuple[Replica, ...]:
     )
 
 
-def _by_class(replicas: Sequence[SimulatedReplica]) -> Mapping[str, Sequence[SimulatedReplica]]:
+def _reported_rate(replicas: Iterable[PrefillReplica]) -> float | None:
+    """The mean of the measured ones."""
+    rates = [one.prefill_tokens_per_s for one in replicas if one.prefill_tokens_per_s > 0]
+    return fmean(rates) if rates else None
+
+
+def _by_class(replicas: Sequence[Member]) -> Mapping[str, Sequence[Member]]:
     return serving_by_class((one.replica_class, one.state, one) for one in replicas)

@@ -66,7 +66,8 @@ class Scenario:
         if not 0 <= self.wake_s < math.inf:
             raise InvalidArgumentError(f"wake must be at least 0, not {self.wake_s:g}", field="wake")
         if self.neutral and self.steps and not self.hybrid:
-            raise InvalidArgumentError("neutral replicas need the pair policy (hybrid)", field="neutral")
+            message = "neutral workers that are computed step by step need the pair policy (hybrid: on)"
+            raise InvalidArgumentError(message, field="hybrid")
         if self.steps and self.preemptions.per_hour:
             message = "preemptions are simulated in closed form only, not with --steps"
             raise InvalidArgumentError(message, field="preemptions")

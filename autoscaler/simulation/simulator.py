@@ -18,7 +18,6 @@ from autoscaler.reconcile import (
     Drain,
     ReplicaView,
     Start,
-    plan_lasts_s,
     planned_rotation,
 )
 from autoscaler.simulation.cluster.cluster import Cluster
@@ -171,7 +170,7 @@ class Simulation:
         for action in actions:
             self._carry_out(action, now_s, cluster)
         where = planned_rotation(plan, pools, actions)
-        cluster.lead(where.leanings, now_s, now_s + plan_lasts_s(self.interval_s))
+        cluster.lead(where.leanings, now_s)
         cluster.lending = plan.lend_decode_to_prefill
 
     def _carry_out(self, action: Action, now_s: float, cluster: Cluster) -> None:

@@ -75,11 +75,10 @@ class Cluster(ReplicaPools):
         else:
             self._begin(request, now_s)
 
-    def lead(self, leanings: Mapping[str, PoolName], now_s: float, until_s: float) -> None:
-        """A plan says where neutral replicas lean, by name: their planner rests until it ends, unless the plan
-        names none."""
+    def lead(self, leanings: Mapping[str, PoolName], now_s: float) -> None:
+        """A plan says where neutral replicas lean, by name: their planner rests, unless the plan names none."""
         if self.leanings is not None:
-            self.leanings.led_until_s = until_s if leanings else now_s
+            self.leanings.rests = bool(leanings)
         for name, pool in leanings.items():
             self.ask_leaning(name, pool, now_s)
 

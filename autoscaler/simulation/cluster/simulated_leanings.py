@@ -14,8 +14,7 @@ from engine.pacing.token_clock import ServiceTargets
 
 
 class SimulatedLeanings:
-    """Looks once a second, as long as `is_busy` at that time, and asks replicas to lean elsewhere by `ask`. Rests
-    while a plan of the autoscaler says where they lean."""
+    """Looks once a second, as long as `is_busy` at that time, and asks replicas to lean elsewhere by `ask`."""
 
     def __init__(
         self,
@@ -32,8 +31,8 @@ class SimulatedLeanings:
         self._is_busy, self._ask = is_busy, ask
         self._memory = LeaningMemory()
         self._is_looking = False
-        self.led_until_s = float("-inf")
-        """When the plan of the autoscaler in force ends."""
+        self.rests = False
+        """Whether a plan of the autoscaler says where replicas lean."""
 
     def wake(self, now_s: float) -> None:
         """Begins to look, unless it does already."""
@@ -45,7 +44,7 @@ class SimulatedLeanings:
         self._registry.take_reports(now_s)
         loads = self._registry.loads
         works = [work_of(one, loads.prefill[one.key].report) for one in self._registry.snapshot.workers]
-        pressure = self._pressure(works) if now_s >= self.led_until_s else None
+        pressure = None if self.rests else self._pressure(works)
         before, self._memory = self._memory.order, plan_leanings(self._memory, works, pressure, now_s)
         order = self._memory.order
         if order is not None and order != before:
