@@ -124,7 +124,7 @@ _RULES: Mapping[str, tuple[Callable[..., Decide], float]] = {
     "dynamo-sla": (_dynamo_sla, DYNAMO_INTERVAL_S),
 }
 BASELINES = (STATIC_PEAK, *_RULES)
-"""Of one run each, with pinned replicas. Beside them `STATIC_BEST` is a search, and `STATIC_NEUTRAL` has neutral ones."""
+"""Of one run each, with pinned replicas. Beside them `STATIC_BEST` is a search, `STATIC_NEUTRAL` has neutral ones."""
 
 
 def baseline(name: str, known: RuleInputs, knobs: Knobs | None = None) -> Baseline:

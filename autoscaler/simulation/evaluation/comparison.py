@@ -146,7 +146,8 @@ def static_peak(scenario: Scenario) -> dict[PoolName, int]:
 
 
 def baseline_names(wanted: Sequence[str]) -> list[str]:
-    """The baselines to run; `all` expands to all of one run each with pinned replicas. Raises InvalidArgumentError for an unknown name."""
+    """The baselines to run; `all` expands to all of one run each with pinned replicas.
+    Raises InvalidArgumentError for an unknown name."""
     names: list[str] = []
     for name in wanted:
         single = (STATIC_BEST, STATIC_NEUTRAL)
