@@ -92,9 +92,9 @@ def test_a_load_that_turns_from_prompts_to_tokens_is_followed_within_10_s(steps:
 
 @BY_STEPS
 def test_of_two_none_ever_moves(steps: bool) -> None:
-    outcome, changes = planned(scenario(steps))
+    outcome, changes = planned(replace(scenario(steps), trace=turning(6.0)))
     assert changes == []
-    assert outcome.attainment < 0.96, "though the load is more than one side can do"
+    assert outcome.attainment < 0.9, "though the load is more than one side can do"
     for moment in outcome.moments:
         assert [sum(moment.replicas[pool].values()) for pool in POOLS] == [1, 1]
 
