@@ -32,6 +32,8 @@ class RequestEstimate:
     """Cached prefixes by worker; None without a prefix index."""
     read_s: float = 0.0
     """Seconds for which that worker will read before, from its lower tiers."""
+    held_tokens: int | None = None
+    """The longest prefix that any worker holds in any tier; None without a prefix index."""
 
 
 @dataclass(frozen=True, slots=True)
