@@ -96,8 +96,8 @@ class ModelAdmission:
         self._numbers += 1
         entry.number = self._numbers
         self.decode.on_arrival(entry.priority_class, now)
-        loads = (*self.prefill.workers.values(), *self.decode.workers.values())
-        if (hopeless := self._too_long.refusal(entry, (load.report for load in loads), now)) is not None:
+        workers = self.prefill.workers.values(), self.decode.workers.values()
+        if (hopeless := self._too_long.refusal(entry, *workers, now)) is not None:
             entry.number = GONE
             return Arrival(refused=hopeless)
         if not self.queue.requests:

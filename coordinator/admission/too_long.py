@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from coordinator.admission.entry import Entry, Refusal
 from coordinator.admission.forecast import retry_after_s
 from coordinator.routing.prompt_placement import prompt_fit_of
-from splitserve.v1 import registry_pb2
+from coordinator.workers.load import DecodeLoad, PrefillLoad
 
 TRY_EVERY_S = 10.0
 """How often one is let in all the same: fits come from what is computed, so that one that was too slow once would last
@@ -26,13 +26,19 @@ class TooLong:
     def __init__(self) -> None:
         self._tried_s = float("-inf")
 
-    def refusal(self, entry: Entry, reports: Iterable[registry_pb2.WorkerLoad], now: float) -> Refusal | None:
-        """Why it is refused when it comes; None: it may be in time, or this is not known. `reports`: of all workers
-        that could compute its prompt."""
+    def refusal(
+        self,
+        entry: Entry,
+        prefill: Iterable[PrefillLoad],
+        decode: Iterable[DecodeLoad],
+        now: float,
+    ) -> Refusal | None:
+        """Why it is refused when it comes; None: it may be in time, or this is not known. Of decode
+        workers those count that have computed prompts: the pair policy takes others for as fast as a prefill worker."""
         slo_s = entry.ttft_slo_s
         if slo_s is None or entry.resumed or entry.held_tokens is None:
             return None
-        least_s = _least_s(entry, entry.held_tokens, reports, slo_s / _SURE)
+        least_s = _least_s(entry, entry.held_tokens, (*prefill, *decode), slo_s / _SURE)
         if least_s is None:
             return None
         if now - self._tried_s >= TRY_EVERY_S:
@@ -45,14 +51,17 @@ class TooLong:
 
 
 def _least_s(
-    entry: Entry, held: int, reports: Iterable[registry_pb2.WorkerLoad], limit_s: float
+    entry: Entry, held: int, loads: Iterable[PrefillLoad | DecodeLoad], limit_s: float
 ) -> float | None:
-    """Seconds on the fastest worker with all cores that neighbours lend it; None if within the limit, or one has
-    no fit. Mostly the first one looked at decides."""
+    """Seconds on the fastest worker with all cores that neighbours lend it; None if within the limit, or unknown. The
+    first one that is looked at mostly decides."""
     least_s = float("inf")
-    for report in reports:
+    for load in loads:
+        report = load.report
         if not report.HasField("prompt_fit"):
-            return None
+            if isinstance(load, PrefillLoad):
+                return None
+            continue
         compute_s = prompt_fit_of(report.prompt_fit).chunk_s(entry.prompt_tokens - held, held)
         least_s = min(least_s, compute_s / max(1.0, report.lent_speedup))
         if least_s <= limit_s:

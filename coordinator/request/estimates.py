@@ -82,9 +82,8 @@ class Estimates(RequestObserver):
             else:  # the last prompt token is always computed, for its logits
                 held, read_s = min(self._most_tokens(hits), prompt_tokens - 1), 0.0
             uncached = float(prompt_tokens - held)
-            return RequestEstimate(
-                self._output_tokens(request), uncached, hits, read_s, self._longest(hits, prompt_tokens)
-            )
+            longest = self._longest(hits, prompt_tokens)
+            return RequestEstimate(self._output_tokens(request), uncached, hits, longest, read_s)
         uncached = prompt_tokens * (1.0 - self.of_model(request.model.base_name).cached_share.value)
         return RequestEstimate(self._output_tokens(request), uncached)
 

@@ -64,11 +64,15 @@ def test_who_might_be_in_time_or_may_be_late_is_started(changes: dict[str, Any])
     assert model().arrive(asked(**changes), 0.0).started
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(None, FIT), (FIT, None), (FAST, FIT), (FIT, FAST)])
-def test_the_fastest_worker_counts_and_nothing_is_refused_before_all_are_measured(
+@pytest.mark.parametrize(("prefill", "decode"), [(None, FIT), (FAST, FIT), (FIT, FAST)])
+def test_the_fastest_worker_counts_and_nothing_is_refused_before_prefill_is_measured(
     prefill: registry_pb2.PromptFit | None, decode: registry_pb2.PromptFit | None
 ) -> None:
     assert model(prefill, decode).arrive(asked(), 0.0).started
+
+
+def test_decode_workers_that_have_computed_no_prompts_hold_nobody_back_from_being_refused() -> None:
+    assert model(decode=None).arrive(asked(), 0.0).refused is not None
 
 
 def test_cores_that_are_lent_count() -> None:
