@@ -14,7 +14,7 @@ from autoscaler.advisor.advice import Advice, Prediction, predicted
 from autoscaler.advisor.candidates import ClusterShape, replay
 from autoscaler.advisor.recorded_traffic import RecordedTraffic
 from autoscaler.simulation.outcome import Slo
-from autoscaler.simulation.simulator import Scenario
+from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.traces.trace import Trace
 from autoscaler.sizing.engine_model import EngineModel
 from splitserve.errors import InvalidArgumentError, NotFoundError

@@ -12,7 +12,7 @@ from typing import Any
 
 from autoscaler.advisor.candidates import ClusterShape, adaptive, colocated, replay, splits
 from autoscaler.simulation.outcome import Outcome
-from autoscaler.simulation.simulator import Scenario
+from autoscaler.simulation.scenario import Scenario
 from splitserve.errors import InvalidArgumentError
 
 MAX_BUDGET = 64

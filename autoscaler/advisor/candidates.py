@@ -12,7 +12,8 @@ from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.simulation.evaluation.baselines import static_replicas
 from autoscaler.simulation.evaluation.comparison import bounds_of
 from autoscaler.simulation.outcome import Outcome, Slo
-from autoscaler.simulation.simulator import Scenario, Simulation
+from autoscaler.simulation.scenario import Scenario
+from autoscaler.simulation.simulator import Simulation
 from autoscaler.simulation.traces.scaling import pool_work_s
 from autoscaler.snapshot import PoolName
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from autoscaler.sharing.claims.shares import Uses
 from autoscaler.simulation.outcome import Slo
-from autoscaler.simulation.simulator import Scenario
+from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
 from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import POOLS, ArrivalBucket, PoolName, Snapshot

@@ -12,15 +12,14 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from autoscaler.classes.class_demand import gpus_of
 from autoscaler.counterfactuals.recorded_window import RecordedWindow
 from autoscaler.decide import make_decide
 from autoscaler.policies.policy_file import load_policy
-from autoscaler.simulation.evaluation.class_costs import speeds_of
-from autoscaler.simulation.evaluation.comparison import bounds_of
+from autoscaler.simulation.evaluation.comparison import bounds_of, under
 from autoscaler.simulation.shared_simulation import SimulatedModel, simulate_shared
 from autoscaler.simulation.simulator import Simulation
 from splitserve.errors import DeadlineExceededError, SplitserveError, UnavailableError
@@ -50,7 +49,7 @@ def replayed(window: RecordedWindow, policy: Path) -> ReplayScore:
         shared = simulate_shared(window.limits, {policy.stem: SimulatedModel(window.scenario(), rules)})
         run = shared.models[policy.stem]
     else:
-        scenario = replace(window.scenario(), speeds=speeds_of(rules))
+        scenario = under(window.scenario(), rules)
         run = Simulation(scenario, make_decide(rules), rules.interval_s, bounds_of(rules), policy.stem).run()
     pools = {"prefill": rules.prefill, "decode": rules.decode}
     gpu_hours = sum(

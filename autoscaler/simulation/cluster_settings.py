@@ -49,4 +49,17 @@ class ClusterSettings:
     """The classes whose machines are taken away, as `preemptions` says; in closed form only."""
     preemptions: Preemptions = NONE_TAKEN
     neutral: bool = False
-    """Whether replicas are neutral, lean at first to the pool that they are ordered for, and stay; `hybrid` only."""
+    """Whether replicas are neutral, and lean at first to the pool that they are ordered for."""
+    leaning_targets: ServiceTargets | None = None
+    """Targets of the coordinator's settings, by which its planner moves them. Default: those of every request."""
+
+    def speed_of(self, pool: PoolName, kind: str) -> float:
+        """How many replicas of speed 1 one of this class is there."""
+        return self.speeds.get(pool, {}).get(kind, 1.0)
+
+    def engine_of(self, pool: PoolName, kind: str) -> EngineModel:
+        """A replica of this class in a pool; a neutral one has a speed in each."""
+        if not self.neutral:
+            return self.engine.at_speed(pool, self.speed_of(pool, kind))
+        prompts = self.engine.at_speed("prefill", self.speed_of("prefill", kind))
+        return prompts.at_speed("decode", self.speed_of("decode", kind))

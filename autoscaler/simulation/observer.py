@@ -5,11 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import TypeVar
 
 from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.signals.cold_starts import ColdStarts
 from autoscaler.signals.serving_classes import serving_by_class
 from autoscaler.simulation.cluster.cluster import Cluster
+from autoscaler.simulation.cluster.neutral_replica import NeutralReplica
 from autoscaler.simulation.cluster.replica import PrefillReplica, SimulatedReplica, SimulatedRequest
 from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import (
@@ -28,6 +31,7 @@ from autoscaler.snapshot import (
 from coordinator.admission.entry import NOTHING_HELD, Held
 from splitserve.histograms import LATENCY_BOUNDS_S, Histogram
 
+Member = TypeVar("Member", bound=SimulatedReplica)
 BUCKET_S = 5.0
 KEPT_S = 1860.0
 """How long arrivals are kept, seconds."""
@@ -139,6 +143,7 @@ class SimulatedObserver:
     def snapshot(self, now_s: float) -> Snapshot:
         """The snapshot at `now_s`. Call once per decision: each call ends a slice of the windows."""
         cluster, engine = self._cluster, self._engine
+        decode = cluster.serving_decode
         there = [replica for pool in POOLS for replica in cluster.pool(pool)]
         self._cold_starts.look(self.actual(), {r.name: (r.state, r.since_s) for r in there})
         link = LinkSignals(engine.link_gb_per_s, engine.kv_bytes_per_token, self._transfer.read(now_s))
@@ -147,10 +152,10 @@ class SimulatedObserver:
             prefill=self._prefill_signals(now_s),
             decode=DecodeSignals(
                 replicas=_seen(cluster.decode),
-                running_requests=sum(r.running for r in cluster.decode),
-                waiting_reservations=sum(r.waiting_reservations for r in cluster.decode)
+                running_requests=sum(r.running for r in decode),
+                waiting_reservations=sum(r.waiting_reservations for r in decode)
                 + self._held("decode").requests,
-                context_tokens=int(sum(r.context_tokens for r in cluster.decode)),
+                context_tokens=int(sum(r.context_tokens for r in decode)),
                 kv_capacity_tokens=engine.kv_capacity_tokens,
                 max_running_requests=engine.max_running_requests,
                 step=StepTimeModel(engine.step_s, engine.sequence_s, engine.context_token_s)
@@ -185,12 +190,12 @@ class SimulatedObserver:
         ]
 
     def _prefill_signals(self, now_s: float) -> PrefillSignals:
-        replicas, held = self._cluster.prefill, self._held("prefill")
+        replicas, held = self._cluster.computing, self._held("prefill")
         classes = self._measure_rates(now_s)
         return PrefillSignals(
-            replicas=_seen(replicas),
+            replicas=_seen(self._cluster.prefill),
             waiting_requests=sum(r.waiting for r in replicas) + held.requests,
-            backlog_tokens=sum(r.queued_tokens for r in replicas) + round(held.uncached_tokens),
+            backlog_tokens=sum(r.backlog_tokens for r in replicas) + round(held.uncached_tokens),
             tokens_per_s=self._rate.tokens_per_s,
             latency=self._prefill.read(now_s),
             ttft=self._ttft.read(now_s),
@@ -205,21 +210,25 @@ class SimulatedObserver:
         return held if held.cause == cause else NOTHING_HELD
 
     def _measure_rates(self, now_s: float) -> dict[str, ClassSignals]:
-        """Measures all together, and each class."""
+        """Measures all together, and each class; neutral replicas as the autoscaler does, by what they report."""
+        if any(isinstance(one, NeutralReplica) for one in self._cluster.serving_prefill):
+            self._rate.tokens_per_s = _reported_rate(self._cluster.serving_prefill)
+            there = _by_class(self._cluster.serving_prefill)
+            return {kind: ClassSignals(len(some), _reported_rate(some)) for kind, some in there.items()}
         ended = [one for one in self._cluster.ended if isinstance(one, PrefillReplica)]
-        everything = [*self._cluster.prefill, *ended]
+        everything = [*self._cluster.computing, *ended]
         self._rate.look(now_s, everything)
         found = {}
         for kind in sorted({one.replica_class for one in everything}):
             rate = self._class_rates.setdefault(kind, _Rate(self._window_s))
             rate.look(now_s, [one for one in everything if one.replica_class == kind])
-        for kind, serving in _by_class(self._cluster.prefill).items():
+        for kind, serving in _by_class(self._cluster.serving_prefill).items():
             found[kind] = ClassSignals(len(serving), self._class_rates[kind].tokens_per_s)
         return found
 
     def _decode_classes(self) -> dict[str, ClassSignals]:
         found = {}
-        for kind, serving in _by_class(self._cluster.decode).items():
+        for kind, serving in _by_class(self._cluster.serving_decode).items():
             engine = self._engine.at_speed("decode", serving[0].speed)
             step = StepTimeModel(engine.step_s, engine.sequence_s, engine.context_token_s)
             found[kind] = ClassSignals(
@@ -249,9 +258,23 @@ class SimulatedObserver:
 
 def _seen(replicas: Sequence[SimulatedReplica]) -> tuple[Replica, ...]:
     return tuple(
-        Replica(r.name, r.state, r.since_s, float(r.load), replica_class=r.replica_class) for r in replicas
+        Replica(
+            r.name,
+            r.state,
+            r.since_s,
+            float(r.load),
+            neutral=isinstance(r, NeutralReplica),
+            replica_class=r.replica_class,
+        )
+        for r in replicas
     )
 
 
-def _by_class(replicas: Sequence[SimulatedReplica]) -> Mapping[str, Sequence[SimulatedReplica]]:
+def _reported_rate(replicas: Iterable[PrefillReplica]) -> float | None:
+    """The mean of the measured ones."""
+    rates = [one.prefill_tokens_per_s for one in replicas if one.prefill_tokens_per_s > 0]
+    return fmean(rates) if rates else None
+
+
+def _by_class(replicas: Sequence[Member]) -> Mapping[str, Sequence[Member]]:
     return serving_by_class((one.replica_class, one.state, one) for one in replicas)

@@ -10,7 +10,8 @@ import numpy as np
 
 from autoscaler.plan import ScalingPlan
 from autoscaler.simulation.cluster.cluster import Cluster
-from autoscaler.simulation.cluster.replica import SimulatedRequest
+from autoscaler.simulation.cluster.neutral_replica import NeutralReplica
+from autoscaler.simulation.cluster.replica import PrefillReplica, SimulatedReplica, SimulatedRequest
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
 
 PERCENTILES = (50, 95, 99)
@@ -74,12 +75,25 @@ def _by_state(replicas: Iterable[Replica]) -> dict[str, int]:
 
 
 def replica_hours(cluster: Cluster, pool: PoolName, end_s: float) -> dict[str, float]:
-    """Hours from the order to start each replica until it ended, or until `end_s`, by class."""
+    """Hours from the order to start each replica until it ended, or until `end_s`, by class; of a neutral
+    one while it leaned there."""
     hours: dict[str, float] = {}
-    for one in [*cluster.pool(pool), *(r for r in cluster.ended if r.name.startswith(pool))]:
-        life_s = max(0.0, min(end_s, end_s if one.ended_s is None else one.ended_s) - one.ordered_s)
-        hours[one.replica_class] = hours.get(one.replica_class, 0.0) + life_s / 3600
+    for one in [*cluster.prefill, *cluster.decode, *cluster.ended]:
+        last_s = min(end_s, end_s if one.ended_s is None else one.ended_s)
+        for begin_s, until_s in _stays_in(pool, one, last_s):
+            life_s = max(0.0, min(last_s, until_s) - begin_s)
+            hours[one.replica_class] = hours.get(one.replica_class, 0.0) + life_s / 3600
     return hours
+
+
+def _stays_in(pool: PoolName, replica: SimulatedReplica, last_s: float) -> list[tuple[float, float]]:
+    """Since when and until when it was of this pool; a neutral one is where it leans."""
+    if isinstance(replica, NeutralReplica):
+        ends = [*(at_s for at_s, _ in replica.changes), last_s]
+        stays = zip(replica.stays, ends, strict=True)
+        return [(begin_s, until_s) for (begin_s, where), until_s in stays if where == pool]
+    own: PoolName = "prefill" if isinstance(replica, PrefillReplica) else "decode"
+    return [(replica.ordered_s, last_s)] if own == pool else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +113,8 @@ class Outcome:
     """Replica-hours by pool and class; the class is empty where replicas are alike."""
     preempted_replicas: int = 0
     """Those with a notice that their machines are taken away."""
+    leaning_changes: Mapping[PoolName, int] | None = None
+    """How often a neutral replica changed sides, by where to; None without such."""
     resumed_requests: int = 0
     """How often a request went on elsewhere, because its machine was gone."""
 
@@ -173,6 +189,7 @@ class Outcome:
             "preempted_replicas": self.preempted_replicas,
             "resumed_requests": self.resumed_requests,
             "peak_replicas": self.peak_replicas,
+            **({} if self.leaning_changes is None else {"leaning_changes": dict(self.leaning_changes)}),
             "actions": sum(self.actions.values()),
             "actions_by_kind": dict(self.actions),
             "phases_s": self.phases(),

@@ -4,7 +4,7 @@ have together is shared by the account and the decisions of production (`autosca
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,11 @@ from autoscaler.sharing.claims.shares import Uses
 from autoscaler.sharing.model_account import ModelAccount, uses_of
 from autoscaler.sharing.models_file import least_uses
 from autoscaler.sharing.shared_account import SharedAccount
-from autoscaler.simulation.evaluation.class_costs import RunCost, cost_of, speeds_of, spot_of
-from autoscaler.simulation.evaluation.comparison import bounds_of
+from autoscaler.simulation.evaluation.class_costs import RunCost, cost_of
+from autoscaler.simulation.evaluation.comparison import bounds_of, under
 from autoscaler.simulation.outcome import Outcome
-from autoscaler.simulation.simulator import Scenario, Simulation, run_together
+from autoscaler.simulation.scenario import Scenario
+from autoscaler.simulation.simulator import Simulation, run_together
 from autoscaler.snapshot import POOLS, PoolName
 from autoscaler.start_watch import start_limits
 from splitserve.errors import UnavailableError
@@ -183,7 +184,7 @@ def simulate_shared(
         own = ModelAccount(account, name, partial(_itself, policy))
         ledger.parts[name] = part = _Part(own, ledger)
         run = Simulation(
-            replace(one.scenario, speeds=speeds_of(policy), spot=spot_of(policy)),
+            under(one.scenario, policy),
             own.deciding(make_decide(policy)),
             policy.interval_s,
             bounds_of(policy),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autoscaler.advisor.candidates import ClusterShape
-from autoscaler.simulation.simulator import Scenario
+from autoscaler.simulation.scenario import Scenario
 from autoscaler.sizing.gpu_catalog import GpuClass
 from autoscaler.sizing.model_shape import ModelShape
 from autoscaler.sizing.roofline import GPU_COUNTS, Efficiency, ReplicaDesign, design

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from autoscaler.advisor.advice import Prediction, predicted, ranked
 from autoscaler.advisor.candidates import ClusterShape, replay
-from autoscaler.simulation.simulator import Scenario
+from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.traces.scaling import pool_work_s
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autoscaler.simulation.evaluation.comparison import run_policy
 from autoscaler.simulation.outcome import Outcome, Slo
-from autoscaler.simulation.simulator import Scenario
+from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.sizing.engine_model import preset
 from bench.autoscaling.cases import default_policy

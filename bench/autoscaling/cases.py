@@ -11,7 +11,7 @@ from typing import Any
 
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.simulation.outcome import Slo
-from autoscaler.simulation.simulator import Scenario
+from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.start_times import StartTimes
 from autoscaler.simulation.traces.scaling import scaled_to_peak
 from autoscaler.simulation.traces.synthetic import SYNTHETIC, TraceShape, synthetic

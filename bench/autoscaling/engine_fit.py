@@ -9,7 +9,8 @@ import numpy as np
 from scipy.optimize import minimize
 
 from autoscaler.plan import Memory, PoolPlan, ScalingPlan
-from autoscaler.simulation.simulator import Scenario, Simulation
+from autoscaler.simulation.scenario import Scenario
+from autoscaler.simulation.simulator import Simulation
 from autoscaler.simulation.traces.trace import Trace
 from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import Snapshot

@@ -18,7 +18,8 @@ from statistics import fmean
 
 from autoscaler.simulation.evaluation.baselines import static_replicas
 from autoscaler.simulation.outcome import Outcome, Slo
-from autoscaler.simulation.simulator import Scenario, Simulation
+from autoscaler.simulation.scenario import Scenario
+from autoscaler.simulation.simulator import Simulation
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
 from autoscaler.sizing.engine_model import EngineModel, preset
 from autoscaler.snapshot import PoolName
@@ -168,7 +169,7 @@ def run(machine: str, mix: str, rate: float, system: str, seed: int, requests: i
         lent_cores=case.lends and system in ("default", "neutral"),
         neutral=system == "neutral",
     )
-    return Simulation(scenario, static_replicas(counts)).run()
+    return Simulation(scenario, static_replicas(counts), acts=system != "neutral").run()
 
 
 def _cpu_load(mix: str, rate: float, seed: int, requests: int) -> Iterator[TraceRequest]:

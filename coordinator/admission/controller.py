@@ -246,6 +246,7 @@ def _entry(state: RequestState, now: float) -> Entry:
         prompt_tokens=len(request.prompt) + resumed,
         uncached_tokens=state.estimate.uncached_tokens + resumed,
         read_s=state.estimate.read_s,
+        held_tokens=state.estimate.held_tokens,
         expected_output=max(1.0, state.estimate.output_tokens - resumed),
         max_output=request.max_tokens - resumed,
         needs_decode=state.needs_decode,

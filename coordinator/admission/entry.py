@@ -45,6 +45,8 @@ class Entry(Flight):
     """When the request times out."""
     ttft_slo_s: float | None = None
     """Where it is predicted to take longer to its first token, it is refused. None: it is served late."""
+    held_tokens: int | None = None
+    """The longest prefix that any worker holds in any tier; None: unknown."""
     resumed: bool = False
     """Continues a stream that broke at another coordinator: its client already has a part of the answer."""
     number: int = 0

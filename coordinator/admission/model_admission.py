@@ -31,6 +31,7 @@ from coordinator.admission.forecast import (
 from coordinator.admission.offer_round import OfferRound
 from coordinator.admission.prefill_capacity import PrefillCapacity
 from coordinator.admission.queue import AdmissionQueue
+from coordinator.admission.too_long import TooLong
 from coordinator.workers.load import DecodeLoad, PrefillLoad
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.snapshot import PoolSnapshot, WorkerKey
@@ -71,6 +72,7 @@ class ModelAdmission:
         # Others overtake late ones: forecasts of the two kinds are wrong by different factors.
         self._biases = {False: Bias(), True: Bias()}
         self._unlearned: list[tuple[float, int, Entry]] = []
+        self._too_long = TooLong()
         self._numbers = 0
         self._held_s: dict[Cause, float] = {"prefill": 0.0, "decode": 0.0, "workers": 0.0}
         self._held_since_s = 0.0
@@ -94,6 +96,10 @@ class ModelAdmission:
         self._numbers += 1
         entry.number = self._numbers
         self.decode.on_arrival(entry.priority_class, now)
+        workers = self.prefill.workers.values(), self.decode.workers.values()
+        if (hopeless := self._too_long.refusal(entry, *workers, now)) is not None:
+            entry.number = GONE
+            return Arrival(refused=hopeless)
         if not self.queue.requests:
             if self._try_start(entry, now, queued=False):
                 self._biases[False].relax()

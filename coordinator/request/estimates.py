@@ -65,6 +65,8 @@ class Estimates(RequestObserver):
         self._means: OrderedDict[LengthKey, LearnedMean] = OrderedDict()
         self._prefill_slots: dict[int, int] = {}
         """Slots of prefill workers in the prefix index, as a bit set for each block size."""
+        self._longest_block = 0
+        """Of all workers with a slot, tokens."""
         self._near = self._tiered = 0
         """Bit sets of slots: what is among the KV blocks, and what may be below them."""
         self._by_slot: dict[int, WorkerKey] = {}
@@ -79,7 +81,9 @@ class Estimates(RequestObserver):
                 held, read_s = self._soonest(hits, prompt_tokens)
             else:  # the last prompt token is always computed, for its logits
                 held, read_s = min(self._most_tokens(hits), prompt_tokens - 1), 0.0
-            return RequestEstimate(self._output_tokens(request), float(prompt_tokens - held), hits, read_s)
+            uncached = float(prompt_tokens - held)
+            longest = self._longest(hits, prompt_tokens)
+            return RequestEstimate(self._output_tokens(request), uncached, hits, longest, read_s)
         uncached = prompt_tokens * (1.0 - self.of_model(request.model.base_name).cached_share.value)
         return RequestEstimate(self._output_tokens(request), uncached)
 
@@ -125,6 +129,11 @@ class Estimates(RequestObserver):
             default=0,
         )
 
+    def _longest(self, hits: PrefixHits, prompt_tokens: int) -> int:
+        """Leading tokens that anybody holds at most, whatever the size of its blocks."""
+        depth = hits.levels[-1][0] if hits else 0
+        return min(depth * self._longest_block, prompt_tokens - 1)
+
     def _soonest(self, hits: PrefixHits, prompt_tokens: int) -> tuple[int, float]:
         """Leading tokens that the prefill worker which would be done first holds, and the seconds of reading them: of a
         few that hold most, as routing predicts it for each."""
@@ -148,6 +157,8 @@ class Estimates(RequestObserver):
         if worker is None:
             self._prefill_slots, self._by_slot, self._near, self._tiered = {}, {}, 0, 0
         for one in (worker,) if worker is not None else self._registry.snapshot().workers:
+            if one.prefix_slot >= 0:
+                self._longest_block = max(self._longest_block, one.block_size_tokens)
             if one.computes_prompts and one.prefix_slot >= 0:
                 slots = self._prefill_slots.get(one.block_size_tokens, 0)
                 self._prefill_slots[one.block_size_tokens] = slots | 1 << one.prefix_slot

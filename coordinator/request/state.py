@@ -29,7 +29,8 @@ class RequestEstimate:
     uncached_tokens: float
     """Prompt tokens that a prefill worker will have to compute."""
     hits: PrefixHits | None = None
-    """Cached prefixes by worker; None without a prefix index."""
+    held_tokens: int | None = None
+    """Cached prefixes by worker, and the longest one in any tier; None without a prefix index."""
     read_s: float = 0.0
     """Seconds for which that worker will read before, from its lower tiers."""
 
@@ -51,8 +52,7 @@ NO_WAITS = Waits()
 @dataclass(slots=True)
 class AttemptReport:
     """Measurements of one attempt, times in milliseconds. `decode_worker` is empty until that worker has sent output,
-    `transport` until KV was transferred; `reserve_wait_ms`: of `reserve_ms`, for KV blocks and reads from lower tiers.
-    """
+    `transport` until KV was transferred; `reserve_wait_ms`: of `reserve_ms`, for blocks and reads from lower tiers."""
 
     prefill_worker: str
     decode_worker: str = ""

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from functools import partial
 
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
-from autoscaler.simulation.cluster.routed_workers import MODEL, REPORT_S, RoutedWorkers
+from autoscaler.simulation.cluster.routed_workers import RoutedWorkers
+from autoscaler.simulation.cluster.simulated_registry import MODEL, REPORT_S
 from autoscaler.simulation.cluster_settings import ClusterSettings
 from coordinator.admission.entry import NOTHING_HELD, Entry, Held
 from coordinator.admission.model_admission import ModelAdmission
@@ -44,7 +45,7 @@ class AdmittedRequests:
         refuse: RequestEvent,
         lent: Callable[[], bool],
     ) -> None:
-        self._admission, self._settings = ModelAdmission(settings, workers.loads), settings
+        self._admission, self._settings = ModelAdmission(settings, workers.registry.loads), settings
         self._admission.bounds_prefill = not cluster.colocated
         self._admission.decodes_anywhere = self._hybrid = cluster.hybrid
         self._targets = cluster.targets or ServiceTargets(ttft_s=settings.ttft_slo_s)
@@ -66,7 +67,7 @@ class AdmittedRequests:
 
     def rotated(self, now_s: float) -> None:
         """Another set of workers takes requests."""
-        self._admission.set_workers(self._workers.snapshot, MODEL.name, self._on_demand)
+        self._admission.set_workers(self._workers.registry.snapshot, MODEL.name, self._on_demand)
         self._release(now_s)
 
     def arrive(self, request: SimulatedRequest, now_s: float) -> None:
@@ -128,7 +129,7 @@ class AdmittedRequests:
 
     def _plan_next(self, now_s: float) -> None:
         """Wakes at the next report while requests wait, sooner where time alone changes something."""
-        due_s = min(self._admission.next_release_s(now_s), self._workers.next_report_s)
+        due_s = min(self._admission.next_release_s(now_s), self._workers.registry.next_report_s)
         if not self._admission.queue.requests or self._wakes_s <= due_s:
             return
         self._wakes_s = max(due_s, now_s + _LEAST_WAIT_S)
@@ -141,11 +142,11 @@ class AdmittedRequests:
 
     def _count_output(self, now_s: float) -> None:
         """Takes the reports that are due, and counts the tokens decoded since an interval of reports ago."""
-        self._workers.take_reports(now_s)
+        self._workers.registry.take_reports(now_s)
         if now_s < self._counted_s + REPORT_S:
             return
         self._counted_s = now_s
-        for replica in self._workers.decode_replicas:
+        for replica in self._workers.registry.decode.values():
             for request, tokens in replica.produced(now_s):
                 entry = self._entries[request]
                 if tokens > entry.sent:

@@ -6,13 +6,11 @@ written, the first token is sent as soon as prefill has it, and decode continues
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Callable, Mapping
 
-from autoscaler.reconcile import Action, Activate, Drain, Lean, ReplicaView, Rest, Start
 from autoscaler.simulation.cluster.admitted_requests import TIMEOUT_S, AdmittedRequests
+from autoscaler.simulation.cluster.closed_form_neutral import ClosedFormNeutral
 from autoscaler.simulation.cluster.decode_replica import ClosedFormDecode
-from autoscaler.simulation.cluster.neutral_replicas import NeutralReplica
 from autoscaler.simulation.cluster.prefill_replica import ChunkedPrefill
 from autoscaler.simulation.cluster.replica import (
     DecodeReplica,
@@ -21,18 +19,21 @@ from autoscaler.simulation.cluster.replica import (
     SimulatedReplica,
     SimulatedRequest,
 )
-from autoscaler.simulation.cluster.routed_workers import MODEL, RoutedWorkers
+from autoscaler.simulation.cluster.replica_pools import ReplicaPools
+from autoscaler.simulation.cluster.routed_workers import RoutedWorkers
+from autoscaler.simulation.cluster.simulated_leanings import SimulatedLeanings
+from autoscaler.simulation.cluster.simulated_registry import MODEL
 from autoscaler.simulation.cluster_settings import ClusterSettings
 from autoscaler.simulation.replica_maker import ReplicaCalls, ReplicaMaker
-from autoscaler.simulation.start_times import StartTimes
-from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import PoolName, ReplicaState
 from coordinator.admission.entry import NOTHING_HELD, Held
 from coordinator.routing.router import Router
 
+_LOSABLE = ChunkedPrefill | ClosedFormDecode | ClosedFormNeutral
 
-class Cluster:
-    """All replicas, including ended ones. Calls `on_first_token` and `on_end` for every request."""
+
+class Cluster(ReplicaPools):
+    """The replicas with their requests. Calls `on_first_token` and `on_end` for every request."""
 
     def __init__(
         self,
@@ -42,118 +43,30 @@ class Cluster:
         on_end: Callable[[SimulatedRequest, float], None],
         router: Router | None = None,
     ) -> None:
-        self._settings, self._events = settings, events
+        super().__init__(settings, events)
         self._on_first_token, self._on_end = on_first_token, on_end
         calls = ReplicaCalls(self._computed, self._reserved, self._decoded)
         self._maker = ReplicaMaker(settings, events, calls)
-        self._numbers: dict[PoolName, int] = {"prefill": 0, "decode": 0}
         self._unrouted: list[SimulatedRequest] = []
-        self.prefill: list[PrefillReplica] = []
-        self.decode: list[DecodeReplica] = []
-        self.ended: list[SimulatedReplica] = []
         self._under_way: dict[SimulatedRequest, None] = {}
         """Requests on replicas, in the order in which they came to them."""
-        self.notices, self.resumed = 0, 0
-        """Replicas whose machines were to be taken away, and requests that went on elsewhere."""
+        self.resumed = 0
+        """How often a request went on elsewhere."""
         targets = settings.targets if settings.hybrid else None
         self._routed = RoutedWorkers(settings.engine, router, settings.colocated, targets, settings.steps)
-        self._neutral: list[NeutralReplica] = []
         self.lending = False
-        self.sleeping: Collection[PoolName] = ()
-        """Pools whose standbys sleep."""
-        self.woken: set[PoolName] = set()
         self._admitted: AdmittedRequests | None = None
         if settings.admission is not None and settings.admission.mode == "queue":
             parts = self._routed, events, self._send, self._refuse, lambda: self.lending
             self._admitted = AdmittedRequests(settings.admission, settings, *parts)
-        self._start_times = settings.start_times or StartTimes(settings.cold_start_s)
+        self.leanings: SimulatedLeanings | None = None
+        if settings.neutral:
+            wanted = settings.leaning_targets or settings.targets
+            asks = (lambda: self.held), self._is_busy, self.ask_leaning
+            self.leanings = SimulatedLeanings(events, self._routed.registry, wanted, *asks)
+        self.looks_until_s = 0.0
+        """Until when the planner of leanings looks, also while there is nothing to do."""
         self.on_waiting: Callable[[float], None] = lambda now_s: None  # when one begins to wait for replicas
-        self.on_notice: Callable[[float], None] = lambda now_s: None  # when a machine is to be taken away
-
-    def pool(self, name: PoolName) -> list[PrefillReplica] | list[DecodeReplica]:
-        """The replicas of a pool that have not ended."""
-        return self.prefill if name == "prefill" else self.decode
-
-    def members(self, name: PoolName) -> tuple[ReplicaView, ...]:
-        """A pool as `autoscaler.reconcile` sees it."""
-        return tuple(
-            ReplicaView(r.name, r.state, float(r.load), r.ordered_s, replica_class=r.replica_class)
-            for r in self.pool(name)
-        )
-
-    def order(
-        self, pool: PoolName, count: int, now_s: float, cold_start_s: float | None = None, kind: str = ""
-    ) -> None:
-        """Orders replicas; they are ready one cold start later (0: at once), or end then where the start fails. `kind`:
-        their class; empty: the first one."""
-        speeds = self._settings.speeds.get(pool) or {"": 1.0}
-        kind = kind if kind in speeds else next(iter(speeds))
-        for _ in range(count):
-            self._numbers[pool] += 1
-            engine = self._settings.engine.at_speed(pool, speeds[kind])
-            replica = self._make(pool, f"{pool}-{self._numbers[pool]}", now_s, engine)
-            replica.replica_class, replica.speed = kind, speeds[kind]
-            start = self._start_times.of(replica.name)
-            begins = self._ends if start.fails and cold_start_s is None else self._becomes_ready
-            if (took_s := start.took_s if cold_start_s is None else cold_start_s) > 0:
-                self._events.at(now_s + took_s, begins(replica))
-            else:
-                begins(replica)(now_s)
-            after_s = self._settings.preemptions.notice_after_s(replica.name)
-            if after_s is not None and kind in self._settings.spot.get(pool, ()):
-                self._events.at(now_s + after_s, partial(self.take_away, replica))
-
-    def act(self, action: Action, now_s: float) -> None:
-        """Applies an action of `autoscaler.reconcile`."""
-        match action:
-            case Start(pool, count, kind):
-                self.order(pool, count, now_s, kind=kind)
-            case Activate(pool, name):
-                self._joins(pool, self._named(pool, name), now_s)
-            case Rest(pool, name):
-                resting = self._named(pool, name)
-                resting.enter(ReplicaState.STANDBY, now_s)
-                resting.asleep = pool in self.sleeping
-            case Lean():
-                pass  # replicas that the autoscaler scales are not neutral
-            case Drain(pool, names):
-                for name in names:
-                    replica = self._named(pool, name)
-                    replica.enter(ReplicaState.DRAINING, now_s)
-                    self._end_if_empty(replica, now_s)
-        self._rotation_changed(now_s)
-
-    def _joins(self, pool: PoolName, replica: SimulatedReplica, now_s: float) -> None:
-        """Into rotation: one that sleeps once it has woken up."""
-
-        def wake(at_s: float) -> None:
-            replica.waking = False
-            if replica.asleep and replica.state is ReplicaState.STANDBY:
-                replica.asleep = False
-                self.woken.add(pool)
-                replica.enter(ReplicaState.READY, at_s)
-                self._rotation_changed(at_s)
-
-        if not replica.asleep:
-            replica.enter(ReplicaState.READY, now_s)
-        elif not replica.waking:
-            replica.waking = True
-            self._events.at(now_s + self._settings.wake_s, wake)
-
-    def wake_s(self, pool: PoolName) -> float | None:
-        """What waking took in a pool; None before the first."""
-        return self._settings.wake_s if pool in self.woken else None
-
-    def take_away(self, replica: SimulatedReplica, now_s: float) -> None:
-        """Gives a replica its notice: it takes nothing new, and is gone once that is over."""
-        if replica.ended_s is not None:
-            return
-        if replica.state is not ReplicaState.DRAINING:
-            replica.enter(ReplicaState.PREEMPTED, now_s)
-        self.notices += 1
-        self._rotation_changed(now_s)
-        self._events.at(now_s + self._settings.preemptions.notice_s, partial(self._gone, replica))
-        self.on_notice(now_s)
 
     def arrive(self, request: SimulatedRequest, now_s: float) -> None:
         """Accepts a request that arrives now."""
@@ -161,6 +74,21 @@ class Cluster:
             self._events.at(now_s + request_s, lambda at_s: self._begin(request, at_s))
         else:
             self._begin(request, now_s)
+
+    def lead(self, leanings: Mapping[str, PoolName], now_s: float) -> None:
+        """A plan says where neutral replicas lean, by name: their planner rests, unless the plan names none."""
+        if self.leanings is not None:
+            self.leanings.rests = bool(leanings)
+        for name, pool in leanings.items():
+            self.ask_leaning(name, pool, now_s)
+
+    def _is_busy(self, now_s: float) -> bool:
+        waits = self._unrouted or self.held.requests
+        return bool(self._under_way or waits) or now_s < self.looks_until_s
+
+    def _look_at_leanings(self, now_s: float) -> None:
+        if self.leanings is not None:
+            self.leanings.wake(now_s)
 
     @property
     def held(self) -> Held:
@@ -170,10 +98,11 @@ class Cluster:
     @property
     def waiting_for_workers(self) -> int:
         """Requests that wait for the first replicas of a pool."""
-        waits = self._settings.on_demand and self._routed.snapshot.lacks_workers(MODEL.name)
+        waits = self._settings.on_demand and self._routed.registry.snapshot.lacks_workers(MODEL.name)
         return len(self._unrouted) + self.held.requests if waits else 0
 
     def _begin(self, request: SimulatedRequest, now_s: float) -> None:
+        self._look_at_leanings(now_s)
         if self._admitted is None:
             self._send(request, now_s)
         else:
@@ -263,39 +192,25 @@ class Cluster:
             self._admitted.ended(request, now_s)
         self._on_end(request, now_s)
 
-    def _make(self, pool: PoolName, name: str, now_s: float, engine: EngineModel) -> SimulatedReplica:
-        neutral = self._maker.neutral(name, now_s) if self._settings.neutral else None
-        if neutral is not None:
-            self._neutral.append(neutral)
+    def _make(self, pool: PoolName, name: str, now_s: float, kind: str) -> SimulatedReplica:
+        if self._settings.neutral:
+            neutral = self._maker.neutral(name, now_s, pool, kind)
+            self._pool_of(neutral).append(neutral)
+            return neutral
         if pool == "prefill":
-            prefill = self._maker.prefill(name, now_s, engine) if neutral is None else neutral.prefill
+            prefill = self._maker.prefill(name, now_s, kind)
             self.prefill.append(prefill)
             return prefill
-        decode = self._maker.decode(name, now_s, engine) if neutral is None else neutral.decode
+        decode = self._maker.decode(name, now_s, kind)
         self.decode.append(decode)
         return decode
 
-    def _ends(self, replica: SimulatedReplica) -> Callable[[float], None]:
-        def end(now_s: float) -> None:
-            if replica.state is ReplicaState.STARTING:
-                replica.enter(ReplicaState.DRAINING, now_s)
-                self._end_if_empty(replica, now_s)
-
-        return end
-
-    def _becomes_ready(self, replica: SimulatedReplica) -> Callable[[float], None]:
-        def become_ready(now_s: float) -> None:
-            if replica.state is not ReplicaState.STARTING:
-                return
-            # `reconcile` moves it to standby where the plan wants that.
-            replica.enter(ReplicaState.READY, now_s)
-            self._rotation_changed(now_s)
-
-        return become_ready
+    def _forget(self, replica: SimulatedReplica) -> None:
+        self._routed.registry.ended(replica)
 
     def _gone(self, replica: SimulatedReplica, now_s: float) -> None:
         """A machine is taken away. What is on it resumes elsewhere: prompt and answer so far are computed again."""
-        if replica.ended_s is not None or not isinstance(replica, ChunkedPrefill | ClosedFormDecode):
+        if replica.ended_s is not None or not isinstance(replica, _LOSABLE):
             return
         here = [one for one in self._under_way if replica in (one.prefill, one.decode)]
         produced = replica.lose(now_s)
@@ -304,7 +219,7 @@ class Cluster:
         self._end_if_empty(replica, now_s)
         for request in here:
             for other in (request.prefill, request.decode):
-                if other is not replica and isinstance(other, ChunkedPrefill | ClosedFormDecode):
+                if other is not replica and isinstance(other, _LOSABLE):
                     other.withdraw(request, now_s)
                     other.assigned -= 1
                     self._end_if_empty(other, now_s)
@@ -318,28 +233,12 @@ class Cluster:
         ready = ReplicaState.READY
         prefill = [replica for replica in self.prefill if replica.state is ready]
         decode = [replica for replica in self.decode if replica.state is ready]
-        leaning: dict[str, PoolName] = {}
         if self._settings.neutral:
-            leaning |= dict.fromkeys((replica.name for replica in prefill), "prefill")
-            leaning |= dict.fromkeys((replica.name for replica in decode), "decode")
-            there = [made for made in self._neutral if made.prefill.name in leaning]
-            prefill, decode = [made.prefill for made in there], [made.decode for made in there]
-        self._routed.rotate(prefill, decode, now_s, leaning)
+            both = [replica for replica in self._neutral if replica.state is ready]
+            prefill, decode = list(both), list(both)
+        self._routed.registry.rotate(prefill, decode, now_s)
+        self._look_at_leanings(now_s)
         waiting, self._unrouted = self._unrouted, []
         self._unrouted = [request for request in waiting if not self._route(request, now_s)]
         if self._admitted is not None:
             self._admitted.rotated(now_s)
-
-    def _end_if_empty(self, replica: SimulatedReplica, now_s: float) -> None:
-        if replica.state is not ReplicaState.DRAINING or replica.assigned or replica.ended_s is not None:
-            return
-        replica.ended_s = now_s
-        self.ended.append(replica)
-        self._routed.ended(replica)
-        if isinstance(replica, PrefillReplica):
-            self.prefill.remove(replica)
-        elif isinstance(replica, DecodeReplica):
-            self.decode.remove(replica)
-
-    def _named(self, pool: PoolName, name: str) -> SimulatedReplica:
-        return next(replica for replica in self.pool(pool) if replica.name == name)

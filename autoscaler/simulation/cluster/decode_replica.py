@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from autoscaler.simulation.cluster.local_prompts import LocalPrompt, LocalPrompts
@@ -62,6 +62,8 @@ class ClosedFormDecode(DecodeReplica):
         self.preempted = 0
         self._cache = cache
         self._prompts = LocalPrompts(engine)
+        self.on_step: Callable[[Sequence[tuple[LocalPrompt, int]], float, float], None] = lambda *_: None
+        """Called when a step with prompts has ended: their tokens in it, and when it began and ended."""
         self._sharing: int | None = None
         """Sequences in the step under way, where steps are simulated one by one; None: they are not."""
 
@@ -118,11 +120,16 @@ class ClosedFormDecode(DecodeReplica):
 
         if self._cache is not None:
             request.cached = self._cache.cached_tokens(request.block_ids, request.prompt_tokens)
-        self._compute(LocalPrompt(request, request.prompt_tokens, request.cached, done), now_s)
+        self.compute(LocalPrompt(request, request.prompt_tokens, request.cached, done), now_s)
 
-    def _compute(self, prompt: LocalPrompt, now_s: float) -> None:
+    def compute(self, prompt: LocalPrompt, now_s: float) -> None:
+        """Computes a prompt in steps that the batch shares."""
         self._prompts.add(prompt)
         self._begin_step(now_s)
+
+    def give_up(self, prompt: LocalPrompt) -> None:
+        """Computes a prompt no further. The step that it is in takes as long as planned."""
+        self._prompts.remove(prompt)
 
     def _begin_step(self, now_s: float) -> None:
         """Begins a step with prompt tokens, or leaves the batch to the closed form where there are none."""
@@ -141,10 +148,12 @@ class ClosedFormDecode(DecodeReplica):
     def _end_step(self, now_s: float) -> None:
         if self.ended_s is not None:
             return
-        shared, self._sharing, self._at_s = self._sharing or 0, None, now_s
+        shared, began_s = self._sharing or 0, self._at_s
+        self._sharing, self._at_s = None, now_s
         if shared:
             self._steps += 1
             self._context += shared
+        self.on_step(self._prompts.step, began_s, now_s)
         complete = self._prompts.end()
         self._end_sequences(now_s)
         while len(self._batch) > 1 and self._context + self.reserved_tokens > self._engine.kv_capacity_tokens:
@@ -179,7 +188,7 @@ class ClosedFormDecode(DecodeReplica):
             self.reserved_tokens += request.kv_tokens
             if request.rejoins:
                 request.rejoins = False
-                self._compute(LocalPrompt(request, request.kv_tokens, 0, self._rejoins(request)), now_s)
+                self.compute(LocalPrompt(request, request.kv_tokens, 0, self._rejoins(request)), now_s)
             else:
                 request.reserved_s = now_s
                 self._reserved(request, now_s)

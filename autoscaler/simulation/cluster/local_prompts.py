@@ -32,7 +32,8 @@ class LocalPrompts:
     def __init__(self, engine: EngineModel) -> None:
         self._engine = engine
         self._queue: list[LocalPrompt] = []
-        self._step: list[tuple[LocalPrompt, int]] = []
+        self.step: list[tuple[LocalPrompt, int]] = []
+        """Prompts in the step under way, with their tokens in it."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -46,6 +47,11 @@ class LocalPrompts:
         """Queues a prompt."""
         self._queue.append(prompt)
 
+    def remove(self, prompt: LocalPrompt) -> None:
+        """Takes a prompt out."""
+        self._queue.remove(prompt)
+        self.step = [(one, tokens) for one, tokens in self.step if one is not prompt]
+
     def begin(self, batch: int, now_s: float) -> float:
         """Cuts a step that `batch` sequences share; how long its prompt tokens take, seconds."""
         budget = max(1, self._engine.max_step_tokens - batch)
@@ -55,23 +61,23 @@ class LocalPrompts:
             budget -= tokens
             if not budget:
                 break
-        self._step = []
+        self.step = []
         for prompt, tokens in zip(self._queue, given, strict=False):
             more = min(prompt.remaining - tokens, budget)
             budget -= more
             if tokens + more:
-                self._step.append((prompt, tokens + more))
+                self.step.append((prompt, tokens + more))
                 if prompt.request.started_s is None:
                     prompt.request.started_s = now_s
-        return sum(self._engine.prefill_s(p.computed, p.computed + tokens) for p, tokens in self._step)
+        return sum(self._engine.prefill_s(p.computed, p.computed + tokens) for p, tokens in self.step)
 
     def end(self) -> Sequence[LocalPrompt]:
         """Ends the step; the prompts that are complete now."""
-        for prompt, tokens in self._step:
+        for prompt, tokens in self.step:
             prompt.computed += tokens
-        complete = [prompt for prompt, _ in self._step if not prompt.remaining]
+        complete = [prompt for prompt, _ in self.step if not prompt.remaining]
         self._queue = [prompt for prompt in self._queue if prompt.remaining]
-        self._step = []
+        self.step = []
         return complete
 
 

@@ -77,10 +77,7 @@ class ChunkedPrefill(PrefillReplica):
     def take_cache_changes(self) -> CacheChanges:
         """What has changed since the last call."""
         assert self._cache is not None
-        changes, self._cache.changes = self._cache.changes or {}, {}
-        # Parents first: the cache inserts a prompt's blocks from its end.
-        stored = [block for block, is_stored in reversed(changes.items()) if is_stored]
-        return CacheChanges(stored, [block for block, is_stored in changes.items() if not is_stored])
+        return self._cache.take_changes()
 
     @property
     def load(self) -> int:
@@ -180,6 +177,13 @@ class PrefixCache:
         self._blocks: OrderedDict[int, None] = OrderedDict()
         self.changes: dict[int, bool] | None = {} if keeps_changes else None
         """Blocks stored (True) or evicted (False) since this was last emptied; None when not tracked."""
+
+    def take_changes(self) -> CacheChanges:
+        """What has changed since the last call."""
+        changes, self.changes = self.changes or {}, {}
+        # Parents first: the cache inserts a prompt's blocks from its end.
+        stored = [block for block, is_stored in reversed(changes.items()) if is_stored]
+        return CacheChanges(stored, [block for block, is_stored in changes.items() if not is_stored])
 
     def cached_tokens(self, block_ids: Sequence[int], prompt_tokens: int) -> int:
         """Prompt tokens that are cached. The last token is always computed."""

@@ -1,7 +1,7 @@
 """What replicas of both pools have in common: identity, life cycle, and the event queue of the virtual clock.
 
 A replica is computed in closed form (`prefill_replica.py`, `decode_replica.py`), or step by step by the engine's own
-core (`stepped_replicas.py`).
+core (`stepped`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from autoscaler.simulation.traces.trace import TraceRequest
-from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import ReplicaState
 from engine.pacing.step_time_fit import DecodeStepFit, PromptFit
-from engine.worker.messages import prompt_fit_message, step_fit_message
-from splitserve.v1 import registry_pb2
 
 Event = Callable[[float], None]
 """Callback of an event; its argument is the time, seconds."""
@@ -55,7 +52,7 @@ class SimulatedReplica(ABC):
         self.ordered_s = ordered_s
         self.ended_s: float | None = None
         self.replica_class, self.speed = "", 1.0
-        """Its class, and how many replicas of speed 1 do its work."""
+        """Its class, and how many replicas of speed 1 do its work; of a neutral one, as it decodes."""
         self.asleep = self.waking = False
         """Whether it is a standby that sleeps, and whether it is to join since."""
         self.assigned = 0
@@ -184,9 +181,19 @@ class PrefillReplica(SimulatedReplica):
         """Prompts not started yet."""
 
     @property
+    def prompts(self) -> int:
+        """Prompts that run or wait."""
+        return self.load
+
+    @property
     @abstractmethod
     def queued_tokens(self) -> int:
         """Prompt tokens to compute, of waiting and running prompts."""
+
+    @property
+    def backlog_tokens(self) -> int:
+        """The same of all prompts here, as a coordinator counts them."""
+        return self.queued_tokens
 
     @property
     @abstractmethod
@@ -296,35 +303,3 @@ class DecodeReplica(SimulatedReplica):
     @abstractmethod
     def leave(self, request: SimulatedRequest, now_s: float) -> None:
         """Releases the reservation of a request that never ran here."""
-
-
-def add_prompts(load: registry_pb2.WorkerLoad, replica: PrefillReplica) -> None:
-    """Adds what a replica computes for others."""
-    load.waiting_requests += replica.waiting
-    load.running_requests += replica.load - replica.waiting
-    load.waiting_tokens += replica.queued_tokens
-    load.prefill_tokens_per_second = replica.prefill_tokens_per_s
-    load.lent_speedup = replica.lent_speedup
-    if (fit := prompt_fit_message(replica.prompt_fit)) is not None:
-        load.prompt_fit.CopyFrom(fit)
-
-
-def decode_load(
-    replica: DecodeReplica, engine: EngineModel, step_s: float, block_tokens: int
-) -> registry_pb2.WorkerLoad:
-    """The report of a decode replica."""
-    used = int(replica.context_tokens) // block_tokens
-    total = int(engine.kv_capacity_tokens * replica.speed) // block_tokens
-    return registry_pb2.WorkerLoad(
-        total_blocks=total,
-        free_blocks=max(0, total - used),
-        referenced_blocks=used,
-        running_requests=replica.running,
-        streams=replica.running,
-        waiting_reservations=replica.waiting_reservations,
-        waiting_tokens=replica.local_tokens,
-        decode_step_ms=step_s * 1e3,
-        prompt_fit=prompt_fit_message(replica.prompt_fit),
-        step_fit=step_fit_message(replica.step_fit),
-        lent_speedup=replica.lent_speedup,
-    )

@@ -37,8 +37,8 @@ from autoscaler.snapshot import POOLS, PoolName
 Knobs = Mapping[str, Any]
 """Keyword arguments of a baseline; what is not given is as its source ships or documents it."""
 
-STATIC_PEAK, STATIC_BEST = "static-peak", "static-best"
-STATIC = (STATIC_PEAK, STATIC_BEST)
+STATIC_PEAK, STATIC_BEST, STATIC_NEUTRAL = "static-peak", "static-best", "static-neutral"
+STATIC = (STATIC_PEAK, STATIC_BEST, STATIC_NEUTRAL)
 """They need runs or the trace, not a rule; see `comparison.py`."""
 
 
@@ -124,7 +124,7 @@ _RULES: Mapping[str, tuple[Callable[..., Decide], float]] = {
     "dynamo-sla": (_dynamo_sla, DYNAMO_INTERVAL_S),
 }
 BASELINES = (STATIC_PEAK, *_RULES)
-"""Of one run each. `STATIC_BEST` beside them is a search."""
+"""Of one run each, with pinned replicas. Beside them `STATIC_BEST` is a search, `STATIC_NEUTRAL` has neutral ones."""
 
 
 def baseline(name: str, known: RuleInputs, knobs: Knobs | None = None) -> Baseline:

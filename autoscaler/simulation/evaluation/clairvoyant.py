@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 
 from autoscaler.plan import Decide, Memory, PoolPlan, ScalingPlan
 from autoscaler.simulation.outcome import Outcome
-from autoscaler.simulation.simulator import Scenario, Simulation
+from autoscaler.simulation.scenario import Scenario
+from autoscaler.simulation.simulator import Simulation
 from autoscaler.simulation.traces.scaling import decode_claim
 from autoscaler.snapshot import PoolName, Snapshot
 from splitserve.models.sources import Progress

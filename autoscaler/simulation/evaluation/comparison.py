@@ -16,6 +16,7 @@ from autoscaler.reconcile import Bounds
 from autoscaler.simulation.evaluation.baselines import (
     BASELINES,
     STATIC_BEST,
+    STATIC_NEUTRAL,
     STATIC_PEAK,
     Knobs,
     RuleInputs,
@@ -28,7 +29,8 @@ from autoscaler.simulation.evaluation.clairvoyant import GRID_S, Bound, clairvoy
 from autoscaler.simulation.evaluation.class_costs import RunCost, cost_of, speeds_of, spot_of
 from autoscaler.simulation.evaluation.static_search import best_static
 from autoscaler.simulation.outcome import Outcome
-from autoscaler.simulation.simulator import Scenario, Simulation
+from autoscaler.simulation.scenario import Scenario
+from autoscaler.simulation.simulator import Simulation
 from autoscaler.simulation.traces.scaling import PEAK_WINDOW_S
 from autoscaler.snapshot import POOLS, PoolName
 from autoscaler.start_watch import start_limits
@@ -83,11 +85,17 @@ def run_policy(
     scenario: Scenario, policy: ScalingPolicy, on_progress: Callable[[float], None] = lambda _: None
 ) -> Outcome:
     """Runs the policy under the control loop's watch over starts, with the classes of replicas that it has."""
-    scenario = replace(scenario, speeds=speeds_of(policy), spot=spot_of(policy))
+    scenario = under(scenario, policy)
     bounds, decide, starts = bounds_of(policy), make_decide(policy), start_limits(policy)
     return Simulation(
         scenario, decide, policy.interval_s, bounds, POLICY_NAME, on_progress, starts=starts
     ).run()
+
+
+def under(scenario: Scenario, policy: ScalingPolicy) -> Scenario:
+    """With the kind of workers and the classes of replicas that the policy has."""
+    neutral = policy.workers == "neutral"
+    return replace(scenario, speeds=speeds_of(policy), spot=spot_of(policy), neutral=neutral)
 
 
 def run_baseline(
@@ -101,18 +109,21 @@ def run_baseline(
     """Runs one baseline within the bounds of the policy, tuned by `knobs`. `share`: what `static-best` must attain.
     None goes to zero: they know no way from there."""
     bounds = {pool: Bounds(max(1, each.min), each.max) for pool, each in bounds.items()}
-    if name in (STATIC_PEAK, STATIC_BEST):
+    acts = name != STATIC_NEUTRAL
+    if name in (STATIC_PEAK, STATIC_NEUTRAL, STATIC_BEST):
         peak = static_peak(scenario)
         if name == STATIC_BEST:
             ample = {pool: count + _SPARE for pool, count in peak.items()}
             return best_static(scenario, share, peak_within(ample, bounds), on_progress)
         counts = peak_within(peak, bounds)
-        scenario, decide, interval_s = replace(scenario, initial=counts), static_replicas(counts), GRID_S
+        scenario = replace(scenario, initial=counts, neutral=not acts)
+        decide, interval_s = static_replicas(counts), GRID_S
     else:
         work_s = mean_work_s(scenario.trace.requests, scenario.engine, scenario.slo.tpot_s)
         rule = baseline(name, RuleInputs(scenario.slo, scenario.engine, bounds, work_s), knobs)
         decide, interval_s = rule.decide, rule.interval_s
-    return Simulation(scenario, decide, interval_s, bounds, name, partial(on_progress, name)).run()
+    progress = partial(on_progress, name)
+    return Simulation(scenario, decide, interval_s, bounds, name, progress, acts=acts).run()
 
 
 def bounds_of(policy: ScalingPolicy) -> dict[PoolName, Bounds]:
@@ -135,11 +146,13 @@ def static_peak(scenario: Scenario) -> dict[PoolName, int]:
 
 
 def baseline_names(wanted: Sequence[str]) -> list[str]:
-    """The baselines to run; `all` expands to all of one run each. Raises InvalidArgumentError for an unknown name."""
+    """The baselines to run; `all` expands to all of one run each with pinned replicas.
+    Raises InvalidArgumentError for an unknown name."""
     names: list[str] = []
     for name in wanted:
-        if name != "all" and name not in (*BASELINES, STATIC_BEST):
-            known = ", ".join(("all", *BASELINES, STATIC_BEST))
+        single = (STATIC_BEST, STATIC_NEUTRAL)
+        if name != "all" and name not in (*BASELINES, *single):
+            known = ", ".join(("all", *BASELINES, *single))
             raise InvalidArgumentError(f"baseline: no such baseline: {name!r} ({known})", field="baseline")
         names += BASELINES if name == "all" else [name]
     return list(dict.fromkeys(names))

@@ -11,7 +11,8 @@ from dataclasses import replace
 from autoscaler.simulation.evaluation.baselines import STATIC_BEST, static_replicas
 from autoscaler.simulation.evaluation.clairvoyant import GRID_S
 from autoscaler.simulation.outcome import Outcome
-from autoscaler.simulation.simulator import Scenario, Simulation
+from autoscaler.simulation.scenario import Scenario
+from autoscaler.simulation.simulator import Simulation
 from autoscaler.snapshot import PoolName
 from splitserve.models.sources import Progress
 

@@ -26,7 +26,7 @@ from rich.console import Console
 from autoscaler.policies.policy_file import parse_policy
 from autoscaler.simulation.evaluation.comparison import run_policy
 from autoscaler.simulation.outcome import Outcome, Slo
-from autoscaler.simulation.simulator import Scenario
+from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.traces.scaling import scaled_to_peak
 from autoscaler.simulation.traces.trace import Trace, TraceRequest, load_trace
 from autoscaler.sizing.engine_model import EngineModel

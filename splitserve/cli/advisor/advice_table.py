@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autoscaler.advisor.achieved import AchievedAdvice
     from autoscaler.advisor.advice import Advice, Prediction
-    from autoscaler.simulation.simulator import Scenario
+    from autoscaler.simulation.scenario import Scenario
 
 PIPED_WIDTH = 120
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autoscaler.advisor.recorded_traffic import RecordedTraffic
     from autoscaler.advisor.reported_engine import ReportedEngine
     from autoscaler.simulation.outcome import Slo
-    from autoscaler.simulation.simulator import Scenario
+    from autoscaler.simulation.scenario import Scenario
 
 TraceFile = Annotated[
     Path | None,
@@ -172,7 +172,7 @@ def _engine(traffic: RecordedTraffic, wanted: _Wanted) -> ReportedEngine:
 
 
 def _scenario(traffic: RecordedTraffic, engine: Any, slo: Slo, cold_start_s: float) -> Scenario:
-    from autoscaler.simulation.simulator import Scenario
+    from autoscaler.simulation.scenario import Scenario
     from splitserve.config.coordinator import AdmissionConfig
 
     return Scenario(traffic.trace, engine, slo, cold_start_s, admission=AdmissionConfig())

@@ -192,7 +192,7 @@ def _planned(
     """What `--json` prints."""
     from autoscaler.advisor.achieved import traffic_figures
     from autoscaler.simulation.outcome import Slo
-    from autoscaler.simulation.simulator import Scenario
+    from autoscaler.simulation.scenario import Scenario
     from autoscaler.simulation.traces.scaling import busiest
     from autoscaler.sizing.bill import bill_of, billed_json
     from autoscaler.sizing.replica_choice import cheapest

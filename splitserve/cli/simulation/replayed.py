@@ -14,7 +14,7 @@ from splitserve.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from autoscaler.policies.policy_file import ScalingPolicy
     from autoscaler.simulation.outcome import Slo
-    from autoscaler.simulation.simulator import Scenario
+    from autoscaler.simulation.scenario import Scenario
     from autoscaler.simulation.traces.trace import Trace
     from autoscaler.sizing.engine_model import EngineModel
 
@@ -51,7 +51,7 @@ class Replayed:
 
     def scenario(self, policy: ScalingPolicy) -> Scenario:
         """Loads or makes the trace. Raises InvalidArgumentError naming the option."""
-        from autoscaler.simulation.simulator import Scenario
+        from autoscaler.simulation.scenario import Scenario
         from autoscaler.simulation.start_times import StartTimes
         from autoscaler.sizing.engine_model import preset
 

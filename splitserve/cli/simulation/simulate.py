@@ -24,7 +24,7 @@ SYNTHETIC_PANEL = "Synthetic traces"
 PREFIX_CACHES = ("worker", "pool", "off")
 BASELINE_HELP = (
     "Compare with static-peak, hpa-p95-latency, hpa-utilization, keda-rate, token-backlog, llm-d-slo, "
-    "dynamo-thresholds, dynamo-sla, all of these, or static-best. Repeatable."
+    "dynamo-thresholds, dynamo-sla, all of these, static-neutral or static-best. Repeatable."
 )
 
 TraceNames = Annotated[

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autoscaler.simulation.evaluation.comparison import Comparison
     from autoscaler.simulation.outcome import Outcome
-    from autoscaler.simulation.simulator import Scenario
+    from autoscaler.simulation.scenario import Scenario
 
 PIPED_WIDTH = 160
 
@@ -46,13 +46,20 @@ def simulation_table(found: Comparison, scenario: Scenario) -> str:
     with console.capture() as captured:
         console.print(table)
     bill = "".join(f"{line}\n" for line in found.cost.lines()) if found.cost else ""
-    return captured.get() + bill + _preempted(found.policy)
+    return captured.get() + bill + _preempted(found.policy) + _moved(found.policy)
 
 
 def _preempted(outcome: Outcome) -> str:
     if not outcome.preempted_replicas:
         return ""
     return f"{outcome.preempted_replicas} replicas preempted, {outcome.resumed_requests} requests resumed elsewhere\n"
+
+
+def _moved(outcome: Outcome) -> str:
+    if (changes := outcome.leaning_changes) is None:
+        return ""
+    to = ", ".join(f"{count} to {pool}" for pool, count in changes.items())
+    return f"changes of sides: {sum(changes.values())} ({to})\n"
 
 
 def _row(outcome: Outcome, least: float | None) -> list[str]:

@@ -13,7 +13,7 @@ from autoscaler.advisor.candidates import ClusterShape, policy_values
 from autoscaler.advisor.recorded_traffic import MeasuredRequest, RecordedTraffic
 from autoscaler.policies.policy_file import parse_policy
 from autoscaler.simulation.outcome import Slo
-from autoscaler.simulation.simulator import Scenario
+from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.simulation.traces.trace import Trace
 from autoscaler.sizing.engine_model import EngineModel

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoscaler.simulation.cluster.lent_cores import CoreSlot, LentCores
 from autoscaler.simulation.cluster.replica import EventQueue
+from autoscaler.simulation.cluster.stepped.lent_cores import CoreSlot, LentCores
 from autoscaler.simulation.evaluation.baselines import static_replicas
 from autoscaler.simulation.outcome import Outcome, Slo
-from autoscaler.simulation.simulator import Scenario, Simulation
+from autoscaler.simulation.scenario import Scenario
+from autoscaler.simulation.simulator import Simulation
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
 from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import PoolName

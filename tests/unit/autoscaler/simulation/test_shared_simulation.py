@@ -12,13 +12,14 @@ from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class
 from autoscaler.simulation.evaluation.comparison import bounds_of, run_policy
 from autoscaler.simulation.outcome import Slo
+from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.shared_simulation import (
     SharedOutcome,
     SimulatedModel,
     first_replicas,
     simulate_shared,
 )
-from autoscaler.simulation.simulator import Scenario, Simulation, run_together
+from autoscaler.simulation.simulator import Simulation, run_together
 from autoscaler.simulation.traces.scaling import shifted
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.sizing.engine_model import EngineModel

@@ -13,7 +13,7 @@ from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.simulation.evaluation.class_costs import RunCost, cost_of
 from autoscaler.simulation.evaluation.comparison import run_policy
 from autoscaler.simulation.outcome import Outcome, Slo
-from autoscaler.simulation.simulator import Scenario
+from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.sizing.engine_model import EngineModel
 from splitserve.cli.main import main

@@ -18,7 +18,7 @@ from autoscaler.simulation.evaluation.class_costs import cost_of
 from autoscaler.simulation.evaluation.comparison import run_policy
 from autoscaler.simulation.outcome import Outcome, Slo
 from autoscaler.simulation.preemptions import Preemptions
-from autoscaler.simulation.simulator import Scenario
+from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.simulation.traces.trace import TraceRequest
 from autoscaler.sizing.engine_model import EngineModel

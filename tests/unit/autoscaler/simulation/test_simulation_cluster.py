@@ -15,7 +15,8 @@ from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.cluster_settings import ClusterSettings
 from autoscaler.simulation.evaluation.baselines import static_replicas
 from autoscaler.simulation.outcome import Outcome, Slo
-from autoscaler.simulation.simulator import Scenario, Simulation
+from autoscaler.simulation.scenario import Scenario
+from autoscaler.simulation.simulator import Simulation
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
 from autoscaler.sizing.engine_model import PRESETS, EngineModel, preset

@@ -25,7 +25,8 @@ from autoscaler.simulation.evaluation.hpa_baselines import (
 from autoscaler.simulation.evaluation.static_search import best_static
 from autoscaler.simulation.evaluation.trend_filter import TrendFilter
 from autoscaler.simulation.outcome import Slo
-from autoscaler.simulation.simulator import NO_BOUNDS, Scenario, Simulation
+from autoscaler.simulation.scenario import Scenario
+from autoscaler.simulation.simulator import NO_BOUNDS, Simulation
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.simulation.traces.trace import TraceRequest
 from autoscaler.sizing.engine_model import preset

@@ -10,7 +10,7 @@ import pytest
 from autoscaler.policies.policy_file import parse_policy
 from autoscaler.simulation.evaluation.comparison import compare
 from autoscaler.simulation.outcome import Outcome, Slo
-from autoscaler.simulation.simulator import Scenario
+from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
 from splitserve.config.coordinator import AdmissionConfig
 from splitserve.errors import InvalidArgumentError

@@ -12,7 +12,8 @@ from autoscaler.policies.policy_file import parse_policy
 from autoscaler.simulation.evaluation.clairvoyant import clairvoyant_bound
 from autoscaler.simulation.evaluation.comparison import run_policy
 from autoscaler.simulation.outcome import Outcome, Slo
-from autoscaler.simulation.simulator import Scenario, Simulation
+from autoscaler.simulation.scenario import Scenario
+from autoscaler.simulation.simulator import Simulation
 from autoscaler.simulation.start_times import StartTimes
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.sizing.engine_model import preset

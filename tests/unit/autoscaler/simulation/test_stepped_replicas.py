@@ -16,7 +16,8 @@ from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.cluster_settings import ClusterSettings
 from autoscaler.simulation.evaluation.baselines import static_replicas
 from autoscaler.simulation.outcome import Outcome, Slo
-from autoscaler.simulation.simulator import Scenario, Simulation
+from autoscaler.simulation.scenario import Scenario
+from autoscaler.simulation.simulator import Simulation
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS, Trace, TraceRequest
 from autoscaler.sizing.engine_model import EngineModel, preset
 from autoscaler.snapshot import Snapshot
@@ -181,7 +182,7 @@ def leanings_of(requests: list[tuple[float, int, int]], prefill: int, decode: in
     while events.next_s < float("inf"):
         when, event = events.pop()
         event(when)
-        found.append((when, sum(w.pool == "prefill" for w in cluster._routed.snapshot.workers)))
+        found.append((when, sum(w.pool == "prefill" for w in cluster._routed.registry.snapshot.workers)))
     assert len(done) == len(requests)
     assert not any(request.failed for request in done)
     return found
@@ -259,8 +260,6 @@ def test_every_request_ends_and_nothing_is_left(seed: int) -> None:
     assert len(cluster._routed._book) == 0
     for prefill in cluster.prefill:
         assert (prefill.load, prefill.queued_tokens) == (0, 0)
-    for neutral in cluster._neutral:
-        assert (neutral.prefill.load, neutral.decode.load, neutral.decode.context_tokens) == (0, 0, 0)
 
 
 class Restless:

@@ -10,7 +10,7 @@ from autoscaler.advisor.advice import Prediction, predicted
 from autoscaler.advisor.candidates import ClusterShape, replay
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.simulation.outcome import Slo
-from autoscaler.simulation.simulator import Scenario
+from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
 from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.sizing.mix_bill import mix_bill

@@ -10,7 +10,7 @@ import pytest
 from autoscaler.advisor.advice import predicted
 from autoscaler.advisor.candidates import ClusterShape, replay
 from autoscaler.simulation.outcome import Slo
-from autoscaler.simulation.simulator import Scenario
+from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.traces.lengths import LengthDistribution, steady
 from autoscaler.simulation.traces.scaling import busiest, hastened
 from autoscaler.simulation.traces.trace import Trace, TraceRequest

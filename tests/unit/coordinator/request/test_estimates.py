@@ -120,9 +120,11 @@ def test_the_index_gives_what_prefill_workers_hold(registry: Registry, estimates
     assert estimates.of(request, 0.0).uncached_tokens == 3 * BLOCK, "no prefill worker has reported its cache"
     join(registry, "decode", registry_pb2.POOL_DECODE, keys)
     assert estimates.of(request, 0.0).uncached_tokens == 3 * BLOCK
+    assert estimates.of(request, 0.0).held_tokens is None
     join(registry, "few", registry_pb2.POOL_PREFILL, keys[:2])
     assert estimates.of(request, 0.0).uncached_tokens == 4 * BLOCK
     assert estimates.of(request, 0.0).hits
+    assert estimates.of(request, 0.0).held_tokens == 6 * BLOCK - 1, "a decode worker holds them"
     join(registry, "all", registry_pb2.POOL_PREFILL, keys)
     assert estimates.of(request, 0.0).uncached_tokens == 1, "the last token is always computed"
     registry.drop(next(w.key for w in registry.snapshot().workers if w.worker_id == "all"), "gone")

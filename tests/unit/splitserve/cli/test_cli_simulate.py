@@ -71,6 +71,21 @@ def test_cold_starts_by_chance(capsys: pytest.CaptureFixture[str]) -> None:
     assert "replica." not in captured.err
 
 
+def test_neutral_workers_change_sides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    policy = tmp_path / "neutral.yaml"
+    policy.write_text(f"workers: neutral\n{POLICY}")
+    options = (*SHORT, "--no-bound", "--policy", str(policy), "--baseline", "static-neutral")
+    assert main(["simulate", *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for run in (found, found["opponents"]["static-neutral"]):
+        assert set(run["leaning_changes"]) == {"prefill", "decode"}
+        assert (run["failed_requests"], run["attainment"]) == (0, 1)
+    assert main(["simulate", *options]) == 0
+    assert "changes of sides: " in capsys.readouterr().out
+    assert main(["simulate", *options[:-2], "--steps", "--hybrid", "off"]) == 2
+    assert "hybrid: on" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("hybrid", [(), ("--hybrid", "off")])
 def test_step_by_step(capsys: pytest.CaptureFixture[str], hybrid: tuple[str, ...]) -> None:
     assert main(["simulate", *SHORT, "--no-bound", "--json", "--steps", *hybrid]) == 0

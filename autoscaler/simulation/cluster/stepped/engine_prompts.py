@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoscaler.simulation.cluster.replica import CacheChanges, SimulatedRequest
-from autoscaler.simulation.cluster.virtual_engine import KV_BLOCK_TOKENS, VOCABULARY_SIZE
+from autoscaler.simulation.cluster.stepped.virtual_engine import KV_BLOCK_TOKENS, VOCABULARY_SIZE
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS
 from engine.core.types import EngineRequest
 from engine.kv_cache.cache_events import KvEventLog

@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from autoscaler.simulation.cluster.engine_prompts import EngineCacheChanges, prompt_of
-from autoscaler.simulation.cluster.lent_cores import LentCores
 from autoscaler.simulation.cluster.replica import (
     CacheChanges,
     DecodeReplica,
@@ -19,7 +17,9 @@ from autoscaler.simulation.cluster.replica import (
     PrefillReplica,
     SimulatedRequest,
 )
-from autoscaler.simulation.cluster.virtual_engine import KV_BLOCK_TOKENS, TOKEN, VirtualEngine
+from autoscaler.simulation.cluster.stepped.engine_prompts import EngineCacheChanges, prompt_of
+from autoscaler.simulation.cluster.stepped.lent_cores import LentCores
+from autoscaler.simulation.cluster.stepped.virtual_engine import KV_BLOCK_TOKENS, TOKEN, VirtualEngine
 from autoscaler.sizing.engine_model import EngineModel
 from engine.core.engine_core import EngineCore
 from engine.core.types import EngineRequest, SamplingParams, StepResult, StopParams

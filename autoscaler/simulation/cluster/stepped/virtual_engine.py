@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autoscaler.simulation.cluster.lent_cores import Borrows, CoreSlot
 from autoscaler.simulation.cluster.replica import EventQueue
+from autoscaler.simulation.cluster.stepped.lent_cores import Borrows, CoreSlot
 from autoscaler.sizing.engine_model import EngineModel
 from engine.core.engine_core import EngineCore
 from engine.core.model_runner import ModelRunner, PendingStep

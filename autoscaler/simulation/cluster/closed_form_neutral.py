@@ -1,0 +1,161 @@
+"""A neutral replica in closed form: its steps have a token of every sequence and chunks of all its prompts, those for
+others among them. KV of prompts for others is not counted, as on prefill replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from autoscaler.simulation.cluster.decode_replica import ClosedFormDecode
+from autoscaler.simulation.cluster.local_prompts import LocalPrompt
+from autoscaler.simulation.cluster.neutral_replica import NeutralReplica
+from autoscaler.simulation.cluster.prefill_replica import PrefixCache
+from autoscaler.simulation.cluster.replica import CacheChanges, EventQueue, PrefillReplica, SimulatedRequest
+from autoscaler.sizing.engine_model import EngineModel
+from autoscaler.snapshot import PoolName
+from engine.core.step_stats import StepRates
+from engine.pacing.step_time_fit import DecodeStepFit
+
+
+class ClosedFormNeutral(NeutralReplica):
+    """Calls `computed` as ChunkedPrefill does, and `reserved` and `decoded` as ClosedFormDecode."""
+
+    def __init__(
+        self,
+        name: str,
+        ordered_s: float,
+        leans: PoolName,
+        engine: EngineModel,
+        events: EventQueue,
+        cache: PrefixCache | None,
+        computed: Callable[[SimulatedRequest, float, float], None],
+        reserved: Callable[[SimulatedRequest, float], None],
+        decoded: Callable[[SimulatedRequest, float], None],
+    ) -> None:
+        super().__init__(name, ordered_s, leans)
+        self._streams = _Streams(name, ordered_s, engine, events, reserved, decoded, cache)
+        self._prompts = _PromptsForOthers(name, ordered_s, engine, cache, self._streams, computed)
+        self._streams.on_step = self._prompts.stepped
+        self.bind(self._prompts, self._streams)
+
+    @property
+    def local_tokens(self) -> int:
+        """See DecodeReplica."""
+        return self._streams.local_tokens - self._prompts.queued_tokens
+
+    @property
+    def backlog_tokens(self) -> int:
+        """See NeutralReplica."""
+        return self._streams.local_tokens
+
+    def lose(self, now_s: float) -> Mapping[SimulatedRequest, int]:
+        """See ClosedFormDecode."""
+        self._streams.ended_s = now_s
+        self._prompts.lose()
+        return self._streams.lose(now_s)
+
+    def withdraw(self, request: SimulatedRequest, now_s: float) -> None:
+        """Gives up a request whose prompt is not computed, or not by this replica."""
+        if request.prefill is self:
+            self._prompts.withdraw(request)
+        if request.decode is self:
+            self._streams.withdraw(request, now_s)
+
+
+class _Streams(ClosedFormDecode):
+    """What it decodes. Its steps are known from the start, as a neutral worker measures them before its first
+    request."""
+
+    @property
+    def step_fit(self) -> DecodeStepFit | None:
+        engine = self._engine
+        return DecodeStepFit(engine.step_s, engine.sequence_s, engine.context_token_s)
+
+
+class _PromptsForOthers(PrefillReplica):
+    """The prompts whose answers others decode, in the steps of the streams here."""
+
+    def __init__(
+        self,
+        name: str,
+        ordered_s: float,
+        engine: EngineModel,
+        cache: PrefixCache | None,
+        streams: _Streams,
+        done: Callable[[SimulatedRequest, float, float], None],
+    ) -> None:
+        super().__init__(name, ordered_s)
+        self._engine, self._cache, self._streams, self._done = engine, cache, streams, done
+        self._prompts: dict[SimulatedRequest, LocalPrompt] = {}
+        self._rates = StepRates()
+        self._lane_free_s = self._busy_s = 0.0
+        self._computed_tokens = 0
+
+    @property
+    def load(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def waiting(self) -> int:
+        return sum(request.started_s is None for request in self._prompts)
+
+    @property
+    def queued_tokens(self) -> int:
+        return sum(prompt.remaining for prompt in self._prompts.values())
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self._rates.prefill_tokens_per_s
+
+    @property
+    def computed_tokens(self) -> int:
+        return self._computed_tokens
+
+    @property
+    def busy_s(self) -> float:
+        return self._busy_s
+
+    @property
+    def tells_cache(self) -> bool:
+        return self._cache is not None and self._cache.changes is not None
+
+    @property
+    def cache_has_changed(self) -> bool:
+        return self._cache is not None and bool(self._cache.changes)
+
+    def take_cache_changes(self) -> CacheChanges:
+        assert self._cache is not None
+        return self._cache.take_changes()
+
+    def enqueue(self, request: SimulatedRequest, now_s: float) -> None:
+        if self._cache is not None:
+            request.cached = self._cache.cached_tokens(request.block_ids, request.prompt_tokens)
+
+        def done(at_s: float) -> None:
+            del self._prompts[request]
+            if self._cache is not None:
+                self._cache.keep(request.block_ids)
+            self._done(request, at_s, self._lane_free_s)
+
+        cached = request.cached if self._cache is not None else 0
+        prompt = LocalPrompt(request, request.kv_tokens, cached, done)
+        self._prompts[request] = prompt
+        self._streams.compute(prompt, now_s)
+
+    def stepped(self, step: Sequence[tuple[LocalPrompt, int]], began_s: float, now_s: float) -> None:
+        """A step with these prompts has ended. Writes overlap with the next one; the lane carries one chunk after the
+        other."""
+        total = sum(tokens for _, tokens in step)
+        written = sum(tokens for prompt, tokens in step if self._prompts.get(prompt.request) is prompt)
+        self._computed_tokens += total
+        self._busy_s += now_s - began_s
+        self._rates.record(total, now_s - began_s)
+        self._lane_free_s = max(self._lane_free_s, now_s) + self._engine.transfer_s(written)
+
+    def lose(self) -> None:
+        """All of them are gone, with the streams."""
+        self._prompts.clear()
+
+    def withdraw(self, request: SimulatedRequest) -> None:
+        """Gives up a prompt; nothing happens while that waits for its reservation."""
+        if (prompt := self._prompts.pop(request, None)) is not None:
+            self._streams.give_up(prompt)
