@@ -20,9 +20,7 @@ class Health(health_pb2_grpc.HealthServicer):
     """Health of the services that were named to it; "" is the server as a whole."""
 
     def __init__(self) -> None:
-        self._statuses: dict[str, health_pb2.HealthCheckResponse.ServingStatus.ValueType] = {
-            "": _KINDS.SERVING
-        }
+        self._statuses: dict[str, int] = {"": _KINDS.SERVING}
         self._changed = asyncio.Event()
 
     def set(self, names: Iterable[str], *, serving: bool) -> None:

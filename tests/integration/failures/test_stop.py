@@ -38,17 +38,8 @@ def test_a_tokenizer_that_never_loads_holds_up_no_stop(log_dir: Path, tmp_path: 
     (model / "config.json").write_text("{}")
     (model / "tokenizer.json").write_text("{}")
     os.mkfifo(model / "tokenizer_config.json")
-    options = [
-        "coordinator",
-        "--grpc-port",
-        "0",
-        "--http-port",
-        "0",
-        "--drain",
-        "0",
-        "--tokenizer",
-        str(model),
-    ]
+    options = ["coordinator", "--grpc-port", "0", "--http-port", "0", "--drain", "0"]
+    options += ["--tokenizer", str(model)]
     coordinator = ServiceProcess("coordinator", options, log_dir)
     coordinator.start()
     try:
