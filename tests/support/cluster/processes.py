@@ -95,17 +95,9 @@ class ServiceProcess:
 
     def terminate(self) -> int:
         """SIGTERM, and the exit code."""
-        self.ask_to_end()
-        return self.exit_code()
-
-    def ask_to_end(self) -> None:
-        """SIGTERM; does not wait."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
-
-    def exit_code(self) -> int:
-        """Waits until the process has ended, as it was asked to."""
         try:
             return self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:

@@ -155,12 +155,11 @@ class Cluster:
             print(f"--- {member.name}\n{member.log_tail()}", file=sys.stderr)
 
     def stop(self) -> dict[str, int]:
-        """Ends all processes that still run, the workers side by side, and then the coordinator; exit code by name."""
-        workers = [member for name, member in reversed(self.members.items()) if name != "coordinator"]
-        for member in workers:
-            member.ask_to_end()
-        codes = {member.name: member.exit_code() for member in workers}
-        return codes | {"coordinator": self.members["coordinator"].terminate()}
+        """Ends all processes that still run; exit code by name."""
+        codes = {}
+        for name, member in reversed(self.members.items()):
+            codes[name] = member.terminate()
+        return codes
 
     async def assert_no_leaks(self) -> None:
         """The leak oracle: within a while every count of blocks, calls and sequences is back at zero."""
