@@ -18,8 +18,9 @@ from splitserve.logs import log_event
 T = TypeVar("T")
 
 SECOND_SIGNAL_EXIT_CODE = 130
-END_S = 60.0
-"""How long a service may take to end beyond its drain; its own deadlines add up to less."""
+END_S = 120.0
+"""How long a service may take to end beyond its drain; its own deadlines add up to less than half of that. A machine
+that stands still meanwhile counts."""
 
 
 DEVICE_ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
