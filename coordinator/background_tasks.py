@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from splitserve.logs import log_exception
+from splitserve.runtime.cancellation import end_tasks
 
 
 class BackgroundTasks:
@@ -28,13 +29,10 @@ class BackgroundTasks:
         return task
 
     async def close(self, grace_s: float) -> None:
-        """Waits up to `grace_s` for the tasks, then cancels the rest."""
+        """Waits up to `grace_s` for the tasks, then cancels the rest, and leaves those that do not end for that."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s)
-        remaining = list(self._tasks)
-        for task in remaining:
-            task.cancel()
-        await asyncio.gather(*remaining, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

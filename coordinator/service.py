@@ -58,9 +58,10 @@ from splitserve.metrics import gauge, reload_metrics, serving_metrics
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.rpc.server import LISTENERS, RpcServer, make_server
+from splitserve.runtime.cancellation import end_tasks
 from splitserve.runtime.loops import LoopRunner
 from splitserve.runtime.parser_thread import ParserThread, favor_event_loop
-from splitserve.runtime.process import connections_that_fit, relax_collector, stop_signal
+from splitserve.runtime.process import END_S, connections_that_fit, relax_collector, stop_signal
 from splitserve.runtime.reload import FileWatcher
 from splitserve.tracing.exporting import exporting_spans
 from splitserve.tracing.finished_span import SpanSink
@@ -309,13 +310,12 @@ async def _serving(coordinator: Coordinator, config: CoordinatorConfig) -> Async
         await coordinator.listen()
         async with coordinator.serving_http(), asyncio.TaskGroup() as group:
             loops = coordinator.background_loops().items()
-            tasks = [group.create_task(coordinator.loops.run(name, loop)) for name, loop in loops]
+            tasks = [group.create_task(coordinator.loops.run(name, loop), name=name) for name, loop in loops]
             try:
                 yield
             finally:
                 await coordinator.close()
-                for task in tasks:
-                    task.cancel()
+                await end_tasks(tasks)
     finally:
         await coordinator.server.stop()
         coordinator.tokenizers.close()
@@ -332,7 +332,7 @@ async def serve(
 
     Raises UnavailableError when a port is taken.
     """
-    stop = stop_signal()
+    stop = stop_signal(config.drain_s + END_S)
     load_compiler()
     async with running_coordinator(config, load=load, router=router) as coordinator:
         log_event(

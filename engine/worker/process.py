@@ -44,7 +44,7 @@ from splitserve.rpc.carried_calls import CarriedCalls
 from splitserve.rpc.credentials import cluster_credentials, warn_if_open
 from splitserve.rpc.server import OpenRpcs, RpcServer, make_server
 from splitserve.runtime.loops import LoopRunner
-from splitserve.runtime.process import relax_collector, stop_signal, unless_stopped
+from splitserve.runtime.process import END_S, relax_collector, stop_signal, unless_stopped
 from splitserve.runtime.reload import FileWatcher
 from splitserve.security.authorizer import ANY_SERVICE
 from splitserve.security.tls import Role
@@ -171,7 +171,7 @@ class WorkerProcess(Generic[C]):
 
     async def run(self) -> None:
         """Serves until SIGTERM or SIGINT, then drains. Raises the error that ended the engine or the registration."""
-        stop, service = stop_signal(), self._role.service_name
+        stop, service = stop_signal(self.config.drain_s + END_S), self._role.service_name
         async with exporting_spans(self.config.tracing, service, self.config.worker_id) as self.spans:
             await self._run(stop)
 

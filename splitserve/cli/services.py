@@ -85,8 +85,10 @@ def _run_autoscaler(settings: AutoscalerConfig) -> None:
 def _run_coordinator(settings: CoordinatorConfig) -> None:
     _configure_logging("coordinator")
     from coordinator.service import serve
+    from splitserve.runtime.process import leave_at_once
 
     _run(serve(settings))
+    leave_at_once()
 
 
 def _run_worker(kind: Kind, settings: WorkerConfig) -> None:

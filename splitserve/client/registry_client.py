@@ -20,7 +20,7 @@ from splitserve.errors import (
 from splitserve.logs import log_event, log_exception
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials
 from splitserve.rpc.status import error_from_rpc
-from splitserve.runtime.cancellation import is_being_cancelled
+from splitserve.runtime.cancellation import is_being_cancelled, raise_if_cancelled
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
 from splitserve.v1.registry_pb2_grpc import RegistryServiceStub
 
@@ -203,6 +203,7 @@ class RegistryClient:
                     self._log_lost(error, logging.INFO)
             except Exception as error:  # what one coordinator sends must not end the worker for the others
                 log_exception("registry.failed", error, coordinator=self.coordinator)
+            raise_if_cancelled()
             lost = True
             self._status.lost(self.coordinator)
             if self._registered:

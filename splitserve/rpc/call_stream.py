@@ -24,6 +24,7 @@ from splitserve.errors import (
 from splitserve.logs import log_event, log_exception
 from splitserve.rpc.status import error_from_rpc, error_from_status
 from splitserve.rpc.writing import BatchWriter
+from splitserve.runtime.cancellation import raise_if_cancelled
 from splitserve.v1 import calls_pb2
 
 Kind = Literal["reserve", "prefill", "abort"]
@@ -125,6 +126,7 @@ class CallStream:
                 log_exception("calls.broken", unforeseen)
             finally:
                 self.fail_all(error)
+            raise_if_cancelled()
 
     def fail_all(self, error: SplitserveError) -> None:
         """Fails all calls that have begun."""

@@ -9,19 +9,21 @@ from __future__ import annotations
 import asyncio
 import errno
 import inspect
+import logging
 import socket
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from splitserve.errors import InvalidArgumentError, UnavailableError
+from splitserve.logs import log_event
 from splitserve.rpc.channel import (
     DEFAULT_MAX_MESSAGE_BYTES,
     KEEPALIVE_TIME_MS,
@@ -29,6 +31,7 @@ from splitserve.rpc.channel import (
     Options,
     common_options,
 )
+from splitserve.rpc.health import Health
 from splitserve.rpc.message_bounds import UNCOUNTED_BYTES, check_fields
 from splitserve.rpc.status import abort_with
 from splitserve.runtime.parser_thread import ParserThread
@@ -39,7 +42,7 @@ from splitserve.security.server_tls import ServerTls
 DEFAULT_MAX_CONNECTIONS = 10_000
 LISTENERS = 3
 """Listeners that share a process's open files: a gRPC port, one for the cluster, one for HTTP."""
-STOP_S = 30.0
+STOP_S = 10.0
 """How long a server may take to stop beyond its grace."""
 IDLE_CONNECTION_MS = 600_000
 """After so long without a call a connection is closed; clients reconnect at their next call."""
@@ -97,7 +100,7 @@ class RpcServer:
             interceptors=[_Boundary(open_rpcs, authorizer, self._decoder)],
             options=server_options(max_message_bytes, connections_that_fit(max_connections, LISTENERS)),
         )
-        self._health = health.aio.HealthServicer()
+        self._health = Health()
         self._names: Sequence[str] = ()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
 
@@ -124,19 +127,22 @@ class RpcServer:
         return bound
 
     async def set_serving(self, serving: bool) -> None:
-        """Sets the status of health checks."""
-        kind = health_pb2.HealthCheckResponse
-        for name in self._names:
-            await self._health.set(name, kind.SERVING if serving else kind.NOT_SERVING)
+        """Sets the status of health checks; waits for nobody."""
+        self._health.set(self._names, serving=serving)
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """Refuses new calls, waits up to `grace_s` seconds for open ones, then cancels them."""
-        # A process was seen once that stood still as it stopped; whoever ends it should not have to kill it.
-        with suppress(TimeoutError):
-            async with asyncio.timeout((grace_s or 0.0) + STOP_S):
-                await self.set_serving(False)
-                await self.grpc_server.stop(grace_s)
+        """Refuses new calls, waits up to `grace_s` seconds for open ones, then cancels them. May be called again.
+
+        Returns at most STOP_S later: a server of gRPC that does not end by then is left to the end of the process."""
+        await self.set_serving(False)
+        # Not cancelled when the time is over: gRPC's server would then answer each further `stop` with CancelledError.
+        stopping = asyncio.create_task(self.grpc_server.stop(grace_s))
+        done, _ = await asyncio.wait([stopping], timeout=(grace_s or 0.0) + STOP_S)
         self._decoder.close()
+        if done:
+            stopping.result()
+        else:
+            log_event("server.stop_overdue", level=logging.ERROR, seconds=(grace_s or 0.0) + STOP_S)
 
     def listen(self, host: str, port: int, tls: ServerTls | None, *, mutual: bool) -> int:
         """Binds an additional port before `start`; arguments and errors as there."""

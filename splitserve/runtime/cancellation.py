@@ -1,11 +1,39 @@
-"""Who cancels: the present task's owner, or what it awaits."""
+"""Who cancels: the present task's owner, or what it awaits. And how tasks are ended that may not take it at once."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from splitserve.logs import log_event
+
+END_S = 10.0
+"""How long cancelled tasks may take to end."""
 
 
 def is_being_cancelled() -> bool:
     """Whether somebody cancels the present task; else a CancelledError comes from what it awaits."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
+
+
+def raise_if_cancelled() -> None:
+    """Raises CancelledError if somebody cancels the present task. For loops that go on after an error of a call: gRPC's
+    streams take a cancellation that comes with their status as their own, and raise the status alone."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancels tasks and waits for them, END_S at most; those that do not end are logged by name."""
+    ending = [task for task in tasks if not task.done()]
+    for task in ending:
+        task.cancel()
+    if not ending:
+        return
+    _, left = await asyncio.wait(ending, timeout=END_S)
+    if left:
+        log_event("tasks.do_not_end", level=logging.ERROR, tasks=sorted(task.get_name() for task in left))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import os
 import resource
@@ -10,13 +11,16 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from splitserve.logs import log_event
 
 T = TypeVar("T")
 
 SECOND_SIGNAL_EXIT_CODE = 130
+END_S = 120.0
+"""How long a service may take to end beyond its drain; its own deadlines add up to less than half of that. A machine
+that stands still meanwhile counts."""
 
 
 DEVICE_ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
@@ -30,10 +34,11 @@ def number_devices_like_nvidia_smi() -> None:
     os.environ.setdefault(DEVICE_ORDER_VARIABLE, "PCI_BUS_ID")
 
 
-def stop_signal() -> asyncio.Event:
+def stop_signal(limit_s: float | None = None) -> asyncio.Event:
     """Returns an event that the first SIGTERM or SIGINT sets; a second one ends the process immediately.
 
-    Call it on the running event loop.
+    `limit_s`: so many seconds after the first one the process ends in any case, see `end_in_any_case`. Call it on the
+    running event loop.
     """
     stop = asyncio.Event()
 
@@ -41,6 +46,8 @@ def stop_signal() -> asyncio.Event:
         if stop.is_set():
             os._exit(SECOND_SIGNAL_EXIT_CODE)
         stop.set()
+        if limit_s is not None:
+            end_in_any_case(limit_s)
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -49,6 +56,25 @@ def stop_signal() -> asyncio.Event:
         ):  # loops without signal handlers: off the main thread, other systems
             loop.add_signal_handler(number, on_signal)
     return stop
+
+
+def end_in_any_case(limit_s: float) -> None:
+    """Ends the process in `limit_s` seconds, with code 1, if it has not ended by itself; before, the Python stacks of
+    all threads are written to stderr. It needs neither the event loop nor the interpreter's lock."""
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__ or 2)
+
+
+def leave_at_once(code: int = 0) -> NoReturn:
+    """Ends the process without the interpreter's own end, which joins threads however long their call takes. For a
+    service that has closed what it had."""
+    _flush_output()
+    os._exit(code)
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
 
 
 @contextmanager
@@ -76,8 +102,7 @@ async def unless_stopped(
         await asyncio.wait([begun, stopped], return_when=asyncio.FIRST_COMPLETED)
         if not begun.done():
             log_event("process.stopped_at_start")
-            sys.stdout.flush()
-            sys.stderr.flush()
+            _flush_output()
             leave(0)
         return await begun
     finally:

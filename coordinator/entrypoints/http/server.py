@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from coordinator.entrypoints.http.head_limits import BoundedHttpProtocol
 from splitserve.addresses import join_address
 from splitserve.errors import UnavailableError
+from splitserve.runtime.cancellation import end_tasks
 from splitserve.security.server_tls import ServerTls
 
 KEEP_ALIVE_S = 75
@@ -22,6 +23,8 @@ KEEP_ALIVE_S = 75
 BACKLOG = 2048
 END_S = 2
 """How long pending responses may take to be sent at shutdown; requests have been ended before."""
+STOP_S = 5
+"""How long uvicorn may take to stop beyond that."""
 
 
 class _Server(uvicorn.Server):
@@ -67,13 +70,18 @@ async def serving_http(
     config.ssl = tls.ssl_context(mutual=False) if tls else None
     server = _Server(config)
     running = asyncio.create_task(server.serve([listener]))
+    listening = asyncio.create_task(server.listening.wait())
     try:
-        await server.listening.wait()
+        await asyncio.wait([running, listening], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
         bound: int = listener.getsockname()[1]
         yield bound
     finally:
+        listening.cancel()
         server.should_exit = True
-        await asyncio.wait([running])
+        await asyncio.wait([running], timeout=END_S + STOP_S)
+        await end_tasks([running])
         for connection in list(server.server_state.connections):
             connection.transport.abort()
 

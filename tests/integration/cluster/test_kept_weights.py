@@ -22,7 +22,7 @@ from splitserve.config.engine import EngineConfig
 from splitserve.models.sources import resolve_model
 from engine.core.types import SamplingParams, ScheduledSequence
 
-config = EngineConfig(kv_memory_bytes=20_000_000, device="cpu", dtype="float32", threads=2)
+config = EngineConfig(kv_memory_bytes=20_000_000, device="cpu", dtype="float32", threads=int(sys.argv[2]))
 def answer():
     runner = build_torch_runner(config, resolve_model(sys.argv[1]), lambda fraction: None)
     warm_up(runner, None)
@@ -50,12 +50,12 @@ print(answer())
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("family", ["llama", None], ids=["tiny", "real"])
-def test_a_forked_worker_gives_the_same_tokens(family: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "threads"), [("llama", 2), (None, 1)], ids=["tiny", "real"])
+def test_a_forked_worker_gives_the_same_tokens(family: str | None, threads: int, tmp_path: Path) -> None:
     folder = (
         resolve_model("smollm2-135m-instruct").path if family is None else make_tiny_model(family, tmp_path)
     )
-    command = [sys.executable, "-c", FORKED, str(folder)]
+    command = [sys.executable, "-c", FORKED, str(folder), str(threads)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment

@@ -67,6 +67,8 @@ CALL_S = 10.0
 PICKS = st.integers(0, 2**64 - 1).map(random.Random)
 STREAM_S = 0.05
 """How long a stream that would stay open is left so."""
+LONG_POLL_S = 1.0
+"""The same of a call that waits for what does not happen here."""
 
 GENERATE = inference_pb2.GenerateRequest(
     model="words",
@@ -190,6 +192,7 @@ OTHERS: list[tuple[str, Message]] = [
 @pytest.mark.parametrize(("method", "valid"), OTHERS)
 def test_the_coordinators_other_calls(front: tuple[Target, FakeCluster], method: str, valid: Message) -> None:
     target, cluster = front
+    waits = method in ("ScalingService/GetSignals", "ScalingService/WaitForPreemption")
 
     @FUZZED
     @given(PICKS)
@@ -198,7 +201,7 @@ def test_the_coordinators_other_calls(front: tuple[Target, FakeCluster], method:
         if isinstance(message, registry_pb2.RegisterRequest) and message.model.name == "words":
             message.model.name = "other"  # real workers of this model are not to be shut out
         data = damaged(pick, message.SerializeToString()) if pick.random() < 0.25 else message
-        target.send(f"/splitserve.v1.{method}", data)
+        target.send(f"/splitserve.v1.{method}", data, limit_s=LONG_POLL_S if waits else CALL_S)
 
     fuzz()
     works(target, cluster)

@@ -148,7 +148,7 @@ async def test_a_split_answer_is_that_of_one_engine(client: AsyncClient, smollm2
 
 
 @pytest.mark.parametrize(
-    "crowd", [pytest.param(6, marks=pytest.mark.short), pytest.param(20, marks=pytest.mark.slow)]
+    "crowd", [pytest.param(6, marks=pytest.mark.short), pytest.param(12, marks=pytest.mark.slow)]
 )
 async def test_a_mixed_crowd(client: AsyncClient, crowd: int) -> None:
     chat = [ChatMessage("user", "Name a colour and a number.")]

@@ -70,14 +70,14 @@ async def test_streams_go_on_through_reset_connections_without_a_prefill(log_dir
     options = ["--simulated-step-s", "0.02", "--heartbeat", "0.1", "--metrics-port", "0"]
     cluster = Cluster(log_dir, decode=0, worker_options=options)
     async with proxied(cluster) as proxy, AsyncClient(cluster.target) as client:
-        readings = [Reading(client, tokens(40 + 9 * n, n), max_tokens=500) for n in range(6)]
+        readings = [Reading(client, tokens(40 + 9 * n, n), max_tokens=240) for n in range(6)]
         for count in (5, 60, 120):
             for reading in readings:
                 await reading.got(count)
             await reset(cluster, proxy)
         answers = [await reading.task for reading in readings]
         for reading in readings:
-            assert reading.tokens == expected_tokens(reading.prompt, 500)
+            assert reading.tokens == expected_tokens(reading.prompt, 240)
         assert {answer.served_by.attempts for answer in answers} == {1}
         assert count_events(cluster, "coordinator", "request.resumed") == 0
         assert handoffs(cluster, "prefill-0") == handoffs(cluster, "decode-0") == len(readings)

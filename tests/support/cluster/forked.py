@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 
 from splitserve.cluster.forking.owner import adopting
 from splitserve.cluster.forking.server import GO
+from splitserve.runtime.own_clock import OwnClock
 from tests.support.cluster.fork_server import steps_of
 from tests.support.waiting import PATIENCE_S
 
@@ -101,12 +102,16 @@ class ForkedProcess:
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code. Raises `subprocess.TimeoutExpired`."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        """Its exit code. Raises `subprocess.TimeoutExpired`.
+
+        A virtual machine may stand still for minutes, with its clock going on: in such a time no process could end.
+        """
+        clock, waited_s = OwnClock(time.monotonic()), 0.0
         while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0)
+            if timeout is not None and waited_s > timeout:
+                raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout)
             time.sleep(POLL_S)
+            waited_s += clock.tick(time.monotonic())
         return code
 
     def send_signal(self, sig: int) -> None:

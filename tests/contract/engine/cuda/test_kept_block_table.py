@@ -87,7 +87,7 @@ class Served:
 def made(index: int, pick: random.Random) -> EngineRequest:
     shared = [7] * 20 if index % 2 else [9] * 17
     prompt = (*shared, *(pick.randrange(EOS) for _ in range(pick.randrange(1, 12))))
-    stop = StopParams(pick.randrange(8, 20), ignore_eos=True)
+    stop = StopParams(pick.randrange(7, 13), ignore_eos=True)
     return EngineRequest(f"r{index}", prompt, SamplingParams(temperature=0.0), stop)
 
 
