@@ -192,7 +192,7 @@ class KVCacheManager:
         sequence.cached_blocks = len(hits)
         sequence.num_computed = sequence.cached_tokens = len(hits) * self.block_size
         if self._tiers is not None and hits:
-            self._tiers.used(hits, sequence.block_hashes[: len(hits)])
+            self._tiers.copies.used(hits, sequence.block_hashes[: len(hits)])
         return fresh
 
     def hold(self, sequence: Sequence) -> None:
@@ -247,7 +247,7 @@ class KVCacheManager:
         for index in range(sequence.cached_blocks, full):
             block = sequence.block_ids[index]
             if self.pool.lookup(hashes[index]) == block:
-                self._tiers.stored(
+                self._tiers.copies.stored(
                     block, TierBlock(hashes[index], hashes[index - 1] if index else None, index)
                 )
 
