@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 
+from engine.core.engine import Then
 from engine.core.sequence import Sequence, SequenceStatus
 from engine.core.types import EngineRequest
 from engine.kv_cache.block_pool import BlockPool
@@ -123,12 +124,19 @@ class KVCacheManager:
         self.read_ended(sequence)
         then(sequence)
 
-    def read_back(self, sequence: Sequence, bytes_per_s: float, then: Callable[[], None]) -> bool:
+    def read_back(self, sequence: Sequence, bytes_per_s: float, then: Then, again: Then | None) -> bool:
         """Begins to read blocks of the sequence's prefix that lower tiers have; see `Engine.read_back`."""
         if self._tiers is None:
             return False
         hits = self.computed_prefix(sequence, len(sequence.tokens))
         below = self._below(sequence, len(hits))
+        if again is not None and (look_ups := self._tiers.look_ups) is not None:
+            blocks = _usable_tokens(sequence) // self.block_size
+            unknown = blocks - len(hits) - len(below)
+            spared_s = self._tiers.look_up_spares_s(hits, below, unknown, bytes_per_s) if unknown > 0 else 0.0
+            extend = partial(self._hash, sequence)
+            if spared_s > 0 and look_ups.ask(sequence.block_hashes, extend, blocks, again, spared_s):
+                return True
         return bool(below) and self._tiers.read_back(hits, below, bytes_per_s, then)
 
     def reachable_tokens(self, sequence: Sequence) -> int:

@@ -34,8 +34,7 @@ class CopiesDown:
         soon: Callable[[Callable[[], None]], None],
         cost: Callable[[int], float],
     ) -> None:
-        """`soon` has a function called on the engine thread.
-        `cost`: of computing a block, by the blocks before it."""
+        """`soon` has a function called on the engine thread. `cost`: of computing a block, by the blocks before it."""
         self._copier, self._host_store = copier, host_store
         self._tiers, self._places, self._soon, self._cost = tiers, places, soon, cost
         self._host, self._disk = tiers["host"], tiers.get("disk")

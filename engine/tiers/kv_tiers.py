@@ -23,6 +23,7 @@ from engine.tiers.read_choice import (
     choose_read,
     choose_read_back,
     read_seconds,
+    spared_by_more,
     waits_for_read,
     waits_in_place_of_transfer,
 )
@@ -165,6 +166,18 @@ class KvTiers:
         count = choose_read_back(names, self._rates, waits_s, transfer_s)
         return self._begin(hits, hashes, names, count, min(count * transfer_s, _UNKNOWN_PATIENCE_S), waiting)
 
+    def look_up_spares_s(
+        self, hits: list[int], hashes: Sequence[bytes], unknown: int, bytes_per_s: float
+    ) -> float:
+        """Seconds that such a reservation is spared at most if the store that workers share has so many more blocks
+        after these."""
+        room, known = self._room(hits), self._readable(hits, hashes)
+        if self._late_reads or room <= len(known):
+            return 0.0
+        names: list[TierName] = [*known, *(["disk"] * min(unknown, room - len(known)))]
+        transfer_s = self._block_bytes / bytes_per_s
+        return spared_by_more(names, self._rates, self._waits_s(), transfer_s, len(known))
+
     def give_up(self, read: TierRead) -> None:
         """Ends a read: those that wait are computed. Until its tier answers, nobody else waits for a disk."""
         read.give_up()
@@ -188,11 +201,15 @@ class KvTiers:
             else:  # a disk that does not answer; the process ends with it
                 log_event("kv_tier.hung", tier=tier.name)
 
+    def _room(self, hits: list[int]) -> int:
+        """Blocks of the pool that a read after these may fill."""
+        unowned = self._pool.unowned(hits)
+        return max(0, min((self._pool.free - unowned) * 3 // 4, self._most_owned - self._reading - unowned))
+
     def _readable(self, hits: list[int], hashes: Sequence[bytes]) -> list[TierName]:
         """Where the first of these blocks are: as many as there is room for, and none behind a disk that hangs."""
-        unowned = self._pool.unowned(hits)
-        room = max(0, min((self._pool.free - unowned) * 3 // 4, self._most_owned - self._reading - unowned))
-        names: list[TierName] = ["host" if each in self.host.index else "disk" for each in hashes[:room]]
+        readable = hashes[: self._room(hits)]
+        names: list[TierName] = ["host" if each in self.host.index else "disk" for each in readable]
         return names[: names.index("disk")] if self._late_reads and "disk" in names else names
 
     def _begun_of(self, hashes: Sequence[bytes]) -> TierRead | None:
