@@ -174,9 +174,9 @@ class KvTiers:
         room, known = self._room(hits), self._readable(hits, hashes)
         if self._late_reads or room <= len(known):
             return 0.0
-        names: list[TierName] = [*known, *(["disk"] * min(unknown, room - len(known)))]
+        more: list[TierName] = ["disk"] * min(unknown, room - len(known))
         transfer_s = self._block_bytes / bytes_per_s
-        return spared_by_more(names, self._rates, self._waits_s(), transfer_s, len(known))
+        return spared_by_more([*known, *more], self._rates, self._waits_s(), transfer_s, len(known))
 
     def give_up(self, read: TierRead) -> None:
         """Ends a read: those that wait are computed. Until its tier answers, nobody else waits for a disk."""
