@@ -269,8 +269,9 @@ class KvTiers:
     def _part_read(self, tier: Tier, read: TierRead, items: list[ReadItem], outcome: ReadOutcome) -> None:
         if tier is self.disk and read.alarm is not None:
             read.alarm.cancel()
-        damaged = tier.was_read(read, items, outcome)
-        self.places.left(damaged.block_hash if damaged is not None else None)
+        if (damaged := tier.was_read(read, items, outcome)) is not None:
+            shared = tier is self.disk and self.look_ups is not None
+            self.places.left(damaged.block_hash, lost=shared and outcome.missing)
         read.parts -= 1
         if not read.parts:
             if read.given_up:

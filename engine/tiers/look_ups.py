@@ -135,15 +135,19 @@ class LookUps:
                     break
                 count = min(count * _GROWTH, _MOST)
         except OSError as error:
+            blocks = found  # of the others nothing is known
             log_event("kv_tier.look_up_failed", error=str(error))
         except BaseException as error:
             self._soon(partial(raise_again, error))
             return
-        self._soon(partial(self._answered, look_up, found))
+        self._soon(partial(self._answered, look_up, found, lost=found < blocks))
 
-    def _answered(self, look_up: _LookUp, found: int) -> None:
+    def _answered(self, look_up: _LookUp, found: int, *, lost: bool) -> None:
+        """`lost`: the store does not have the next block; another worker may be believed to have written it."""
         self._answers.measured(1, self._alarms.now() - look_up.asked_s)
         self._tier.stats.found_blocks += self._learn(look_up, found)
+        if lost and not self._tier.index.knows(look_up.hashes[found]):
+            self._places.left(look_up.hashes[found], lost=True)
         if look_up.state == "late":
             self._late -= 1
             return
