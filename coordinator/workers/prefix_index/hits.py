@@ -102,7 +102,7 @@ def deepest(levels: list[tuple[int, int]], live: int) -> list[tuple[int, int]]:
     return found
 
 
-class Sharing(NamedTuple):
+class StoreSharing(NamedTuple):
     """Workers that share a store."""
 
     shared_id: int
@@ -114,7 +114,7 @@ class Sharing(NamedTuple):
 
 def with_shared(
     levels: list[tuple[int, int]],
-    groups: Sequence[Sharing],
+    groups: Sequence[StoreSharing],
     live: int,
     readable: Callable[[int, int], int] = lambda shared_id, depth: depth,
 ) -> list[tuple[int, int]]:
@@ -134,7 +134,7 @@ def with_shared(
     return deepest([*levels, *more], live) if more else levels
 
 
-def _lowered(levels: list[tuple[int, int]], group: Sharing, limit: int) -> list[tuple[int, int]]:
+def _lowered(levels: list[tuple[int, int]], group: StoreSharing, limit: int) -> list[tuple[int, int]]:
     """Levels with each member's first slot no deeper than `limit`, or than its memory goes."""
     more: list[tuple[int, int]] = []
     for held, in_memory in group.members:

@@ -17,7 +17,7 @@ from coordinator.workers.prefix_index.expected_blocks import ExpectedBlocks
 from coordinator.workers.prefix_index.hits import (
     NO_HITS,
     PrefixHits,
-    Sharing,
+    StoreSharing,
     deepest,
     joined,
     limited,
@@ -79,7 +79,7 @@ class PrefixIndex:
         self._sets: dict[int, int] = {}
         self._expected = ExpectedBlocks()
         self._crowded = False
-        self._groups: list[Sharing] | None = []
+        self._groups: list[StoreSharing] | None = []
         """Whose slots hold what any of them does; None: to be made again. It stays empty until `share`."""
         self._lost = LostBlocks()
         self._found: deque[tuple[Sequence[int], int]] = deque(maxlen=_MAX_FOUND)
@@ -249,7 +249,7 @@ class PrefixIndex:
                     stores.setdefault(cursor.shared_id, []).append((self._bits[held], self._bits[in_memory]))
             self._lost.keep(stores)
             self._groups = [
-                Sharing(store, sum(held for held, _ in members), tuple(members))
+                StoreSharing(store, sum(held for held, _ in members), tuple(members))
                 for store, members in stores.items()
             ]
         return self._groups

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from engine.kv_cache.cache_events import KvEventLog, KvEventReader
 from engine.runner.simulated_runner import expected_tokens
+from engine.tiers.stores.shared_folder import open_shared_folder
+from engine.tiers.stores.shared_store import SharedStore
 from splitserve.generation.kv_blocks import extend_block_hashes, name_of
 from tests.support.engine.engine_rig import BLOCK, request
 from tests.support.tiers.shared_rig import FakeMooncake
@@ -165,3 +168,39 @@ def test_a_worker_s_own_disk_loses_nothing_of_others(tmp_path: Path) -> None:
     assert rig.below.all["disk"].stats.failures["read"] == 1
     assert told.lost == []
     rig.core.close()
+
+
+def test_two_that_read_a_folder_while_it_evicts_answer_and_write_it_again(tmp_path: Path) -> None:
+    """With a file that is torn behind the one that is evicted."""
+    rigs = [TieredRig(64, folder(tmp_path), num_blocks=48) for _ in range(3)]
+    for rig in rigs:
+        rig.below._prompt_fit = lambda: None
+    writer, *readers = rigs
+    ask(writer, "first")
+    files = {each.name[-64:]: each for each in tmp_path.rglob("*-*") if each.is_file()}
+    told = [Told(rig) for rig in readers]
+
+    def evicts(read: Callable[[int, bytes], memoryview | None], slot: int, block_hash: bytes) -> object:
+        if block_hash == HASHES[3]:
+            files[HASHES[4].hex()].unlink(missing_ok=True)
+            torn = files[HASHES[6].hex()]
+            torn.write_bytes(torn.read_bytes()[:-1])
+        return read(slot, block_hash)
+
+    for rig in readers:
+        store = rig.below.all["disk"].store
+        store.read = partial(evicts, store.read)  # type: ignore[method-assign, assignment]
+        rig.core.add_request(request("a", PROMPT, max_tokens=3))
+    for rig in readers:
+        rig.settle()
+        assert rig.outputs["a"].token_ids == expected_tokens(PROMPT, 3)
+        rig.assert_clean()
+    for each in told:  # the other one may have written it again by then
+        assert each.lost in ([HASHES[4]], [HASHES[6]])
+    assert files[HASHES[4].hex()].exists()
+    for rig in rigs:
+        rig.core.close()
+
+
+def folder(path: Path) -> SharedStore:
+    return open_shared_folder(path, bytes(32), BLOCK_BYTES, 2**22)
