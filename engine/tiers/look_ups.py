@@ -144,7 +144,7 @@ class LookUps:
 
     def _answered(self, look_up: _LookUp, found: int, *, lost: bool) -> None:
         """`lost`: the store does not have the next block; another worker may be believed to have written it."""
-        self._answers.measured(1, self._alarms.now() - look_up.asked_s)
+        self._answers.measured(1, min(self._alarms.now() - look_up.asked_s, PATIENCE_S))
         self._tier.stats.found_blocks += self._learn(look_up, found)
         if lost and not self._tier.index.knows(look_up.hashes[found]):
             self._places.left(look_up.hashes[found], lost=True)

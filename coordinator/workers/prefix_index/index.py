@@ -240,7 +240,7 @@ class PrefixIndex:
             elif left != holders:
                 shard[key] = self._shared(left)
 
-    def _sharing(self) -> list[int]:
+    def _sharing(self) -> list[StoreSharing]:
         if self._groups is None:
             stores: dict[int, list[tuple[int, int]]] = {}
             for cursor in self._cursors.values():

@@ -47,6 +47,6 @@ class LostBlocks:
     def before(self, shared_id: int, keys: Sequence[int], depth: int) -> int:
         """How many of a prompt's first `depth` blocks come before the first one that is lost."""
         lost = self._lost.get(shared_id)
-        if not lost:
+        if not lost or lost.keys().isdisjoint(keys[:depth]):
             return depth
         return next((at for at in range(depth) if keys[at] in lost), depth)

@@ -43,6 +43,8 @@ FAILED = decode_pb2.SequenceOutput(
     failure=decode_pb2.Failure(reason="TRANSFER_FAILED", message="the writer gave up"),
 )
 
+FULL = ResourceExhaustedError("4 reads go on", reason="PREFIX_READS_FULL")
+
 
 class ScriptedWorker:
     """A WorkerClient; what it answers is the test's."""
@@ -157,14 +159,13 @@ async def test_a_failure_of_either_is_raised_and_the_taker_told(
     await rig.over(*aborts)
 
 
-FULL = ResourceExhaustedError("4 reads go on", reason="PREFIX_READS_FULL")
-
-
-async def test_the_holder_s_reason_is_told_though_the_taker_s_comes_first() -> None:
+async def test_the_holder_s_reason_is_told_though_the_taker_s_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix_fetch, "HOLDER_PATIENCE_S", 60.0)
     rig = Rig()
     rig.says(FAILED)
     task = asyncio.create_task(rig.bring())
-    await settled(lambda: rig.holder.pushed and rig.holder.collector is not None)
     await settled(lambda: rig.taker.collector is not None and rig.taker.collector.ended)
     rig.holder.push_refusal.set_result(FULL)
     with pytest.raises(ResourceExhaustedError) as refused:
