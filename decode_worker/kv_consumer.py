@@ -6,7 +6,6 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
-from functools import partial
 
 from decode_worker.live_request import LiveRequest, LiveRequests, LocalPrefill, public_id
 from decode_worker.reservation_queue import Granted, Reply, ReservationQueue, WaitingReservation
@@ -82,8 +81,8 @@ class KvConsumer(KvConnector):
         self.require_awake()
         others_wait = len(self._waiting) > 0
         self._waiting.add(entry)
-        if not others_wait and entry.reads_back(core, partial(self._waiting.put_back, entry)):
-            self._waiting.set_aside(entry)
+        if not others_wait:
+            self._waiting.read_first(core, entry)
         self._grant(core, entry.arrived_s)
         self._flush(core)
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from engine.core.engine import Engine
+from engine.core.engine import Engine, Then
 from engine.core.precedence import Precedence, PrecedenceQueue
 from engine.core.types import EngineRequest
 from kv_transfer.handoff.ticket import KvTicket
@@ -60,19 +61,20 @@ class WaitingReservation:
         lacking = len(self.request.token_ids) - cached_tokens
         return bool(self.local_prefill_tokens) and lacking <= self.local_prefill_tokens
 
-    def reads_back(self, core: Engine, then: Callable[[], None]) -> bool:
-        """Begins to read what lower tiers have of a prefix that a peer would have to transfer otherwise; whether it
-        has.
+    def reads_back(self, core: Engine, then: Then, again: Then | None) -> bool:
+        """Begins to read what lower tiers have of a prefix that a peer would have to transfer otherwise, or asks a
+        store that workers share; whether it has.
 
-        Then `then` is called on the engine thread. Blocks are reserved only after that, and the ticket says of the
-        prefix what is in the pool by then: nothing decodes behind blocks that may not come. A prompt that is computed
-        here has its blocks read as any prompt, and a prefix that is fetched does not wait.
+        Then `then` or `again` is called on the engine thread; see `Engine.read_back`. Blocks are reserved only after
+        that, and the ticket says of the prefix what is in the pool by then: nothing decodes behind blocks that may not
+        come. A prompt that is computed here has its blocks read as any prompt, and a prefix that is fetched does not
+        wait.
         """
         if not self.lane_bytes_per_s or self.request.prefix_only:
             return False
         if self.local_prefill_tokens and self.computes_here(core.cached_tokens(self.request)):
             return False
-        return core.read_back(self.request, self.lane_bytes_per_s, then)
+        return core.read_back(self.request, self.lane_bytes_per_s, then, again)
 
     def require_may_wait(self) -> None:
         """Raises ResourceExhaustedError (NO_ROOM_FOR_PREFIX) for a prefix, which is fetched at once or computed."""
@@ -119,12 +121,20 @@ class ReservationQueue:
         self._by_id.setdefault(entry.request.request_id, []).append(entry)
         self._tried_at = None
 
-    def set_aside(self, entry: WaitingReservation) -> None:
-        """Offers an entry nothing until `put_back`. It keeps its place."""
-        self._order.discard(entry)
+    def read_first(self, core: Engine, entry: WaitingReservation) -> None:
+        """Sets an entry aside while lower tiers are asked for its prefix, and read. It keeps its place."""
+        if entry.reads_back(core, partial(self._put_back, entry), partial(self._read_on, core, entry)):
+            self._order.discard(entry)
 
-    def put_back(self, entry: WaitingReservation) -> None:
-        """Ends `set_aside`. Ignored for an entry that has left meanwhile."""
+    def _read_on(self, core: Engine, entry: WaitingReservation) -> None:
+        """The shared store has answered. Nothing is read for one that has left, or where others wait for blocks now."""
+        if entry not in self._deadlines:
+            return
+        if len(self._order) or not entry.reads_back(core, partial(self._put_back, entry), None):
+            self._put_back(entry)
+
+    def _put_back(self, entry: WaitingReservation) -> None:
+        """Ends its time aside. Ignored for an entry that has left meanwhile."""
         if entry in self._deadlines:
             self._order.push(entry)
             self._tried_at = None

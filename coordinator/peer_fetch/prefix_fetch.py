@@ -12,7 +12,7 @@ from coordinator.peer_fetch.hot_prefixes import Prefix
 from coordinator.request.ids import random_hex
 from coordinator.workers.client import WorkerClient
 from coordinator.workers.output_collector import OutputCollector, WorkerFailed
-from splitserve.errors import DeadlineExceededError
+from splitserve.errors import DeadlineExceededError, SplitserveError
 from splitserve.rpc.status import failure_error
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2
 
@@ -20,6 +20,10 @@ FETCH_RANK, SEED_RANK = -100, -101
 """`Precedence.class_rank` on both workers: after the handoffs of all requests, and seeds after fetches."""
 
 TOO_SLOW = "FETCH_TOO_SLOW"
+WRITER_GAVE_UP = "TRANSFER_FAILED"
+"""The taker's reason for all that the holder, or its end, has told it: the holder's own says more."""
+HOLDER_PATIENCE_S = 0.05
+"""The holder's own reason is on its way then, by another stream; one that has died gives none."""
 AnyCall = TypeVar("AnyCall", decode_pb2.ReserveRequest, prefill_pb2.PrefillRequest)
 
 
@@ -70,6 +74,8 @@ class _PrefixFetch:
         self._collector = OutputCollector()
         self._push: asyncio.Task[None] | None = None
         self._ended = self._written = False
+        self._failed: SplitserveError | None = None
+        """Why, by the taker's word."""
         self._attached = ExitStack()
         for client in (holder, taker):
             here = client.attached(self._name, self._collector, decodes=client is taker)
@@ -85,10 +91,14 @@ class _PrefixFetch:
             return 0  # it has come by itself meanwhile
         push = self._filled(prefill_pb2.PrefillRequest(ticket=response.ticket))
         call = self._holder.prefill(push, self._left_s(), self._collector)
-        self._push = self._background.start(call)
+        holder = self._push = self._background.start(call)
         while not self._ended:
             await self._collector.wait()
             self._accept()
+        if self._failed is not None:
+            await asyncio.wait({holder}, timeout=min(HOLDER_PATIENCE_S, self._left_s() / 2))
+            self._accept()
+            raise self._failed
         return count
 
     def close(self) -> None:
@@ -106,7 +116,9 @@ class _PrefixFetch:
                 case decode_pb2.SequenceOutput():
                     self._ended = self._ended or bool(event.delta.finish_reason)
                     if event.HasField("failure"):
-                        raise failure_error(event.failure.reason, event.failure.message)
+                        self._failed = failure_error(event.failure.reason, event.failure.message)
+                        if self._failed.reason != WRITER_GAVE_UP:
+                            raise self._failed
                 case prefill_pb2.HandoffDone():
                     self._written = True
                 case WorkerFailed():

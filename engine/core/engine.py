@@ -10,6 +10,7 @@ from engine.core.types import EngineLoad, EngineRequest, RequestOutput, Reserved
 from engine.kv_cache.cache_events import KvEventLog
 from splitserve.errors import ResourceExhaustedError
 
+Then = Callable[[], None]
 Held = Callable[[list[int] | ResourceExhaustedError], None]
 """Takes the blocks of a prefix that are held, or why they are not."""
 
@@ -75,12 +76,14 @@ class Engine(ABC):
         like `add_request` for a request that can never fit. One that is `prefix_only` ends when it is admitted.
         """
 
-    def read_back(self, request: EngineRequest, bytes_per_s: float, then: Callable[[], None]) -> bool:
+    def read_back(self, request: EngineRequest, bytes_per_s: float, then: Then, again: Then | None) -> bool:
         """Begins to read blocks of a request's prefix from lower tiers into the prefix cache, as far as that is sooner
         than a peer's transfer of them at `bytes_per_s`, above 0.
 
         Whether anything is read: then `then` is called on this thread once it has been, or takes too long. What has not
-        come by then is missing, as ever. By default nothing is.
+        come by then is missing, as ever. By default nothing is. Where reading could spare more than asking takes, a
+        store that workers share is asked first: then `again` is called in place of `then`, once it has answered or
+        takes too long. None: it has been asked.
         """
         return False
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from engine.core.engine import Engine, Held
+from engine.core.engine import Engine, Held, Then
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.model_runner import DEFAULT_STEP_TOKENS, ModelRunner
 from engine.core.output_processor import BegunStep, OutputProcessor, PendingResult
@@ -172,10 +172,10 @@ class EngineCore(Engine):
         self._scheduler.num_reserved += 1
         return ReservedBlocks(tuple(fresh), sequence.cached_tokens)
 
-    def read_back(self, request: EngineRequest, bytes_per_s: float, then: Callable[[], None]) -> bool:
+    def read_back(self, request: EngineRequest, bytes_per_s: float, then: Then, again: Then | None) -> bool:
         """See `Engine`."""
         self._require_no_step()
-        return self._kv.read_back(Sequence(request, 0), bytes_per_s, then)
+        return self._kv.read_back(Sequence(request, 0), bytes_per_s, then, again)
 
     def reservations_wait(self, waits: bool) -> None:
         """See `Engine`."""

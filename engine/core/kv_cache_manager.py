@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 
+from engine.core.engine import Then
 from engine.core.sequence import Sequence, SequenceStatus
 from engine.core.types import EngineRequest
 from engine.kv_cache.block_pool import BlockPool
@@ -30,6 +31,8 @@ class KVCacheManager:
         self._tiers = tiers
         self.reading: set[Sequence] = set()
         """Those that wait for a read and have no blocks meanwhile; they are in no queue."""
+        self._kept: dict[Sequence, int] = {}
+        """Free blocks that are left to some of them by those that come after them."""
         self.reading_tokens = 0
         """That they have to compute at most."""
 
@@ -117,18 +120,26 @@ class KVCacheManager:
         """A sequence does not wait for a read any more, if it did."""
         if sequence in self.reading:
             self.reading.remove(sequence)
+            self._kept.pop(sequence, None)
             self.reading_tokens -= sequence.remaining
 
     def _came(self, sequence: Sequence, then: Callable[[Sequence], None]) -> None:
         self.read_ended(sequence)
         then(sequence)
 
-    def read_back(self, sequence: Sequence, bytes_per_s: float, then: Callable[[], None]) -> bool:
+    def read_back(self, sequence: Sequence, bytes_per_s: float, then: Then, again: Then | None) -> bool:
         """Begins to read blocks of the sequence's prefix that lower tiers have; see `Engine.read_back`."""
         if self._tiers is None:
             return False
         hits = self.computed_prefix(sequence, len(sequence.tokens))
         below = self._below(sequence, len(hits))
+        if again is not None and (look_ups := self._tiers.look_ups) is not None:
+            blocks = _usable_tokens(sequence) // self.block_size
+            unknown = blocks - len(hits) - len(below)
+            spared_s = self._tiers.look_up_spares_s(hits, below, unknown, bytes_per_s) if unknown > 0 else 0.0
+            extend = partial(self._hash, sequence)
+            if spared_s > 0 and look_ups.ask(sequence.block_hashes, extend, blocks, again, spared_s):
+                return True
         return bool(below) and self._tiers.read_back(hits, below, bytes_per_s, then)
 
     def reachable_tokens(self, sequence: Sequence) -> int:
@@ -137,15 +148,22 @@ class KVCacheManager:
         return (hits + len(self._below(sequence, hits))) * self.block_size
 
     def reads_again(self, sequence: Sequence, watermark: int, then: Callable[[Sequence], None]) -> bool:
-        """The same of one that was preempted, once, when `start` would find the blocks for it."""
-        if self._tiers is None or not sequence.reads_first:
+        """The same of one that was preempted, when `start` would find the blocks for it: these stay free for it. Once
+        more if what was read is gone before it has started; then it is computed."""
+        if self._tiers is None or not sequence.reads_left:
             return False
-        hits = self.computed_prefix(sequence, len(sequence.tokens) - 1)
-        missing = blocks_for(len(sequence.tokens), self.block_size) - len(hits)
-        if missing + self.pool.unowned(hits) + watermark > self.pool.free:
+        hits, free = self.computed_prefix(sequence, len(sequence.tokens) - 1), self.pool.free
+        needed = blocks_for(len(sequence.tokens), self.block_size) - len(hits) + self.pool.unowned(hits)
+        if needed + watermark + self._kept_before(sequence) > free or not self.reads(sequence, then):
             return False
-        sequence.reads_first = False
-        return self.reads(sequence, then)
+        sequence.reads_left -= 1
+        self._kept[sequence] = max(0, needed - (free - self.pool.free))
+        return True
+
+    def _kept_before(self, sequence: Sequence) -> int:
+        """Free blocks that are kept for those who wait for a read and come before this one. A read takes no longer than
+        its limit, so nobody waits for long."""
+        return sum(kept for owner, kept in self._kept.items() if not _yields(owner, sequence))
 
     def _read_on(self, sequence: Sequence, then: Callable[[Sequence], None], beyond: int) -> None:
         """What others have read is there, or is known of; a prompt may have more in the tiers."""
@@ -174,14 +192,15 @@ class KVCacheManager:
     def start(self, sequence: Sequence, *, watermark: int, writer: bool = False) -> list[int] | None:
         """Allocates blocks for all of a sequence's tokens, sharing cached ones; returns the new ones.
 
-        None, and nothing changed, if fewer than `watermark` blocks would stay free. A sequence that is computed here
+        None, and nothing changed, if fewer than `watermark` blocks would stay free, beside those that are kept for one
+        that comes before it and is read for. A sequence that is computed here
         has at least its last token computed, because its logits are needed. One whose KV a `writer` brings may be
         cached completely; its new blocks are owned by the writer, too.
         """
         total = len(sequence.tokens)
         hits = self.computed_prefix(sequence, total if writer else total - 1)
-        fresh_count = blocks_for(total, self.block_size) - len(hits)
-        if fresh_count + self.pool.unowned(hits) + watermark > self.pool.free:
+        fresh_count, kept = blocks_for(total, self.block_size) - len(hits), self._kept_before(sequence)
+        if fresh_count + self.pool.unowned(hits) + watermark + kept > self.pool.free:
             return None
         if writer and self._prefix_cache:  # now, while the peer computes, rather than when its KV arrives
             self._extend_hashes(sequence, total // self.block_size)
@@ -192,7 +211,7 @@ class KVCacheManager:
         sequence.cached_blocks = len(hits)
         sequence.num_computed = sequence.cached_tokens = len(hits) * self.block_size
         if self._tiers is not None and hits:
-            self._tiers.used(hits, sequence.block_hashes[: len(hits)])
+            self._tiers.copies.used(hits, sequence.block_hashes[: len(hits)])
         return fresh
 
     def hold(self, sequence: Sequence) -> None:
@@ -247,7 +266,7 @@ class KVCacheManager:
         for index in range(sequence.cached_blocks, full):
             block = sequence.block_ids[index]
             if self.pool.lookup(hashes[index]) == block:
-                self._tiers.stored(
+                self._tiers.copies.stored(
                     block, TierBlock(hashes[index], hashes[index - 1] if index else None, index)
                 )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.precedence import Precedence, PrecedenceQueue, Turns, in_order, whom_to_preempt
 from engine.core.prompt_pacing import PromptPacing
-from engine.core.sequence import Sequence, SequenceStatus
+from engine.core.sequence import READS_A_PREEMPTION, Sequence, SequenceStatus
 from engine.pacing.token_clock import MIN_CHUNK_TOKENS
 from splitserve.errors import SplitserveError
 from splitserve.generation.kv_blocks import watermark_blocks
@@ -248,7 +248,7 @@ class Scheduler:
             step.preempted += 1
             self._kv.free(victim)
             del self.running[victim]
-            victim.reads_first = True
+            victim.reads_left = READS_A_PREEMPTION
             self.enqueue(victim)
             if victim is sequence:
                 return False

@@ -15,6 +15,9 @@ from splitserve.errors import ResourceExhaustedError
 from splitserve.generation.kv_blocks import blocks_for
 from splitserve.models.tokenizer import Tokenizer
 
+READS_A_PREEMPTION = 2
+"""The second is for one that did not fit after the first, and has lost what was read."""
+
 
 class SequenceStatus(enum.Enum):
     """The states of a sequence."""
@@ -88,8 +91,8 @@ class Sequence:
     """How often a later request was served first because this one did not fit."""
     misfit: bool = False
     """Whether it did not fit into the free blocks when it was last tried."""
-    reads_first: bool = False
-    """Whether it was preempted, and what lower tiers have of its KV has not been asked for since."""
+    reads_left: int = 0
+    """How often what lower tiers have of its KV may still be read since it was preempted."""
     refusal: ResourceExhaustedError | None = None
     """Why lower tiers do not read what a peer wants of it."""
     started: bool = False

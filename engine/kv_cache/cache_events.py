@@ -17,8 +17,10 @@ from splitserve.v1 import registry_pb2
 
 Place = Literal["pool", "host", "disk"]
 """Where a block is cached: among the KV blocks, or in a tier below them."""
-Change = tuple[bytes, Place | None]
-"""A name, and where its block is cached now; None: nowhere."""
+Where = Place | Literal["lost"] | None
+"""None: nowhere. Lost: nor in the store that workers share, where it may be believed to be."""
+Change = tuple[bytes, Where]
+"""A name, and where its block is cached now."""
 MAX_LOGGED = 2**15
 """Changes kept for readers that have not read them yet."""
 MAX_NAMES_A_MESSAGE = 2**12
@@ -46,13 +48,13 @@ class KvEventLog:
         """Records that a block with this hash is cached now, and where: the nearest place."""
         self._changed(name_of(block_hash), place)
 
-    def removed(self, block_hash: bytes) -> None:
-        """Records that no block with this hash is cached any more."""
-        self._changed(name_of(block_hash), None)
+    def removed(self, block_hash: bytes, *, lost: bool = False) -> None:
+        """Records that no block with this hash is cached any more; `lost`: nor in a store that workers share."""
+        self._changed(name_of(block_hash), "lost" if lost else None)
 
-    def _changed(self, name: bytes, place: Place | None) -> None:
+    def _changed(self, name: bytes, place: Where) -> None:
         with self._lock:
-            if place is not None:
+            if place is not None and place != "lost":
                 self._names[name] = place
             else:
                 self._names.pop(name, None)
@@ -62,13 +64,13 @@ class KvEventLog:
         if first and self._on_change is not None:
             self._on_change()
 
-    def snapshot(self) -> tuple[dict[bytes, Place | None], int]:
+    def snapshot(self) -> tuple[dict[bytes, Where], int]:
         """All names that are cached now, parents before children, with their places, and the position in the log."""
         with self._lock:
             self._unread = False
             return {**self._names}, self._end
 
-    def since(self, position: int) -> tuple[dict[bytes, Place | None], int] | None:
+    def since(self, position: int) -> tuple[dict[bytes, Where], int] | None:
         """The names that changed since a position, with the places of those cached now; and the new position.
 
         None if the log does not reach back that far.
@@ -120,7 +122,8 @@ class KvEventReader:
         return registry_pb2.CacheEvents(
             sequence=self._sequence,
             cleared=cleared,
-            removed=_names_at(None, sent),
+            removed=_names_at(None, sent) + (lost := _names_at("lost", sent)),
+            lost=lost,
             stored=_names_at("pool", sent),
             in_host=_names_at("host", sent),
             on_disk=_names_at("disk", sent),
@@ -128,5 +131,5 @@ class KvEventReader:
         )
 
 
-def _names_at(place: Place | None, changes: Sequence[Change]) -> bytes:
+def _names_at(place: Where, changes: Sequence[Change]) -> bytes:
     return b"".join(name for name, at in changes if at == place)

@@ -14,6 +14,7 @@ from functools import partial
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_events import KvEventLog
 from engine.pacing.step_time_fit import PromptFit
+from engine.tiers.copies_down import CopiesDown, most_owned
 from engine.tiers.look_ups import LookUps
 from engine.tiers.pool_copier import PoolCopier
 from engine.tiers.read_choice import (
@@ -22,20 +23,18 @@ from engine.tiers.read_choice import (
     choose_read,
     choose_read_back,
     read_seconds,
+    spared_by_more,
     waits_for_read,
     waits_in_place_of_transfer,
 )
 from engine.tiers.stores.block_store import BlockStore, HostStore
 from engine.tiers.stores.shared_store import SharedStore
 from engine.tiers.tier import ReadItem, ReadOutcome, Tier, TierPlaces
-from engine.tiers.tier_index import Eviction, TierBlock
+from engine.tiers.tier_index import Eviction
 from engine.tiers.tier_read import TierRead, Waiting, require_peer_room
 from splitserve.alarms import Alarms
 from splitserve.logs import log_event
 
-_SHARE = 2
-"""One block in so many of the pool may be owned by copies to host memory, and as many by reads."""
-_DISK_BACKLOG_BYTES = 256 << 20
 _LEAST_PATIENCE_S = 0.5
 """A read of a disk is waited for until computing would have been done, but at least this long."""
 _UNKNOWN_PATIENCE_S = 5.0
@@ -69,10 +68,10 @@ class KvTiers:
         self._rates = {name: tier.rate for name, tier in self.all.items()}
         self.wake: Callable[[], object] = lambda: None
         """Called on any thread when `collect` has something to do."""
-        self._copier, self._host_store = copier, host
-        self._block_tokens, self._block_bytes = block_tokens, host.block_bytes
+        self._copier, self._block_tokens, self._block_bytes = copier, block_tokens, host.block_bytes
         self._completed: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._pinned = self._reading = self._late_reads = 0
+        self._reading = self._late_reads = 0
+        self.copies = CopiesDown(copier, host, self.all, self.places, self._soon, self._cost)
         self._begun: dict[bytes, TierRead] = {}
         """By the hash of their first block, those that others may wait for, too."""
         self.under_way: dict[TierRead, None] = {}
@@ -92,19 +91,20 @@ class KvTiers:
         """Joins the pool. `log`: a block counts as cached for as long as any tier has it. `freed` is called when blocks
         of the pool may have become free."""
         self._pool, self._freed, self._prompt_fit = pool, freed, prompt_fit
-        self._most_owned = max(1, pool.total // _SHARE)
+        self._most_owned = most_owned(pool)
+        self.copies.attach(pool)
         self.places.attach(pool, log)
 
     @property
     def copying_blocks(self) -> int:
         """Blocks of the pool that are being copied to host memory."""
-        return self._pinned
+        return self.copies.blocks
 
     @property
     def busy(self) -> bool:
         """Whether blocks are on their way, up or down."""
         return bool(
-            self._pinned
+            self.copies.blocks
             or self._reading
             or not self._completed.empty()
             or any(len(tier.thread) for tier in self.all.values())
@@ -115,30 +115,6 @@ class KvTiers:
     def shared_id(self) -> int:
         """Of the store that workers share, 0 while this one's blocks do not count as there. For any thread."""
         return 0 if self.look_ups is None or self._late_reads else self.look_ups.shared_id
-
-    def stored(self, block: int, found: TierBlock) -> None:
-        """Copies a block that entered the pool's prefix cache, once the thread has time."""
-        if self.host.index.knows(found.block_hash):
-            return
-        if self._pinned >= self._most_owned:
-            self.host.stats.failures["skipped"] += 1
-            return
-        placement = self.host.index.add(found, self._cost(found.depth))
-        if placement is None:
-            return
-        self.places.left(placement.evicted)
-        self._pool.share([block])
-        self._pinned += 1
-        work = partial(self._save, block, found, placement.slot)
-        self.host.start(work, partial(self._saved, block, found), self._soon)
-
-    def used(self, hits: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """A prompt starts with these blocks of the pool's prefix cache."""
-        for tier in self.all.values():
-            tier.index.touch(hashes)
-        for depth, (block, block_hash) in enumerate(zip(hits, hashes, strict=True)):
-            if not self.host.index.knows(block_hash):
-                self.stored(block, TierBlock(block_hash, hashes[depth - 1] if depth else None, depth))
 
     def bring(
         self,
@@ -190,6 +166,18 @@ class KvTiers:
         count = choose_read_back(names, self._rates, waits_s, transfer_s)
         return self._begin(hits, hashes, names, count, min(count * transfer_s, _UNKNOWN_PATIENCE_S), waiting)
 
+    def look_up_spares_s(
+        self, hits: list[int], hashes: Sequence[bytes], unknown: int, bytes_per_s: float
+    ) -> float:
+        """Seconds that such a reservation is spared at most if the store that workers share has so many more blocks
+        after these."""
+        room, known = self._room(hits), self._readable(hits, hashes)
+        if self._late_reads or room <= len(known):
+            return 0.0
+        more: list[TierName] = ["disk"] * min(unknown, room - len(known))
+        transfer_s = self._block_bytes / bytes_per_s
+        return spared_by_more([*known, *more], self._rates, self._waits_s(), transfer_s, len(known))
+
     def give_up(self, read: TierRead) -> None:
         """Ends a read: those that wait are computed. Until its tier answers, nobody else waits for a disk."""
         read.give_up()
@@ -213,11 +201,15 @@ class KvTiers:
             else:  # a disk that does not answer; the process ends with it
                 log_event("kv_tier.hung", tier=tier.name)
 
+    def _room(self, hits: list[int]) -> int:
+        """Blocks of the pool that a read after these may fill."""
+        unowned = self._pool.unowned(hits)
+        return max(0, min((self._pool.free - unowned) * 3 // 4, self._most_owned - self._reading - unowned))
+
     def _readable(self, hits: list[int], hashes: Sequence[bytes]) -> list[TierName]:
         """Where the first of these blocks are: as many as there is room for, and none behind a disk that hangs."""
-        unowned = self._pool.unowned(hits)
-        room = max(0, min((self._pool.free - unowned) * 3 // 4, self._most_owned - self._reading - unowned))
-        names: list[TierName] = ["host" if each in self.host.index else "disk" for each in hashes[:room]]
+        readable = hashes[: self._room(hits)]
+        names: list[TierName] = ["host" if each in self.host.index else "disk" for each in readable]
         return names[: names.index("disk")] if self._late_reads and "disk" in names else names
 
     def _begun_of(self, hashes: Sequence[bytes]) -> TierRead | None:
@@ -264,42 +256,6 @@ class KvTiers:
         fit = self._prompt_fit()
         return 1.0 if fit is None else 1.0 + depth * self._block_tokens * fit.pair_s / fit.token_s
 
-    def _save(self, block: int, found: TierBlock, slot: int) -> None:
-        """On the thread of the host tier."""
-        self._copier.save(block, self._host_store.room(slot))
-        self._host_store.seal(slot, found)
-
-    def _saved(self, block: int, found: TierBlock, _: None) -> None:
-        self._pinned -= 1
-        self._pool.release([block])
-        slot = self.places.arrived(self.host, found)
-        disk = self.disk
-        if disk is None or slot is None:
-            return
-        if len(disk.thread) * self._block_bytes > _DISK_BACKLOG_BYTES:
-            disk.skipped()
-            return
-        placement = disk.index.add(found, self._cost(found.depth))
-        if placement is not None:
-            self.places.left(placement.evicted)
-            work = partial(self._write, disk, found, slot, placement.slot)
-            disk.start(work, partial(self._written, disk, found), self._soon)
-        elif not disk.index.knows(found.block_hash):
-            disk.came(taken=False)
-
-    def _write(self, disk: Tier, found: TierBlock, source: int, slot: int) -> OSError | bool:
-        """On the thread of the disk. Whether the block has been written."""
-        content = self._host_store.copy(source, found.block_hash)
-        # None: host memory has given the block up meanwhile.
-        return content is not None and disk.write(slot, found, content)
-
-    def _written(self, disk: Tier, found: TierBlock, outcome: OSError | bool) -> None:
-        if outcome is True:
-            disk.came(taken=True)
-            self.places.arrived(disk, found)
-        else:
-            disk.was_not_written(found, outcome)
-
     def _start_part(self, tier: Tier, read: TierRead) -> None:
         """Begins to read what a tier has of a read."""
         items = tier.items_of(read)
@@ -313,8 +269,9 @@ class KvTiers:
     def _part_read(self, tier: Tier, read: TierRead, items: list[ReadItem], outcome: ReadOutcome) -> None:
         if tier is self.disk and read.alarm is not None:
             read.alarm.cancel()
-        damaged = tier.was_read(read, items, outcome)
-        self.places.left(damaged.block_hash if damaged is not None else None)
+        if (damaged := tier.was_read(read, items, outcome)) is not None:
+            shared = tier is self.disk and self.look_ups is not None
+            self.places.left(damaged.block_hash, lost=shared and outcome.missing)
         read.parts -= 1
         if not read.parts:
             if read.given_up:

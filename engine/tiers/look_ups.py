@@ -8,6 +8,7 @@ from functools import partial
 from typing import Literal
 
 from engine.tiers.copy_thread import CopyThread
+from engine.tiers.read_choice import ReadRate
 from engine.tiers.stores.shared_store import SharedStore
 from engine.tiers.tier import Tier, TierPlaces, raise_again
 from engine.tiers.tier_index import TierBlock
@@ -22,6 +23,8 @@ MOST_LOST = 1 / 4
 """Of the blocks of late: a worker of which more are not written does not count as one of those who share the store."""
 LATE_S = 1.0
 """Nor does one to which an answer is late by more."""
+_ASSUMED_S = 0.001
+"""That an answer takes, until the first."""
 _FIRST, _GROWTH, _MOST = 8, 4, 512
 """Blocks in the first question about a prompt, the growth from one to the next, and blocks in the last ones."""
 
@@ -36,6 +39,7 @@ class _LookUp:
     known: int
     """Blocks that were in the books before."""
     then: Callable[[], None]
+    asked_s: float
     alarm: Alarm | None = None
     state: Literal["waiting", "late", "answered"] = "waiting"
 
@@ -60,6 +64,7 @@ class LookUps:
         self._tier, self._store, self._places = tier, store, places
         self._alarms, self._soon, self._cost = alarms, soon, cost
         self._thread = CopyThread("kv-look-up")
+        self._answers = ReadRate(_ASSUMED_S)
         self._waiting = self._late = 0
         self._late_since_s = 0.0
 
@@ -75,21 +80,33 @@ class LookUps:
         is_late = self._late and self._alarms.now() - self._late_since_s > LATE_S
         return 0 if is_late or self._tier.lost_share > MOST_LOST else self._store.shared_id
 
-    def ask(self, hashes: Sequence[bytes], extend: Extend, blocks: int, then: Callable[[], None]) -> bool:
+    def ask(
+        self,
+        hashes: Sequence[bytes],
+        extend: Extend,
+        blocks: int,
+        then: Callable[[], None],
+        spared_s: float = float("inf"),
+    ) -> bool:
         """Asks for the first of a prompt's `blocks` that the books do not know, and those after it.
 
         `hashes`: of its first blocks, at least one more than are known to be readable. `then` is called once the answer
-        is in the books, or takes too long. False if nobody is asked: then it is not called.
+        is in the books, or takes too long. `spared_s`: the seconds that it may spare; it is waited for no longer. False
+        if nobody is asked, as where answers have taken longer of late: then it is not called.
         """
         if self._late or self._waiting >= MOST_WAITING:
+            return False
+        if spared_s <= self._answers.block_s:
+            self._answers.passed_over()
             return False
         hashes, known = list(hashes[:blocks]), 0
         while (known := self._known(hashes, known)) == len(hashes):
             if known == blocks:
                 return False
             extend(hashes, min(blocks, known + _FIRST))
-        look_up = _LookUp(hashes, known, then)
-        look_up.alarm = self._alarms.set(PATIENCE_S, partial(self._soon, partial(self._is_late, look_up)))
+        look_up = _LookUp(hashes, known, then, self._alarms.now())
+        patience_s = min(PATIENCE_S, spared_s)
+        look_up.alarm = self._alarms.set(patience_s, partial(self._soon, partial(self._is_late, look_up)))
         if look_up.alarm is None:
             return False
         self._waiting += 1
@@ -118,14 +135,19 @@ class LookUps:
                     break
                 count = min(count * _GROWTH, _MOST)
         except OSError as error:
+            blocks = found  # of the others nothing is known
             log_event("kv_tier.look_up_failed", error=str(error))
         except BaseException as error:
             self._soon(partial(raise_again, error))
             return
-        self._soon(partial(self._answered, look_up, found))
+        self._soon(partial(self._answered, look_up, found, lost=found < blocks))
 
-    def _answered(self, look_up: _LookUp, found: int) -> None:
+    def _answered(self, look_up: _LookUp, found: int, *, lost: bool) -> None:
+        """`lost`: the store does not have the next block; another worker may be believed to have written it."""
+        self._answers.measured(1, min(self._alarms.now() - look_up.asked_s, PATIENCE_S))
         self._tier.stats.found_blocks += self._learn(look_up, found)
+        if lost and not self._tier.index.knows(look_up.hashes[found]):
+            self._places.left(look_up.hashes[found], lost=True)
         if look_up.state == "late":
             self._late -= 1
             return

@@ -93,6 +93,22 @@ def choose_read_back(
     return _soonest(tiers, rates, waits_s, lambda count: (len(tiers) - count) * transfer_s)[0]
 
 
+def spared_by_more(
+    tiers: Sequence[TierName],
+    rates: Mapping[TierName, ReadRate],
+    waits_s: Mapping[TierName, float],
+    transfer_s: float,
+    known: int,
+) -> float:
+    """Seconds that are spared at most if the blocks after the first `known` of these are in their tiers, too, where a
+    peer would transfer a block in `transfer_s`."""
+
+    def best_s(most: int) -> float:
+        return _soonest(tiers[:most], rates, waits_s, lambda count: (len(tiers) - count) * transfer_s)[1]
+
+    return best_s(known) - best_s(len(tiers))
+
+
 def waits_in_place_of_transfer(
     tiers: Sequence[TierName],
     rates: Mapping[TierName, ReadRate],

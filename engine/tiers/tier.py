@@ -53,6 +53,8 @@ class ReadOutcome(NamedTuple):
 
     good: int
     seconds: float
+    missing: bool = False
+    """Whether the next one was not there, or damaged."""
 
 
 class Tier:
@@ -146,17 +148,18 @@ class Tier:
         the read is given up.
         """
         began_s = time.perf_counter()
-        good = 0
+        good, missing = 0, False
         for item in items:
             try:
                 content = self.store.read(item.slot, item.block_hash)
             except OSError as error:
                 log_event("kv_tier.read_failed", tier=self.name, error=str(error))
                 break
+            missing = content is None
             if content is None or closed() or not read.load(copier, item.block, content):
                 break
             good += 1
-        return ReadOutcome(good, time.perf_counter() - began_s)
+        return ReadOutcome(good, time.perf_counter() - began_s, missing)
 
     def was_read(self, read: TierRead, items: Sequence[ReadItem], outcome: ReadOutcome) -> ReadItem | None:
         """Books what came of a read's `items`; the one that turned out to be missing or damaged, which it drops."""
@@ -201,18 +204,18 @@ class TierPlaces:
         self._tell(found.block_hash, before)
         return tier.index.slot_of(found.block_hash)
 
-    def left(self, block_hash: bytes | None) -> None:
-        """A tier has given a block up."""
+    def left(self, block_hash: bytes | None, *, lost: bool = False) -> None:
+        """A tier has given a block up. `lost`: a store that workers share was found not to have it."""
         if block_hash is not None:
-            self._tell(block_hash, "host")
+            self._tell(block_hash, "host", lost=lost)
 
-    def _tell(self, block_hash: bytes, before: TierName | None) -> None:
+    def _tell(self, block_hash: bytes, before: TierName | None, *, lost: bool = False) -> None:
         """Tells coordinators where a block is now, unless they know: in the pool, or `before`."""
         place = self.of(block_hash)
         if place == before or self._pool.lookup(block_hash) is not None:
             return
         if place is None:
-            self._log.removed(block_hash)
+            self._log.removed(block_hash, lost=lost)
         else:
             self._log.stored(block_hash, place)
 

@@ -497,6 +497,7 @@ class CacheEvents(_message.Message):
     IN_HOST_FIELD_NUMBER: _builtins.int
     ON_DISK_FIELD_NUMBER: _builtins.int
     TIERED_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Grows by one with each message of one Report stream, from 1. A gap means that something was lost: the coordinator
     forgets this worker's blocks and answers with `resync_cache`.
@@ -515,6 +516,10 @@ class CacheEvents(_message.Message):
     """Names of blocks that are cached now on its disk only. As `stored`; only with `tiered`."""
     tiered: _builtins.bool
     """Whether there are tiers below its KV blocks. The same in all messages of a boot."""
+    lost: _builtins.bytes
+    """Those of `removed` that the store lacks, too, which this worker shares with others, as it has found when it wanted to
+    read them. They do not count as shared until a worker that did not have them says that it has. Only with `tiered`.
+    """
     def __init__(
         self,
         *,
@@ -525,10 +530,11 @@ class CacheEvents(_message.Message):
         in_host: _builtins.bytes = ...,
         on_disk: _builtins.bytes = ...,
         tiered: _builtins.bool = ...,
+        lost: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "in_host", b"in_host", "on_disk", b"on_disk", "removed", b"removed", "sequence", b"sequence", "stored", b"stored", "tiered", b"tiered"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "in_host", b"in_host", "lost", b"lost", "on_disk", b"on_disk", "removed", b"removed", "sequence", b"sequence", "stored", b"stored", "tiered", b"tiered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -101,14 +102,47 @@ def deepest(levels: list[tuple[int, int]], live: int) -> list[tuple[int, int]]:
     return found
 
 
-def with_shared(levels: list[tuple[int, int]], groups: Sequence[int], live: int) -> list[tuple[int, int]]:
-    """Levels with all slots of a group, a bit set, at the greatest depth of any of them: what one has, all can read."""
-    more = []
+class StoreSharing(NamedTuple):
+    """Workers that share a store."""
+
+    shared_id: int
+    slots: int
+    """Of what each of them holds, a bit set."""
+    members: tuple[tuple[int, int], ...]
+    """Of each worker the bit of what it holds, and of what it has in host memory or nearer."""
+
+
+def with_shared(
+    levels: list[tuple[int, int]],
+    groups: Sequence[StoreSharing],
+    live: int,
+    readable: Callable[[int, int], int] = lambda shared_id, depth: depth,
+) -> list[tuple[int, int]]:
+    """Levels with all slots of a group at the greatest depth of any of them: what one has, all can read.
+
+    `readable`: how many of so many blocks a store has for certain not lost; what comes after these counts only where a
+    worker has it in its own memory.
+    """
+    more: list[tuple[int, int]] = []
     for group in groups:
-        depth = max((depth for depth, slots in levels if slots & group), default=0)
+        depth = max((depth for depth, slots in levels if slots & group.slots), default=0)
+        if depth and (limit := readable(group.shared_id, depth)) < depth:
+            levels = _lowered(levels, group, limit)
+            depth = limit
         if depth:
-            more.append((depth, group))
+            more.append((depth, group.slots))
     return deepest([*levels, *more], live) if more else levels
+
+
+def _lowered(levels: list[tuple[int, int]], group: StoreSharing, limit: int) -> list[tuple[int, int]]:
+    """Levels with each member's first slot no deeper than `limit`, or than its memory goes."""
+    more: list[tuple[int, int]] = []
+    for held, in_memory in group.members:
+        depth = max(limit, next((depth for depth, slots in levels if slots & in_memory), 0))
+        if any(deeper > depth and slots & held for deeper, slots in levels):
+            levels = [(at, slots & ~held) for at, slots in levels if slots & ~held]
+            more.append((depth, held))
+    return sorted([*levels, *((depth, held) for depth, held in more if depth)])
 
 
 def bits(slots: int) -> Iterator[int]:

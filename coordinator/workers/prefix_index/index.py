@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from itertools import islice
 
 from coordinator.workers.prefix_index.expected_blocks import ExpectedBlocks
-from coordinator.workers.prefix_index.hits import NO_HITS, PrefixHits, deepest, joined, limited, with_shared
+from coordinator.workers.prefix_index.hits import (
+    NO_HITS,
+    PrefixHits,
+    StoreSharing,
+    deepest,
+    joined,
+    limited,
+    with_shared,
+)
+from coordinator.workers.prefix_index.lost_blocks import LostBlocks
 from coordinator.workers.snapshot import WorkerKey
 from splitserve.errors import InvalidArgumentError
 from splitserve.generation.kv_blocks import NAME_BYTES, BlockKeys, keys_of
@@ -70,8 +79,9 @@ class PrefixIndex:
         self._sets: dict[int, int] = {}
         self._expected = ExpectedBlocks()
         self._crowded = False
-        self._groups: list[int] | None = []
-        """Sets of slots that hold what any of them does; None: to be made again. Empty sets stay so until `share`."""
+        self._groups: list[StoreSharing] | None = []
+        """Whose slots hold what any of them does; None: to be made again. It stays empty until `share`."""
+        self._lost = LostBlocks()
         self._found: deque[tuple[Sequence[int], int]] = deque(maxlen=_MAX_FOUND)
         """Prompts found since the last message, with the depth: in use, so their keys should not be evicted."""
 
@@ -99,6 +109,7 @@ class PrefixIndex:
         _check(events)
         removed, stored = _checked("removed", events.removed), _checked("stored", events.stored)
         in_host, on_disk = _checked("in_host", events.in_host), _checked("on_disk", events.on_disk)
+        lost = _checked("lost", events.lost)
         width = 3 if events.tiered else 1
         cursor = self._cursors.get(worker)
         follows = events.sequence == (cursor.sequence + 1 if cursor is not None else 1)
@@ -117,8 +128,11 @@ class PrefixIndex:
             keys, depth = self._found.popleft()
             self._touch(keys[:depth])
         if not cursor.lost:
+            self._found_again(cursor, (on_disk, in_host, stored))
             for count, names in enumerate((removed, on_disk, in_host, stored)):
                 self._place(cursor.slots, names, count)
+            if lost and cursor.shared_id and self._sharing():
+                self._lost.add(cursor.shared_id, (key for key in lost if self._holders(key)))
             # Keys spread evenly: one shard speaks for all.
             self._crowded = 4 * len(self._shards[0]) > 3 * self._shard_limit
         self.sweep(1)
@@ -190,7 +204,10 @@ class PrefixIndex:
         if self._crowded and levels:
             self._found.append((keys, levels[-1][0]))
         if levels and (groups := self._sharing()):
-            levels = with_shared(levels, groups, self._live)
+            lost = self._lost
+            levels = with_shared(
+                levels, groups, self._live, lambda store, most: lost.before(store, keys, most)
+            )
         if not confirmed_only and (expected := self._expected.levels(keys)):
             levels = deepest(levels + expected, self._live)
         return limited(levels) if levels else NO_HITS
@@ -223,14 +240,31 @@ class PrefixIndex:
             elif left != holders:
                 shard[key] = self._shared(left)
 
-    def _sharing(self) -> list[int]:
+    def _sharing(self) -> list[StoreSharing]:
         if self._groups is None:
-            stores: dict[int, int] = {}
+            stores: dict[int, list[tuple[int, int]]] = {}
             for cursor in self._cursors.values():
                 if cursor.shared_id:
-                    stores[cursor.shared_id] = stores.get(cursor.shared_id, 0) | self._bits[cursor.slots[0]]
-            self._groups = [slots for slots in stores.values() if slots.bit_count() > 1]
+                    held, in_memory = cursor.slots[0], cursor.slots[len(cursor.slots) // 2]
+                    stores.setdefault(cursor.shared_id, []).append((self._bits[held], self._bits[in_memory]))
+            self._lost.keep(stores)
+            self._groups = [
+                StoreSharing(store, sum(held for held, _ in members), tuple(members))
+                for store, members in stores.items()
+            ]
         return self._groups
+
+    def _holders(self, key: int) -> int:
+        """The slots of live workers that hold a block."""
+        return self._shards[key & self._mask].get(key, 0) & self._live
+
+    def _found_again(self, cursor: _EventCursor, stored: Iterable[Sequence[int]]) -> None:
+        """Blocks that a worker did not have before it has written, or is about to, or has found in its store."""
+        own = self._bits_of(cursor.slots)
+        for names in stored:
+            for key in self._lost.among(cursor.shared_id, names):
+                if not self._holders(key) & own:
+                    self._lost.discard(cursor.shared_id, key)
 
     def _take_slots(self, count: int) -> tuple[int, ...]:
         taken = []
@@ -294,12 +328,12 @@ class PrefixIndex:
 
 
 def _check(events: registry_pb2.CacheEvents) -> None:
-    if not events.tiered and (events.in_host or events.on_disk):
-        message = "cache_events.tiered: must be set with names in in_host or on_disk"
+    if not events.tiered and (events.in_host or events.on_disk or events.lost):
+        message = "cache_events.tiered: must be set with names in in_host, on_disk or lost"
         raise InvalidArgumentError(message, field="cache_events.tiered")
-    size = len(events.removed) + len(events.stored) + len(events.in_host) + len(events.on_disk)
-    if size > MAX_NAMES_OF_ALL * NAME_BYTES:
-        message = f"cache_events must hold at most {MAX_NAMES_OF_ALL} names in its four lists together"
+    lists = events.removed, events.stored, events.in_host, events.on_disk, events.lost
+    if sum(map(len, lists)) > MAX_NAMES_OF_ALL * NAME_BYTES:
+        message = f"cache_events must hold at most {MAX_NAMES_OF_ALL} names in its five lists together"
         raise InvalidArgumentError(message, field="cache_events")
 
 

@@ -69,7 +69,7 @@ def answers(
     ]
     if tiers is not None:
         tiers.wake = woken.set
-        tiers._copier = copier = CheckingCopier(tiers._copier)
+        tiers._copier = tiers.copies._copier = copier = CheckingCopier(tiers._copier)
     while asked or core.has_work():
         if asked:  # a step each, as few blocks may be copied at a time
             core.add_request(asked.pop())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from tests.support.tiers.mooncake_rig import mooncake_store
 from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 
 PROMPTS = 2
+LANE_BYTES_PER_S = 1e7
+"""Slower than any disk."""
 
 
 async def answers(client: AsyncClient, prompts: list[list[int]]) -> list[list[int]]:
@@ -64,4 +67,33 @@ async def test_another_worker_reads_what_a_dead_one_has_written(
         )
         assert await answers(client, prompts) == before
         assert tier_hits(cluster, "prefill-1")["disk"] >= (PROMPTS - 1) * TOKENS
+        await cluster.assert_no_leaks()
+
+
+@pytest.mark.timeout(LEAST_TIMEOUT_S)
+async def test_a_decode_worker_reads_what_a_dead_one_has_written_in_place_of_a_transfer(
+    log_dir: Path, smollm2: str, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(smollm2)
+    prompts = [tokenizer.encode(sentences(40, seed=seed))[: TOKENS + 5] for seed in range(PROMPTS)]
+    options = ["--dtype", "float32", "--num-blocks", "24", "--metrics-port", "0"]
+    options += ["--faults", json.dumps({"bandwidth_bytes_per_s": LANE_BYTES_PER_S})]
+    shared = ["--kv-tier-sharing", "on", "--kv-host-tier-bytes", str(32 * BLOCK_BYTES)]
+    shared += ["--kv-disk-tier-path", str(tmp_path), "--kv-disk-tier-bytes", str(1028 * BLOCK_BYTES)]
+    setup = Cluster(log_dir, model=smollm2, engine="torch", prefill=0, decode=0, worker_options=options)
+    async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
+        cluster.add_worker("prefill", "prefill-0")
+        cluster.add_worker("decode", "decode-0", *shared)
+        await cluster.wait_ready(prefill=1, decode=1)
+        before = await answers(client, prompts)
+        written = PROMPTS * TOKENS // 16 * BLOCK_BYTES
+        await eventually(
+            lambda: by_tier(cluster, "decode-0", "splitserve_kv_tier_bytes")["disk"] >= written,
+            "all whole blocks are written",
+        )
+        cluster.members["decode-0"].kill()
+        cluster.add_worker("decode", "decode-1", *shared)
+        await until(cluster, lambda info: worker(info, "decode-1").state in SERVING_STATES, "decode-1 serves")
+        assert await answers(client, prompts) == before
+        assert tier_hits(cluster, "decode-1")["disk"] >= (PROMPTS - 1) * TOKENS
         await cluster.assert_no_leaks()

@@ -9,23 +9,29 @@ from engine.tiers.kv_tiers import KvTiers
 from engine.tiers.pool_copier import HostPoolCopier
 from engine.tiers.stores.block_store import BlockStore, HostStore
 from kv_transfer.transports.transport import KvMemoryRegion
+from splitserve.alarms import Alarms
 from tests.support.engine.connector_pair import ConnectorPair
 from tests.support.waiting import PATIENCE_S
 
 
 class TieredPair(ConnectorPair):
-    """`disk` makes the lower tier, from the bytes of a block."""
-
     def __init__(
-        self, host_blocks: int, disk: Callable[[int], BlockStore] | None = None, num_blocks: int = 16
+        self,
+        host_blocks: int,
+        disk: Callable[[int], BlockStore] | None = None,
+        num_blocks: int = 16,
+        alarms: Alarms | None = None,
     ) -> None:
+        """`disk` makes the lower tier, from the bytes of a block. `alarms`: rung by hand, if given."""
         self.woken = threading.Event()
+        self.alarms = alarms
 
         def below(memory: KvMemoryRegion) -> KvTiers:
             size = memory.layout.block_bytes
             host = HostStore(memoryview(bytearray(host_blocks * size)), size)
             store = disk(size) if disk is not None else None
-            tiers = KvTiers(HostPoolCopier(memory), host, store, memory.layout.block_size_tokens)
+            tokens = memory.layout.block_size_tokens
+            tiers = KvTiers(HostPoolCopier(memory), host, store, tokens, alarms=self.alarms)
             tiers.wake = self.woken.set
             return tiers
 

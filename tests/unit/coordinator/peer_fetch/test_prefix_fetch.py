@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from coordinator.background_tasks import BackgroundTasks
+from coordinator.peer_fetch import prefix_fetch
 from coordinator.peer_fetch.hot_prefixes import Prefix
 from coordinator.peer_fetch.prefix_fetch import FETCH_RANK, SEED_RANK, fetch_prefix
 from coordinator.request.caller import CLASS_RANKS
@@ -42,6 +43,8 @@ FAILED = decode_pb2.SequenceOutput(
     failure=decode_pb2.Failure(reason="TRANSFER_FAILED", message="the writer gave up"),
 )
 
+FULL = ResourceExhaustedError("4 reads go on", reason="PREFIX_READS_FULL")
+
 
 class ScriptedWorker:
     """A WorkerClient; what it answers is the test's."""
@@ -55,6 +58,8 @@ class ScriptedWorker:
         self.pushed: list[prefill_pb2.PrefillRequest] = []
         self.aborts: list[bool] = []
         self.on_push: Callable[[OutputCollector], object] = lambda collector: None
+        self.push_refusal: asyncio.Future[SplitserveError] = asyncio.get_running_loop().create_future()
+        """Why it does not push, once it says so."""
 
     @contextmanager
     def attached(self, attempt_id: str, collector: OutputCollector, *, decodes: bool) -> Iterator[None]:
@@ -72,7 +77,7 @@ class ScriptedWorker:
     async def prefill(self, request: Any, timeout_s: float, collector: OutputCollector) -> None:
         self.pushed.append(request)
         self.on_push(collector)
-        await asyncio.Event().wait()
+        collector.put(WorkerFailed(self.worker.key, await self.push_refusal))
 
     async def abort(self, attempt_id: str, no_writer: bool, deadline_s: float) -> None:
         self.aborts.append(no_writer)
@@ -152,6 +157,58 @@ async def test_a_failure_of_either_is_raised_and_the_taker_told(
         await rig.bring()
     assert failed.value.reason == reason
     await rig.over(*aborts)
+
+
+async def test_the_holder_s_reason_is_told_though_the_taker_s_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix_fetch, "HOLDER_PATIENCE_S", 60.0)
+    rig = Rig()
+    rig.says(FAILED)
+    task = asyncio.create_task(rig.bring())
+    await settled(lambda: rig.taker.collector is not None and rig.taker.collector.ended)
+    rig.holder.push_refusal.set_result(FULL)
+    with pytest.raises(ResourceExhaustedError) as refused:
+        await task
+    assert refused.value.reason == "PREFIX_READS_FULL"
+    await rig.over()
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_or_with_it(first: bool) -> None:
+    rig = Rig()
+    both: list[WorkerEvent] = [FAILED, WorkerFailed(("holder", 1), FULL)]
+    rig.says(*(both if first else reversed(both)))
+    with pytest.raises(ResourceExhaustedError):
+        await rig.bring()
+    await rig.over(*([] if first else [False]))
+
+
+async def test_the_taker_s_own_failure_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_fetch, "HOLDER_PATIENCE_S", 60.0)
+    rig = Rig()
+    own = decode_pb2.SequenceOutput()
+    own.CopyFrom(FAILED)
+    own.failure.reason = "TICKET_EXPIRED"
+    rig.says(own)
+    with pytest.raises(SplitserveError) as failed:
+        await rig.bring()
+    assert failed.value.reason == "TICKET_EXPIRED"
+    await rig.over()
+
+
+async def test_a_client_that_leaves_while_the_holder_s_reason_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix_fetch, "HOLDER_PATIENCE_S", 60.0)
+    rig = Rig()
+    rig.says(FAILED)
+    task = asyncio.create_task(rig.bring())
+    await settled(lambda: rig.taker.collector is not None and rig.taker.collector.ended)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await rig.over()
 
 
 async def test_a_taker_that_refuses() -> None:

@@ -16,7 +16,7 @@ MUST_WAIT: dict[str, Callable[[EngineCore], object]] = {
     "add_request": lambda core: core.add_request(request("new")),
     "hold_prefix": lambda core: core.hold_prefix(request("new", prefix_only=True), lambda blocks: None),
     "reserve": lambda core: core.reserve(request("new"), 9),
-    "read_back": lambda core: core.read_back(request("new"), 1e9, lambda: None),
+    "read_back": lambda core: core.read_back(request("new"), 1e9, lambda: None, None),
     "admit": lambda core: core.admit(7, 1),
     "begin_step": lambda core: core.begin_step(),
     "step": lambda core: core.step(),
