@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from engine.core.sequence import Sequence
 from engine.core.types import EngineLoad
 from engine.kv_cache.block_pool import BlockCounts
+from engine.pacing.lent_effect import LentEffect
 from engine.pacing.step_time_fit import PromptTimeFit, StepTimeFit, pairs_of
 from splitserve.histograms import DurationCounts
 
@@ -168,6 +169,7 @@ class StepMeter:
         self.fit = StepTimeFit()
         self.prompt_fit = PromptTimeFit()
         self.lent = LentSpeed()
+        self._lends, self._effects = False, (LentEffect(), LentEffect())
         self.totals: TotalsByKind = {"prefill": StepTotals(), "decode": StepTotals()}
         self._busy_since_s: float | None = None
         self._began_s = self._guessing_s = 0.0
@@ -206,8 +208,8 @@ class StepMeter:
 
         To the fit of decode steps a drafted token is one more row over its sequence's context, as it is to the device;
         the time that a draft model took before is no part of it.
-        The fit of prompt times is of what the worker can do alone: a step that had `speedup` times as much compute
-        counts for as much longer there. `is_first`: see `ModelRunner.prepared`; no fit counts such a step.
+        Fits are of what the worker can do alone: a step that had `speedup` times as much compute counts for as much
+        longer as `LentEffect` has it. `is_first`: see `ModelRunner.prepared`; no fit counts such a step.
         """
         self._busy_since_s = now if more else None
         duration_s = now - self._began_s
@@ -223,6 +225,9 @@ class StepMeter:
         totals = self.totals["prefill" if prefill_tokens else "decode"]
         totals.record(prefill_tokens, decoding + drafted, num_new, duration_s)
         totals.lent_steps += speedup > 1
+        if speedup != 1 or self._lends:
+            self._lends = True
+            speedup = self._measured_speedup(prefill_tokens, decoding + drafted, duration_s, speedup)
         if prefill_tokens:
             self.lent.record(duration_s, speedup)
         totals.drafted_tokens += drafted
@@ -264,6 +269,11 @@ class StepMeter:
             streams=len(running) - len(unread),
             lent_speedup=self.lent.value if shares_cores else 0.0,
         )
+
+    def _measured_speedup(self, prefill_tokens: int, rows: int, duration_s: float, compute: float) -> float:
+        size = prefill_tokens.bit_length(), rows.bit_length()
+        effect = self._effects[prefill_tokens > 0]
+        return effect.speedup(size, duration_s / max(1, prefill_tokens), compute)
 
     def _fit_parts(
         self,

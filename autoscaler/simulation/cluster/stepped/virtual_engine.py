@@ -16,7 +16,7 @@ from engine.core.model_runner import ModelRunner, PendingStep
 from engine.core.step_stats import StepMeter
 from engine.core.types import ModelFacts, SampledToken, ScheduledSequence, StepResult
 from engine.pacing.lending import MIN_LENT_TOKENS
-from engine.worker.decode_warm_up import STEPS, STREAMS
+from engine.worker.decode_warm_up import STREAMS
 from kv_transfer.layout import KvLayout
 from kv_transfer.transports.transport import DRAM, VRAM, KvMemoryRegion
 from splitserve.config.engine import EngineConfig
@@ -184,7 +184,7 @@ def _measure_decode_steps(meter: StepMeter, model: EngineModel) -> None:
     """As workers do before their first request."""
     for streams in sorted({min(streams, model.max_running_requests) for streams in STREAMS}):
         took_s = model.decode_step_s(streams, streams)
-        for _ in range(STEPS if took_s > 0 else 0):
+        if took_s > 0:
             meter.fit.record(streams, streams, took_s)
             meter.fit.refit()
 

@@ -1,0 +1,60 @@
+"""What lent cores bring: a step on twice the cores does not take half as long, since memory is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+PRIOR = 0.5
+"""Share of lent compute that shortens a step, before steps with and without it were measured."""
+_LEAST_STEPS = 4
+"""Steps of a size, of either kind, before they are compared."""
+_MEMORY = 16
+"""Time constant of a size's means, in steps."""
+_LEARNED = 0.05
+"""Weight of a comparison in the share."""
+
+
+@dataclass(slots=True)
+class _Means:
+    """Decayed means over steps."""
+
+    steps: int = 0
+    unit_s: float = 0.0
+    more: float = 0.0
+
+    def add(self, unit_s: float, more: float) -> None:
+        self.steps += 1
+        weight = max(1 / self.steps, 1 / _MEMORY)
+        self.unit_s += (unit_s - self.unit_s) * weight
+        self.more += (more - self.more) * weight
+
+
+class LentEffect:
+    """How much longer steps that had lent cores would have taken without, learned from steps of the same size.
+
+    With s times its own compute a step is 1 + share (s - 1) times as fast. A share that was only assumed to be 1 made
+    steps of 20 ms count as 40, and a decode worker with one stream as full.
+    """
+
+    def __init__(self) -> None:
+        self.share = PRIOR
+        self._alone: dict[Hashable, _Means] = {}
+        self._lent: dict[Hashable, _Means] = {}
+
+    def speedup(self, size: Hashable, unit_s: float, compute: float) -> float:
+        """How many times as fast a step was that had `compute` times its own compute; at least 1.
+
+        `unit_s`: its time, or that of a token of it, comparable with other steps of this `size`.
+        """
+        more = compute - 1.0
+        if more < 0.05:
+            self._alone.setdefault(size, _Means()).add(unit_s, 0.0)
+            return 1.0
+        lent = self._lent.setdefault(size, _Means())
+        lent.add(unit_s, more)
+        alone = self._alone.get(size)
+        if alone is not None and min(alone.steps, lent.steps) >= _LEAST_STEPS and lent.unit_s > 0:
+            seen = (alone.unit_s / lent.unit_s - 1.0) / lent.more
+            self.share += (min(max(seen, 0.0), 1.0) - self.share) * _LEARNED
+        return 1.0 + self.share * more
