@@ -41,9 +41,6 @@ class Forward(ABC):
     prepares_steps: bool = True
     """See `ModelRunner.prepares_steps`."""
 
-    mixes_steps: bool | None = None
-    """See `ModelRunner.mixes_steps`; None: its default."""
-
     @abstractmethod
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
         """Writes the new positions' KV; returns the logits of the sampled ones. May return before both are done."""
@@ -67,6 +64,11 @@ class Forward(ABC):
     def is_lent(self) -> bool:
         """See `ModelRunner.is_lent`."""
         return False
+
+    @property
+    def mixes_steps(self) -> bool | None:
+        """See `ModelRunner.mixes_steps`, which may change; None: its default."""
+        return None
 
     @property
     def shares_cores(self) -> bool:

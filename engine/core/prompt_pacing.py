@@ -117,11 +117,11 @@ class PromptPacing:
     """Paces prompts by the targets of the streams beside them, and orders them by those of their first tokens. Without
     targets, or before steps are measured, nothing is paced, and the order is that of `engine.core.precedence`."""
 
-    def __init__(self, meter: StepMeter, *, separate: bool) -> None:
-        """`separate`: prompts get steps of their own, because a mixed step takes longer than both of its parts."""
-        self.separate = separate
+    def __init__(self, meter: StepMeter, *, mixes: Callable[[], bool]) -> None:
+        """`mixes` is `ModelRunner.mixes_steps`."""
+        self._mixes = mixes
         self.active = False
-        """Whether there was a request with targets. Until then nothing needs to be asked or told."""
+        """Whether there was a request with targets; until then there is nothing to do."""
         self.clock = TokenClock(_ANSWER_TOKENS)
         self.window = TriageWindow()
         self.late: frozenset[Sequence] = frozenset()
@@ -138,6 +138,11 @@ class PromptPacing:
         self._step_s = 0.0
         self._chunk_before = False
         """Whether prompt tokens were computed since the latest step that decoded, or it waited for a neighbour's."""
+
+    @property
+    def separate(self) -> bool:
+        """Whether prompts get steps of their own, because a mixed one takes longer than both parts."""
+        return not self._mixes()
 
     def grant(self, now: float, decodes: Iterable[Sequence], first: Sequence | None) -> int | None:
         """Prompt tokens of the next step, where `first` is the first prompt; 0: the step only decodes.

@@ -169,7 +169,7 @@ class StepMeter:
         self.fit = StepTimeFit()
         self.prompt_fit = PromptTimeFit()
         self.lent = LentSpeed()
-        self._lends, self._effects = False, (LentEffect(), LentEffect())
+        self._effects = LentEffect(), LentEffect()
         self.totals: TotalsByKind = {"prefill": StepTotals(), "decode": StepTotals()}
         self._busy_since_s: float | None = None
         self._began_s = self._guessing_s = 0.0
@@ -209,7 +209,7 @@ class StepMeter:
         To the fit of decode steps a drafted token is one more row over its sequence's context, as it is to the device;
         the time that a draft model took before is no part of it.
         Fits are of what the worker can do alone: a step that had `speedup` times as much compute counts for as much
-        longer as `LentEffect` has it. `is_first`: see `ModelRunner.prepared`; no fit counts such a step.
+        longer as `LentEffect` has it. `is_first`: see `ModelRunner.prepared`; no fit and no rate counts such a step.
         """
         self._busy_since_s = now if more else None
         duration_s = now - self._began_s
@@ -219,23 +219,21 @@ class StepMeter:
         prefill_tokens = sum(num_new.values()) - decoding
         drafted = sum(draft.drafted for draft in drafts.values())
         accepted = sum(draft.accepted for draft in drafts.values())
-        self.rates.record(
-            prefill_tokens, duration_s * decoding / (decoding + accepted) if drafts else duration_s
-        )
         totals = self.totals["prefill" if prefill_tokens else "decode"]
         totals.record(prefill_tokens, decoding + drafted, num_new, duration_s)
         totals.lent_steps += speedup > 1
-        if speedup != 1 or self._lends:
-            self._lends = True
-            speedup = self._measured_speedup(prefill_tokens, decoding + drafted, duration_s, speedup)
-        if prefill_tokens:
-            self.lent.record(duration_s, speedup)
         totals.drafted_tokens += drafted
         totals.accepted_tokens += accepted
         own_s = max(0.0, duration_s - self._guessing_s)
         self._guessing_s = 0.0
         if is_first:
             return duration_s
+        self.rates.record(
+            prefill_tokens, duration_s * decoding / (decoding + accepted) if drafts else duration_s
+        )
+        speedup = self._measured_speedup(prefill_tokens, decoding + drafted, duration_s, speedup)
+        if prefill_tokens:
+            self.lent.record(duration_s, speedup)
         self._fit_parts(num_new, prefill_tokens, decoding + drafted, own_s * speedup, drafts)
         return duration_s
 

@@ -27,8 +27,6 @@ from splitserve.logs import log_event
 class CpuForward(Forward):
     """A model in bfloat16 on cpu whose attention is computed by the kernels."""
 
-    mixes_steps = True
-
     def __init__(
         self,
         model: LoadedModel,
@@ -63,6 +61,11 @@ class CpuForward(Forward):
         logits = self._captured(step, wanted)
         self.prepared = self.step_graphs.prepared
         return self._step_logits(self._run_model(step) if logits is None else logits, step.sample_order)
+
+    @property
+    def mixes_steps(self) -> bool:
+        """See `Forward.mixes_steps`."""
+        return self.step_graphs.works
 
     def rest(self) -> None:
         """See `Forward.rest`."""

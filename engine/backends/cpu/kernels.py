@@ -221,24 +221,21 @@ class CpuKernels:
         return y
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, kind: NormKind, epsilon: float) -> torch.Tensor:
-        """Root mean square norm over the last dimension of x `[..., width]`. Raises TypeError for x not in bfloat16."""
-        x = _bfloat16(x)
+        """Root mean square norm over the last dimension of x `[..., width]`. Raises TypeError for x not in bfloat16.
+
+        Rows are computed in the order in which x has them in memory, and the result has that order: where tokens come
+        first there, as in a transposed view of heads, fewer of them are the first rows of a captured operation.
+        """
+        order = [*sorted(range(x.dim() - 1), key=lambda each: -x.stride(each)), x.dim() - 1]
+        x = _bfloat16(x.permute(order))
         y = torch.empty_like(x)
         width = x.shape[-1]
         if self.recorder is not None:
             self.recorder.record(rms_norm_op(x, weight, y, kind, epsilon))
-            return y
-        self._rms_norm(
-            self._threads,
-            x.data_ptr(),
-            weight.data_ptr(),
-            y.data_ptr(),
-            x.numel() // width,
-            width,
-            kind,
-            epsilon,
-        )
-        return y
+        else:
+            addresses = x.data_ptr(), weight.data_ptr(), y.data_ptr()
+            self._rms_norm(self._threads, *addresses, x.numel() // width, width, kind, epsilon)
+        return y.permute([order.index(each) for each in range(y.dim())])
 
     def argmax(self, logits: torch.Tensor) -> list[int]:
         """The token of the largest logit of each row, the first of equal ones; -1 where that logit is not finite.

@@ -113,6 +113,15 @@ OTHERS: dict[str, Callable[[], Any]] = {
         final_logit_softcapping=10.0,
         query_pre_attn_scalar=64,
     ),
+    "wide_gemma3": _config(
+        "Gemma3TextConfig",
+        **_WIDE,
+        head_dim=64,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        query_pre_attn_scalar=64,
+        tie_word_embeddings=False,
+    ),
     "wide_phi3": _config("Phi3Config", **_WIDE, sliding_window=None),
     "wide_mixtral": _config("MixtralConfig", **_WIDE, num_local_experts=4, num_experts_per_tok=2),
 }

@@ -102,6 +102,7 @@ class ResizableOps:
             ops = self._kept[rows] = self._made(rows, chunks)
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
+        self._kept.move_to_end(rows)
         return ops
 
     def _made(self, rows: StepRows, chunks: Sequence[Chunk]) -> Ops:

@@ -254,12 +254,12 @@ def test_on_cpu_each_step_computes_one_prompt() -> None:
 
 
 def test_a_prompt_that_is_in_time_with_lent_cores_is_not_late() -> None:
-    """It takes 1.44 s alone. What neighbours have lent of late halves that, as is seen from prompts with and without."""
+    """It takes 1.44 s alone. What was lent of late halves that, as prompts with and without show."""
     order = {}
     for lends in (1.0, 2.0):
         rig = measured()
         assert isinstance(rig.runner, Timed)
-        for number in range(60):
+        for number in range(150):
             if number == 5:
                 rig.runner.lends, rig.runner.slower = lends, 1 / lends
             ask(rig, f"before-{number}", 100, 1.0)
