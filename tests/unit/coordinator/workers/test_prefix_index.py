@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from coordinator.workers.prefix_index.expected_blocks import LIFETIME_S
 from coordinator.workers.prefix_index.hits import MAX_LEVELS, PrefixHits, limited
-from coordinator.workers.prefix_index.index import PrefixIndex
+from coordinator.workers.prefix_index.index import MAX_NAMES_A_MESSAGE, PrefixIndex
 from coordinator.workers.snapshot import WorkerKey
 from splitserve.errors import InvalidArgumentError
 from splitserve.generation.kv_blocks import block_keys
@@ -178,6 +178,36 @@ def test_a_full_index_keeps_what_was_used_last() -> None:
         index.apply(A, events(sequence, key))
         assert blocks(index, A, 1, 2, 3) == 3
         assert len(index) <= 64
+
+
+def test_a_worker_that_is_asked_for_its_cache_is_a_gap_until_it_has_resent_it() -> None:
+    index, full = holding(a=(1, 2), b=(1,)), tuple(range(1, MAX_NAMES_A_MESSAGE + 1))
+    assert not index.gaps
+    index.apply(A, events(3, 3))
+    assert index.gaps, "a message was missed"
+    index.apply(A, events(4, 4))
+    assert index.gaps
+    index.apply(A, events(5, *full, cleared=True))
+    assert index.gaps, "more follows a full message"
+    index.apply(A, events(6, 7))
+    assert not index.gaps
+    index.apply(A, events(8, 3))
+    index.forget(A)
+    assert not index.gaps
+
+
+def test_evicted_keys_are_a_gap_of_all_workers_until_they_resend_or_go() -> None:
+    index = PrefixIndex(8)
+    index.apply(A, events(1, *range(1, 8), cleared=True))
+    index.apply(B, events(1, cleared=True))
+    assert not index.gaps
+    index.apply(A, events(2, *range(8, 12)))
+    index.apply(A, events(3, removed=tuple(range(1, 12))))
+    assert index.gaps, "that there is room again brings no key back"
+    index.apply(A, events(4, 1, cleared=True))
+    assert index.gaps, "B may hold evicted ones, too"
+    index.forget(B)
+    assert not index.gaps
 
 
 def test_expected_blocks_count_until_reported_or_expired() -> None:
