@@ -67,7 +67,7 @@ def _least_s(
     least_s = float("inf")
     for load in loads:
         report = load.report
-        if report.disk_tier.shared_id:  # it reads what others have stored who are gone, and the index does not know
+        if report.disk_tier.shared_id:  # the store has what workers left that are gone
             return None
         if not report.HasField("prompt_fit"):
             if isinstance(load, PrefillLoad):

@@ -27,7 +27,7 @@ from coordinator.workers.prefix_index.hits import (
 from coordinator.workers.prefix_index.lost_blocks import LostBlocks
 from coordinator.workers.snapshot import WorkerKey
 from splitserve.errors import InvalidArgumentError
-from splitserve.generation.kv_blocks import NAME_BYTES, BlockKeys, keys_of
+from splitserve.generation.kv_blocks import NAME_BYTES, NAMES_A_MESSAGE, BlockKeys, keys_of
 from splitserve.v1 import registry_pb2
 
 DEFAULT_MAX_BLOCKS = 10_000_000
@@ -126,7 +126,7 @@ class PrefixIndex:
         elif not cursor.lost and (not follows or events.sequence == 1):
             cursor.lost = True
             self._resync.add(worker)
-        full = sum(map(len, (removed, on_disk, in_host, stored))) >= MAX_NAMES_A_MESSAGE
+        full = sum(map(len, (removed, on_disk, in_host, stored))) >= NAMES_A_MESSAGE
         self.gaps.told(worker, lost=cursor.lost, cleared=events.cleared, full=full)
         for _ in range(min(len(self._found), _FOUND_A_MESSAGE)):
             keys, depth = self._found.popleft()

@@ -12,10 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from coordinator.workers.prefix_index.expected_blocks import LIFETIME_S
 from coordinator.workers.prefix_index.hits import MAX_LEVELS, PrefixHits, limited
-from coordinator.workers.prefix_index.index import MAX_NAMES_A_MESSAGE, PrefixIndex
+from coordinator.workers.prefix_index.index import PrefixIndex
 from coordinator.workers.snapshot import WorkerKey
+from engine.kv_cache.cache_events import KvEventLog, KvEventReader
 from splitserve.errors import InvalidArgumentError
-from splitserve.generation.kv_blocks import block_keys
+from splitserve.generation.kv_blocks import NAMES_A_MESSAGE, block_hash, block_keys
 from splitserve.v1 import registry_pb2
 
 A, B = ("a", 1), ("b", 1)
@@ -181,19 +182,28 @@ def test_a_full_index_keeps_what_was_used_last() -> None:
 
 
 def test_a_worker_that_is_asked_for_its_cache_is_a_gap_until_it_has_resent_it() -> None:
-    index, full = holding(a=(1, 2), b=(1,)), tuple(range(1, MAX_NAMES_A_MESSAGE + 1))
+    index = holding(a=(1, 2), b=(1,))
     assert not index.gaps
     index.apply(A, events(3, 3))
     assert index.gaps, "a message was missed"
     index.apply(A, events(4, 4))
     assert index.gaps
-    index.apply(A, events(5, *full, cleared=True))
-    assert index.gaps, "more follows a full message"
-    index.apply(A, events(6, 7))
+    index.apply(A, events(5, 1, cleared=True))
     assert not index.gaps
-    index.apply(A, events(8, 3))
+    index.apply(A, events(7, 3))
     index.forget(A)
     assert not index.gaps
+
+
+def test_a_large_cache_is_a_gap_until_all_of_it_is_sent() -> None:
+    log, index, gaps = KvEventLog(), PrefixIndex(), []
+    reader = KvEventReader(log)
+    for number in range(2 * NAMES_A_MESSAGE + 1):
+        log.stored(block_hash(None, (number,)))
+    while (message := reader.next_events()) is not None:
+        index.apply(A, message)
+        gaps.append(bool(index.gaps))
+    assert gaps == [True, True, False]
 
 
 def test_evicted_keys_are_a_gap_of_all_workers_until_they_resend_or_go() -> None:
