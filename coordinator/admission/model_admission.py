@@ -97,7 +97,7 @@ class ModelAdmission:
         entry.number = self._numbers
         self.decode.on_arrival(entry.priority_class, now)
         least_s = None
-        if not self.awaits_workers:  # their fits are not known
+        if entry.ttft_slo_s is not None and not self.awaits_workers:  # nobody knows yet what those compute
             workers = self.prefill.workers.values(), self.decode.workers.values()
             least_s = self._too_long.least_s(entry, *workers)
         if least_s is None:

@@ -134,7 +134,9 @@ class Estimates(RequestObserver):
         that workers hold, or all blocks of the prompt that it can name are held and there are more."""
         depth, tokens = hits.levels[-1][0] if hits else 0, len(request.prompt)
         named = ((len(keys), size) for size, keys in request.block_keys.items())
-        if self._registry.prefixes.gaps or any(n <= depth and (n + 1) * size <= tokens for n, size in named):
+        if self._registry.prefixes.gaps.any or any(
+            n <= depth and (n + 1) * size <= tokens for n, size in named
+        ):
             return None
         return min(depth * self._longest_block, tokens - 1)
 

@@ -94,7 +94,7 @@ class SimulatedRegistry:
     @property
     def knows_caches(self) -> bool:
         """Whether the index has all that replicas hold: they tell it, and none shares a cache that does not."""
-        return any(replica.tells_cache for replica in self.prefill.values()) and not self.index.gaps
+        return any(replica.tells_cache for replica in self.prefill.values()) and not self.index.gaps.any
 
     def take_reports(self, now_s: float) -> None:
         """Processes the reports that are due."""
