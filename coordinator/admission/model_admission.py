@@ -96,10 +96,21 @@ class ModelAdmission:
         self._numbers += 1
         entry.number = self._numbers
         self.decode.on_arrival(entry.priority_class, now)
-        workers = self.prefill.workers.values(), self.decode.workers.values()
-        if (hopeless := self._too_long.refusal(entry, *workers, now)) is not None:
+        least_s = None
+        if entry.ttft_slo_s is not None and not self.awaits_workers:  # nobody knows yet what those compute
+            workers = self.prefill.workers.values(), self.decode.workers.values()
+            least_s = self._too_long.least_s(entry, *workers)
+        if least_s is None:
+            return self._begin(entry, now)
+        if (hopeless := self._too_long.refusal(entry, least_s, now)) is not None:
             entry.number = GONE
             return Arrival(refused=hopeless)
+        arrival = self._begin(entry, now)
+        if arrival.refused is None:
+            self._too_long.let_in(entry, now)
+        return arrival
+
+    def _begin(self, entry: Entry, now: float) -> Arrival:
         if not self.queue.requests:
             if self._try_start(entry, now, queued=False):
                 self._biases[False].relax()

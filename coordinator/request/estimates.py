@@ -82,7 +82,7 @@ class Estimates(RequestObserver):
             else:  # the last prompt token is always computed, for its logits
                 held, read_s = min(self._most_tokens(hits), prompt_tokens - 1), 0.0
             uncached = float(prompt_tokens - held)
-            longest = self._longest(hits, prompt_tokens)
+            longest = self._longest(hits, request)
             return RequestEstimate(self._output_tokens(request), uncached, hits, longest, read_s)
         uncached = prompt_tokens * (1.0 - self.of_model(request.model.base_name).cached_share.value)
         return RequestEstimate(self._output_tokens(request), uncached)
@@ -129,10 +129,16 @@ class Estimates(RequestObserver):
             default=0,
         )
 
-    def _longest(self, hits: PrefixHits, prompt_tokens: int) -> int:
-        """Leading tokens that anybody holds at most, whatever the size of its blocks."""
-        depth = hits.levels[-1][0] if hits else 0
-        return min(depth * self._longest_block, prompt_tokens - 1)
+    def _longest(self, hits: PrefixHits, request: InferenceRequest) -> int | None:
+        """Leading tokens that anybody holds at most, whatever the size of its blocks. None: the index does not know all
+        that workers hold, or all blocks of the prompt that it can name are held and there are more."""
+        depth, tokens = hits.levels[-1][0] if hits else 0, len(request.prompt)
+        named = ((len(keys), size) for size, keys in request.block_keys.items())
+        if self._registry.prefixes.gaps.any or any(
+            n <= depth and (n + 1) * size <= tokens for n, size in named
+        ):
+            return None
+        return min(depth * self._longest_block, tokens - 1)
 
     def _soonest(self, hits: PrefixHits, prompt_tokens: int) -> tuple[int, float]:
         """Leading tokens that the prefill worker which would be done first holds, and the seconds of reading them: of a

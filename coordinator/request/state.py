@@ -30,7 +30,7 @@ class RequestEstimate:
     """Prompt tokens that a prefill worker will have to compute."""
     hits: PrefixHits | None = None
     held_tokens: int | None = None
-    """Cached prefixes by worker, and the longest one in any tier; None without a prefix index."""
+    """Cached prefixes by worker, and the longest one in any tier; None without a prefix index, or where it has gaps."""
     read_s: float = 0.0
     """Seconds for which that worker will read before, from its lower tiers."""
 

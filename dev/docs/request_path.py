@@ -32,6 +32,8 @@ after which a coordinator sends a worker its peers again."""
 
 
 BY_CHANCE = {
+    "coordinator/workers/prefix_index/gaps.py",
+    "coordinator/workers/prefix_index/lost_blocks.py",
     "coordinator/workers/registration.py",
     "coordinator/workers/registry_service.py",
     "splitserve/runtime/own_clock.py",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Literal
 
-from splitserve.generation.kv_blocks import name_of
+from splitserve.generation.kv_blocks import NAMES_A_MESSAGE, name_of
 from splitserve.v1 import registry_pb2
 
 Place = Literal["pool", "host", "disk"]
@@ -23,8 +23,6 @@ Change = tuple[bytes, Where]
 """A name, and where its block is cached now."""
 MAX_LOGGED = 2**15
 """Changes kept for readers that have not read them yet."""
-MAX_NAMES_A_MESSAGE = 2**12
-"""32 KiB of names: far below the bound of the proto and any message limit, and applied within a few milliseconds."""
 
 
 class KvEventLog:
@@ -117,7 +115,7 @@ class KvEventReader:
             self._unsent, self._resync = deque(names.items()), False
         elif not self._unsent:
             return None
-        sent = [self._unsent.popleft() for _ in range(min(len(self._unsent), MAX_NAMES_A_MESSAGE))]
+        sent = [self._unsent.popleft() for _ in range(min(len(self._unsent), NAMES_A_MESSAGE))]
         self._sequence += 1
         return registry_pb2.CacheEvents(
             sequence=self._sequence,

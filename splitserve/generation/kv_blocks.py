@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 NAME_BYTES = 8
 """Size of a block's name in cache events: a prefix of its hash; see `CacheEvents` in the protos."""
+NAMES_A_MESSAGE = 2**12
+"""That workers send in all lists of cache events together; more may follow a message with so many. 32 KiB: far below
+the bound of the proto and any message limit, and applied within a few milliseconds."""
 _KEY_BITS = 60
 """Bits of a block's index key. CPython allocates 32 bytes for an int of up to 60 bits, 48 for one of 64."""
 _KEY_MASK = 2**_KEY_BITS - 1

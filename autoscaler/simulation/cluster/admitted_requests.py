@@ -162,6 +162,7 @@ class AdmittedRequests:
             priority=0,
             prompt_tokens=request.prompt_tokens,
             uncached_tokens=estimate.uncached_tokens,
+            held_tokens=estimate.held_tokens,
             expected_output=estimate.output_tokens,
             max_output=MODEL.context_tokens,
             needs_decode=request.output_tokens > 1,

@@ -166,9 +166,10 @@ class RoutedWorkers:
     def estimate(self, request: SimulatedRequest, now_s: float) -> RequestEstimate:
         """The estimate for a request that arrives now, as `coordinator.request.estimates` makes it."""
         hits = self.registry.index.hits(request.block_ids, now_s) if request.block_ids else NO_HITS
-        held_tokens = max((depth for depth, _ in hits.levels), default=0) * BLOCK_TOKENS
-        uncached = request.prompt_tokens - min(held_tokens, request.prompt_tokens - 1)
-        return RequestEstimate(self._expected_output, float(uncached), hits)
+        held = max((depth for depth, _ in hits.levels), default=0) * BLOCK_TOKENS
+        held = min(held, request.prompt_tokens - 1)
+        known = held if self.registry.knows_caches else None
+        return RequestEstimate(self._expected_output, float(request.prompt_tokens - held), hits, known)
 
 
 def _name_of(request: SimulatedRequest) -> str:

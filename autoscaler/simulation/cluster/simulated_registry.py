@@ -91,6 +91,11 @@ class SimulatedRegistry:
         """When the next report is due, as far as known; infinity: never."""
         return self._due[0][0] if self._due else float("inf")
 
+    @property
+    def knows_caches(self) -> bool:
+        """Whether the index has all that replicas hold: they tell it, and none shares a cache that does not."""
+        return any(replica.tells_cache for replica in self.prefill.values()) and not self.index.gaps.any
+
     def take_reports(self, now_s: float) -> None:
         """Processes the reports that are due."""
         while self._due and self._due[0][0] <= now_s:

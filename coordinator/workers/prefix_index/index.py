@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from coordinator.workers.prefix_index.expected_blocks import ExpectedBlocks
+from coordinator.workers.prefix_index.gaps import Gaps
 from coordinator.workers.prefix_index.hits import (
     NO_HITS,
     PrefixHits,
@@ -26,7 +27,7 @@ from coordinator.workers.prefix_index.hits import (
 from coordinator.workers.prefix_index.lost_blocks import LostBlocks
 from coordinator.workers.snapshot import WorkerKey
 from splitserve.errors import InvalidArgumentError
-from splitserve.generation.kv_blocks import NAME_BYTES, BlockKeys, keys_of
+from splitserve.generation.kv_blocks import NAME_BYTES, NAMES_A_MESSAGE, BlockKeys, keys_of
 from splitserve.v1 import registry_pb2
 
 DEFAULT_MAX_BLOCKS = 10_000_000
@@ -70,6 +71,7 @@ class PrefixIndex:
         self._shard_limit = max(1, max_blocks // count)
         self._cursors: dict[WorkerKey, _EventCursor] = {}
         self._resync: set[WorkerKey] = set()
+        self.gaps = Gaps()
         self._bits: list[int] = []
         self._free_slots: list[int] = []
         self._live = 0
@@ -124,6 +126,8 @@ class PrefixIndex:
         elif not cursor.lost and (not follows or events.sequence == 1):
             cursor.lost = True
             self._resync.add(worker)
+        full = sum(map(len, (removed, on_disk, in_host, stored))) >= NAMES_A_MESSAGE
+        self.gaps.told(worker, lost=cursor.lost, cleared=events.cleared, full=full)
         for _ in range(min(len(self._found), _FOUND_A_MESSAGE)):
             keys, depth = self._found.popleft()
             self._touch(keys[:depth])
@@ -139,15 +143,15 @@ class PrefixIndex:
 
     def take_resync(self, worker: WorkerKey) -> bool:
         """Whether to ask the worker for its whole cache. True once per gap."""
-        if worker not in self._resync:
-            return False
+        asks = worker in self._resync
         self._resync.discard(worker)
-        return True
+        return asks
 
     def forget(self, worker: WorkerKey) -> None:
         """Removes a worker. O(1); its blocks are swept later."""
         cursor = self._cursors.pop(worker, None)
         self._resync.discard(worker)
+        self.gaps.forget(worker)
         if cursor is not None:
             self._release_slots(cursor.slots)
 
@@ -234,8 +238,7 @@ class PrefixIndex:
     def _clear(self, shard: dict[int, int]) -> None:
         live = self._live
         for key, holders in list(shard.items()):
-            left = holders & live
-            if not left:
+            if not (left := holders & live):
                 del shard[key]
             elif left != holders:
                 shard[key] = self._shared(left)
@@ -307,6 +310,7 @@ class PrefixIndex:
                     del shard[key]
 
     def _evicted(self, number: int) -> dict[int, int]:
+        self.gaps.evicted(self._cursors)
         # A new dict: after many deletions the old one would keep half as much memory again.
         shard = self._shards[number]
         self._shards[number] = left = dict(islice(shard.items(), len(shard) // _EVICTED_SHARE + 1, None))

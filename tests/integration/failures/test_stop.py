@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.runtime.process import END_S
 from tests.support.cluster.processes import ServiceProcess
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)
 
 
 @contextmanager
@@ -26,6 +25,8 @@ def held_open(pipe: Path) -> Iterator[None]:
             writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
             break
         time.sleep(0.01)
+    else:
+        raise AssertionError(f"nobody has opened {pipe} within {PATIENCE_S} s")
     try:
         yield
     finally:
@@ -45,8 +46,6 @@ def test_a_tokenizer_that_never_loads_holds_up_no_stop(log_dir: Path, tmp_path: 
     try:
         coordinator.wait_event("coordinator.ready")
         with held_open(model / "tokenizer_config.json"):
-            told_s = time.monotonic()
-            assert coordinator.terminate() == 0
-            assert time.monotonic() - told_s < END_S
+            assert coordinator.terminate() == 0, "1: it was ended after END_S"
     finally:
         coordinator.kill()

@@ -73,6 +73,23 @@ def test_who_would_miss_the_target_is_refused() -> None:
     assert all((request.ttft_s or 0.0) < 5.0 for request in served)
 
 
+@pytest.mark.parametrize(("prefix_cache", "refused"), [("worker", True), ("off", False)])
+def test_a_prompt_that_nobody_could_compute_in_time_is_refused(prefix_cache: str, refused: bool) -> None:
+    """As at the coordinator: where caches are not known nobody is. The first one is let in."""
+    requests = [TraceRequest(float(n), 60 if n < 8 else 3_000, 2) for n in range(7)]
+    requests += [TraceRequest(20.0 + 10 * n, 3_000, 2) for n in range(3)]
+    scenario = Scenario(
+        Trace("t", requests),
+        ENGINE,
+        initial=COUNTS,
+        steps=True,
+        prefix_cache=prefix_cache,
+        admission=AdmissionConfig(ttft_slo_s=1.0, on_late="refuse"),
+    )
+    outcome = Simulation(scenario, static_replicas(COUNTS)).run()
+    assert [one.failed for one in outcome.requests[-3:]] == [False, refused, refused]
+
+
 def test_who_waits_for_kv_blocks_shows_as_demand_for_decode() -> None:
     engine = replace(ENGINE, kv_capacity_tokens=8_192, prefill_token_s=1e-5)
     outcome, seen = run(burst(30, 1000, 200), engine)

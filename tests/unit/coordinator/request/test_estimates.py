@@ -129,3 +129,32 @@ def test_the_index_gives_what_prefill_workers_hold(registry: Registry, estimates
     assert estimates.of(request, 0.0).uncached_tokens == 1, "the last token is always computed"
     registry.drop(next(w.key for w in registry.snapshot().workers if w.worker_id == "all"), "gone")
     assert estimates.of(request, 0.0).uncached_tokens == 4 * BLOCK
+
+
+def test_nobody_knows_how_much_is_held_while_the_index_lacks_something(
+    registry: Registry, estimates: Estimates
+) -> None:
+    request = replace(inference_request(prompt=6 * BLOCK), block_keys={BLOCK: (1, 2, 3, 4, 5, 6)})
+    join(registry, "p", registry_pb2.POOL_PREFILL, [1, 2])
+    assert estimates.of(request, 0.0).held_tokens == 2 * BLOCK
+    worker = next(iter(registry.snapshot().workers))
+    report = registry_pb2.ReportRequest(worker_id=worker.worker_id, epoch=worker.epoch)
+    report.cache_events.sequence = 3
+    registry.report(report, 0.0)
+    assert estimates.of(request, 0.0).held_tokens is None, "a message was missed"
+    report.cache_events.sequence, report.cache_events.cleared = 4, True
+    registry.report(report, 0.0)
+    assert estimates.of(request, 0.0).held_tokens == 0
+
+
+def test_nobody_knows_how_much_is_held_of_a_prompt_with_more_blocks_than_are_named(
+    registry: Registry, estimates: Estimates
+) -> None:
+    join(registry, "p", registry_pb2.POOL_PREFILL, [1, 2])
+    for tokens, keys, held in (
+        (3 * BLOCK - 1, (1, 2), 2 * BLOCK),
+        (3 * BLOCK, (1, 2), None),
+        (9 * BLOCK, (1, 2, 3), 2 * BLOCK),
+    ):
+        request = replace(inference_request(prompt=tokens), block_keys={BLOCK: keys})
+        assert estimates.of(request, 0.0).held_tokens == held

@@ -14,8 +14,9 @@ from coordinator.workers.prefix_index.expected_blocks import LIFETIME_S
 from coordinator.workers.prefix_index.hits import MAX_LEVELS, PrefixHits, limited
 from coordinator.workers.prefix_index.index import PrefixIndex
 from coordinator.workers.snapshot import WorkerKey
+from engine.kv_cache.cache_events import KvEventLog, KvEventReader
 from splitserve.errors import InvalidArgumentError
-from splitserve.generation.kv_blocks import block_keys
+from splitserve.generation.kv_blocks import NAMES_A_MESSAGE, block_hash, block_keys
 from splitserve.v1 import registry_pb2
 
 A, B = ("a", 1), ("b", 1)
@@ -178,6 +179,45 @@ def test_a_full_index_keeps_what_was_used_last() -> None:
         index.apply(A, events(sequence, key))
         assert blocks(index, A, 1, 2, 3) == 3
         assert len(index) <= 64
+
+
+def test_a_worker_that_is_asked_for_its_cache_is_a_gap_until_it_has_resent_it() -> None:
+    index = holding(a=(1, 2), b=(1,))
+    assert not index.gaps.any
+    index.apply(A, events(3, 3))
+    assert index.gaps.any, "a message was missed"
+    index.apply(A, events(4, 4))
+    assert index.gaps.any
+    index.apply(A, events(5, 1, cleared=True))
+    assert not index.gaps.any
+    index.apply(A, events(7, 3))
+    index.forget(A)
+    assert not index.gaps.any
+
+
+def test_a_large_cache_is_a_gap_until_all_of_it_is_sent() -> None:
+    log, index, gaps = KvEventLog(), PrefixIndex(), []
+    reader = KvEventReader(log)
+    for number in range(2 * NAMES_A_MESSAGE + 1):
+        log.stored(block_hash(None, (number,)))
+    while (message := reader.next_events()) is not None:
+        index.apply(A, message)
+        gaps.append(index.gaps.any)
+    assert gaps == [True, True, False]
+
+
+def test_evicted_keys_are_a_gap_of_all_workers_until_they_resend_or_go() -> None:
+    index = PrefixIndex(8)
+    index.apply(A, events(1, *range(1, 8), cleared=True))
+    index.apply(B, events(1, cleared=True))
+    assert not index.gaps.any
+    index.apply(A, events(2, *range(8, 12)))
+    index.apply(A, events(3, removed=tuple(range(1, 12))))
+    assert index.gaps.any, "that there is room again brings no key back"
+    index.apply(A, events(4, 1, cleared=True))
+    assert index.gaps.any, "B may hold evicted ones, too"
+    index.forget(B)
+    assert not index.gaps.any
 
 
 def test_expected_blocks_count_until_reported_or_expired() -> None:

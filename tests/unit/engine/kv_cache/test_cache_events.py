@@ -74,7 +74,7 @@ def test_several_changes_of_a_name_are_sent_as_one() -> None:
 
 
 def test_large_caches_are_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "MAX_NAMES_A_MESSAGE", 10)
+    monkeypatch.setattr(kv_events, "NAMES_A_MESSAGE", 10)
     log = KvEventLog()
     for number in range(35):
         log.stored(hashed(number))
