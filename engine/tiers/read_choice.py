@@ -104,17 +104,15 @@ def spared_by_more(
     transfer a block in `transfer_s`. Costs O(tiers), however many more there are."""
     total = len(tiers) + more
     least_s = _soonest(tiers, rates, waits_s, lambda count: (total - count) * transfer_s)[1]
-    block_s, nearer_s = (
-        rates["disk"].block_s,
-        read_seconds([each for each in tiers if each != "disk"], rates, waits_s),
-    )
+    block_s = rates["disk"].block_s
+    nearer_s = read_seconds([each for each in tiers if each != "disk"], rates, waits_s)
     disk_s = waits_s.get("disk", 0.0) + tiers.count("disk") * block_s
     # The disk's reads of one more block each either are hidden behind the nearer tier's, or not: the least is where
     # that changes, or at the end.
-    hidden = int(max(0.0, nearer_s - disk_s) / block_s) if block_s > 0 else more
+    hidden = int(min(more, max(0.0, nearer_s - disk_s) / block_s)) if block_s > 0 else more
     most_s = min(
         max(nearer_s, disk_s + count * block_s) + (more - count) * transfer_s
-        for count in {min(hidden, more), min(hidden + 1, more), more}
+        for count in (hidden, min(hidden + 1, more), more)
     )
     return max(0.0, least_s - most_s)
 

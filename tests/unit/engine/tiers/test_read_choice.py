@@ -84,7 +84,7 @@ def test_what_more_blocks_spare_is_what_trying_each_number_of_them_says(seed: in
     )
     rates: dict[TierName, ReadRate] = {
         "host": ReadRate(pick.choice([0.1, 0.9, 2.0, 5.0])),
-        "disk": ReadRate(pick.choice([0.0, 0.3, 0.99, 1.0, 1.5, 3.0])),
+        "disk": ReadRate(pick.choice([0.0, 5e-324, 0.3, 0.99, 1.0, 1.5, 3.0])),
     }
     waits_s: dict[TierName, float] = {
         "host": pick.random() * 9,
