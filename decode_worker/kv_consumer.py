@@ -160,7 +160,7 @@ class KvConsumer(KvConnector):
 
     def _grant(self, core: Engine, now: float) -> None:
         load = core.load()
-        state = (load.free_blocks, load.reserved_blocks, load.running_requests)
+        state = (load.free_blocks, load.kept_blocks, load.reserved_blocks, load.running_requests)
         self._waiting.grant(state, now, lambda entry: self._try_reserve(core, entry, now))
         core.reservations_wait(len(self._waiting) > 0)
 

@@ -282,7 +282,7 @@ class EngineCore(Engine):
     def load(self) -> EngineLoad:
         """The present load. Costs O(running)."""
         work = self._scheduler.running, *self._waiting(), len(self._pacing.late)
-        return self._meter.load(self.pool.counts(), *work, shares_cores=self._runner.shares_cores)
+        return self._meter.load(self._kv.counts(), *work, shares_cores=self._runner.shares_cores)
 
     def close(self) -> None:
         """Closes those who copy the runner's blocks, the drafter, and the runner."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
 from engine.core.engine import Then
 from engine.core.sequence import Sequence, SequenceStatus
 from engine.core.types import EngineRequest
-from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.block_pool import BlockCounts, BlockPool
 from engine.tiers.kv_tiers import KvTiers
 from engine.tiers.tier_index import TierBlock
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
@@ -53,6 +54,11 @@ class KVCacheManager:
                 break
             hits.append(block)
         return hits
+
+    def counts(self) -> BlockCounts:
+        """The pool's blocks by owner, and how many of the free ones are kept."""
+        counts = self.pool.counts()
+        return replace(counts, kept=sum(self._kept.values())) if self._kept else counts
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """Leading tokens whose KV is cached now. The last token does not count: its logits are needed."""
@@ -152,13 +158,27 @@ class KVCacheManager:
         more if what was read is gone before it has started; then it is computed."""
         if self._tiers is None or not sequence.reads_left:
             return False
-        hits, free = self.computed_prefix(sequence, len(sequence.tokens) - 1), self.pool.free
-        needed = blocks_for(len(sequence.tokens), self.block_size) - len(hits) + self.pool.unowned(hits)
-        if needed + watermark + self._kept_before(sequence) > free or not self.reads(sequence, then):
+        if self._needed(sequence) + watermark + self._kept_before(sequence) > self.pool.free:
+            return False
+        if not self._reads_and_keeps(sequence, then):
             return False
         sequence.reads_left -= 1
-        self._kept[sequence] = max(0, needed - (free - self.pool.free))
         return True
+
+    def _reads_and_keeps(
+        self, sequence: Sequence, then: Callable[[Sequence], None], beyond: int = -1
+    ) -> bool:
+        """As `reads`; the blocks that it will need beside those of the read are left to it meanwhile."""
+        needed, free = self._needed(sequence), self.pool.free
+        reads = self.reads(sequence, then, beyond)
+        if reads:
+            self._kept[sequence] = max(0, needed - (free - self.pool.free))
+        return reads
+
+    def _needed(self, sequence: Sequence) -> int:
+        """Free blocks that `start` would take."""
+        hits = self.computed_prefix(sequence, len(sequence.tokens) - 1)
+        return blocks_for(len(sequence.tokens), self.block_size) - len(hits) + self.pool.unowned(hits)
 
     def _kept_before(self, sequence: Sequence) -> int:
         """Free blocks that are kept for those who wait for a read and come before this one. A read takes no longer than
@@ -167,9 +187,10 @@ class KVCacheManager:
 
     def _read_on(self, sequence: Sequence, then: Callable[[Sequence], None], beyond: int) -> None:
         """What others have read is there, or is known of; a prompt may have more in the tiers."""
+        reads = self._reads_and_keeps if sequence in self._kept else self.reads
         self.read_ended(sequence)
         try:
-            if sequence.status is SequenceStatus.WAITING and self.reads(sequence, then, beyond):
+            if sequence.status is SequenceStatus.WAITING and reads(sequence, then, beyond):
                 return
         except ResourceExhaustedError as refusal:
             sequence.refusal = refusal.with_traceback(None)

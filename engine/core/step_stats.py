@@ -259,6 +259,7 @@ class StepMeter:
             reserved_blocks=counts.reserved,
             quarantined_blocks=counts.quarantined,
             referenced_blocks=counts.referenced,
+            kept_blocks=counts.kept,
             prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
             decode_step_s=self.rates.decode_step_s,
             step_fit=self.fit.latest,

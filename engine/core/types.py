@@ -271,10 +271,9 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class ReservedBlocks:
-    """Blocks reserved for KV that a peer will write.
+    """Blocks reserved for KV that a peer will write: `block_ids`, in sequence order.
 
-    `block_ids` are the blocks to be written, in sequence order. The first one begins with token `cached_tokens`, a
-    multiple of the block size; the tokens before it are in this engine's prefix cache.
+    The first one begins with token `cached_tokens`, a multiple of the block size; what is before it is cached here.
     """
 
     block_ids: tuple[int, ...]
@@ -293,6 +292,7 @@ class EngineLoad:
     reserved_blocks: int = 0
     quarantined_blocks: int = 0
     referenced_blocks: int = 0
+    kept_blocks: int = 0
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     step_fit: DecodeStepFit | None = None

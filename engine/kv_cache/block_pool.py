@@ -18,7 +18,8 @@ class BlockCounts:
     """Number of blocks by owner; the four kinds are disjoint and add up to `total`.
 
     `free` blocks have no owner (evictable cached blocks included), `referenced` ones are owned by requests, `reserved`
-    ones by a request and a writer, `quarantined` ones by a writer only.
+    ones by a request and a writer, `quarantined` ones by a writer only. `kept` of the free ones are left to preempted
+    sequences that wait for a read.
     """
 
     total: int
@@ -26,6 +27,7 @@ class BlockCounts:
     reserved: int
     quarantined: int
     referenced: int
+    kept: int = 0
 
 
 def nowhere_below(_: bytes) -> Place | None:

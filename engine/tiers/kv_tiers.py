@@ -170,13 +170,13 @@ class KvTiers:
         self, hits: list[int], hashes: Sequence[bytes], unknown: int, bytes_per_s: float
     ) -> float:
         """Seconds that such a reservation is spared at most if the store that workers share has so many more blocks
-        after these."""
-        room, known = self._room(hits), self._readable(hits, hashes)
-        if self._late_reads or room <= len(known):
-            return 0.0
-        more: list[TierName] = ["disk"] * min(unknown, room - len(known))
+        after these; 0 where it is not asked whatever it may have."""
         transfer_s = self._block_bytes / bytes_per_s
-        return spared_by_more([*known, *more], self._rates, self._waits_s(), transfer_s, len(known))
+        if self._late_reads or self.look_ups is None or not self.look_ups.takes(unknown * transfer_s):
+            return 0.0
+        known = self._readable(hits, hashes)
+        more = min(unknown, self._room(hits) - len(known))
+        return spared_by_more(known, more, self._rates, self._waits_s(), transfer_s) if more > 0 else 0.0
 
     def give_up(self, read: TierRead) -> None:
         """Ends a read: those that wait are computed. Until its tier answers, nobody else waits for a disk."""

@@ -41,7 +41,8 @@ class _LookUp:
     then: Callable[[], None]
     asked_s: float
     alarm: Alarm | None = None
-    state: Literal["waiting", "late", "answered"] = "waiting"
+    state: Literal["waiting", "left", "late", "answered"] = "waiting"
+    """Left: the prompt does not wait any more, and the answer is not late."""
 
 
 class LookUps:
@@ -80,6 +81,16 @@ class LookUps:
         is_late = self._late and self._alarms.now() - self._late_since_s > LATE_S
         return 0 if is_late or self._tier.lost_share > MOST_LOST else self._store.shared_id
 
+    def takes(self, spared_s: float) -> bool:
+        """Whether it would ask for a prompt that may spare so many seconds. No is how answers that took long are
+        forgotten."""
+        if self._late or self._waiting >= MOST_WAITING:
+            return False
+        if spared_s <= self._answers.block_s:
+            self._answers.passed_over()
+            return False
+        return True
+
     def ask(
         self,
         hashes: Sequence[bytes],
@@ -94,10 +105,7 @@ class LookUps:
         is in the books, or takes too long. `spared_s`: the seconds that it may spare; it is waited for no longer. False
         if nobody is asked, as where answers have taken longer of late: then it is not called.
         """
-        if self._late or self._waiting >= MOST_WAITING:
-            return False
-        if spared_s <= self._answers.block_s:
-            self._answers.passed_over()
+        if not self.takes(spared_s):
             return False
         hashes, known = list(hashes[:blocks]), 0
         while (known := self._known(hashes, known)) == len(hashes):
@@ -105,8 +113,10 @@ class LookUps:
                 return False
             extend(hashes, min(blocks, known + _FIRST))
         look_up = _LookUp(hashes, known, then, self._alarms.now())
-        patience_s = min(PATIENCE_S, spared_s)
-        look_up.alarm = self._alarms.set(patience_s, partial(self._soon, partial(self._is_late, look_up)))
+        if spared_s < PATIENCE_S:
+            self._wait(look_up, spared_s, partial(self._leaves, look_up))
+        else:
+            self._wait(look_up, PATIENCE_S, partial(self._is_late, look_up))
         if look_up.alarm is None:
             return False
         self._waiting += 1
@@ -151,11 +161,12 @@ class LookUps:
         if look_up.state == "late":
             self._late -= 1
             return
-        look_up.state = "answered"
+        waits, look_up.state = look_up.state == "waiting", "answered"
         self._waiting -= 1
         if look_up.alarm is not None:
             look_up.alarm.cancel()
-        look_up.then()
+        if waits:
+            look_up.then()
 
     def _learn(self, look_up: _LookUp, found: int) -> int:
         """Enters what was found into the books; how many blocks are new to them."""
@@ -172,11 +183,25 @@ class LookUps:
             learned += 1
         return learned
 
-    def _is_late(self, look_up: _LookUp) -> None:
+    def _wait(self, look_up: _LookUp, seconds: float, over: Callable[[], None]) -> None:
+        look_up.alarm = self._alarms.set(seconds, partial(self._soon, over))
+
+    def _leaves(self, look_up: _LookUp) -> None:
+        """The prompt has waited for as long as it may spare; the store has the rest of its time."""
         if look_up.state == "waiting":  # else the answer has come meanwhile
-            look_up.state = "late"
+            look_up.state = "left"
+            left_s = max(0.0, look_up.asked_s + PATIENCE_S - self._alarms.now())
+            self._wait(look_up, left_s, partial(self._is_late, look_up))
+            if look_up.alarm is None:
+                self._is_late(look_up)
+            look_up.then()
+
+    def _is_late(self, look_up: _LookUp) -> None:
+        if look_up.state in ("waiting", "left"):
+            waits, look_up.state = look_up.state == "waiting", "late"
             if not self._late:
                 self._late_since_s = self._alarms.now()
             self._waiting -= 1
             self._late += 1
-            look_up.then()
+            if waits:
+                look_up.then()

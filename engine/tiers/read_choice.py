@@ -95,18 +95,26 @@ def choose_read_back(
 
 def spared_by_more(
     tiers: Sequence[TierName],
+    more: int,
     rates: Mapping[TierName, ReadRate],
     waits_s: Mapping[TierName, float],
     transfer_s: float,
-    known: int,
 ) -> float:
-    """Seconds that are spared at most if the blocks after the first `known` of these are in their tiers, too, where a
-    peer would transfer a block in `transfer_s`."""
-
-    def best_s(most: int) -> float:
-        return _soonest(tiers[:most], rates, waits_s, lambda count: (len(tiers) - count) * transfer_s)[1]
-
-    return best_s(known) - best_s(len(tiers))
+    """Seconds that are spared at most if so many `more` blocks after these are on the disk, too, where a peer would
+    transfer a block in `transfer_s`. Costs O(tiers), however many more there are."""
+    total = len(tiers) + more
+    least_s = _soonest(tiers, rates, waits_s, lambda count: (total - count) * transfer_s)[1]
+    block_s = rates["disk"].block_s
+    nearer_s = read_seconds([each for each in tiers if each != "disk"], rates, waits_s)
+    disk_s = waits_s.get("disk", 0.0) + tiers.count("disk") * block_s
+    # The disk's reads of one more block each either are hidden behind the nearer tier's, or not: the least is where
+    # that changes, or at the end.
+    hidden = int(min(more, max(0.0, nearer_s - disk_s) / block_s)) if block_s > 0 else more
+    most_s = min(
+        max(nearer_s, disk_s + count * block_s) + (more - count) * transfer_s
+        for count in (hidden, min(hidden + 1, more), more)
+    )
+    return max(0.0, least_s - most_s)
 
 
 def waits_in_place_of_transfer(

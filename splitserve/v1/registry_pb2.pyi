@@ -519,6 +519,7 @@ class CacheEvents(_message.Message):
     lost: _builtins.bytes
     """Those of `removed` that the store lacks, too, which this worker shares with others, as it has found when it wanted to
     read them. They do not count as shared until a worker that did not have them says that it has. Only with `tiered`.
+    At most 2^12.
     """
     def __init__(
         self,

@@ -24,7 +24,7 @@ from coordinator.workers.prefix_index.hits import (
     limited,
     with_shared,
 )
-from coordinator.workers.prefix_index.lost_blocks import LostBlocks
+from coordinator.workers.prefix_index.lost_blocks import MOST_LOST, LostBlocks
 from coordinator.workers.snapshot import WorkerKey
 from splitserve.errors import InvalidArgumentError
 from splitserve.generation.kv_blocks import NAME_BYTES, NAMES_A_MESSAGE, BlockKeys, keys_of
@@ -32,7 +32,7 @@ from splitserve.v1 import registry_pb2
 
 DEFAULT_MAX_BLOCKS = 10_000_000
 MAX_NAMES_A_MESSAGE = 2**17
-"""In each of the lists."""
+"""In each of the lists; in `lost` there are fewer."""
 MAX_NAMES_OF_ALL = 2 * MAX_NAMES_A_MESSAGE
 MAX_SHARDS = 4096
 _BLOCKS_A_SHARD = 2048
@@ -111,7 +111,7 @@ class PrefixIndex:
         _check(events)
         removed, stored = _checked("removed", events.removed), _checked("stored", events.stored)
         in_host, on_disk = _checked("in_host", events.in_host), _checked("on_disk", events.on_disk)
-        lost = _checked("lost", events.lost)
+        lost = _checked("lost", events.lost, MOST_LOST)
         width = 3 if events.tiered else 1
         cursor = self._cursors.get(worker)
         follows = events.sequence == (cursor.sequence + 1 if cursor is not None else 1)
@@ -341,8 +341,8 @@ def _check(events: registry_pb2.CacheEvents) -> None:
         raise InvalidArgumentError(message, field="cache_events")
 
 
-def _checked(field: str, names: bytes) -> list[int]:
-    if len(names) % NAME_BYTES or len(names) > MAX_NAMES_A_MESSAGE * NAME_BYTES:
-        message = f"cache_events.{field} must hold names of {NAME_BYTES} bytes, at most {MAX_NAMES_A_MESSAGE}"
+def _checked(field: str, names: bytes, most: int = MAX_NAMES_A_MESSAGE) -> list[int]:
+    if len(names) % NAME_BYTES or len(names) > most * NAME_BYTES:
+        message = f"cache_events.{field} must hold names of {NAME_BYTES} bytes, at most {most}"
         raise InvalidArgumentError(message, field=f"cache_events.{field}")
     return keys_of(names) if names else []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 
 MOST_LOST = 4096
 """Of one store. With more the ones that were lost first count as shared again; who wants to read them says so again."""
@@ -19,11 +21,13 @@ class LostBlocks:
         return sum(map(len, self._lost.values()))
 
     def add(self, shared_id: int, keys: Iterable[int]) -> None:
-        """These are not in the store."""
+        """These are not in the store. Costs O(keys + MOST_LOST)."""
         lost = self._lost.get(shared_id, {})
-        lost.update(dict.fromkeys(keys))
-        while len(lost) > MOST_LOST:
-            del lost[next(iter(lost))]
+        for key in deque(keys, MOST_LOST):
+            lost.pop(key, None)  # one that is lost again is a last one
+            lost[key] = None
+        if len(lost) > MOST_LOST:
+            lost = dict.fromkeys(islice(lost, len(lost) - MOST_LOST, None))
         if lost:
             self._lost[shared_id] = lost
 

@@ -18,7 +18,8 @@ from tests.support.cluster.streams import eventually, until, worker
 from tests.support.tiers.mooncake_rig import mooncake_store
 from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 
-PROMPTS = 2
+PROMPTS = 5
+"""One of them is read, at least: an answer of the store that is late on a busy machine costs its prompt the read."""
 LANE_BYTES_PER_S = 1e7
 """Slower than any disk."""
 
@@ -26,6 +27,17 @@ LANE_BYTES_PER_S = 1e7
 async def answers(client: AsyncClient, prompts: list[list[int]]) -> list[list[int]]:
     got = [await client.generate(prompt, temperature=0.0, max_tokens=ANSWER) for prompt in prompts]
     return [list(each.token_ids) for each in got]
+
+
+async def assert_answered_by_reading(
+    cluster: Cluster, client: AsyncClient, member: str, prompts: list[list[int]], before: list[list[int]]
+) -> None:
+    """The same answers, until the worker has read as many tokens as one of the prompts has."""
+    for prompt, answer in zip(prompts, before, strict=True):
+        assert await answers(client, [prompt]) == [answer]
+        if tier_hits(cluster, member)["disk"] >= TOKENS:
+            return
+    raise AssertionError(f"{member} has read {tier_hits(cluster, member)} tokens")
 
 
 @pytest.fixture(params=["folder", "mooncake"])
@@ -65,8 +77,7 @@ async def test_another_worker_reads_what_a_dead_one_has_written(
         await until(
             cluster, lambda info: worker(info, "prefill-1").state in SERVING_STATES, "prefill-1 serves"
         )
-        assert await answers(client, prompts) == before
-        assert tier_hits(cluster, "prefill-1")["disk"] >= (PROMPTS - 1) * TOKENS
+        await assert_answered_by_reading(cluster, client, "prefill-1", prompts, before)
         await cluster.assert_no_leaks()
 
 
@@ -94,6 +105,5 @@ async def test_a_decode_worker_reads_what_a_dead_one_has_written_in_place_of_a_t
         cluster.members["decode-0"].kill()
         cluster.add_worker("decode", "decode-1", *shared)
         await until(cluster, lambda info: worker(info, "decode-1").state in SERVING_STATES, "decode-1 serves")
-        assert await answers(client, prompts) == before
-        assert tier_hits(cluster, "decode-1")["disk"] >= (PROMPTS - 1) * TOKENS
+        await assert_answered_by_reading(cluster, client, "decode-1", prompts, before)
         await cluster.assert_no_leaks()

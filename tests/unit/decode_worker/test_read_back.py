@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from decode_worker.decode_service import _lane_bytes_per_s
+from engine.core.engine_core import EngineCore
+from engine.core.sequence import Sequence
 from engine.runner.simulated_runner import expected_tokens
 from engine.tiers import kv_tiers
 from engine.tiers.stores.block_store import BlockStore
@@ -15,6 +17,7 @@ from kv_transfer.handoff.ticket import KvTicket
 from splitserve.errors import DeadlineExceededError, InvalidArgumentError
 from splitserve.v1 import decode_pb2
 from tests.support.engine.connector_pair import COORDINATOR, MAX_TOKENS, ticket_of
+from tests.support.engine.engine_rig import request
 from tests.support.tiers.tiered_pair import TieredPair
 from tests.support.tiers.tiers_rig import FailingStore
 
@@ -69,6 +72,24 @@ def test_a_slow_lane_s_blocks_are_read_back() -> None:
     assert ticket.cached_tokens == FULL
     assert pair.below.host.stats.hit_tokens == FULL
     finish(pair, "again", 0, ticket)
+
+
+@pytest.mark.parametrize("kept", [16, 12])
+def test_one_that_waits_is_tried_again_once_no_room_is_kept_for_a_preempted_one(kept: int) -> None:
+    """No block becomes free, and none is taken, as where it leaves a read that goes on for others."""
+    pair = pair_of()
+    assert isinstance(pair.decode, EngineCore)
+    kv, preempted = pair.decode._kv, Sequence(request("preempted", prompt(1)), 0)
+    kv.reading.add(preempted)
+    kv.reading_tokens += preempted.remaining
+    kv._kept[preempted] = kept
+    answers = pair.reserve("waits", prompt(5))
+    pair.round()
+    assert answers == []
+    assert pair.consumer.status.load.kept_blocks == kept
+    kv.read_ended(preempted)
+    pair.round()
+    finish(pair, "waits", 5, ticket_of(answers))
 
 
 def test_a_prefix_is_read_once_for_all_that_begin_with_it() -> None:

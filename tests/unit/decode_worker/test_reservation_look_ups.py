@@ -9,6 +9,7 @@ import pytest
 
 from decode_worker.reservation_queue import Granted
 from engine.runner.simulated_runner import expected_tokens
+from engine.tiers import kv_tiers
 from engine.tiers.look_ups import MOST_WAITING, PATIENCE_S
 from kv_transfer.handoff.ticket import KvTicket
 from splitserve.errors import DeadlineExceededError, SplitserveError
@@ -167,6 +168,77 @@ def test_and_no_longer_than_it_may_spare(pair: TieredPair, fake: FakeMooncake) -
     answers = pair.reserve("a", PROMPT, lane_bytes_per_s=FULL * 16 / (PATIENCE_S / 2))
     advance(pair, PATIENCE_S * 3 / 4)
     assert ticket_of(answers).cached_tokens == 0
+    fake.may_answer.set()
+    pair.settle()
+    assert len(answers) == 1, "it is told once"
+
+
+def test_one_that_can_wait_no_longer_does_not_make_the_store_late(
+    pair: TieredPair, fake: FakeMooncake
+) -> None:
+    assert pair.below.look_ups is not None
+    fake.may_answer.clear()
+    left = pair.reserve("left", [33] * LENGTH, lane_bytes_per_s=FULL * 16 / (PATIENCE_S / 2))
+    advance(pair, PATIENCE_S * 3 / 4)
+    assert ticket_of(left).cached_tokens == 0
+    leave(pair, "left")
+    assert pair.below.look_ups.busy
+    asks = pair.reserve("asks", PROMPT, lane_bytes_per_s=SLOW)
+    assert asks == [], "others still ask"
+    advance(pair, PATIENCE_S / 2)
+    assert asks == []
+    assert ticket_of(pair.reserve("late", [34] * LENGTH, lane_bytes_per_s=SLOW)).cached_tokens == 0
+    assert asks == [], "the store's own patience has ended, since the first question"
+    leave(pair, "late")
+    fake.may_answer.set()
+    assert granted(pair, asks).cached_tokens == FULL
+    assert (len(left), pair.below.look_ups.busy) == (1, False)
+    leave(pair, "asks")
+    assert granted(pair, pair.reserve("then", [35] * LENGTH, lane_bytes_per_s=SLOW)).cached_tokens == 0
+    assert len(fake.questions) == 3
+
+
+def test_those_that_do_not_wait_any_more_count_among_those_that_are_asked_for(
+    pair: TieredPair, fake: FakeMooncake
+) -> None:
+    fake.may_answer.clear()
+    names = [str(count) for count in range(MOST_WAITING)]
+    for count, name in enumerate(names):
+        pair.reserve(name, [40 + count] * (BLOCK + 1), lane_bytes_per_s=BLOCK * 16 / (PATIENCE_S / 2))
+    advance(pair, PATIENCE_S * 3 / 4)
+    leave(pair, *names)
+    assert ticket_of(pair.reserve("more", PROMPT, lane_bytes_per_s=SLOW)).cached_tokens == 0
+    leave(pair, "more")
+    fake.may_answer.set()
+    pair.settle()
+    pair.round()
+    pair.assert_empty()
+
+
+def leave(pair: TieredPair, *names: str) -> None:
+    for name in names:
+        pair.consumer.abort(pair.decode, f"{COORDINATOR}/{name}", COORDINATOR, True, pair.clock.now)
+    pair.round()
+
+
+def test_what_it_may_spare_is_not_computed_where_nobody_would_be_asked(
+    pair: TieredPair, fake: FakeMooncake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(kv_tiers, "spared_by_more", lambda known, more, *_: asked.append(more) or 0.0)
+    pair.reserve("fast", PROMPT, lane_bytes_per_s=FAST)
+    assert asked == [], "it could spare nothing"
+    fake.may_answer.clear()
+    assert pair.below.look_ups is not None
+    pair.below.look_ups.ask([bytes(32)], lambda hashes, count: None, 1, lambda: None)
+    advance(pair, PATIENCE_S)
+    pair.reserve("slow", PROMPT, lane_bytes_per_s=SLOW)
+    assert asked == [], "the store is late"
+    leave(pair, "fast", "slow")
+    fake.may_answer.set()
+    pair.settle()
+    pair.reserve("then", PROMPT, lane_bytes_per_s=SLOW)
+    assert len(asked) == 1
 
 
 def advance(pair: TieredPair, seconds: float) -> None:

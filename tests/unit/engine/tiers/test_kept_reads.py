@@ -9,7 +9,7 @@ import pytest
 
 from engine.core.precedence import Precedence
 from engine.core.scheduler import SchedulerOutput
-from engine.core.sequence import READS_A_PREEMPTION
+from engine.core.sequence import READS_A_PREEMPTION, Sequence
 from engine.runner.simulated_runner import expected_tokens
 from engine.tiers.tier_read import TierRead
 from tests.support.engine.engine_rig import BLOCK, request
@@ -50,9 +50,9 @@ class CountingRig(TieredRig):
         self.deliver()
         self.core.finish_step()
         while self.below.copying_blocks:
-            assert self.woken.wait(10)
-            self.woken.clear()
-            self.below.collect()
+            if self.woken.wait(0.05):
+                self.woken.clear()
+                self.below.collect()
         self.deliver()
         self.reads += [read for read in self.below.under_way if read not in self.reads]
         if self.only_disk and self.preempted and not self.reads:
@@ -161,9 +161,9 @@ def test_what_is_gone_before_it_has_started_is_read_once_more_and_then_computed(
         rig.step()
         rig.disk.may_read.set()
         while rig.below.under_way:
-            assert rig.woken.wait(10)
-            rig.woken.clear()
-            rig.below.collect()
+            if rig.woken.wait(0.05):
+                rig.woken.clear()
+                rig.below.collect()
         rig.disk.may_read.clear()
         rig.until(lambda: bool(rig.below.under_way) or not rig.core.has_work())
         if rig.outputs[read].finish_reason:
@@ -173,6 +173,54 @@ def test_what_is_gone_before_it_has_started_is_read_once_more_and_then_computed(
     rig.settle()
     for name in "ab":
         rig.assert_answered(name)
+    rig.assert_clean()
+
+
+def test_its_room_is_left_to_it_where_it_reads_on_after_a_read_of_others(rig: CountingRig) -> None:
+    """It begins as the prompt of another one, which is being read for that."""
+    kv, tokens = rig.core._kv, prompt("long", 13 * BLOCK)
+    rig.core.add_request(request("long", tokens, max_tokens=2))
+    rig.settle()
+    rig.drop_host()
+    rig.core.add_request(request("others", prompt("others", (POOL - 1) * BLOCK), max_tokens=2))
+    rig.settle()
+    short = Sequence(request("short", tokens[: 5 * BLOCK], max_tokens=2), 100)
+    long = Sequence(request("long", tokens, max_tokens=2), 101)
+    long.reads_left = READS_A_PREEMPTION
+    came: list[Sequence] = []
+    rig.disk.may_read.clear()
+    assert kv.reads(short, came.append)
+    (first,) = rig.below.under_way
+    rest = iter([False] * (len(first.hashes) - 1))
+
+    def holds_the_next_ones(slot: int) -> bool:
+        if next(rest, True):
+            rig.disk.may_read.clear()
+        return False
+
+    rig.disk.flip = holds_the_next_ones
+    assert kv.reads_again(long, 0, came.append)
+    assert list(rig.below.under_way) == [first], "it waits for that one"
+    rig.disk.may_read.set()
+    rig.settle(busy=lambda: not came)
+    assert came == [short]
+    (second,) = rig.below.under_way
+    assert second.waiting[0].owner is long
+    lacking = len(tokens) // BLOCK - second.owned
+    assert lacking > 0, "the last block is computed"
+    assert kv._kept == {long: lacking}
+    later = Sequence(request("later", prompt("later", rig.core.pool.free * BLOCK), max_tokens=2), 102)
+    assert kv.start(later, watermark=0) is None, "it leaves the other one its room"
+    rig.disk.flip = lambda slot: False
+    rig.disk.may_read.set()
+    rig.settle(busy=lambda: long not in came)
+    assert kv.start(long, watermark=0) is not None
+    assert not kv._kept
+    assert kv.start(later, watermark=0) is None, "there are not so many now"
+    kv.free(long)
+    assert kv.start(later, watermark=0) is not None
+    kv.free(later)
+    rig.settle()
     rig.assert_clean()
 
 

@@ -119,7 +119,7 @@ def test_the_holder_goes(workers: Workers) -> None:
     assert [workers.depths(each)[0] for each in (READER, OTHER)] == [2, 2]
 
 
-@pytest.mark.parametrize("lost", [b"short", names(*range(2**17 + 1))])
+@pytest.mark.parametrize("lost", [b"short", names(*range(MOST_LOST + 1))])
 def test_names_are_checked(lost: bytes) -> None:
     with pytest.raises(InvalidArgumentError) as refused:
         PrefixIndex().apply(READER, registry_pb2.CacheEvents(sequence=1, tiered=True, lost=lost))
@@ -141,3 +141,18 @@ def test_they_are_bounded() -> None:
     assert len(lost) == 0
     lost.discard(STORE, 5)
     assert lost.before(STORE, [5], 1) == 1
+
+
+def test_one_that_is_lost_again_counts_as_lost_last() -> None:
+    lost = LostBlocks()
+    lost.add(STORE, range(MOST_LOST))
+    lost.add(STORE, [0])
+    lost.add(STORE, [MOST_LOST])
+    assert lost.among(STORE, [0, 1, 2, MOST_LOST]) == [0, 2, MOST_LOST]
+
+
+def test_a_message_that_names_all_that_may_be_lost_is_taken(workers: Workers) -> None:
+    every = tuple(range(MOST_LOST))
+    workers.says(OTHER, on_disk=every)
+    workers.says(READER, lost=every)
+    assert len(workers.index._lost) == MOST_LOST
