@@ -56,9 +56,12 @@ def test_a_tokenizer_that_never_loads_holds_up_no_stop(log_dir: Path, tmp_path: 
     (model / "config.json").write_text("{}")
     (model / "tokenizer.json").write_text("{}")
     os.mkfifo(model / "tokenizer_config.json")
-    with coordinator_with(log_dir, "--tokenizer", str(model)) as coordinator:
-        with held_open(model / "tokenizer_config.json"):
-            assert coordinator.terminate() == 0, ENDED
+    options = "--tokenizer", str(model)
+    with (
+        coordinator_with(log_dir, *options) as coordinator,
+        held_open(model / "tokenizer_config.json"),
+    ):
+        assert coordinator.terminate() == 0, ENDED
 
 
 def test_a_file_that_cannot_be_read_to_its_end_holds_up_no_stop(log_dir: Path, tmp_path: Path) -> None:

@@ -158,14 +158,39 @@ def test_what_a_process_left_that_ended_in_a_conversion_is_removed(
     assert sorted(cache.iterdir()) == [at_work, kept]
 
 
+@pytest.mark.timeout(120)
 def test_a_conversion_ends_with_the_process_that_wants_it(tmp_path: Path) -> None:
-    tiny_tokenizer().save_pretrained(tmp_path / "made")
-    target = tmp_path / "target"
-    target.mkdir()
-    stranger = str(os.getppid())
-    command = [sys.executable, "-m", CONVERSION, str(tmp_path / "made"), str(target), stranger]
-    ended = subprocess.run(command, capture_output=True, timeout=60, check=False)
-    assert (ended.returncode, list(target.iterdir())) == (1, [])
+    os.mkfifo(pipe := tmp_path / "pipe")
+    (tmp_path / "conversion.py").write_text(
+        "import sys, threading\n"
+        "from splitserve.models import tokenizer_conversion\n"
+        "def convert(*_):\n"
+        f"    with open({str(pipe)!r}, 'w') as held:\n"
+        "        print('at work', file=held, flush=True)\n"
+        "        threading.Event().wait()\n"
+        "tokenizer_conversion.convert = convert\n"
+        "tokenizer_conversion.main(sys.argv[3:])\n"
+    )
+    python = _program(tmp_path / "python", f'exec {sys.executable} {tmp_path}/conversion.py "$@"')
+    source = _unread(tmp_path)
+    program = (
+        "import sys\n"
+        "from splitserve.models.sources import ModelSource\n"
+        "from splitserve.models.tokenizer_cache import converted_tokenizer\n"
+        f"sys.executable = {python!r}\n"
+        f"converted_tokenizer(ModelSource({source.path!r}, None, 'unread'))\n"
+    )
+    wanting = subprocess.Popen(
+        [sys.executable, "-c", program], env=os.environ | {"SPLITSERVE_HOME": str(tmp_path / "home")}
+    )
+    try:
+        with pipe.open() as held:
+            assert held.readline() == "at work\n"
+            wanting.kill()
+            assert held.read() == ""  # nobody holds it open any more
+    finally:
+        wanting.kill()
+        wanting.wait()
 
 
 def test_a_cache_that_cannot_be_written_is_no_hindrance(
