@@ -173,12 +173,10 @@ class WorkerProcess(Generic[C]):
             await self._run(stop)
 
     async def _run(self, stop: asyncio.Event) -> None:
-        # vLLM has processes of its own to end.
+        # vLLM has processes of its own to end: its start is not ended in the midst, nor by a limit.
         early = asyncio.Event() if self.config.engine.kind == VLLM else stop
         await unless_stopped(self.engine.start(), early)
-        stop_signal(
-            self.config.drain_s + END_S, stop
-        )  # not before: it would end a start without its processes
+        stop_signal(self.config.drain_s + END_S, stop)
         relax_collector()  # a full collection, with all of torch's objects, would stop the engine for 0.2 s
         authorizer = self._security.authorizer({ANY_SERVICE: CALLERS, WEIGHTS_SERVICE: TAKERS})
         server = make_server(open_rpcs=self.open_rpcs, authorizer=authorizer)
