@@ -20,6 +20,7 @@ from splitserve.models.tokenizer_cache import CONVERSION, STALE_S, converted_tok
 from splitserve.models.tokenizer_conversion import UnusableError, write_plain
 from splitserve.models.tokenizer_files import read_tokenizer
 from tests.support.engine.tiny_models import CHAT_TEMPLATE, EOS, VOCABULARY, tiny_tokenizer
+from tests.support.waiting import LEAST_TIMEOUT_S
 
 TEXTS = ["", "hello", "Grüße, 世界 🎉", "a\nb\tc", " leading and trailing  "]
 TURNS = [Turn("system", "Be brief."), Turn("user", "Hi 👋")]
@@ -158,7 +159,7 @@ def test_what_a_process_left_that_ended_in_a_conversion_is_removed(
     assert sorted(cache.iterdir()) == [at_work, kept]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(LEAST_TIMEOUT_S)
 def test_a_conversion_ends_with_the_process_that_wants_it(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     (tmp_path / "conversion.py").write_text(
