@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from prometheus_client.core import Metric
 
@@ -308,14 +308,13 @@ async def running_coordinator(
 async def _serving(coordinator: Coordinator, config: CoordinatorConfig) -> AsyncIterator[None]:
     try:
         await coordinator.listen()
-        async with coordinator.serving_http(), asyncio.TaskGroup() as group:
-            loops = coordinator.background_loops().items()
-            tasks = [group.create_task(coordinator.loops.run(name, loop), name=name) for name, loop in loops]
-            try:
-                yield
-            finally:
-                await coordinator.close()
-                await end_tasks(tasks)
+        async with coordinator.serving_http(), AsyncExitStack() as ends:
+            # No TaskGroup: it would wait without limit for a loop that does not end.
+            run, loops = coordinator.loops.run, coordinator.background_loops().items()
+            tasks = [asyncio.create_task(run(name, loop), name=name) for name, loop in loops]
+            ends.push_async_callback(end_tasks, tasks)
+            ends.push_async_callback(coordinator.close)
+            yield
     finally:
         await coordinator.server.stop()
         coordinator.tokenizers.close()

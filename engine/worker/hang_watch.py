@@ -11,7 +11,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from engine.worker.engine_thread import Activity
 from splitserve.logs import log_event
@@ -21,6 +22,10 @@ CHECK_S = 0.25
 MAX_TICK_S = 2 * CHECK_S
 GOODBYE_S = 1.0
 """How long the process may take to say that it serves no more."""
+CLOSE_S = 60.0
+"""How long an engine may take to close: the step that it computes, its processes, and memory that is pinned."""
+DEAD_CLOSE_S = 10.0
+"""The same of one that has died."""
 EXIT_CODE = 70
 """EX_SOFTWARE in sysexits.h."""
 
@@ -76,3 +81,20 @@ async def watch_for_hangs(
             await not_serving()
     finally:
         leave(EXIT_CODE)
+
+
+async def end_engine(
+    stop: Coroutine[Any, Any, None],
+    worker_id: str,
+    limit_s: float,
+    leave: Callable[[int], object] = os._exit,
+) -> None:
+    """Waits for an engine that is told to end. One that has not ended after `limit_s` seconds ends the process by
+    `leave` with EXIT_CODE, once it is logged with every thread's Python stack. Raises what `stop` raises."""
+    stopping = asyncio.ensure_future(stop)
+    await asyncio.wait([stopping], timeout=limit_s)
+    if not stopping.done():
+        log_event("engine.stop_overdue", level=logging.ERROR, worker_id=worker_id, seconds=limit_s)
+        faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+        leave(EXIT_CODE)
+    await stopping

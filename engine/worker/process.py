@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +17,7 @@ from engine.kv_cache.cache_events import KvEventReader
 from engine.worker.build import VLLM, EngineParts, build_engine
 from engine.worker.engine_thread import EngineThread
 from engine.worker.gpu_metrics import GpuMetrics, gpus_in_use
-from engine.worker.hang_watch import EXIT_CODE, watch_for_hangs
+from engine.worker.hang_watch import CLOSE_S, DEAD_CLOSE_S, end_engine, watch_for_hangs
 from engine.worker.messages import add_tier_reads, lane_report, preemption_notice, worker_load
 from engine.worker.metrics import (
     registration_metrics,
@@ -57,8 +56,6 @@ from splitserve.v1.calls_pb2_grpc import add_CallServiceServicer_to_server
 
 CALL_SERVICE = calls_pb2.DESCRIPTOR.services_by_name["CallService"].full_name
 SERVER_GRACE_S = 2.0
-CLOSE_S = 10.0
-"""How long a dead engine may take to close."""
 CALLERS: frozenset[Role] = frozenset({"coordinator"})
 """Who may call a worker's services."""
 
@@ -171,14 +168,15 @@ class WorkerProcess(Generic[C]):
 
     async def run(self) -> None:
         """Serves until SIGTERM or SIGINT, then drains. Raises the error that ended the engine or the registration."""
-        stop, service = stop_signal(self.config.drain_s + END_S), self._role.service_name
+        stop, service = stop_signal(), self._role.service_name
         async with exporting_spans(self.config.tracing, service, self.config.worker_id) as self.spans:
             await self._run(stop)
 
     async def _run(self, stop: asyncio.Event) -> None:
-        # vLLM has processes of its own to end.
+        # vLLM has processes of its own to end: its start is not ended in the midst, nor by a limit.
         early = asyncio.Event() if self.config.engine.kind == VLLM else stop
         await unless_stopped(self.engine.start(), early)
+        stop_signal(self.config.drain_s + END_S, stop)
         relax_collector()  # a full collection, with all of torch's objects, would stop the engine for 0.2 s
         authorizer = self._security.authorizer({ANY_SERVICE: CALLERS, WEIGHTS_SERVICE: TAKERS})
         server = make_server(open_rpcs=self.open_rpcs, authorizer=authorizer)
@@ -205,7 +203,9 @@ class WorkerProcess(Generic[C]):
             self._role.close()
             calls.close()
             # The port closes last: once it refuses connections, this process writes no more KV.
-            await self._stop_engine()
+            # One that has died may hang where it lets go of a broken device.
+            died = self.engine.died.done() and self.engine.died.exception() is not None
+            await end_engine(self.engine.stop(), self.config.worker_id, DEAD_CLOSE_S if died else CLOSE_S)
             await server.stop(SERVER_GRACE_S)
             log_event("worker.stopped", worker_id=self.config.worker_id)
 
@@ -274,15 +274,6 @@ class WorkerProcess(Generic[C]):
         log_event("spot.notice", worker_id=self.config.worker_id, source=notice.source, left_s=left_s)
         self.draining = True
         self.report_now()
-
-    async def _stop_engine(self) -> None:
-        """Ends the engine thread. One that has died may hang where it lets go of a broken device."""
-        died = self.engine.died.done() and self.engine.died.exception() is not None
-        ended, _ = await asyncio.wait(
-            [asyncio.ensure_future(self.engine.stop())], timeout=CLOSE_S if died else None
-        )
-        if not ended:
-            os._exit(EXIT_CODE)
 
     async def drain(self) -> None:
         """Takes no new requests and waits until none is in progress, `drain_s` seconds at most."""

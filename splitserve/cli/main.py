@@ -76,11 +76,12 @@ def exit_code_of(action: Callable[[], object]) -> int:
         message = error.format_message()
         return _complain(message, error.exit_code) if message else EXIT_USAGE
     except Exception as error:
-        return _explain(error)
+        return explain(error)
     return result if isinstance(result, int) else 0
 
 
-def _explain(error: Exception) -> int:
+def explain(error: Exception) -> int:
+    """Writes an error to stderr in one line; returns the exit code."""
     # Imported here: needed on failure only, and gRPC comes with them.
     from splitserve.errors import InvalidArgumentError
     from splitserve.rpc.status import known_error

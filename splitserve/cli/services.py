@@ -10,7 +10,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import typer
 
@@ -85,10 +85,8 @@ def _run_autoscaler(settings: AutoscalerConfig) -> None:
 def _run_coordinator(settings: CoordinatorConfig) -> None:
     _configure_logging("coordinator")
     from coordinator.service import serve
-    from splitserve.runtime.process import leave_at_once
 
-    _run(serve(settings))
-    leave_at_once()
+    _run(leaving(serve(settings)))
 
 
 def _run_worker(kind: Kind, settings: WorkerConfig) -> None:
@@ -158,17 +156,35 @@ def _run(service: Coroutine[Any, Any, None]) -> None:
 
     import uvloop
 
-    from splitserve.logs import log_exception
-    from splitserve.rpc.status import known_error
     from splitserve.runtime.process import raise_file_limit
 
     raise_file_limit()
     # kill -USR2 shows what every thread is doing.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
+    uvloop.run(_logged(service))
+
+
+async def leaving(service: Coroutine[Any, Any, None]) -> NoReturn:
+    """Runs a service, and ends the process with its exit code at once: closing the event loop would wait for its tasks,
+    and for the threads of `asyncio.to_thread`, however long their call takes."""
+    from splitserve.cli.main import explain
+    from splitserve.runtime.process import leave_at_once
+
     try:
-        uvloop.run(service)
+        await _logged(service)
     except Exception as error:
-        # The log keeps the traceback of an unexpected error; the terminal gets one line.
+        leave_at_once(explain(error))
+    leave_at_once()
+
+
+async def _logged(service: Coroutine[Any, Any, None]) -> None:
+    """The log keeps the traceback of an unexpected error; the terminal gets one line."""
+    from splitserve.logs import log_exception
+    from splitserve.rpc.status import known_error
+
+    try:
+        await service
+    except Exception as error:
         if known_error(error) is None:
             log_exception("service.failed", error)
         raise

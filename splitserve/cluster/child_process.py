@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
-from splitserve.cluster import child_launch
+from splitserve.runtime import child_launch
 
 Role = Literal["coordinator", "prefill", "decode", "worker"]
 Event = Mapping[str, Any]

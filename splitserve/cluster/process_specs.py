@@ -9,7 +9,6 @@ from typing import Literal
 
 from splitserve.addresses import join_address, reachable_host
 from splitserve.client import AsyncClient
-from splitserve.cluster.child_launch import PROGRAM
 from splitserve.cluster.child_process import ChildSpec, Role
 from splitserve.cluster.placement import GpuWish, Inventory, Place, make_inventory
 from splitserve.cluster.supervisor import Probe
@@ -26,6 +25,7 @@ from splitserve.gpus.inventory import GpuInventory
 from splitserve.gpus.worker_gpus import check_gpu_count
 from splitserve.models.sources import resolve_model
 from splitserve.rpc.credentials import ClusterCredentials, new_token, read_token
+from splitserve.runtime.child_launch import PROGRAM
 from splitserve.security.tls import client_files
 from splitserve.v1 import inference_pb2
 

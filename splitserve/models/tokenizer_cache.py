@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -25,6 +27,9 @@ CONVERSION = "splitserve.models.tokenizer_conversion"
 EXIT_UNUSABLE = 3
 """Exit code of the child process for a model without a convertible tokenizer; the reason is on stdout."""
 TIMEOUT_S = 120.0
+STALE_S = 3600.0
+"""Age of a work folder that nobody works in any more: its process ended in the midst of a conversion."""
+_WORK = ".converting-"
 _FORMAT = 1
 _READ = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*")
 
@@ -62,15 +67,24 @@ def _key(source: ModelSource) -> str:
 def _work_folder(beside: Path) -> Iterator[Path]:
     try:
         beside.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix=".", dir=beside)
+        _remove_stale(beside)
+        folder = tempfile.TemporaryDirectory(prefix=_WORK, dir=beside)
     except OSError:
         folder = tempfile.TemporaryDirectory(prefix="splitserve-")
     with folder as name:
         yield Path(name)
 
 
+def _remove_stale(beside: Path) -> None:
+    for folder in beside.glob(f"{_WORK}*"):
+        with suppress(OSError):  # another process has removed it
+            if time.time() - folder.lstat().st_mtime > STALE_S:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 def _convert(source: ModelSource, target: Path) -> None:
-    command = [sys.executable, "-m", CONVERSION, source.path, str(target), *filter(None, [source.gguf_file])]
+    command = [sys.executable, "-m", CONVERSION, source.path, str(target), str(os.getpid())]
+    command += filter(None, [source.gguf_file])
     try:
         done = subprocess.run(
             command,

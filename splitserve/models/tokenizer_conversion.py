@@ -1,6 +1,7 @@
 """Writes a model's tokenizer, as `transformers` builds it, in the form that `splitserve.models.tokenizer_files` reads.
 
-`python -m splitserve.models.tokenizer_conversion MODEL TARGET [GGUF]`, run by `splitserve.models.tokenizer_cache`.
+`python -m splitserve.models.tokenizer_conversion MODEL TARGET PARENT_PID [GGUF]`, run by
+`splitserve.models.tokenizer_cache`, with whose process it ends.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from splitserve.models.tokenizer_cache import EXIT_UNUSABLE
 from splitserve.models.tokenizer_files import CONFIG_FILE, NAMED_TOKENS, TOKENIZER_FILE
+from splitserve.runtime.child_launch import end_with_parent
 
 
 class UnusableError(Exception):
@@ -57,7 +59,8 @@ def write_plain(tokenizer: Any, target: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     """Runs the command; for an unusable tokenizer prints the reason and returns EXIT_UNUSABLE."""
-    model, target, *gguf_file = arguments
+    model, target, parent, *gguf_file = arguments
+    end_with_parent(int(parent))
     try:
         convert(model, Path(target), *gguf_file)
     except UnusableError as error:

@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 SECOND_SIGNAL_EXIT_CODE = 130
 END_S = 120.0
-"""How long a service may take to end beyond its drain; its own deadlines add up to less than half of that. A machine
-that stands still meanwhile counts."""
+"""How long a service may take to end beyond its drain; its own deadlines add up to less than that. A machine that
+stands still meanwhile counts."""
 
 
 DEVICE_ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
@@ -34,13 +34,15 @@ def number_devices_like_nvidia_smi() -> None:
     os.environ.setdefault(DEVICE_ORDER_VARIABLE, "PCI_BUS_ID")
 
 
-def stop_signal(limit_s: float | None = None) -> asyncio.Event:
+def stop_signal(limit_s: float | None = None, stop: asyncio.Event | None = None) -> asyncio.Event:
     """Returns an event that the first SIGTERM or SIGINT sets; a second one ends the process immediately.
 
-    `limit_s`: so many seconds after the first one the process ends in any case, see `end_in_any_case`. Call it on the
-    running event loop.
+    `limit_s`: so many seconds after the first one the process ends in any case, see `end_in_any_case`. `stop`: the
+    event of an earlier call without a limit, which has one from now on. Call it on the running event loop.
     """
-    stop = asyncio.Event()
+    stop = stop or asyncio.Event()
+    if stop.is_set() and limit_s is not None:
+        end_in_any_case(limit_s)
 
     def on_signal() -> None:
         if stop.is_set():
@@ -73,8 +75,9 @@ def leave_at_once(code: int = 0) -> NoReturn:
 
 def _flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it any more
-            stream.flush()
+        if stream is not None:  # as where a process is started with the file closed
+            with suppress(OSError, ValueError):  # nobody reads it any more
+                stream.flush()
 
 
 @contextmanager

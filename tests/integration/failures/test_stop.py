@@ -1,7 +1,8 @@
-"""SIGTERM ends a coordinator whatever its threads do."""
+"""SIGTERM ends a coordinator whatever its threads and loops do."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Iterator
@@ -10,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.service import Coordinator, running_coordinator
+from splitserve.config.coordinator import CoordinatorConfig
 from tests.support.cluster.processes import ServiceProcess
 from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 
 pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)
+
+ENDED = "1: it was ended after END_S"
 
 
 @contextmanager
@@ -33,19 +38,54 @@ def held_open(pipe: Path) -> Iterator[None]:
         os.close(writer)
 
 
+@contextmanager
+def coordinator_with(log_dir: Path, *options: str) -> Iterator[ServiceProcess]:
+    arguments = ["coordinator", "--grpc-port", "0", "--http-port", "0", "--drain", "0", *options]
+    coordinator = ServiceProcess("coordinator", arguments, log_dir)
+    coordinator.start()
+    try:
+        coordinator.wait_event("coordinator.ready")
+        yield coordinator
+    finally:
+        coordinator.kill()
+
+
 def test_a_tokenizer_that_never_loads_holds_up_no_stop(log_dir: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
     (model / "tokenizer.json").write_text("{}")
     os.mkfifo(model / "tokenizer_config.json")
-    options = ["coordinator", "--grpc-port", "0", "--http-port", "0", "--drain", "0"]
-    options += ["--tokenizer", str(model)]
-    coordinator = ServiceProcess("coordinator", options, log_dir)
-    coordinator.start()
-    try:
-        coordinator.wait_event("coordinator.ready")
-        with held_open(model / "tokenizer_config.json"):
-            assert coordinator.terminate() == 0, "1: it was ended after END_S"
-    finally:
-        coordinator.kill()
+    options = "--tokenizer", str(model)
+    with (
+        coordinator_with(log_dir, *options) as coordinator,
+        held_open(model / "tokenizer_config.json"),
+    ):
+        assert coordinator.terminate() == 0, ENDED
+
+
+def test_a_file_that_cannot_be_read_to_its_end_holds_up_no_stop(log_dir: Path, tmp_path: Path) -> None:
+    routes, pipe = tmp_path / "routes.yaml", tmp_path / "pipe"
+    routes.write_text("m: {m-v1: 1}\n")
+    os.mkfifo(pipe)
+    with coordinator_with(log_dir, "--model-routes-file", str(routes)) as coordinator:
+        pipe.rename(routes)
+        with held_open(routes):
+            assert coordinator.terminate() == 0, ENDED
+
+
+async def test_a_loop_that_does_not_end_holds_up_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = asyncio.Event()
+
+    async def stubborn() -> None:
+        while not release.is_set():
+            with suppress(asyncio.CancelledError):
+                await release.wait()
+
+    monkeypatch.setattr("splitserve.runtime.cancellation.END_S", 0.1)
+    monkeypatch.setattr(Coordinator, "background_loops", lambda _: {"stubborn": stubborn})
+    config = CoordinatorConfig(host="127.0.0.1", grpc_port=0, http_port=None)
+    async with running_coordinator(config):
+        await asyncio.sleep(0)
+    assert not release.is_set()
+    release.set()

@@ -125,7 +125,7 @@ def test_workers_drain_within_their_grace_and_are_named_by_their_pods(name: str,
     worker = pod(DEPLOYMENTS[name])
     container = worker["containers"][0]
     assert f"--drain={policy.drain_s:g}" in container["args"]
-    assert worker["terminationGracePeriodSeconds"] >= policy.drain_s + 5
+    assert worker["terminationGracePeriodSeconds"] >= policy.drain_s + 30
     assert container["resources"]["limits"] == {"nvidia.com/gpu": policy.gpus_per_replica}
     assert "replicas" not in DEPLOYMENTS[name]["spec"]
     assert "--worker-id=$(POD_NAME)" in container["args"]
@@ -212,7 +212,7 @@ def test_each_class_of_the_example_is_a_deployment_like_that_of_its_pool() -> No
         assert f"--replica-class={name}" in own["args"]
         assert set(plain["containers"][0]["args"]) < set(own["args"])
         assert own["resources"]["limits"] == {"nvidia.com/gpu": CLASSED_POLICY.decode.gpus_per_replica}
-        assert worker["terminationGracePeriodSeconds"] >= CLASSED_POLICY.decode.drain_s + 5
+        assert worker["terminationGracePeriodSeconds"] >= CLASSED_POLICY.decode.drain_s + 30
         assert {**worker, "containers": 0, "nodeSelector": 0, "tolerations": 0} == {
             **plain,
             "containers": 0,

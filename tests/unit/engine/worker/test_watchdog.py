@@ -12,8 +12,9 @@ from engine.core.engine_core import EngineCore
 from engine.core.types import SampledToken, ScheduledSequence, StepResult
 from engine.worker import hang_watch
 from engine.worker.engine_thread import Activity, EngineThread, step_limit_s
-from engine.worker.hang_watch import HangClock, watch_for_hangs
+from engine.worker.hang_watch import CLOSE_S, HangClock, end_engine, watch_for_hangs
 from tests.support.engine.engine_rig import Rig, Script, request
+from tests.support.virtual_time import run_in_virtual_time
 
 
 class QuietListener:
@@ -138,6 +139,34 @@ async def test_a_process_that_cannot_say_goodbye_is_left_all_the_same(
             check_s=0.001,
             leave=leave,
         )
+
+
+def test_an_engine_that_does_not_end_ends_the_process(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def end(stop_s: float) -> str:
+        def leave(code: int) -> None:
+            raise _Left(code)
+
+        try:
+            await end_engine(asyncio.sleep(stop_s), "w", CLOSE_S, leave)
+        except _Left as left:
+            return str(left)
+        return "ended"
+
+    assert run_in_virtual_time(end(CLOSE_S - 1.0)) == ("ended", CLOSE_S - 1.0)
+    assert not caplog.messages
+    assert run_in_virtual_time(end(3600.0)) == (str(hang_watch.EXIT_CODE), CLOSE_S)
+    assert caplog.messages == ["engine.stop_overdue"]
+    assert "in end_engine" in capfd.readouterr().err
+
+
+async def test_what_the_end_of_an_engine_raises_is_raised() -> None:
+    async def stop() -> None:
+        raise _Left("broken")
+
+    with pytest.raises(_Left, match="broken"):
+        await end_engine(stop(), "w", CLOSE_S)
 
 
 async def test_a_sleeping_thread_does_not_hang() -> None:

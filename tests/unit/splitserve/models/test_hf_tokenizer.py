@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,11 @@ from splitserve.errors import InvalidArgumentError, NotFoundError, UnavailableEr
 from splitserve.models.hf_tokenizer import ByteTokenizer, HfTokenizer, entry_bytes, load_tokenizer
 from splitserve.models.sources import ModelSource
 from splitserve.models.tokenizer import Tokenizer, Turn
-from splitserve.models.tokenizer_cache import CONVERSION, converted_tokenizer
+from splitserve.models.tokenizer_cache import CONVERSION, STALE_S, converted_tokenizer
 from splitserve.models.tokenizer_conversion import UnusableError, write_plain
 from splitserve.models.tokenizer_files import read_tokenizer
 from tests.support.engine.tiny_models import CHAT_TEMPLATE, EOS, VOCABULARY, tiny_tokenizer
+from tests.support.waiting import LEAST_TIMEOUT_S
 
 TEXTS = ["", "hello", "Grüße, 世界 🎉", "a\nb\tc", " leading and trailing  "]
 TURNS = [Turn("system", "Be brief."), Turn("user", "Hi 👋")]
@@ -136,6 +140,58 @@ def test_a_failed_conversion_is_told(
     with pytest.raises(kind, match=words):
         converted_tokenizer(_unread(tmp_path))
     assert list((tmp_path / "home" / "tokenizers").iterdir()) == []
+
+
+def test_what_a_process_left_that_ended_in_a_conversion_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "home" / "tokenizers"
+    left, at_work, kept = (cache / name for name in (".converting-a", ".converting-b", "0" * 32))
+    for folder in (left, at_work, kept):
+        (folder / "tokenizer").mkdir(parents=True)
+    for folder in (left, kept):
+        os.utime(folder, (1.0, 1.0))
+    os.utime(at_work, (now := at_work.stat().st_mtime - STALE_S / 2, now))
+    monkeypatch.setenv("SPLITSERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("sys.executable", _program(tmp_path / "python", "exit 3"))
+    with pytest.raises(NotFoundError):
+        converted_tokenizer(_unread(tmp_path))
+    assert sorted(cache.iterdir()) == [at_work, kept]
+
+
+@pytest.mark.timeout(LEAST_TIMEOUT_S)
+def test_a_conversion_ends_with_the_process_that_wants_it(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    (tmp_path / "conversion.py").write_text(
+        "import sys, threading\n"
+        "from splitserve.models import tokenizer_conversion\n"
+        "def convert(*_):\n"
+        f"    with open({str(pipe)!r}, 'w') as held:\n"
+        "        print('at work', file=held, flush=True)\n"
+        "        threading.Event().wait()\n"
+        "tokenizer_conversion.convert = convert\n"
+        "tokenizer_conversion.main(sys.argv[3:])\n"
+    )
+    python = _program(tmp_path / "python", f'exec {sys.executable} {tmp_path}/conversion.py "$@"')
+    source = _unread(tmp_path)
+    program = (
+        "import sys\n"
+        "from splitserve.models.sources import ModelSource\n"
+        "from splitserve.models.tokenizer_cache import converted_tokenizer\n"
+        f"sys.executable = {python!r}\n"
+        f"converted_tokenizer(ModelSource({source.path!r}, None, 'unread'))\n"
+    )
+    wanting = subprocess.Popen(
+        [sys.executable, "-c", program], env=os.environ | {"SPLITSERVE_HOME": str(tmp_path / "home")}
+    )
+    try:
+        with pipe.open() as held:
+            assert held.readline() == "at work\n"
+            wanting.kill()
+            assert held.read() == ""  # nobody holds it open any more
+    finally:
+        wanting.kill()
+        wanting.wait()
 
 
 def test_a_cache_that_cannot_be_written_is_no_hindrance(

@@ -51,8 +51,8 @@ def test_background_tasks_close_in_a_bounded_time() -> None:
     assert took_s == pytest.approx(3.0 + END_S)
 
 
-def run_python(program: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", program]
+def run_python(program: str, *before: str) -> subprocess.CompletedProcess[str]:
+    command = [*before, sys.executable, "-c", program]
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
@@ -75,6 +75,29 @@ def test_a_process_that_stands_still_ends_and_says_where() -> None:
     assert "in stands_still" in ended.stderr
 
 
+@pytest.mark.parametrize("told", ["before", "after"])
+def test_a_limit_counts_from_where_it_is_set(told: str) -> None:
+    # A start that must not be interrupted has none before; what hangs after it is ended.
+    ended = run_python(
+        "import asyncio, os, signal, threading, time\n"
+        "from splitserve.runtime.process import stop_signal\n"
+        "async def main():\n"
+        "    stop = stop_signal()\n"
+        f"    if {told == 'before'}:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        await stop.wait()\n"
+        "        time.sleep(0.5)\n"
+        "    print('started', flush=True)\n"
+        "    assert stop_signal(0.2, stop) is stop\n"
+        f"    if {told == 'after'}:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    await stop.wait()\n"
+        "    threading.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    assert (ended.returncode, ended.stdout) == (1, "started\n")
+
+
 def test_a_thread_in_a_long_call_does_not_hold_up_who_leaves_at_once() -> None:
     ended = run_python(
         "import concurrent.futures, time\n"
@@ -84,3 +107,40 @@ def test_a_thread_in_a_long_call_does_not_hold_up_who_leaves_at_once() -> None:
         "leave_at_once(3)\n"
     )
     assert (ended.returncode, ended.stdout) == (3, "said\n")
+
+
+def test_a_process_without_stdout_leaves_with_its_code() -> None:
+    program = "import sys\nfrom splitserve.runtime.process import leave_at_once\n"
+    program += "assert sys.stdout is None\nleave_at_once(3)\n"
+    ended = run_python(program, "sh", "-c", 'exec "$@" >&-', "sh")
+    assert (ended.returncode, ended.stderr) == (3, "")
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "words"),
+    [
+        ("pass", 0, ""),
+        ("raise NotFoundError('no such model')", 1, "error: no such model\n"),
+        ("raise InvalidArgumentError('a wrong port', field='port')", 2, "error: a wrong port\n"),
+    ],
+)
+def test_a_service_leaves_with_its_code_whatever_its_threads_and_tasks_do(
+    last: str, code: int, words: str
+) -> None:
+    ended = run_python(
+        "import asyncio, time\n"
+        "from splitserve.cli.services import leaving\n"
+        "from splitserve.errors import InvalidArgumentError, NotFoundError\n"
+        "async def stubborn():\n"
+        "    while True:\n"
+        "        try:\n"
+        "            await asyncio.to_thread(time.sleep, 3600)\n"
+        "        except asyncio.CancelledError:\n"
+        "            pass\n"
+        "async def serve():\n"
+        "    task = asyncio.create_task(stubborn())\n"
+        "    await asyncio.sleep(0.01)\n"
+        f"    {last}\n"
+        "asyncio.run(leaving(serve()))\n"
+    )
+    assert (ended.returncode, ended.stderr) == (code, words)
