@@ -19,7 +19,7 @@ PACKAGES := splitserve coordinator prefill_worker decode_worker neutral_worker k
 # Images often set it. Without it each module is compiled once, not in every process that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-vllm model demo test test-all test-vllm test-vllm-all e2e-docker wheels check check-types check-rules proto docs docs-check peer-vllm peer-dynamo clean help
+.PHONY: setup setup-vllm model demo test test-all test-vllm test-vllm-all e2e-docker e2e-docker-image wheels check check-types check-rules proto docs docs-check peer-vllm peer-dynamo clean help
 .DEFAULT_GOAL := help
 
 help: ## What can be made
@@ -60,6 +60,9 @@ test-vllm-all: setup-vllm model ## All tests of `--engine vllm`
 
 e2e-docker: setup model ## The compose file on a real Docker Engine (installed and started if missing)
 	$(BIN)/python -m dev.e2e_docker $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))
+
+e2e-docker-image: setup ## Only the image that `make e2e-docker` tests
+	$(BIN)/python -m dev.e2e_docker --image-only $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))
 
 wheels: setup ## What the container image installs, downloaded into compose/wheels
 	$(BIN)/python -m dev.docker_image $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))
