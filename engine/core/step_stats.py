@@ -169,7 +169,7 @@ class StepMeter:
         self.fit = StepTimeFit()
         self.prompt_fit = PromptTimeFit()
         self.lent = LentSpeed()
-        self._effects = LentEffect(), LentEffect()
+        self._lends, self._effects = False, (LentEffect(), LentEffect())
         self.totals: TotalsByKind = {"prefill": StepTotals(), "decode": StepTotals()}
         self._busy_since_s: float | None = None
         self._began_s = self._guessing_s = 0.0
@@ -231,7 +231,9 @@ class StepMeter:
         self.rates.record(
             prefill_tokens, duration_s * decoding / (decoding + accepted) if drafts else duration_s
         )
-        speedup = self._measured_speedup(prefill_tokens, decoding + drafted, duration_s, speedup)
+        if speedup != 1 or self._lends:
+            self._lends = True
+            speedup = self._measured_speedup(prefill_tokens, decoding + drafted, duration_s, speedup)
         if prefill_tokens:
             self.lent.record(duration_s, speedup)
         self._fit_parts(num_new, prefill_tokens, decoding + drafted, own_s * speedup, drafts)

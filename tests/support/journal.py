@@ -37,6 +37,8 @@ class Gate:
     def __init__(self) -> None:
         self._open = asyncio.Event()
         self._open.set()
+        self.waiting = 0
+        """How many stand before it."""
 
     def close(self) -> None:
         self._open.clear()
@@ -45,7 +47,11 @@ class Gate:
         self._open.set()
 
     async def passed(self) -> None:
-        await self._open.wait()
+        self.waiting += 1
+        try:
+            await self._open.wait()
+        finally:
+            self.waiting -= 1
 
 
 async def settled(predicate: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:

@@ -114,7 +114,7 @@ async def test_workers_that_go_in_the_middle_of_a_request_are_waited_for_again()
         decode.token_gate.close()
         await cluster.all_ready()
         call = asyncio.create_task(cluster.answer(ask(max_tokens=8)))
-        await settled(lambda: decode.live > 0)
+        await settled(lambda: decode.token_gate.waiting > 0)  # so the prefill worker has handed over
         cluster.prefills.clear()
         cluster.decodes.clear()
         for gone in (prefill, decode):
