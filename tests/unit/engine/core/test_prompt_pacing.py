@@ -259,8 +259,8 @@ def test_a_prompt_that_is_in_time_with_lent_cores_is_not_late() -> None:
     for lends in (1.0, 2.0):
         rig = measured()
         assert isinstance(rig.runner, Timed)
-        for number in range(150):
-            rig.runner.lends = lends if number % 25 else 1.0
+        for number in range(200):
+            rig.runner.lends = lends if number % 5 or number > 99 else 1.0
             rig.runner.slower = 1 / rig.runner.lends
             ask(rig, f"before-{number}", 100, 1.0)
             served(rig)
