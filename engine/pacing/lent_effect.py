@@ -15,6 +15,11 @@ _LEARNED = 0.05
 """Weight of a comparison in the share."""
 
 
+def speedup_of(compute: float, share: float = PRIOR) -> float:
+    """How many times as fast a step is that has `compute` times its own compute."""
+    return 1.0 + share * (compute - 1.0)
+
+
 @dataclass(slots=True)
 class _Means:
     """Decayed means over steps."""
@@ -33,7 +38,7 @@ class _Means:
 class LentEffect:
     """How much longer steps that had lent cores would have taken without, learned from steps of the same size.
 
-    With s times its own compute a step is 1 + share (s - 1) times as fast. A share that was only assumed to be 1 made
+    See `speedup_of`. A share that was only assumed to be 1 made
     steps of 20 ms count as 40, and a decode worker with one stream as full.
     """
 
@@ -57,4 +62,4 @@ class LentEffect:
         if alone is not None and min(alone.steps, lent.steps) >= _LEAST_STEPS and lent.unit_s > 0:
             seen = (alone.unit_s / lent.unit_s - 1.0) / lent.more
             self.share += (min(max(seen, 0.0), 1.0) - self.share) * _LEARNED
-        return 1.0 + self.share * more
+        return speedup_of(compute, self.share)

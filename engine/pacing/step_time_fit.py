@@ -284,9 +284,9 @@ class PromptTimeFit:
         if fit is None or tokens < 1 or duration_s <= 0:
             return
         parts_s = fit.base_s + fit.token_s * tokens + fit.pair_s * pairs + decode_s
-        extra_s = min(duration_s, _MIXING_OUTLIER * parts_s) - parts_s
-        self._record_beside(tokens, pairs, parts_s + extra_s - decode_s)
-        self._mixing_s += (extra_s - self._mixing_s) * _MIXING_SHARE
+        taken_s = min(duration_s, _MIXING_OUTLIER * parts_s)
+        self._record_beside(tokens, pairs, taken_s - decode_s)
+        self._mixing_s += (taken_s - parts_s - self._mixing_s) * _MIXING_SHARE
         self.latest = self._with_mixing(fit.base_s, fit.token_s, fit.pair_s)
 
     def _record_beside(self, tokens: int, pairs: float, added_s: float) -> None:

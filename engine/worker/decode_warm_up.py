@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from engine.core.model_runner import ModelRunner
 from engine.core.types import RowsFailedError, SamplingParams, ScheduledSequence
-from engine.pacing.lent_effect import PRIOR
+from engine.pacing.lent_effect import speedup_of
 from engine.pacing.step_time_fit import StepTimeFit
 from splitserve.generation.kv_blocks import blocks_for
 from splitserve.logs import log_event
@@ -46,8 +46,7 @@ def measure_decode_steps(
                     break
                 runner.execute(batch)
                 if step:
-                    lent = 1.0 + PRIOR * (runner.speedup - 1.0)
-                    taken_s.append((clock() - step_s) * lent)
+                    taken_s.append((clock() - step_s) * speedup_of(runner.speedup))
             if taken_s:
                 # The fastest: what else starts on this host meanwhile only adds, and a batch that is taken for too slow
                 # is not admitted, and so not measured again.

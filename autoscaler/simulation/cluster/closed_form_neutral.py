@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from autoscaler.simulation.cluster.decode_replica import ClosedFormDecode
 from autoscaler.simulation.cluster.local_prompts import LocalPrompt
 from autoscaler.simulation.cluster.neutral_replica import NeutralReplica
-from autoscaler.simulation.cluster.prefill_replica import PrefixCache
-from autoscaler.simulation.cluster.replica import CacheChanges, EventQueue, PrefillReplica, SimulatedRequest
+from autoscaler.simulation.cluster.prefill_replica import ClosedFormPrefill, PrefixCache
+from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import PoolName
-from engine.core.step_stats import StepRates
 from engine.pacing.step_time_fit import DecodeStepFit
 
 
@@ -71,7 +70,7 @@ class _Streams(ClosedFormDecode):
         return DecodeStepFit(engine.step_s, engine.sequence_s, engine.context_token_s)
 
 
-class _PromptsForOthers(PrefillReplica):
+class _PromptsForOthers(ClosedFormPrefill):
     """The prompts whose answers others decode, in the steps of the streams here."""
 
     def __init__(
@@ -83,12 +82,9 @@ class _PromptsForOthers(PrefillReplica):
         streams: _Streams,
         done: Callable[[SimulatedRequest, float, float], None],
     ) -> None:
-        super().__init__(name, ordered_s)
-        self._engine, self._cache, self._streams, self._done = engine, cache, streams, done
+        super().__init__(name, ordered_s, engine, cache, done)
+        self._streams = streams
         self._prompts: dict[SimulatedRequest, LocalPrompt] = {}
-        self._rates = StepRates()
-        self._lane_free_s = self._busy_s = 0.0
-        self._computed_tokens = 0
 
     @property
     def load(self) -> int:
@@ -102,39 +98,13 @@ class _PromptsForOthers(PrefillReplica):
     def queued_tokens(self) -> int:
         return sum(prompt.remaining for prompt in self._prompts.values())
 
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        return self._rates.prefill_tokens_per_s
-
-    @property
-    def computed_tokens(self) -> int:
-        return self._computed_tokens
-
-    @property
-    def busy_s(self) -> float:
-        return self._busy_s
-
-    @property
-    def tells_cache(self) -> bool:
-        return self._cache is not None and self._cache.changes is not None
-
-    @property
-    def cache_has_changed(self) -> bool:
-        return self._cache is not None and bool(self._cache.changes)
-
-    def take_cache_changes(self) -> CacheChanges:
-        assert self._cache is not None
-        return self._cache.take_changes()
-
     def enqueue(self, request: SimulatedRequest, now_s: float) -> None:
         if self._cache is not None:
             request.cached = self._cache.cached_tokens(request.block_ids, request.prompt_tokens)
 
         def done(at_s: float) -> None:
             del self._prompts[request]
-            if self._cache is not None:
-                self._cache.keep(request.block_ids)
-            self._done(request, at_s, self._lane_free_s)
+            self._complete(request, at_s)
 
         cached = request.cached if self._cache is not None else 0
         prompt = LocalPrompt(request, request.kv_tokens, cached, done)
@@ -142,14 +112,10 @@ class _PromptsForOthers(PrefillReplica):
         self._streams.compute(prompt, now_s)
 
     def stepped(self, step: Sequence[tuple[LocalPrompt, int]], began_s: float, now_s: float) -> None:
-        """A step with these prompts has ended. Writes overlap with the next one; the lane carries one chunk after the
-        other."""
+        """A step with these prompts has ended."""
         total = sum(tokens for _, tokens in step)
         written = sum(tokens for prompt, tokens in step if self._prompts.get(prompt.request) is prompt)
-        self._computed_tokens += total
-        self._busy_s += now_s - began_s
-        self._rates.record(total, now_s - began_s)
-        self._lane_free_s = max(self._lane_free_s, now_s) + self._engine.transfer_s(written)
+        self._computed(total, written, began_s, now_s)
 
     def lose(self) -> None:
         """All of them are gone, with the streams."""

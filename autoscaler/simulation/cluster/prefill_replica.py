@@ -12,42 +12,23 @@ from autoscaler.sizing.engine_model import EngineModel
 from engine.core.step_stats import StepRates
 
 
-class ChunkedPrefill(PrefillReplica):
-    """Computes prompts. Calls `done` with each complete prompt, the time, and the time when its KV is on decode."""
+class ClosedFormPrefill(PrefillReplica):
+    """What its steps have done, and its prefix cache. Calls `done` with each complete prompt, the time, and the time
+    when its KV is on decode."""
 
     def __init__(
         self,
         name: str,
         ordered_s: float,
         engine: EngineModel,
-        events: EventQueue,
         cache: PrefixCache | None,
         done: Callable[[SimulatedRequest, float, float], None],
     ) -> None:
         super().__init__(name, ordered_s)
-        self._engine = engine
-        self._events = events
-        self._cache = cache
-        self._done = done
-        self._waiting: deque[SimulatedRequest] = deque()
-        self._running: list[SimulatedRequest] = []
-        self._step: list[tuple[SimulatedRequest, int]] | None = None
-        self._lane_free_s = 0.0
-        self._began_s = 0.0
+        self._engine, self._cache, self._done = engine, cache, done
         self._rates = StepRates()
-        self._queued_tokens = 0
+        self._lane_free_s = self._busy_s = 0.0
         self._computed_tokens = 0
-        self._busy_s = 0.0
-
-    @property
-    def waiting(self) -> int:
-        """Prompts not started yet."""
-        return len(self._waiting)
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens to compute, of waiting and running prompts."""
-        return self._queued_tokens
 
     @property
     def computed_tokens(self) -> int:
@@ -78,6 +59,51 @@ class ChunkedPrefill(PrefillReplica):
         """What has changed since the last call."""
         assert self._cache is not None
         return self._cache.take_changes()
+
+    def _computed(self, tokens: int, written: int, began_s: float, now_s: float) -> None:
+        """A step has ended, of whose tokens so many are written. Writes overlap with the next one; the lane carries one
+        chunk after the other."""
+        self._computed_tokens += tokens
+        self._busy_s += now_s - began_s
+        self._rates.record(tokens, now_s - began_s)
+        self._lane_free_s = max(self._lane_free_s, now_s) + self._engine.transfer_s(written)
+
+    def _complete(self, request: SimulatedRequest, now_s: float) -> None:
+        """The prompt is computed."""
+        if self._cache is not None:
+            self._cache.keep(request.block_ids)
+        self._done(request, now_s, self._lane_free_s)
+
+
+class ChunkedPrefill(ClosedFormPrefill):
+    """Computes prompts in steps of chunks."""
+
+    def __init__(
+        self,
+        name: str,
+        ordered_s: float,
+        engine: EngineModel,
+        events: EventQueue,
+        cache: PrefixCache | None,
+        done: Callable[[SimulatedRequest, float, float], None],
+    ) -> None:
+        super().__init__(name, ordered_s, engine, cache, done)
+        self._events = events
+        self._waiting: deque[SimulatedRequest] = deque()
+        self._running: list[SimulatedRequest] = []
+        self._step: list[tuple[SimulatedRequest, int]] | None = None
+        self._began_s = 0.0
+        self._queued_tokens = 0
+
+    @property
+    def waiting(self) -> int:
+        """Prompts not started yet."""
+        return len(self._waiting)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens to compute, of waiting and running prompts."""
+        return self._queued_tokens
 
     @property
     def load(self) -> int:
@@ -153,20 +179,14 @@ class ChunkedPrefill(PrefillReplica):
             if not request.remaining:
                 complete.append(request)
         self._queued_tokens -= total
-        self._computed_tokens += total
-        self._busy_s += now_s - self._began_s
-        self._rates.record(total, now_s - self._began_s)
-        # Writes overlap with the next step; the lane carries one chunk after the other.
-        self._lane_free_s = max(self._lane_free_s, now_s) + self._engine.transfer_s(total)
+        self._computed(total, total, self._began_s, now_s)
         if complete:
             gone = set(map(id, complete))
             self._running = [request for request in self._running if id(request) not in gone]
         if self._running or self._waiting:
             self._begin(now_s)
         for request in complete:
-            if self._cache is not None:
-                self._cache.keep(request.block_ids)
-            self._done(request, now_s, self._lane_free_s)
+            self._complete(request, now_s)
 
 
 class PrefixCache:

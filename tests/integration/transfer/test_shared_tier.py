@@ -29,6 +29,22 @@ async def answers(client: AsyncClient, prompts: list[list[int]]) -> list[list[in
     return [list(each.token_ids) for each in got]
 
 
+async def assert_the_next_one_reads(
+    cluster: Cluster, client: AsyncClient, pool: str, prompts: list[list[int]], shared: list[str]
+) -> None:
+    """The pool's first worker writes what the prompts have, and is killed; one that comes after it reads."""
+    before = await answers(client, prompts)
+    written = PROMPTS * TOKENS // 16 * BLOCK_BYTES
+    await eventually(
+        lambda: by_tier(cluster, f"{pool}-0", "splitserve_kv_tier_bytes")["disk"] >= written,
+        "all whole blocks are written",
+    )
+    cluster.members[f"{pool}-0"].kill()
+    cluster.add_worker(pool, f"{pool}-1", *shared)
+    await until(cluster, lambda info: worker(info, f"{pool}-1").state in SERVING_STATES, f"{pool}-1 serves")
+    await assert_answered_by_reading(cluster, client, f"{pool}-1", prompts, before)
+
+
 async def assert_answered_by_reading(
     cluster: Cluster, client: AsyncClient, member: str, prompts: list[list[int]], before: list[list[int]]
 ) -> None:
@@ -66,18 +82,7 @@ async def test_another_worker_reads_what_a_dead_one_has_written(
         cluster.add_worker("prefill", "prefill-0", *shared)
         cluster.add_worker("decode", "decode-0")
         await cluster.wait_ready(prefill=1, decode=1)
-        before = await answers(client, prompts)
-        written = PROMPTS * TOKENS // 16 * BLOCK_BYTES
-        await eventually(
-            lambda: by_tier(cluster, "prefill-0", "splitserve_kv_tier_bytes")["disk"] >= written,
-            "all whole blocks are written",
-        )
-        cluster.members["prefill-0"].kill()
-        cluster.add_worker("prefill", "prefill-1", *shared)
-        await until(
-            cluster, lambda info: worker(info, "prefill-1").state in SERVING_STATES, "prefill-1 serves"
-        )
-        await assert_answered_by_reading(cluster, client, "prefill-1", prompts, before)
+        await assert_the_next_one_reads(cluster, client, "prefill", prompts, shared)
         await cluster.assert_no_leaks()
 
 
@@ -96,14 +101,5 @@ async def test_a_decode_worker_reads_what_a_dead_one_has_written_in_place_of_a_t
         cluster.add_worker("prefill", "prefill-0")
         cluster.add_worker("decode", "decode-0", *shared)
         await cluster.wait_ready(prefill=1, decode=1)
-        before = await answers(client, prompts)
-        written = PROMPTS * TOKENS // 16 * BLOCK_BYTES
-        await eventually(
-            lambda: by_tier(cluster, "decode-0", "splitserve_kv_tier_bytes")["disk"] >= written,
-            "all whole blocks are written",
-        )
-        cluster.members["decode-0"].kill()
-        cluster.add_worker("decode", "decode-1", *shared)
-        await until(cluster, lambda info: worker(info, "decode-1").state in SERVING_STATES, "decode-1 serves")
-        await assert_answered_by_reading(cluster, client, "decode-1", prompts, before)
+        await assert_the_next_one_reads(cluster, client, "decode", prompts, shared)
         await cluster.assert_no_leaks()
