@@ -28,9 +28,9 @@ class KvWire(ABC):
     def memory(self) -> KvMemoryRegion:
         """The region to register with the transport, with the wire layout."""
 
-    def populate(self) -> None:
-        """Called once, when the engine is ready: memory of its own may be prepared behind it."""
-        return
+    def populate(self) -> bool:
+        """Populates some memory of its own, in idle time; whether there was any left."""
+        return False
 
     @property
     def own_bytes(self) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.core.model_runner import StepShape
 from engine.core.types import ScheduledSequence
 
 Ints = npt.NDArray[np.int64]
@@ -44,6 +45,10 @@ class Forward(ABC):
     @abstractmethod
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
         """Writes the new positions' KV; returns the logits of the sampled ones. May return before both are done."""
+
+    def first_steps(self, max_step_tokens: int) -> Sequence[StepShape]:
+        """See `ModelRunner.first_steps`."""
+        return ()
 
     def finish(self) -> None:
         """Waits until the step is computed. After that peers may read the KV written and overwrite the KV read."""

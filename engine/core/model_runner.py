@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from engine.core.step_stats import StepWork
 from engine.core.types import ModelFacts, RowsFailedError, SampledToken, SamplingParams, ScheduledSequence
@@ -35,6 +36,13 @@ PendingStep = Callable[[], list[SampledToken | None]]
 
 SampleRows = Callable[[list[int]], Sequence[SampledToken]]
 """Samples the tokens of these rows."""
+
+
+class StepShape(NamedTuple):
+    """What a step computes: so many sequences that decode, and chunks of so many tokens."""
+
+    decodes: int
+    chunks: tuple[int, ...]
 
 
 class ModelRunner(ABC):
@@ -124,9 +132,14 @@ class ModelRunner(ABC):
         """Length of the warm-up's prompt."""
         return PROMPT_TOKENS if self.prepares_steps else SHORT_PROMPT_TOKENS
 
-    def populate(self) -> None:
-        """Called once, when the engine is ready: what it only needs later may be prepared behind it."""
-        return
+    def first_steps(self, max_step_tokens: int) -> Sequence[StepShape]:
+        """Steps of up to so many tokens that would still make something for all like them: idle time is for those. None
+        where that is made at the start, or cannot be made."""
+        return ()
+
+    def populate(self) -> bool:
+        """Populates some memory of KV blocks, in idle time; whether there was any left. Some milliseconds."""
+        return False
 
     def rest(self) -> None:
         """There is nothing to do until the next step. Ignored where nobody can use the device meanwhile."""
@@ -251,21 +264,26 @@ def warm_up(
     blocks = range(blocks_for(prompt + 1 + max(drafts, default=0), size))
     try:
         for computed, new, draft in ((0, prompt, 0), *((prompt, 1, length) for length in (0, *drafts))):
-            sequence = ScheduledSequence(
-                request_id="warm-up",
-                token_ids=[token % runner.facts.vocabulary_size for token in range(computed + new)],
-                prompt_tokens=prompt,
-                num_computed=computed,
-                num_new=new,
-                block_ids=list(blocks),
-                sample=True,
-                sampling=SamplingParams(temperature=0.0),
-                draft=(0,) * draft,
-            )
-            runner.execute([sequence])
+            runner.execute([made_up(runner, computed, new, blocks)._replace(draft=(0,) * draft)])
         runner.rest()
     except RowsFailedError as error:
         # The model may fail on this prompt (NaN logits) and still work on others; the code has run.
         log_event("worker.warm_up_failed", error=error.message)
         return 0
     return prompt
+
+
+def made_up(
+    runner: ModelRunner, computed: int, new: int, blocks: Sequence[int], row: int = 0
+) -> ScheduledSequence:
+    """A sequence of which nobody wants an answer, of tokens 0, 1, ..., sampled greedily."""
+    return ScheduledSequence(
+        request_id=f"warm-up-{row}",
+        token_ids=[token % runner.facts.vocabulary_size for token in range(computed + new)],
+        prompt_tokens=computed or new,
+        num_computed=computed,
+        num_new=new,
+        block_ids=list(blocks),
+        sample=True,
+        sampling=SamplingParams(temperature=0.0),
+    )

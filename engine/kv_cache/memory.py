@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
@@ -27,6 +25,11 @@ PIECE_BYTES = 2**21
 """KV converted at a time, so that intermediate results stay in the caches."""
 
 
+_advise = ctypes.CDLL(None).madvise
+"""`madvise(2)`: without the interpreter's lock, which the one of `mmap` keeps."""
+_advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
 class BlockMemory:
     """Contiguous blocks of a layout, initially zero: `bytes`, uint8 `[num_blocks, block_bytes]`.
 
@@ -45,7 +48,7 @@ class BlockMemory:
         self._probe_blocks = probe_blocks(layout.block_bytes)
         total = num_blocks + self._probe_blocks
         self._pages: mmap.mmap | None = None
-        self._population: _Population | None = None
+        self._populated = 0
         if device.type == "cpu":
             require_free_memory(total * layout.block_bytes + beside_bytes)
             self._pages = _huge_pages(total * layout.block_bytes)
@@ -62,11 +65,16 @@ class BlockMemory:
         # Reads of untouched pages would all hit the kernel's one page of zeros, and so measure too fast a lane.
         self._probes.fill_(1)
 
-    def populate(self) -> None:
-        """On cpu: has the kernel allocate all pages, on a thread; they may be in use meanwhile. Call it once, when the
-        worker is ready: a start does not wait for it then."""
-        if self._pages is not None:
-            self._population = _Population(self._pages)
+    def populate(self) -> bool:
+        """On cpu: has the kernel allocate the next few pages, which may be in use already. Whether there were any left:
+        call it again then. Some milliseconds."""
+        if self._pages is None or self._populated >= len(self._pages):
+            return False
+        size = min(_PIECE, len(self._pages) - self._populated)
+        refused = _advise(self.bytes.data_ptr() + self._populated, size, _MADV_POPULATE_WRITE)
+        # An older kernel refuses: pages are taken as they are used.
+        self._populated = len(self._pages) if refused else self._populated + size
+        return not refused
 
     def give_up(self) -> None:
         """Gives all memory back: the content is lost. No transport may have it registered: where one has pinned pages,
@@ -75,20 +83,18 @@ class BlockMemory:
         if self._pages is None:
             give_back([self._storage])
             return
-        if self._population is not None:
-            self._population.stop()
-            self._population = None
+        self._populated = len(self._pages)
         self._pages.madvise(mmap.MADV_DONTNEED)
 
     def take_back(self) -> None:
-        """Makes the blocks usable again after `give_up`, all zero, and populates them. On cpu the caller has seen that
+        """Makes the blocks usable again after `give_up`, all zero, and to be populated. On cpu the caller has seen that
         `total_bytes` are free, with what else it takes back; a device that has less raises torch.OutOfMemoryError.
         Views of the blocks are valid again."""
         if self._pages is None:
             self._storage.resize_(self.total_bytes)
             self.bytes.zero_()
         self._fill_probes()
-        self.populate()
+        self._populated = 0
 
     @property
     def total_bytes(self) -> int:
@@ -202,9 +208,7 @@ _MADV_POPULATE_WRITE = 23
 
 
 _PIECE = 2 << 20
-"""Bytes that are populated at a time behind the start. Other threads cannot map memory meanwhile."""
-_REST = 2.0
-"""Times as long as a piece has taken until the next one: at most a third of a core."""
+"""Bytes that are populated at a time. Other threads cannot map memory meanwhile."""
 
 
 def host_pages(num_bytes: int) -> mmap.mmap:
@@ -225,31 +229,3 @@ def _huge_pages(num_bytes: int) -> mmap.mmap:
     with suppress(OSError):  # an older kernel, or one without huge pages: slower, not wrong
         pages.madvise(_MADV_HUGEPAGE)
     return pages
-
-
-class _Population:
-    """A thread that populates pages which are in use already: their contents stay. It holds them until it is done."""
-
-    def __init__(self, pages: mmap.mmap) -> None:
-        self._pages = pages
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="populate-kv", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Populates no more, and waits for the piece that it is at."""
-        self._stopped.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        # Not `pages.madvise`, which keeps the interpreter's lock.
-        advise = ctypes.CDLL(None).madvise
-        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        size = len(self._pages)
-        held = (ctypes.c_char * size).from_buffer(self._pages)
-        for begin in range(0, size, _PIECE):
-            began_s = time.monotonic()
-            if advise(ctypes.addressof(held) + begin, min(_PIECE, size - begin), _MADV_POPULATE_WRITE):
-                return
-            if self._stopped.wait(_REST * (time.monotonic() - began_s)):
-                return

@@ -91,9 +91,9 @@ class Fp8Wire(KvWire):
                 self._vectors[index] = dequantize(self._blocks.bytes[index], self._head_dim)
         finish_writes(self._blocks.device)
 
-    def populate(self) -> None:
+    def populate(self) -> bool:
         """See `KvWire`."""
-        self._blocks.populate()
+        return self._blocks.populate()
 
     @property
     def own_bytes(self) -> int:

@@ -16,6 +16,7 @@ from engine.core.model_runner import (
     DEFAULT_STEP_TOKENS,
     ModelRunner,
     PendingStep,
+    StepShape,
     draft_rows,
     of_sequences,
     sample_in_order,
@@ -167,10 +168,13 @@ class TorchRunner(ModelRunner):
         """See `ModelRunner.prepares_steps`."""
         return self._forward.prepares_steps
 
-    def populate(self) -> None:
+    def first_steps(self, max_step_tokens: int) -> Sequence[StepShape]:
+        """See `ModelRunner.first_steps`."""
+        return self._forward.first_steps(max_step_tokens)
+
+    def populate(self) -> bool:
         """See `ModelRunner.populate`."""
-        self._pool.populate()
-        self._wire.populate()
+        return self._pool.populate() or self._wire.populate()
 
     def give_up_kv(self) -> None:
         """See `ModelRunner.give_up_kv`."""

@@ -24,8 +24,9 @@ from engine.speculation.drafter import Drafter
 from engine.speculation.settings import check_drafts, make_drafter, warm_up_drafts
 from engine.tiers.build import check_tiers, make_tiers
 from engine.tiers.kv_tiers import KvTiers
-from engine.worker.decode_warm_up import measure_decode_steps
 from engine.worker.start_phases import StartClock, StartPhases
+from engine.worker.warm_up.decode_steps import measure_decode_steps
+from engine.worker.warm_up.idle_work import IdleWork
 from kv_transfer.layout import NO_QUANTIZATION, SAME
 from kv_transfer.transports.buffered import BufferedTransport
 from kv_transfer.transports.factory import make_transport
@@ -126,6 +127,7 @@ class EngineParts:
     """For workers that start; None: it has none to give."""
     open_transport: OpenTransport | None = None
     """As `transport` was opened; where the engine can sleep."""
+    idle: IdleWork | None = None
 
     def reopened(self) -> EngineParts:
         """These with a new transport in place of the closed one."""
@@ -226,13 +228,10 @@ def _own(
         return transport, replace(transport.register_memory(runner.wire.memory), host_id=host_id())
 
     transport, endpoint = open_transport()
-    drafter, tiers = (
-        make_drafter(config.engine, draft_runner, runner.facts.vocabulary_size, runner.take_cores),
-        make_tiers(config.engine, runner.pool_memory, config.wire_dtype),
-    )
+    drafter = make_drafter(config.engine, draft_runner, runner.facts.vocabulary_size, runner.take_cores)
+    tiers = make_tiers(config.engine, runner.pool_memory, config.wire_dtype)
     core = EngineCore(runner, config.engine, tokenizer, drafter=drafter, meter=meter, tiers=tiers)
-    for each in (runners := [each for each in (runner, draft_runner) if each is not None]):
-        each.populate()
+    runners = [each for each in (runner, draft_runner) if each is not None]
     # Lower tiers have the address of a device's blocks, which a sleep may change.
     on_device = runner.pool_memory.memory_kind == VRAM
     can_sleep = not on_device or (config.engine.device_sleep == "on" and tiers is None)
@@ -250,6 +249,7 @@ def _own(
         weights=runner.named_weights,
         sleep=KvSleep(core.pool, runners, drafter) if can_sleep else None,
         open_transport=open_transport,
+        idle=IdleWork(runners, core.pool, core.max_step_tokens),
     )
 
 

@@ -30,6 +30,7 @@ from engine.worker.metrics import (
 )
 from engine.worker.role import C, WorkerRole
 from engine.worker.sleep import Sleeper, new_epoch
+from engine.worker.warm_up.idle_work import use_idle_time
 from engine.worker.weights.pull import weights_peer
 from engine.worker.weights.service import TAKERS, WEIGHTS_SERVICE, WeightsService
 from kv_transfer.transports.factory import idle_poll_s, make_transport
@@ -82,6 +83,7 @@ class WorkerProcess(Generic[C]):
         self._built: tuple[EngineParts, C] | None = None
         self._loop = asyncio.get_running_loop()
         self._maybe_idle = asyncio.Event()
+        self._awoken = asyncio.Event()
         self._role = make_role(self)
         self._security = cluster_credentials(self._role.certificate, config.tls, config.cluster_token_file)
         self._weights = WeightsService(self, make_transport)
@@ -118,6 +120,7 @@ class WorkerProcess(Generic[C]):
         """See `SleepHost`."""
         anew = self._registration()
         await asyncio.gather(*(registry.renew(anew) for registry in self._registries))
+        self._awoken.set()
 
     def busy(self) -> bool:
         """Whether requests are in progress, or somebody reads the weights."""
@@ -244,6 +247,9 @@ class WorkerProcess(Generic[C]):
                 lambda: server.set_serving(False),
             )
             background.append(group.create_task(self._loops.run("hangs", hangs)))
+            if (idle := self.parts.idle) is not None:
+                using = partial(use_idle_time, self.engine, idle, self._awoken)
+                background.append(group.create_task(self._loops.run("idle", using)))
             background.append(group.create_task(self._loops.run("files", self._files.follow)))
             background.append(group.create_task(self._loops.run("spot", self._watch_spot)))
             await stop.wait()

@@ -16,6 +16,7 @@ from engine.backends.cpu.graphs.step_graphs import CpuStepGraphs, GraphInputs
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import Code
 from engine.backends.interface import FlatStep, Forward, StepLogits, flatten
+from engine.core.model_runner import StepShape
 from engine.core.types import ScheduledSequence
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.loaded_model import LoadedModel
@@ -66,6 +67,10 @@ class CpuForward(Forward):
     def mixes_steps(self) -> bool:
         """See `Forward.mixes_steps`."""
         return self.step_graphs.works
+
+    def first_steps(self, max_step_tokens: int) -> Sequence[StepShape]:
+        """See `Forward.first_steps`."""
+        return self.step_graphs.first_steps(max_step_tokens)
 
     def rest(self) -> None:
         """See `Forward.rest`."""

@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 from engine.backends.cpu.forward import CpuForward
 from engine.backends.cpu.graphs import step_graphs
 from engine.core.types import SamplingParams, ScheduledSequence
+from engine.kv_cache.block_pool import BlockPool
 from engine.runner.sampler import NanLogitsError
 from engine.runner.torch_runner import TorchRunner
+from engine.worker.warm_up.idle_work import IdleWork
 from tests.support.engine.cpu_kernels import THREADS, kernels_or_skip
 from tests.support.engine.runner_driver import (
     BLOCK,
@@ -222,11 +224,29 @@ def test_steps_say_when_they_prepare_others(folder: Path) -> None:
     assert runner.mixes_steps
 
 
+def test_idle_time_makes_what_steps_would_make(folder: Path) -> None:
+    runner, forward = kernel_runner(folder, "wide_llama")
+    runner._pool.tensor.zero_()
+    work = IdleWork([runner], BlockPool(runner.num_blocks), 512)
+    wanted = len(runner.first_steps(512))
+    assert wanted == 9, (
+        "chunks, one or several, with and without decodes, of many rows and of few; decodes alone"
+    )
+    while runner.first_steps(512):
+        assert work.do_piece()
+        assert runner.prepared
+    assert [total for total, _ in forward.step_graphs.graphs] == [512, 80]
+    drive(runner, make_sequences([prompt_of(100), prompt_of(30)], 2), 2, CONTEXT)
+    assert not runner.prepared
+    assert not runner.first_steps(512)
+    assert [total for total, _ in forward.step_graphs.graphs] == [512, 80]
+
+
 def test_a_graph_of_a_layer_that_is_not_the_kernels(folder: Path) -> None:
     """257 outputs are not whole vectors: that layer is called as it is."""
     runner, forward = kernel_runner(folder, "llama_wide")
     drive(runner, make_sequences([prompt_of(9)], 3), 3, CONTEXT)
-    ops, calls = forward.step_graphs.graphs[80, 8].graph.num_ops
+    ops, calls = forward.step_graphs.graphs[80, 64].graph.num_ops
     assert ops > calls > 0
 
 

@@ -16,7 +16,7 @@ from engine.core.model_runner import ModelRunner, PendingStep
 from engine.core.step_stats import StepMeter
 from engine.core.types import ModelFacts, SampledToken, ScheduledSequence, StepResult
 from engine.pacing.lending import MIN_LENT_TOKENS
-from engine.worker.decode_warm_up import STREAMS
+from engine.worker.warm_up.decode_steps import STREAMS
 from kv_transfer.layout import KvLayout
 from kv_transfer.transports.transport import DRAM, VRAM, KvMemoryRegion
 from splitserve.config.engine import EngineConfig

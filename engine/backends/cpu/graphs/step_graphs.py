@@ -1,12 +1,13 @@
 """Captured steps: chunks of prompts, sequences that decode, or both. One graph computes any step of up to its rows.
 
 Graphs are captured when first needed: one for steps of a few rows, which is the warm-up's, and one for more. Each kind
-of step is compared with the model's own forward pass when it first comes.
+of step is compared with the model's own forward pass when it first comes. `first_steps` says what is still to come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,18 +21,21 @@ from engine.backends.cpu.graphs.resizable import Chunk, ResizableOps, RowCounts,
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import Code
 from engine.backends.interface import FlatStep
+from engine.core.model_runner import StepShape
 from engine.model.sibling_linears import relative_difference
 from splitserve.generation.kv_blocks import blocks_for
 from splitserve.logs import log_event
 
 TOTAL_ROWS = (80, 512, 1024, 2048, 4096)
-SAMPLED_ROWS = (8, 64, 256)
+SAMPLED_ROWS = (64, 256)
 """Rows that graphs are captured with. What has no kernel always computes all rows of its graph, therefore several.
 The first is above the warm-up's prompt, so that fewer rows are checked there."""
 MAX_CHUNKS = 16
 """Chunks of a step at most."""
 _DECODES = 32
 """Decoding rows of a capture at most; a replay may have more."""
+_MORE_TOKENS = 24
+"""Rows above the next smaller graph's of a step that idle time is for."""
 _FEW = StepRows(decodes=4, total=24, sampled=4)
 MAX_DIFFERENCE = 0.05
 """Relative norm of the difference of bfloat16 logits: the kernels may round a value to its other neighbour."""
@@ -143,6 +147,26 @@ class CpuStepGraphs:
             return logits
         self._end(f"logits differ by {difference:.3g}")
         return None  # the step is computed again, and with it the KV that it wrote
+
+    def first_steps(self, max_step_tokens: int) -> list[StepShape]:
+        """Steps of up to so many tokens that would make a graph, or be the first of their kind; the longest first."""
+        return [
+            shape for kind, shape in self._shapes(max_step_tokens) if self.works and kind not in self._checked
+        ]
+
+    def _shapes(self, max_step_tokens: int) -> Iterator[tuple[_Kind, StepShape]]:
+        """A short step of each kind that steps of up to so many tokens are of."""
+        decodes = min(_FEW.decodes, self._decodes.rows)
+        for least, total in reversed(list(zip((0, *TOTAL_ROWS), TOTAL_ROWS, strict=False))):
+            tokens = min(least + _MORE_TOKENS, max_step_tokens)
+            if tokens <= least:
+                continue
+            for chunks, beside in itertools.product((1, 2), (0, decodes)):
+                length = (tokens - beside) // chunks
+                if length > 1 and beside + length * chunks > least:
+                    yield _Kind(total, beside > 0, chunks), StepShape(beside, (length,) * chunks)
+            if not least:
+                yield _Kind(total, True, 0), StepShape(decodes, ())
 
     def _graph_for(self, rows: StepRows) -> StepGraph | None:
         """The smallest graph that has as many rows, captured now if it is needed first; None: there is none."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 
 import torch
 
@@ -13,15 +12,15 @@ from kv_transfer.layout import KvLayout
 LAYOUT = KvLayout("ab" * 32, "bfloat16", block_size_tokens=16, num_layers=2, num_kv_heads=2, head_dim=64)
 
 
-def test_populating_keeps_what_is_there() -> None:
+def test_populating_goes_in_pieces_and_keeps_what_is_there() -> None:
     memory = BlockMemory(LAYOUT, 500, torch.device("cpu"))
     memory.bytes[7] = 3
-    memory.populate()
-    memory.bytes[300] = 5
-    for thread in threading.enumerate():
-        if thread.name == "populate-kv":
-            thread.join(30)
-            assert not thread.is_alive()
+    pieces = 0
+    while memory.populate():
+        pieces += 1
+        memory.bytes[300] = 5
+    assert pieces == -(-memory.total_bytes // (2 << 20))
+    assert not memory.populate()
     used = {block: int(memory.bytes[block].max()) for block in (0, 7, 300, 499)}
     assert used == {0: 0, 7: 3, 300: 5, 499: 0}
 
@@ -30,10 +29,11 @@ def test_memory_that_is_given_up_and_taken_back_is_empty_and_where_it_was() -> N
     memory = BlockMemory(LAYOUT, 500, torch.device("cpu"))
     region = memory.memory()
     memory.bytes[:] = 3
-    memory.populate()
+    assert memory.populate()
     memory.give_up()
-    assert not [thread for thread in threading.enumerate() if thread.name == "populate-kv"]
+    assert not memory.populate(), "it has none"
     memory.take_back()
+    assert memory.populate()
     assert memory.memory() == region
     assert int(memory.bytes.max()) == 0
     probes = ctypes.string_at(

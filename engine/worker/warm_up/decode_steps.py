@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from engine.core.model_runner import ModelRunner
-from engine.core.types import RowsFailedError, SamplingParams, ScheduledSequence
+from engine.core.model_runner import ModelRunner, made_up
+from engine.core.types import RowsFailedError
 from engine.pacing.lent_effect import speedup_of
 from engine.pacing.step_time_fit import StepTimeFit
 from splitserve.generation.kv_blocks import blocks_for
@@ -35,10 +35,11 @@ def measure_decode_steps(
     """
     if prompt_tokens < 1:
         return
+    blocks = range(blocks_for(prompt_tokens, runner.layout.block_size_tokens))
     began_s, measured = clock(), 0
     try:
         for streams in sorted({min(streams, max_streams) for streams in STREAMS}):
-            batch = [_stream(runner, prompt_tokens, row) for row in range(streams)]
+            batch = [made_up(runner, prompt_tokens - 1, 1, blocks, row) for row in range(streams)]
             taken_s = []
             for step in range(1 + STEPS):
                 step_s = clock()
@@ -58,16 +59,3 @@ def measure_decode_steps(
     runner.rest()
     if measured:
         fit.refit()
-
-
-def _stream(runner: ModelRunner, prompt_tokens: int, row: int) -> ScheduledSequence:
-    return ScheduledSequence(
-        request_id=f"warm-up-{row}",
-        token_ids=[token % runner.facts.vocabulary_size for token in range(prompt_tokens)],
-        prompt_tokens=prompt_tokens,
-        num_computed=prompt_tokens - 1,
-        num_new=1,
-        block_ids=list(range(blocks_for(prompt_tokens, runner.layout.block_size_tokens))),
-        sample=True,
-        sampling=SamplingParams(temperature=0.0),
-    )

@@ -10,7 +10,7 @@ from engine.core.model_runner import warm_up
 from engine.core.types import RowsFailedError, SampledToken, ScheduledSequence
 from engine.pacing.step_time_fit import StepTimeFit
 from engine.runner.simulated_runner import SimulatedRunner
-from engine.worker.decode_warm_up import LIMIT_S, measure_decode_steps
+from engine.worker.warm_up.decode_steps import LIMIT_S, measure_decode_steps
 from splitserve.config.engine import EngineConfig
 
 
