@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from engine.core.sequence import Sequence
 from engine.core.types import EngineLoad
 from engine.kv_cache.block_pool import BlockCounts
-from engine.pacing.lent_effect import LentEffect
+from engine.pacing.lent_effect import LentEffect, SteadySpeed
 from engine.pacing.step_time_fit import PromptTimeFit, StepTimeFit, pairs_of
 from splitserve.histograms import DurationCounts
 
@@ -168,7 +168,7 @@ class StepMeter:
         self.rates = StepRates()
         self.fit = StepTimeFit()
         self.prompt_fit = PromptTimeFit()
-        self.lent = LentSpeed()
+        self.lent, self.steady = LentSpeed(), SteadySpeed()
         self._lends, self._effects = False, (LentEffect(), LentEffect())
         self.totals: TotalsByKind = {"prefill": StepTotals(), "decode": StepTotals()}
         self._busy_since_s: float | None = None
@@ -234,8 +234,7 @@ class StepMeter:
         if speedup != 1 or self._lends:
             self._lends = True
             speedup = self._measured_speedup(prefill_tokens, decoding + drafted, duration_s, speedup)
-        if prefill_tokens:
-            self.lent.record(duration_s, speedup)
+        (self.lent if prefill_tokens else self.steady).record(duration_s, speedup)
         self._fit_parts(num_new, prefill_tokens, decoding + drafted, own_s * speedup, drafts)
         return duration_s
 
@@ -264,7 +263,7 @@ class StepMeter:
             kept_blocks=counts.kept,
             prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
             decode_step_s=self.rates.decode_step_s,
-            step_fit=self.fit.latest,
+            step_fit=self.fit.latest and self.fit.latest.faster(self.steady.value),
             prompt_fit=self.prompt_fit.latest,
             late_prompts=late_prompts if prompts or waiting_tokens else 0,
             streams=len(running) - len(unread),

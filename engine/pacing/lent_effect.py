@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -13,6 +14,10 @@ _MEMORY = 16
 """Time constant of a size's means, in steps."""
 _LEARNED = 0.05
 """Weight of a comparison in the share."""
+_STEADY_S = (2.0, 10.0)
+"""Time constants of the means of `SteadySpeed`, in time of steps."""
+_COUNTED = 0.6
+"""Share of what lent cores bring that admission counts on: they are taken back as soon as prompts come."""
 
 
 def speedup_of(compute: float, share: float = PRIOR) -> float:
@@ -63,3 +68,30 @@ class LentEffect:
             seen = (alone.unit_s / lent.unit_s - 1.0) / lent.more
             self.share += (min(max(seen, 0.0), 1.0) - self.share) * _LEARNED
         return speedup_of(compute, self.share)
+
+
+class SteadySpeed:
+    """How much faster decode steps can be counted on to be, by cores that neighbours lend between their own steps.
+
+    An answer lasts for many steps, of which some have lent cores: their mean decides. What was lent for a moment says
+    little, so the lower one of two means counts, and of what that is above 1 a part.
+    """
+
+    def __init__(self) -> None:
+        self._took_s = [0.0] * len(_STEADY_S)
+        self._alone_s = [0.0] * len(_STEADY_S)
+
+    def record(self, duration_s: float, speedup: float) -> None:
+        """Records a step that only decoded, in `speedup` times less time than alone."""
+        for index, memory_s in enumerate(_STEADY_S):
+            kept = math.exp(-duration_s / memory_s)
+            self._took_s[index] = self._took_s[index] * kept + duration_s
+            self._alone_s[index] = self._alone_s[index] * kept + duration_s * speedup
+
+    @property
+    def value(self) -> float:
+        """At least 1."""
+        if self._took_s[0] <= 0:
+            return 1.0
+        lower = min(alone / took for alone, took in zip(self._alone_s, self._took_s, strict=True))
+        return 1.0 + _COUNTED * max(0.0, lower - 1.0)

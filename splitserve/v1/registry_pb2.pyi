@@ -653,7 +653,9 @@ class WorkerLoad(_message.Message):
     """
     @_builtins.property
     def step_fit(self) -> Global___DecodeStepFit:
-        """What a decode step costs, fitted over recent ones. Not set until there were enough."""
+        """What a decode step costs, fitted over recent ones, with a part of what cores that neighbours on its host lend have
+        brought of late. Not set until there were enough.
+        """
 
     @_builtins.property
     def prompt_fit(self) -> Global___PromptFit:
