@@ -15,6 +15,7 @@ Cheap upper bounds decide most cases; sequences are iterated over only near the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -30,11 +31,19 @@ SEEN_LATELY_S = 30.0
 """How long headroom is kept for a priority class after its last request."""
 
 
+LATE_SPARE = 0.1
+"""Share of a worker's streams that is left to requests which can still be in time, of what their pace allows."""
+LATE_PATIENCE_S = 10.0
+"""A late request that has waited for so long takes that, too, so that none starves."""
+
+
 @dataclass(frozen=True, slots=True)
 class NoDecodeCapacity:
-    """No worker has capacity. `smaller_may_fit`: a shorter prompt might fit."""
+    """No worker has capacity. `smaller_may_fit`: a shorter prompt might fit; `held_by_late`: one that can still be in
+    time might."""
 
     smaller_may_fit: bool
+    held_by_late: bool = False
 
 
 class DecodeCapacity:
@@ -62,8 +71,13 @@ class DecodeCapacity:
         self._seen_s[priority_class] = now
 
     def fit(self, entry: Entry, prefill_s: float, now: float) -> DecodeLoad | NoDecodeCapacity:
-        """The least busy worker with capacity for an entry whose prompt reaches it in `prefill_s` seconds."""
+        """The least busy worker with capacity for an entry whose prompt reaches it in `prefill_s` seconds.
+
+        An answer holds its place for seconds. A late request that took the last one would make late those that come
+        meanwhile, and a first token that is late already loses little by waiting on.
+        """
         headroom = self._headroom_against(entry.priority_class, now)
+        is_late = entry.due_s < now + prefill_s and now - entry.arrived_s < LATE_PATIENCE_S
         smaller_may_fit = False
         workers: Iterable[DecodeLoad] = self.workers.values()
         if len(self.workers) > 1:
@@ -76,12 +90,13 @@ class DecodeCapacity:
                 return load
             if load.requests + 1 > max(1.0, load.slots * (1 - headroom)):
                 continue
-            if not self._keeps_pace(load, entry, prefill_s):
+            spare = math.ceil(LATE_SPARE * load.requests) if is_late else 0
+            if not self._keeps_pace(load, entry, prefill_s, spare):
                 continue
             if self._has_blocks(load, entry, headroom):
                 return load
             smaller_may_fit = True
-        return NoDecodeCapacity(smaller_may_fit)
+        return NoDecodeCapacity(smaller_may_fit, is_late and not smaller_may_fit)
 
     def batch_limit(self, load: DecodeLoad, entry: Entry, context: float, output: float) -> float:
         """How many sequences of `context` tokens, with `output` to come, the worker takes with the entry, at most."""
@@ -112,12 +127,14 @@ class DecodeCapacity:
             return True
         return _peak_tokens([*load.flights, entry]) / load.block_size * load.shared <= room
 
-    def _keeps_pace(self, load: DecodeLoad, entry: Entry, prefill_s: float) -> bool:
-        """Whether the step time will be within all their TPOT targets when the prompt arrives."""
+    def _keeps_pace(self, load: DecodeLoad, entry: Entry, prefill_s: float, spare: int) -> bool:
+        """Whether the step time will be within all their TPOT targets when the prompt arrives, with `spare` streams
+        more like those that there are."""
         fit = load.fit
         if fit is None:
             return True
-        count, context = load.requests + 1, load.context_tokens + entry.prompt_tokens
+        more = 1 + spare / load.requests
+        count, context = load.requests + 1 + spare, load.context_tokens * more + entry.prompt_tokens
         least_s = entry.tpot_slo_s or self._tpot_slo_s or float("inf")
         if load.targets_s:
             least_s = min(least_s, load.targets_s[0])

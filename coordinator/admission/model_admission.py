@@ -61,7 +61,7 @@ class ModelAdmission:
         """What the queue waits for, while it is not empty."""
         self.awaits_workers = False
         """Whether a pool has no worker, and some are started on demand: what comes waits for them."""
-        self._others_may_fit = False
+        self._others_may_fit = self._held_by_late = False
         self._round = OfferRound(self.prefill, 0.0)
         self.decodes_anywhere = False
         """Whether the pair policy gives streams to neutral workers that lean to prefill, where others have no room."""
@@ -213,7 +213,7 @@ class ModelAdmission:
         return next(taken, None)  # one at a time: serving a request changes the order
 
     def _held(self, entry: Entry) -> Offer:
-        return self._round.hold(entry, self.held_by == "prefill", self._others_may_fit)
+        return self._round.hold(entry, self.held_by == "prefill", self._others_may_fit, self._held_by_late)
 
     def _starts_past_late(self, entry: Entry, now: float) -> bool:
         """Starts a newcomer though others wait, if these are all late, for want of a place that it does not need."""
@@ -229,7 +229,7 @@ class ModelAdmission:
 
     def _try_start(self, entry: Entry, now: float, queued: bool = True) -> bool:
         """Starts an entry if there is capacity; otherwise sets `held_by` and `_others_may_fit`."""
-        self._others_may_fit = False
+        self._others_may_fit = self._held_by_late = False
         if not self.prefill.workers or (entry.needs_decode and not self.decode.workers):
             if self.awaits_workers:
                 self._hold("workers", now)
@@ -239,7 +239,8 @@ class ModelAdmission:
         prefill_load = self.prefill.fit(entry, now)
         if prefill_load is None and self.bounds_prefill:
             self._hold("prefill", now)
-            self._others_may_fit = self.prefill.held_by_long or self.prefill.held_by_late
+            self._held_by_late = self.prefill.held_by_late
+            self._others_may_fit = self.prefill.held_by_long or self._held_by_late
             return False
         decode_load: DecodeLoad | None = None
         if entry.needs_decode:
@@ -251,6 +252,7 @@ class ModelAdmission:
             if not isinstance(found, DecodeLoad):
                 self._hold("decode", now)
                 self._others_may_fit = found.smaller_may_fit
+                self._held_by_late = found.held_by_late
                 return False
             decode_load = found
         self._start(entry, prefill_load, decode_load, now, queued)

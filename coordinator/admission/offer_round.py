@@ -40,11 +40,14 @@ class OfferRound:
     def _late_rates(self) -> LateRates:
         return self._prefill.late_rates()
 
-    def hold(self, entry: Entry, for_prefill: bool, others_may_fit: bool) -> Offer:
-        """An entry has found no place, `for_prefill` or for another reason; what that means for those behind it."""
+    def hold(self, entry: Entry, for_prefill: bool, others_may_fit: bool, held_by_late: bool) -> Offer:
+        """An entry has found no place, `for_prefill` or for another reason; what that means for those behind it.
+
+        `held_by_late`: only because it cannot be in time.
+        """
         if for_prefill:
             self.waits(entry)
-        if for_prefill and self._prefill.held_by_late:
+        if held_by_late:
             self._late_held = True
             return Offer.SKIP
         self.only_late = False
