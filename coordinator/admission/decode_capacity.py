@@ -98,6 +98,16 @@ class DecodeCapacity:
             smaller_may_fit = True
         return NoDecodeCapacity(smaller_may_fit, is_late and not smaller_may_fit)
 
+    @property
+    def place_s(self) -> float:
+        """Seconds from the end of one answer to that of the next, in the mean; 0 while unknown."""
+        ended_per_s = sum(
+            load.requests**2 / (load.expected * step_s)
+            for load in self.workers.values()
+            if load.expected and (step_s := load.measured_step_s)
+        )
+        return 1 / ended_per_s if ended_per_s else 0.0
+
     def batch_limit(self, load: DecodeLoad, entry: Entry, context: float, output: float) -> float:
         """How many sequences of `context` tokens, with `output` to come, the worker takes with the entry, at most."""
         limit = min(load.slots, load.total_blocks / load.blocks_of(context + output / 2) / load.shared)

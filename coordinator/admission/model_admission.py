@@ -29,7 +29,7 @@ from coordinator.admission.forecast import (
     retry_after_s,
 )
 from coordinator.admission.offer_round import OfferRound
-from coordinator.admission.prefill_capacity import PrefillCapacity
+from coordinator.admission.prefill_capacity import PrefillCapacity, PrefillPace
 from coordinator.admission.queue import AdmissionQueue
 from coordinator.admission.too_long import TooLong
 from coordinator.workers.load import DecodeLoad, PrefillLoad
@@ -119,7 +119,7 @@ class ModelAdmission:
             self._held(entry)
         elif self._starts_past_late(entry, now):
             return STARTED
-        ahead = self.queue.ahead_of(entry, self.prefill.pace(now))
+        ahead = self.queue.ahead_of(entry, self._pace(now))
         entry.late = ahead.late
         bias = self._biases[entry.late]
         predicted = forecast(entry, ahead, self.prefill, self.decode, bias.value, now)
@@ -207,10 +207,13 @@ class ModelAdmission:
         def attempt(entry: Entry) -> Offer:
             return Offer.TAKEN if self._try_start(entry, now) else self._held(entry)
 
-        drawn = islice(self.queue.offers(self.prefill.pace(now)), _MAX_PASSED_OVER)
+        drawn = islice(self.queue.offers(self._pace(now)), _MAX_PASSED_OVER)
         offers = islice((entry for entry in drawn if not round_.passes_over(entry)), _MAX_OFFERS)
         taken = offer_in_order(offers, attempt, max_bypasses=MAX_BYPASSES, max_looks=MAX_LOOKS)
         return next(taken, None)  # one at a time: serving a request changes the order
+
+    def _pace(self, now: float) -> PrefillPace | None:
+        return self.prefill.pace(now, self.decode.place_s if self.held_by == "decode" else 0.0)
 
     def _held(self, entry: Entry) -> Offer:
         return self._round.hold(entry, self.held_by == "prefill", self._others_may_fit, self._held_by_late)

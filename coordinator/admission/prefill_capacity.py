@@ -22,16 +22,20 @@ NEARLY_DONE_S = 0.05
 @dataclass(frozen=True, slots=True)
 class PrefillPace:
     """What prompts take at a time: seconds of the work that workers have, and of a token in the whole pool and on one
-    worker."""
+    worker.
+
+    `place_s`: seconds from one place on decode workers that becomes free to the next, while prompts wait for those.
+    """
 
     now: float
     ahead_s: float
     pool_token_s: float
     worker_token_s: float
+    place_s: float = 0.0
 
     def share(self, share: float) -> PrefillPace:
         """The pace of those who get this share of the pool, above 0, up to 1."""
-        return replace(self, pool_token_s=self.pool_token_s / share)
+        return replace(self, pool_token_s=self.pool_token_s / share, place_s=self.place_s / share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +89,12 @@ class PrefillCapacity:
         rates = [load.rate for load in self.workers.values() if load.measured_rate]
         return sum(rates) / len(rates) * len(self.workers) if rates else None
 
-    def pace(self, now: float) -> PrefillPace | None:
-        """What prompts that wait here will take; None until a rate has been measured."""
+    def pace(self, now: float, place_s: float = 0.0) -> PrefillPace | None:
+        """What prompts that wait here will take; None until a rate has been measured. `place_s`: see `PrefillPace`."""
         rate = self.rate
         if rate is None:
             return None
-        return PrefillPace(now, self.backlog_s(now), 1 / rate, len(self.workers) / rate)
+        return PrefillPace(now, self.backlog_s(now), 1 / rate, len(self.workers) / rate, place_s)
 
     def backlog_s(self, now: float) -> float:
         """Mean backlog of the workers, in seconds, of prompts that can be in time."""

@@ -132,7 +132,8 @@ def _least_target_s(entries: Sequence[Entry], pace: PrefillPace) -> float:
 
 def _job(entry: Entry, pace: PrefillPace) -> Job[Entry]:
     """The pool computes one prompt after the other; with several workers each ends later than its part of the work, and
-    one that is read for begins later."""
+    one that is read for begins later. Where answers wait for places, each takes one, whatever its prompt's length."""
     work_s = entry.uncached_tokens * pace.pool_token_s
     alone_s = entry.read_s + max(0.0, entry.uncached_tokens * pace.worker_token_s - work_s)
-    return Job(entry, work_s, entry.due_s - pace.now - alone_s, entry.number)
+    place_s = pace.place_s if entry.needs_decode else 0.0
+    return Job(entry, work_s + place_s, entry.due_s - pace.now - alone_s, entry.number)
