@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.admission.decode_capacity import DecodeCapacity, NoDecodeCapacity, _peak_tokens
+from coordinator.admission.decode_capacity import (
+    LATE_PATIENCE_S,
+    DecodeCapacity,
+    NoDecodeCapacity,
+    _peak_tokens,
+)
 from coordinator.admission.entry import Entry
 from coordinator.admission.prefill_capacity import PrefillCapacity
 from coordinator.workers.load import DecodeLoad
@@ -346,3 +351,43 @@ def test_a_load_counts_what_it_holds(steps: list[tuple[str, int]]) -> None:
         assert load.computed_context == sum(one.context_tokens for one in held if one.computed)
         assert load.computed == sum(one.computed for one in held)
         assert load.expected == pytest.approx(sum(one.expected_output for one in held))
+
+
+def full_but_for(places: int) -> DecodeCapacity:
+    """A worker whose pace allows 20 streams, without so many."""
+    capacity = decode_capacity(slots=64, tpot_slo_s=0.025, step_fit=fit())
+    assert all(put(capacity, entry(16, due_s=1.0)) for _ in range(20 - places))
+    return capacity
+
+
+def test_a_late_request_leaves_room_to_those_that_can_be_in_time() -> None:
+    late = entry(16, due_s=0.05)
+    capacity = full_but_for(2)
+    assert capacity.fit(late, 0.1, 0.0) == NoDecodeCapacity(smaller_may_fit=False, held_by_late=True)
+    assert put(capacity, entry(16, due_s=0.2))
+    assert put(capacity, entry(16)), "without a target nobody is late"
+    assert capacity.fit(entry(16, due_s=0.2), 0.1, 0.0) == NoDecodeCapacity(smaller_may_fit=False)
+    assert put(full_but_for(3), late)
+
+
+def test_a_late_request_that_has_waited_long_takes_any_room() -> None:
+    capacity = full_but_for(1)
+    late = entry(16, due_s=1.0)
+    assert not isinstance(capacity.fit(late, 0.1, LATE_PATIENCE_S - 0.1), DecodeLoad)
+    assert isinstance(capacity.fit(late, 0.1, LATE_PATIENCE_S), DecodeLoad)
+
+
+def test_a_late_request_whose_kv_does_not_fit_lets_smaller_ones_pass() -> None:
+    capacity = decode_capacity(total_blocks=100)
+    assert put(capacity, entry(1000, 2))
+    late = entry(1000, 2, due_s=0.0)
+    assert capacity.fit(late, 0.1, 0.5) == NoDecodeCapacity(smaller_may_fit=True)
+
+
+def test_places_become_free_as_answers_end() -> None:
+    capacity = decode_capacity(2, slots=64)
+    assert capacity.place_s == 0.0
+    assert all(put(capacity, entry(16, 40)) for _ in range(20))
+    # Each of two workers has ten answers of 40 steps of 10 ms.
+    assert capacity.place_s == pytest.approx(0.4 / 20)
+    assert decode_capacity(decode_step_ms=0).place_s == 0.0

@@ -15,6 +15,7 @@ from coordinator.admission.entry import Entry
 from coordinator.admission.model_admission import ModelAdmission
 from coordinator.admission.prefill_capacity import PrefillPace
 from coordinator.admission.prompt_order import RENEWED_S, TRIAGED, PromptOrder
+from splitserve.v1 import registry_pb2
 from tests.support.clients.admission_parts import admission, entry, worker
 
 RATE = 10_000.0
@@ -82,6 +83,41 @@ def test_without_targets_or_measured_rates_it_is_first_come_first_served() -> No
         for one in waiting:
             model.arrive(one, 0.0)
         assert list(model.queue.offers(model.prefill.pace(0.0))) == waiting
+
+
+def test_where_answers_wait_for_places_short_prompts_are_not_the_only_cheap_ones() -> None:
+    """By prompts alone all three end in time; there are two places within the target."""
+    long, *shorts = answers = [
+        replaced(due(size, number=number), True) for number, size in enumerate((2000, 500, 400))
+    ]
+    pace = PrefillPace(0.0, 0.0, 1e-4, 1e-4)
+    assert list(PromptOrder().of(answers, pace)) == answers
+    assert list(PromptOrder().of(answers, replace(pace, place_s=0.3))) == [*shorts, long]
+    without_answers = [replaced(each, False) for each in answers]
+    assert list(PromptOrder().of(without_answers, replace(pace, place_s=0.3))) == without_answers
+
+
+def test_a_late_one_that_decode_workers_keep_waiting_holds_up_no_other() -> None:
+    """Nine of ten places are taken; the tenth is for those that can be in time."""
+    step = registry_pb2.DecodeStepFit(base_ms=5, sequence_ms=1)
+    workers = (worker("p0", "prefill"), worker("d0", "decode", step_fit=step))
+    model = admission(workers, prefill_horizon_s=10.0, tpot_slo_s=0.015)
+    running = [entry(16) for _ in range(9)]
+    assert all(model.arrive(each, 0.0).started for each in running)
+    for each in running:
+        model.sent(each, 1, 0.1)
+    late, soon = entry(16, arrived_s=0.2, due_s=0.1), entry(16, arrived_s=0.2, due_s=1.2)
+    assert not model.arrive(late, 0.2).started
+    assert model.arrive(soon, 0.2).started
+    assert not model.release(0.3).started
+    model.ended(running[0])
+    assert not model.release(0.4).started
+    model.ended(running[1])
+    assert model.release(0.5).started == (late,)
+
+
+def replaced(one: Entry, needs_decode: bool) -> Entry:
+    return replace(one, needs_decode=needs_decode)
 
 
 def test_late_ones_keep_no_place_among_those_that_can_be_in_time() -> None:
