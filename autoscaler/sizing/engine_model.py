@@ -43,7 +43,8 @@ class EngineModel:
     prefill_step_s: float | None = None
     """Fixed part of a step with prompt tokens. Default: `step_s`, as for a decode step."""
     separate_steps: bool = False
-    """Whether prompts with targets have steps of their own beside decodes that have targets, as on cpu."""
+    """Whether prompts with targets have steps of their own beside decodes that have targets, as on cpu without kernels.
+    """
     lent_time: float = 0.53
     """What a chunk takes, of its time alone, on the cores of two replicas, where these lend each other theirs."""
     request_s: float = 0.0
@@ -105,10 +106,14 @@ class EngineModel:
         return self.step_s + self.sequence_s * sequences + self.context_token_s * context_tokens
 
     def step_of(self, chunks: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
-        """Duration of a step of these chunks [start, end) of prompts, and of decodes with so many tokens each."""
-        base_s = self.prefill_base_s if chunks else self.step_s
-        decodes_s = self.sequence_s * len(contexts) + self.context_token_s * sum(contexts)
-        return base_s + decodes_s + sum(self.prefill_s(start, end) for start, end in chunks)
+        """Duration of a step of these chunks [start, end) of prompts, and of decodes with so many tokens each. One of
+        both reads the weights once, while it computes: it takes what the chunks do and each decode adds, and no less
+        than the decodes alone."""
+        decode_s = self.decode_step_s(len(contexts), sum(contexts))
+        if not chunks:
+            return decode_s
+        prompts_s = self.prefill_base_s + sum(self.prefill_s(start, end) for start, end in chunks)
+        return max(decode_s, prompts_s + decode_s - self.step_s) if contexts else prompts_s
 
     def transfer_s(self, tokens: int) -> float:
         """Time to write the KV of `tokens` tokens over one lane."""

@@ -32,11 +32,11 @@ CPU = EngineModel(
     sequence_s=1.1e-3,
     prefill_step_s=4.4e-3,
     max_step_tokens=512,
-    separate_steps=True,
     request_s=1e-4,
     max_running_requests=512,
 )
-"""SmolLM2-135M on one core, as measured on 2026-11-23."""
+"""SmolLM2-135M on one core, as measured on 2026-11-23. Steps mix prompts and decodes, as with kernels since
+2026-11-26."""
 TWO_THREADS = CPU.lent_time
 """What the same takes on two cores."""
 GPU_LENGTHS = {"balanced": (1200, 250), "prefill-heavy": (3360, 94), "decode-heavy": (318, 527)}

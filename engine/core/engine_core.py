@@ -266,7 +266,7 @@ class EngineCore(Engine):
         work = step.num_new, more, runner.speedup, step.outcomes
         duration_s = self._meter.end(ended_s, *work, is_first=runner.prepared)
         if self._speculator:
-            self._speculator.stepped(step.num_new, step.outcomes, duration_s)
+            self._speculator.stepped(step.num_new, step.outcomes, duration_s, is_first=runner.prepared)
         if not more:
             self._runner.rest()
 

@@ -77,9 +77,15 @@ class Speculator:
         return drafts
 
     def stepped(
-        self, num_new: Mapping[Sequence, int], outcomes: Mapping[Sequence, DraftOutcome], duration_s: float
+        self,
+        num_new: Mapping[Sequence, int],
+        outcomes: Mapping[Sequence, DraftOutcome],
+        duration_s: float,
+        *,
+        is_first: bool = False,
     ) -> None:
-        """The step that was planned last took so long, and its drafts came out like this."""
+        """The step that was planned last took so long, and its drafts came out like this. `is_first`: see
+        `ModelRunner.prepared`; what rows cost is not told by such a step."""
         if not num_new or any(tokens > 1 for tokens in num_new.values()):
             return
         batch, drafted = len(num_new), sum(one.drafted for one in outcomes.values())
@@ -93,7 +99,8 @@ class Speculator:
             stream.account.stepped(1 + outcome.accepted if outcome else 1, ratio)
             if outcome is not None:
                 stream.acceptance.record(stream.support, *outcome)
-        self._costs.record(batch + drafted, max(0.0, duration_s - self._guessing_s))
+        if not is_first:
+            self._costs.record(batch + drafted, max(0.0, duration_s - self._guessing_s))
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended."""

@@ -18,7 +18,7 @@ from engine.core.types import ModelFacts, SampledToken, ScheduledSequence, StepR
 from engine.pacing.lending import MIN_LENT_TOKENS
 from engine.worker.warm_up.decode_steps import STREAMS
 from kv_transfer.layout import KvLayout
-from kv_transfer.transports.transport import DRAM, VRAM, KvMemoryRegion
+from kv_transfer.transports.transport import DRAM, KvMemoryRegion
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import InvalidArgumentError
 from splitserve.models.tokenizer import Turn
@@ -132,9 +132,13 @@ class VirtualRunner(ModelRunner):
 
     @property
     def pool_memory(self) -> KvMemoryRegion:
-        """See ModelRunner. There is no memory, only its kind: on cpu prompts have steps of their own."""
-        kind = DRAM if self._model.separate_steps else VRAM
-        return KvMemoryRegion(0, self.num_blocks, self.layout, memory_kind=kind)
+        """See ModelRunner. There is no memory."""
+        return KvMemoryRegion(0, self.num_blocks, self.layout, memory_kind=DRAM)
+
+    @property
+    def mixes_steps(self) -> bool:
+        """See ModelRunner."""
+        return not self._model.separate_steps
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
         """See ModelRunner."""
@@ -148,7 +152,7 @@ class VirtualRunner(ModelRunner):
         )
         if all(_decodes(each) for each in batch):
             self.borrows = "idle"
-        elif len(batch) == 1 and batch[0].num_new >= MIN_LENT_TOKENS:
+        elif sum(each.num_new for each in batch) >= MIN_LENT_TOKENS:
             self.borrows = "wanted"
         sampled: list[SampledToken | None] = [SampledToken(TOKEN) if each.sample else None for each in batch]
         return lambda: sampled

@@ -80,6 +80,29 @@ def test_the_lane_carries_one_prompt_after_the_other() -> None:
     assert [request.joined_s for request in outcome.requests] == pytest.approx([1.0, 2.0])
 
 
+def test_a_mixed_step_reads_the_weights_once() -> None:
+    """It takes what the chunk does and each sequence adds, and no less than the decodes alone."""
+    engine = replace(CPU, separate_steps=False)
+    contexts = [100] * 6
+    assert engine.step_of([(0, 104)], contexts) == pytest.approx(4e-3 + 0.104 + 6e-3)
+    assert engine.step_of([(0, 2)], contexts) == engine.step_of([], contexts) == pytest.approx(18.5e-3)
+    assert engine.step_of([(0, 104)], []) == pytest.approx(0.108)
+
+
+def test_prompts_beside_streams_have_steps_of_their_own_only_where_that_is_said() -> None:
+    """On one replica: an answer of 200 tokens is under way when ten prompts come."""
+    trace = trace_of((0, 50, 200), *((1.0 + 0.2 * number, 64, 2) for number in range(10)))
+    slo = Slo(10.0, 0.06)
+    ends = {}
+    for separate in (False, True):
+        engine = replace(CPU, separate_steps=separate)
+        first, *others = run(trace, engine, colocated=True, prefix_cache="off", slo=slo).requests
+        assert all(each.ttft_s is not None and each.ttft_s < 10.0 for each in others)
+        assert first.finished_s is not None
+        ends[separate] = first.finished_s
+    assert ends[False] < ends[True]
+
+
 @pytest.mark.parametrize("colocated", [False, True])
 def test_it_agrees_with_the_closed_form(colocated: bool) -> None:
     """Where nothing is paced both say the same, but that one can enter the closed form's steps in their middle."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -189,3 +190,36 @@ def test_answers_are_the_same() -> None:
     for name in ("copy", "free", "copy-2"):
         assert outputs[name].token_ids == expected_tokens([100, 101, len(name)], 60)
     rig.assert_clean()
+
+
+class Capturing(RowTimes):
+    """The first step of each number of rows takes ten times as long, and says so."""
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.seen: set[int] = set()
+        self.is_first = False
+
+    def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
+        rows = sum(each.num_new + len(each.draft) for each in batch)
+        self.is_first = rows not in self.seen
+        self.seen.add(rows)
+        self.slower = 10.0 if self.is_first else 1.0
+        return super().execute(batch)
+
+    @property
+    def prepared(self) -> bool:
+        return self.is_first
+
+
+def test_steps_that_capture_do_not_tell_what_rows_cost() -> None:
+    found = []
+    for kind in (RowTimes, Capturing):
+        rig = Rig(kind=kind, drafter=guesses(1.0), num_blocks=4000, max_step_tokens=512, prefix_cache=False)
+        assert isinstance(rig.runner, RowTimes)
+        rig.runner.clock = rig.clock
+        rig.core.add_request(request("copy", [97] * 12, max_tokens=200))
+        rig.run()
+        assert rig.core._speculator is not None
+        found.append([rig.core._speculator._costs.step_s(rows) for rows in (1, 2, 9)])
+    assert found[1] == pytest.approx(found[0], rel=0.1)
