@@ -16,14 +16,11 @@ from splitserve.generation.kv_blocks import watermark_blocks
 from splitserve.queues import Offer, offer_in_order
 from splitserve.request_guard import request_error
 
-# Bounds on the work of a step: waiting sequences that did not fit before and are tried again, and blocks looked up in
-# the prefix cache for all but the last of them.
+# Bounds on the work of a step: waiting sequences that did not fit before, and blocks looked up for all but the last.
 _MAX_MISFITS_A_STEP = 8
 _MAX_MISFIT_BLOCKS_A_STEP = 512
-# A prompt is not cut into chunks smaller than this.
-_MIN_CHUNK_TOKENS = 16
-# Share of the step's budget that decodes may take while prompts wait.
-_DECODE_SHARE = 7 / 8
+_MIN_CHUNK_TOKENS = 16  # no prompt is cut into smaller chunks
+_DECODE_SHARE = 7 / 8  # of the step's budget, while prompts wait
 
 
 @dataclass(slots=True)
@@ -38,8 +35,6 @@ class SchedulerOutput:
     """Tokens left of the step's budget."""
     whole: bool = False
     """Whether the first prompts take all prompt tokens, rather than half of what is left of the budget each."""
-    alone: bool = False
-    """Whether at most one prompt is computed."""
     failed: list[tuple[Sequence, SplitserveError]] = field(default_factory=list)
     """Sequences that cannot be scheduled, and why. They are in no queue any more, but not ended."""
 
@@ -63,10 +58,10 @@ class Scheduler:
 
     In each step the running sequences' `num_computed` catches up with their tokens, within a budget of
     `max_step_tokens`: decodes first, then running prompts in chunks, then waiting ones in order of precedence. A
-    prompt that must be cut takes at most half of the remaining budget, so that short ones after it fit into the same
-    step; budget that is left over goes to the first of those that were cut. Beside streams that have targets the token
-    clock says instead how many prompt tokens the step may compute, and the first prompts take them all. Where first
-    tokens have targets, running and waiting prompts are served in the order of triage; on cpu one a step.
+    prompt that must be cut takes at most half of what is left, so that short ones after it fit into the same step; what
+    is left over goes to the first of those that were cut. Beside streams with targets the token clock says how many
+    prompt tokens the step may compute, and the first prompts take them all. Where first tokens have targets, prompts
+    are served in the order of triage, as many in a step as gain by it.
 
     A sequence gets blocks for its whole prompt when it starts. When a decode finds no free block, the running sequence
     that is last in that order is preempted: it gives up its blocks, keeps its output, and is read back or computed
@@ -161,7 +156,8 @@ class Scheduler:
         order = granted = None
         if self._pacing is not None and self._pacing.active:
             order = self._pacing.order(now, decodes, prefills, self.waiting)
-            self._head = _first_waiting(order)
+            ordered = order.order if order else ()
+            self._head = next((each for each in ordered if each.status is SequenceStatus.WAITING), None)
             granted = self._pacing.grant(now, decodes, self._first(order.order if order else prefills))
         if granted is not None:
             step = SchedulerOutput(now=now, whole=True)
@@ -220,7 +216,7 @@ class Scheduler:
             self._admit(step, iter(self.waiting.pop, None))
             return
         assert self._pacing is not None
-        step.whole, step.alone = True, self._pacing.separate and not step.num_new
+        step.whole = True
         step.budget = min(step.budget, self._pacing.chunk_tokens(order.order[0]))
         self._admit(step, self._by_triage(step, order))
         for sequence in order.order:
@@ -288,8 +284,10 @@ class Scheduler:
 
     def _by_triage(self, step: SchedulerOutput, order: Turns[Sequence]) -> Iterator[Sequence]:
         """Takes sequences off the queue in this order; running prompts between them get their chunks."""
-        for sequence in order.order:
-            if step.budget == 0:
+        streams, behind = bool(step.num_new), len(order.order)
+        for place, sequence in enumerate(order.order):
+            if step.budget == 0 or not (streams or self._joins(step, sequence, behind - place)):
+                step.budget = 0
                 return
             self._take_turn(sequence, order)
             if sequence.status is SequenceStatus.RUNNING:
@@ -297,6 +295,13 @@ class Scheduler:
             else:
                 self.waiting.discard(sequence)
                 yield sequence
+
+    def _joins(self, step: SchedulerOutput, prompt: Sequence, behind: int) -> bool:
+        """Whether one more prompt shares a step without streams; see `PromptFit.joins`."""
+        if not step.num_new or (pacing := self._pacing) is None:
+            return True
+        fit, tokens = pacing.meter.prompt_fit.latest, min(prompt.remaining, step.budget)
+        return not pacing.separate and (fit is None or fit.joins(tokens, len(step.num_new), behind))
 
     def _take_turn(self, sequence: Sequence, order: Turns[Sequence]) -> None:
         """Gives a sequence that is served now the place and the due time of its turn."""
@@ -332,17 +337,12 @@ class Scheduler:
         return first
 
 
-def _first_waiting(order: Turns[Sequence] | None) -> Sequence | None:
-    waiting = (each for each in order.order if each.status is SequenceStatus.WAITING) if order else ()
-    return next(iter(waiting), None)
-
-
 def _give_chunk(step: SchedulerOutput, sequence: Sequence) -> None:
     """Schedules the next chunk of a prompt, of at least one token."""
     whole = min(sequence.remaining, step.budget)
     step.give(sequence, whole if step.whole else _chunk(sequence.remaining, step.budget))
-    if step.whole and (step.alone or step.budget < MIN_CHUNK_TOKENS):
-        step.budget = 0  # too little for one more prompt, or nobody would lend this one cores beside another
+    if step.whole and step.budget < MIN_CHUNK_TOKENS:
+        step.budget = 0  # too little for one more prompt
 
 
 def _chunk(remaining: int, budget: int) -> int:

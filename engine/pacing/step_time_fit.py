@@ -98,6 +98,11 @@ class PromptFit:
             return 0.0
         return self.base_s + self.token_s * tokens + self.pair_s * pairs_of(tokens, context_tokens)
 
+    def joins(self, tokens: int, before: int, behind: int) -> bool:
+        """Whether so many tokens of one more prompt pay in a step that has `before` prompts: these wait for it, and
+        `behind` prompts, itself included, are spared what a step takes beside its tokens."""
+        return tokens * self.token_s * before <= self.base_s * behind
+
     def tokens_within(self, seconds: float, context_tokens: int) -> int:
         """The longest chunk after `context_tokens` that takes at most `seconds`."""
         left = seconds - self.base_s

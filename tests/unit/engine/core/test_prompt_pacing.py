@@ -29,11 +29,14 @@ class Timed(Script):
 
     clock = Clock()
     slower = 1.0
+    base_s = 0.0
+    """Of a step that computes prompts, beside its tokens."""
 
     def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
         decodes = [each for each in batch if each.num_new == 1]
         tokens = sum(each.num_new for each in batch) - len(decodes)
         taken_s = (STEP_S + SEQUENCE_S * len(decodes) if decodes else 0.0) + TOKEN_S * tokens
+        taken_s += self.base_s if tokens else 0.0
         self.clock.now += self.slower * taken_s
         self.steps.append((self.clock.now, {each.request_id: each.num_new for each in batch}))
         return super().execute(batch)
@@ -243,12 +246,18 @@ def test_who_can_be_in_time_is_served_by_deadline() -> None:
     assert served(rig) == ["a", "b", "c", "whenever"]
 
 
-def test_on_cpu_each_step_computes_one_prompt() -> None:
-    """A chunk alone is captured, and neighbours lend it their cores."""
-    for kind, at_once in ((Timed, 1), (TimedOnDevice, 3)):
+@pytest.mark.parametrize(
+    ("kind", "base_s", "at_once"),
+    [(Timed, 0.03, 1), (TimedOnDevice, 0.0, 1), (TimedOnDevice, 0.03, 3)],
+    ids=["steps of their own", "a step costs nothing", "a step costs much"],
+)
+def test_prompts_share_a_step_where_that_pays(kind: type[Timed], base_s: float, at_once: int) -> None:
+    """Else the first one would wait for the others. Where streams have steps of their own, so has a prompt."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Timed, "base_s", base_s)
         rig = measured(kind)
         for name in ("a", "b", "c"):
-            ask(rig, name, 64, 1.0)
+            ask(rig, name, 8, 1.0)
         served(rig)
         assert max(len(work) for _, work in steps(rig)) == at_once
 
