@@ -269,5 +269,6 @@ async def test_a_write_that_fails_while_a_batch_waits_ends_it() -> None:
     writer.put(Item("c"))
     async with asyncio.timeout(1):
         await writer.settle()
-    assert writer.held == 0 and writer.has_failed
+    assert writer.held == 0
+    assert writer.has_failed
     assert wire.taken == ["a"]
