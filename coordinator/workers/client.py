@@ -71,7 +71,8 @@ class WorkerClient:
             max_message_bytes=max_message_bytes,
             read_ahead_bytes=READ_AHEAD_BYTES,
         )
-        self._calls = WorkerCalls(worker, self._channel, security.metadata, coalescer)
+        calls = coalescer or OutputCoalescer()
+        self._calls = WorkerCalls(worker, self._channel, security.metadata, calls)
         self._collectors: dict[str, OutputCollector] = {}
         """Of all attempts here; `_decoded` has those whose output comes from here."""
         self._decoded: dict[str, OutputCollector] = {}
@@ -194,17 +195,13 @@ class WorkerCalls:
     """Calls raise the SplitserveError of the worker's status; UnavailableError (WORKER_LOST) once it is lost."""
 
     def __init__(
-        self,
-        worker: Worker,
-        channel: grpc.aio.Channel,
-        metadata: Metadata,
-        coalescer: OutputCoalescer | None = None,
+        self, worker: Worker, channel: grpc.aio.Channel, metadata: Metadata, output: OutputCoalescer
     ) -> None:
-        """`metadata` goes with each call. Those on the stream wait for each other as long as `coalescer` says."""
+        """`metadata` goes with each call. Those on the stream wait for each other as long as `output` says."""
         self._worker, self._metadata = worker, metadata
         self._prefill, self._decode = PrefillServiceStub(channel), DecodeServiceStub(channel)
         carry = partial(CallServiceStub(channel).Carry, metadata=metadata)
-        self._stream = CallStream(carry, worker.name, (coalescer or OutputCoalescer()).call_wait_s)
+        self._stream = CallStream(carry, worker.name, output.call_wait_s)
         self._reserving: dict[str, Callable[[SplitserveError], None]] = {}
         """What fails a reservation that waits, by attempt id."""
         self.lost: UnavailableError | None = None

@@ -292,12 +292,9 @@ class Registry:
     async def wait_until(self, condition: Callable[[], T], wait_s: float) -> T:
         """The first truthy result of `condition`, evaluated at each change of `version`, or its last result after
         `wait_s` seconds."""
-        version, found = self.version, condition()
-        if found:  # by far the most frequent: no clock is read
-            return found
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + wait_s
-        while not found and (left_s := deadline_s - loop.time()) > 0:
+        clock, version, found = asyncio.get_running_loop().time, self.version, condition()
+        deadline_s = clock() + wait_s
+        while not found and (left_s := deadline_s - clock()) > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await self.wait_change(version)
