@@ -61,6 +61,8 @@ class CapacityAdmission:
         self._counts: dict[str, AdmissionCounts] = {}
         self._timers: dict[str, tuple[float, asyncio.TimerHandle]] = {}
         """When each model's timer is due, on the monotonic clock, and the timer."""
+        self._releasing: set[str] = set()
+        """Models whose queue is offered what has become free in this turn of the loop."""
         registry.subscribe(self._on_registry_change)
 
     async def admit(self, events: RequestEvents) -> None:
@@ -124,16 +126,15 @@ class CapacityAdmission:
     def sent(self, model: str, entry: Entry, tokens: int) -> None:
         """See RequestObserver."""
         admission = self._models[model]
-        now = time.monotonic()
-        if admission.sent(entry, tokens, now) and admission.queue.requests:
-            self._release(model, admission, now)
+        if admission.sent(entry, tokens, time.monotonic()) and admission.queue.requests:
+            self._release_soon(model)
 
     def decoded(self, model: str, entry: Entry) -> None:
         """See RequestObserver."""
         admission = self._models[model]
         admission.decoded(entry)
         if admission.queue.requests:
-            self._release(model, admission, time.monotonic())
+            self._release_soon(model)
 
     def ended(self, model: str, entry: Entry) -> None:
         """See RequestObserver. What the request held is free for the next one."""
@@ -142,7 +143,7 @@ class CapacityAdmission:
         had = admission.queue.requests
         admission.ended(entry)
         if had and holds:
-            self._release(model, admission, time.monotonic())
+            self._release_soon(model)
 
     def _on_registry_change(self, worker: Worker | None) -> None:
         """See Registry.subscribe: a load report of `worker`, or another set of workers."""
@@ -165,6 +166,16 @@ class CapacityAdmission:
         lent = self._local_prefill == "auto" or self._registry.plan.lends(now)
         share = 1.0 if lent else self._targeted if self._hybrid else 0.0
         admission.prefill.set_help(admission.pinned_decodes, share, lent)
+
+    def _release_soon(self, model: str) -> None:
+        """Once for all that frees capacity in one turn of the loop: a worker's message may end many requests."""
+        if model not in self._releasing:
+            self._releasing.add(model)
+            asyncio.get_running_loop().call_soon(self._release_now, model)
+
+    def _release_now(self, model: str) -> None:
+        self._releasing.discard(model)
+        self._release(model, self._models[model], time.monotonic())
 
     def _release(self, model: str, admission: ModelAdmission, now: float) -> None:
         self._set_help(admission, now)
@@ -203,7 +214,7 @@ class CapacityAdmission:
 
     def _on_timer(self, model: str) -> None:
         self._timers.pop(model, None)
-        self._release(model, self._models[model], time.monotonic())
+        self._release_now(model)
 
 
 class _Admitted(RequestObserver):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from types import TracebackType
 from typing import Concatenate, ParamSpec, Protocol, Self
 
@@ -120,18 +121,16 @@ class RequestEvents:
     request nor keeps the event from other observers.
     """
 
-    __slots__ = ("_listeners", "_tell_at", "_told", "_untold", "state")
+    __slots__ = ("_listeners", "_observers", "_tell_at", "_told", "_untold", "state")
 
     def __init__(self, state: RequestState, observers: Iterable[RequestObserver] = ()) -> None:
         self.state = state
-        self._listeners: dict[str, list[Callable[..., None]]] = {}
-        """The methods that observers override, by event name."""
+        self._observers = tuple(observers)
+        self._listeners = _listeners(tuple(map(type, self._observers)))
         self._untold, self._tell_at = 0, 1
         """Tokens sent that observers have not been told of, and how many of them they are told of."""
         self._told = 0
         """How often they were told of tokens of this attempt."""
-        for observer in observers:
-            self.observe(observer)
 
     def __enter__(self) -> Self:
         return self
@@ -144,8 +143,8 @@ class RequestEvents:
 
     def observe(self, observer: RequestObserver) -> None:
         """Adds an observer, for all events from now on."""
-        for name in _overridden(type(observer)):
-            self._listeners.setdefault(name, []).append(getattr(observer, name))
+        self._observers = (*self._observers, observer)
+        self._listeners = _listeners(tuple(map(type, self._observers)))
 
     def emit(
         self,
@@ -154,9 +153,10 @@ class RequestEvents:
         **kwargs: P.kwargs,
     ) -> None:
         """Notifies all observers of an event, given as a method of RequestObserver."""
-        for listener in self._listeners.get(event.__name__, ()):
+        observers = self._observers
+        for position, listener in self._listeners.get(event.__name__, ()):
             try:
-                listener(self.state, *args, **kwargs)
+                listener(observers[position], self.state, *args, **kwargs)
             except Exception as error:
                 log_exception("observer.failed", error, observer=listener.__qualname__)
 
@@ -282,15 +282,19 @@ def failure_text(error: BaseException | None) -> str:
 
 
 _EVENTS = tuple(name for name in vars(RequestObserver) if not name.startswith("_"))
-_OVERRIDDEN: dict[type[RequestObserver], tuple[str, ...]] = {}
 
 
-def _overridden(kind: type[RequestObserver]) -> tuple[str, ...]:
-    """The events that a class of observers overrides; computed once per class."""
-    found = _OVERRIDDEN.get(kind)
-    if found is None:
-        found = tuple(name for name in _EVENTS if getattr(kind, name) is not getattr(RequestObserver, name))
-        _OVERRIDDEN[kind] = found
+@lru_cache(maxsize=256)
+def _listeners(
+    kinds: tuple[type[RequestObserver], ...],
+) -> Mapping[str, Sequence[tuple[int, Callable[..., None]]]]:
+    """What is called for each event, given the classes of a request's observers: the positions of those that override
+    its method, and their functions. Requests have the same few sets of observers."""
+    found: dict[str, list[tuple[int, Callable[..., None]]]] = {}
+    for position, kind in enumerate(kinds):
+        for name in _EVENTS:
+            if getattr(kind, name) is not getattr(RequestObserver, name):
+                found.setdefault(name, []).append((position, getattr(kind, name)))
     return found
 
 

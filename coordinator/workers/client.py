@@ -71,7 +71,8 @@ class WorkerClient:
             max_message_bytes=max_message_bytes,
             read_ahead_bytes=READ_AHEAD_BYTES,
         )
-        self._calls = WorkerCalls(worker, self._channel, security.metadata)
+        calls = coalescer or OutputCoalescer()
+        self._calls = WorkerCalls(worker, self._channel, security.metadata, calls)
         self._collectors: dict[str, OutputCollector] = {}
         """Of all attempts here; `_decoded` has those whose output comes from here."""
         self._decoded: dict[str, OutputCollector] = {}
@@ -193,11 +194,14 @@ class WorkerClient:
 class WorkerCalls:
     """Calls raise the SplitserveError of the worker's status; UnavailableError (WORKER_LOST) once it is lost."""
 
-    def __init__(self, worker: Worker, channel: grpc.aio.Channel, metadata: Metadata) -> None:
-        """`metadata` goes with each call."""
+    def __init__(
+        self, worker: Worker, channel: grpc.aio.Channel, metadata: Metadata, output: OutputCoalescer
+    ) -> None:
+        """`metadata` goes with each call. Those on the stream wait for each other as long as `output` says."""
         self._worker, self._metadata = worker, metadata
         self._prefill, self._decode = PrefillServiceStub(channel), DecodeServiceStub(channel)
-        self._stream = CallStream(partial(CallServiceStub(channel).Carry, metadata=metadata), worker.name)
+        carry = partial(CallServiceStub(channel).Carry, metadata=metadata)
+        self._stream = CallStream(carry, worker.name, output.call_wait_s)
         self._reserving: dict[str, Callable[[SplitserveError], None]] = {}
         """What fails a reservation that waits, by attempt id."""
         self.lost: UnavailableError | None = None

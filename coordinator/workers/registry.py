@@ -292,16 +292,14 @@ class Registry:
     async def wait_until(self, condition: Callable[[], T], wait_s: float) -> T:
         """The first truthy result of `condition`, evaluated at each change of `version`, or its last result after
         `wait_s` seconds."""
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + wait_s
-        while True:
-            version, found = self.version, condition()
-            left_s = deadline_s - loop.time()
-            if found or left_s <= 0:
-                return found
+        clock, version, found = asyncio.get_running_loop().time, self.version, condition()
+        deadline_s = clock() + wait_s
+        while not found and (left_s := deadline_s - clock()) > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await self.wait_change(version)
+            version, found = self.version, condition()
+        return found
 
     def _join(self, now: float = 0.0) -> bool:
         """Joins the workers that may join. True if any did."""

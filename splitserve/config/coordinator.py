@@ -261,7 +261,8 @@ class CoordinatorConfig(SecuritySettings):
     """Most KV blocks in the coordinator's prefix index; each takes about 67 bytes."""
     max_coalesce_ms: Annotated[float, Field(ge=0, le=1000)] = 10.0
     """Longest time in milliseconds that output tokens are held back to leave as one message while the coordinator's
-    event loop is busy. The first and last token are never held back. 0 disables it."""
+    event loop is busy. The first and last token are never held back; short calls to workers are, for 2 ms of it at
+    most. 0 disables it."""
     long_prompt_tokens: Annotated[int, Field(ge=1, le=2**24)] = 512
     """Prompts of so many tokens or more count as long: metrics and `splitserve top` show their times to the first token
     apart."""

@@ -39,6 +39,9 @@ class HfTokenizer:
         self._added = {int(token_id): str(token.content).encode() for token_id, token in added}
         # The only way to detect a decoder inside a sequence of decoders.
         self._byte_level = "ByteLevel(" in repr(self._rust.decoder)
+        self._separators = separators(self._rust)
+        self._fixed: dict[str, list[int]] | None = None
+        """Ids of what the template itself writes, by text; None before the first chat."""
 
     @property
     def vocabulary_size(self) -> int:
@@ -68,8 +71,34 @@ class HfTokenizer:
         except (TemplateError, TypeError, ValueError) as error:
             message = f"prompt.chat: the chat template refuses these messages: {error}"
             raise InvalidArgumentError(message, field="prompt.chat") from None
+        if self._separators is not None and len(text) <= SHORT_CHARACTERS:
+            ids = self._rendered(text, self._separators)
+            if most is not None and len(ids) > most:
+                raise TooManyTokensError(len(ids))
+            return ids
         # The template has written the special tokens.
         return self._ids(text, most, add_special_tokens=False)
+
+    def _rendered(self, text: str, separators: re.Pattern[str]) -> list[int]:
+        """Ids of a rendered template. What it writes around each message, and where none is given as the system's, is
+        encoded once: half of a short prompt, and more of its time."""
+        if self._fixed is None:
+            self._fixed = self._fixed_parts(separators)
+        ids: list[int] = []
+        for part in separators.split(text):
+            if part:
+                known = self._fixed.get(part)
+                ids += self._ids(part, None, add_special_tokens=False) if known is None else known
+        return ids
+
+    def _fixed_parts(self, separators: re.Pattern[str]) -> dict[str, list[int]]:
+        """Never a client's text, whose time would then tell others that it was there before."""
+        try:
+            probes = [self._templates.render([Turn("user", content)], ()) for content in _PROBES]
+        except (TemplateError, TypeError, ValueError):  # it wants more than that
+            return {}
+        first, second = (set(separators.split(probe)) for probe in probes)
+        return {part: self._ids(part, None, add_special_tokens=False) for part in first & second if part}
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token; for a special token its name. Empty for an unused id."""
@@ -167,6 +196,28 @@ def _read(source: ModelSource) -> TokenizerDefinition:
         return read_tokenizer(folder) if is_plain(folder) else converted_tokenizer(source)
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
         raise NotFoundError(f"model {source.path} has no usable tokenizer: {error}") from None
+
+
+_PROBES = "a", "b"
+
+
+def separators(tokenizer: Any) -> re.Pattern[str] | None:
+    """Matches special tokens where the text between two of them is encoded as it is by itself; else None.
+
+    The library finds them in the text as it is, the longest at each place, before anything else. What they then do to
+    their neighbours is stripping spaces; what depends on the place of a part in the text is `Metaspace`.
+    """
+    names = []
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if not token.normalized:
+            if token.lstrip or token.rstrip or token.single_word:
+                return None
+            names.append(str(token.content))
+    cuts = tokenizer.truncation is not None or tokenizer.padding is not None
+    if not names or cuts or "Metaspace(" in repr(tokenizer.pre_tokenizer):
+        return None
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -89,9 +89,12 @@ class CarriedCall:
 class CallStream:
     """The calls to one peer, on one stream after the other. It is opened by `run` once there are calls."""
 
-    def __init__(self, open_stream: Callable[[], Any], who: str) -> None:
-        """`open_stream` calls CallService.Carry; `who` names the peer in errors."""
-        self._open_stream, self._who = open_stream, who
+    def __init__(
+        self, open_stream: Callable[[], Any], who: str, wait_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        """`open_stream` calls CallService.Carry; `who` names the peer in errors; `wait_s` says for how many seconds
+        what is said now may wait for others to leave with it."""
+        self._open_stream, self._who, self._wait_s = open_stream, who, wait_s
         self._numbers = itertools.count(1)
         self._calls: dict[int, CarriedCall] = {}
         self._waiting: list[calls_pb2.CarriedCall] = []
@@ -144,7 +147,7 @@ class CallStream:
 
     async def _carry(self) -> None:
         stream = self._open_stream()
-        self._writer = BatchWriter(stream.write, lambda batch: calls_pb2.CarryRequest(calls=batch))
+        self._writer = BatchWriter(stream.write, _request_of, self._wait_s)
         try:
             for message in self._waiting:
                 self._writer.put(message)
@@ -178,3 +181,7 @@ class CallStream:
             return
         self._waiting.append(message)
         self._wanted.set()
+
+
+def _request_of(batch: list[calls_pb2.CarriedCall]) -> calls_pb2.CarryRequest:
+    return calls_pb2.CarryRequest(calls=batch)

@@ -116,13 +116,20 @@ M = TypeVar("M", bound=Sized)
 
 
 class BatchWriter(Generic[M]):
-    """Writes small messages of many senders to one stream: what is put in one turn of the loop, or while a write is in
-    progress, leaves in one message. Holds whatever is put: senders look at `held`."""
+    """Writes small messages of many senders to one stream: what is put in one turn of the loop, while a write is in
+    progress, or within the wait that it is told of, leaves in one message. Holds whatever is put: senders look at
+    `held`."""
 
-    def __init__(self, write: Callable[[Any], Awaitable[None]], message_of: Callable[[list[M]], Any]) -> None:
-        """`write`: see StreamWriter. `message_of` makes the message of a batch."""
-        self._writer = StreamWriter(write, self._flush)
-        self._message_of = message_of
+    def __init__(
+        self,
+        write: Callable[[Any], Awaitable[None]],
+        message_of: Callable[[list[M]], Any],
+        wait_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`write`: see StreamWriter. `message_of` makes the message of a batch; `wait_s` says for how many seconds the
+        first one waits for others now."""
+        self._writer = StreamWriter(write, self._written)
+        self._message_of, self._wait_s = message_of, wait_s
         self._items: list[M] = []
         self._flushing = False
 
@@ -134,7 +141,7 @@ class BatchWriter(Generic[M]):
         self._items.append(item)
         if not self._flushing:
             self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            self._flush_later()
 
     @property
     def held(self) -> int:
@@ -154,10 +161,23 @@ class BatchWriter(Generic[M]):
                     await self._writer.settle()
                     await asyncio.sleep(0)
 
+    def _flush_later(self) -> None:
+        loop, wait_s = asyncio.get_running_loop(), self._wait_s()
+        if wait_s:
+            loop.call_later(wait_s, self._flush)
+        else:
+            loop.call_soon(self._flush)
+
+    def _written(self) -> None:
+        if not self._items or not self._writer.is_ready:
+            self._flushing = self._writer.has_failed
+        elif self._wait_s():
+            self._flush_later()
+        else:
+            self._flush()
+
     def _flush(self) -> None:
-        if not self._writer.is_ready:
-            return  # called again when the write is over
-        if not self._items:
+        if not self._items:  # dropped
             self._flushing = False
             return
         size = count = 0

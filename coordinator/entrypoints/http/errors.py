@@ -65,12 +65,12 @@ class FieldNames:
     """Maps gRPC field names to those of one HTTP request, so that errors name what the client sent."""
 
     def __init__(self, names: Mapping[str, str] | None = None) -> None:
-        given = {"sampling.": "", "stop.stop_strings": "stop", "stop.": ""} | dict(names or {})
-        self._names = sorted(given.items(), key=lambda item: -len(item[0]))
+        self._given = names or {}
 
     def http_name(self, field: str) -> str:
         """The HTTP name of a gRPC field."""
-        for prefix, name in self._names:
+        names = {"sampling.": "", "stop.stop_strings": "stop", "stop.": "", **self._given}
+        for prefix, name in sorted(names.items(), key=lambda item: -len(item[0])):
             if field.startswith(prefix):
                 return name + field[len(prefix) :]
         return field

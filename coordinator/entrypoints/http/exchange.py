@@ -32,6 +32,8 @@ EVENTS_TYPE = b"text/event-stream; charset=utf-8"
 CHOICE_DIGITS = 5
 """Characters reserved in a request id for the index of a choice."""
 
+OnLost = Callable[[], None]
+
 
 class ClientGoneError(Exception):
     """The client has closed the connection; no response is possible."""
@@ -57,6 +59,7 @@ class HttpExchange:
         self._abort: Callable[[], None] | None = connection.get("abort_connection")
         self._is_writable: Callable[[], bool] = connection.get("is_writable", lambda: False)
         self._write_chunk: Callable[[bytes], None] | None = connection.get("write_chunk")
+        self._when_lost: Callable[[OnLost | None], None] = connection.get("when_lost", _never)
         self._authenticator, self._limits = authenticator, limits
         self._receive, self._send = receive, send
         requested_id = self.header(b"x-request-id") or ""
@@ -132,7 +135,10 @@ class HttpExchange:
         """Sends rendered server-sent events. Waits while the client is not reading."""
         if not self.started:
             await self._begin_events()
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        if self.takes_events:
+            self.event_now(data)
+        else:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _begin_events(self) -> None:
         """Sends the status of a stream, once. The choices of an answer come here side by side, and while the client
@@ -189,25 +195,24 @@ class HttpExchange:
 
         The body must have been read before.
         """
-        gone = asyncio.timeout(None)  # a timeout without a deadline, which the watcher sets
-        watcher: asyncio.Task[None] | None = None
+        gone = asyncio.timeout(None)  # a timeout without a deadline, which the loss of the connection sets
+
+        def lost() -> None:
+            with suppress(RuntimeError):  # the block has ended in the meantime
+                gone.reschedule(asyncio.get_running_loop().time())
+
         try:
             async with gone:
-                watcher = asyncio.create_task(self._watch(gone))
+                self._when_lost(
+                    lost
+                )  # by a call: a task that waits for it would be a tenth of all tasks' work
                 yield
         except TimeoutError:
             if not gone.expired():
                 raise
             raise ClientGoneError from None
         finally:
-            if watcher is not None:
-                watcher.cancel()
-
-    async def _watch(self, gone: asyncio.Timeout) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        with suppress(RuntimeError):  # the block has ended in the meantime
-            gone.reschedule(asyncio.get_running_loop().time())
+            self._when_lost(None)
 
     async def _receive_body(self) -> Message:
         message = await self._receive()
@@ -226,6 +231,10 @@ class HttpExchange:
                     more = message.get("more_body", False)
         text = f"the request's body must be at most {limit_bytes} bytes"
         raise HttpError(413, text, "BODY_TOO_LARGE", [(b"connection", b"close")])
+
+
+def _never(_on_lost: OnLost | None) -> None:
+    """Where nothing tells that a connection is lost."""
 
 
 Serve = Callable[[HttpExchange], Awaitable[None]]

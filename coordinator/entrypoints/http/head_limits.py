@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -36,6 +37,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._ended_message = False
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._on_lost: Callable[[], None] | None = None
         self._unparsed = b""
         """The rest of what was read from the socket, which is not read meanwhile."""
 
@@ -55,6 +57,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_over()
         self._unparsed = b""
         super().connection_lost(exc)
+        if self._on_lost is not None:
+            self._on_lost()
+            self._on_lost = None
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
@@ -100,6 +105,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             "abort_connection": self.transport.abort,
             "is_writable": self._is_writable,
             "write_chunk": self._write_chunk,
+            "when_lost": self._when_lost,
         }
         self._await_head()
 
@@ -156,6 +162,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _is_writable(self) -> bool:
         return not self.flow.write_paused and not self.transport.is_closing()
+
+    def _when_lost(self, on_lost: Callable[[], None] | None) -> None:
+        """Calls `on_lost` once the connection is lost, in place of what was given before: one request is served at a
+        time. Reads on, which alone tells that the client has closed it."""
+        self._on_lost = on_lost
+        if on_lost is None:
+            return
+        if self.parser is None:
+            self.loop.call_soon(on_lost)
+        else:
+            self.flow.resume_reading()
 
     def _write_chunk(self, data: bytes) -> None:
         """Writes a chunk, not an empty one, of a chunked response that has begun and not ended; only while writable.

@@ -9,6 +9,9 @@ from coordinator.entrypoints.openai.response import FINISH_REASONS, ChunkFrame, 
 from coordinator.entrypoints.openai.tool_parser import ArgumentsPart, CallPart, Part, TextPart, ToolCallParser
 from splitserve.v1 import generation_pb2, inference_pb2
 
+_BEGIN = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+"""The choice of a stream's first chunk."""
+
 
 class ChatStream:
     """See ChoiceStream. `texts` is given if logprobs were requested, `parser` if there may be tool calls."""
@@ -38,7 +41,7 @@ class ChatStream:
             events = self._special(delta)
         if not self._begun:
             self._begun = True
-            events = self._chunk({"role": "assistant", "content": ""}) + events
+            events = f"{self._frame.before}{_BEGIN}{self._frame.after}{events}"
         if delta.finish_reason:
             events += self._end(delta.finish_reason)
         return events.encode()
@@ -70,12 +73,11 @@ class ChatStream:
             events = "".join(self._chunk(_shown(part)) for part in self._parser.close())
             if self._parser.calls and name == "stop":
                 name = "tool_calls"
-        return events + self._chunk({}, finish_reason=name)
+        end = f'"delta":{{}},"logprobs":null,"finish_reason":"{name}"'
+        return f"{events}{self._frame.before}{end}{self._frame.after}"
 
-    def _chunk(
-        self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
-    ) -> str:
-        return self._frame.chunk({"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
+    def _chunk(self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> str:
+        return self._frame.chunk({"delta": delta, "logprobs": logprobs, "finish_reason": None})
 
 
 def _shown(part: Part) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class GenerationFields(Fields):
 
     def sampling(self, choice: int, logprobs: int | None) -> generation_pb2.SamplingParams:
         """Sampling parameters of answer number `choice`, with `logprobs` alternatives per token."""
-        sampling = generation_pb2.SamplingParams(**self.model_dump(include=_SAMPLING, exclude_none=True))
+        sampling = generation_pb2.SamplingParams(**self._given(_SAMPLING))
         sampling.top_k = max(0, self.top_k or 0)
         if self.seed is not None:
             sampling.seed = (self.seed + choice) % 2**64
@@ -133,9 +133,12 @@ class GenerationFields(Fields):
         sampling.logit_bias.extend(_biases(self.logit_bias or {}))
         return sampling
 
+    def _given(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
     def stop_params(self, max_tokens: int | None) -> generation_pb2.StopParams:
         """Stop parameters of each answer."""
-        stop = generation_pb2.StopParams(**self.model_dump(include=_STOP, exclude_none=True))
+        stop = generation_pb2.StopParams(**self._given(_STOP))
         stop.stop_strings.extend(self.stop)
         if max_tokens is not None:
             stop.max_tokens = max_tokens

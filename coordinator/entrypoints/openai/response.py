@@ -61,8 +61,9 @@ class ChunkFrame:
     """The constant parts of a streamed chunk with one choice, before and after what changes per token."""
 
     def __init__(self, frame: Frame, index: int, has_usage: bool) -> None:
-        head = json.dumps(frame.head(), ensure_ascii=False, separators=(",", ":"))
-        self.before = f'data: {head[:-1]},"choices":[{{"index":{index},'
+        answer_id, model = quoted(frame.answer_id), quoted(frame.model)
+        head = f'"id":{answer_id},"object":"{frame.object}","created":{frame.created},"model":{model}'
+        self.before = f'data: {{{head},"choices":[{{"index":{index},'
         self.after = '}],"usage":null}\n\n' if has_usage else "}]}\n\n"
 
     def chunk(self, fields: Mapping[str, Any]) -> str:

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from splitserve.errors import InvalidArgumentError, NotFoundError, UnavailableError
-from splitserve.models.hf_tokenizer import ByteTokenizer, HfTokenizer, entry_bytes, load_tokenizer
+from splitserve.models.hf_tokenizer import ByteTokenizer, HfTokenizer, entry_bytes, load_tokenizer, separators
 from splitserve.models.sources import ModelSource
-from splitserve.models.tokenizer import Tokenizer, Turn
+from splitserve.models.tokenizer import Tokenizer, TooManyTokensError, Turn
 from splitserve.models.tokenizer_cache import CONVERSION, STALE_S, converted_tokenizer
 from splitserve.models.tokenizer_conversion import UnusableError, write_plain
 from splitserve.models.tokenizer_files import read_tokenizer
@@ -63,6 +65,48 @@ class Shouting(PreTrainedTokenizerFast):
 
     def _decode(self, *args: Any, **kwargs: Any) -> str:
         return super()._decode(*args, **kwargs).upper()
+
+
+MARKED = (
+    "{% for message in messages %}<eos>{{ message['role'] }}\n{{ message['content'] }}<eos>\n{% endfor %}"
+    "<eos>assistant"
+)
+
+
+@pytest.mark.parametrize(
+    "content", ["Hi", "", "\n", "a<eos>b", "<eos><eos>", " x ", "assistant\n", "Grüße 🎉 " * 200]
+)
+def test_the_parts_of_a_chat_are_those_of_the_whole(tmp_path: Path, content: str) -> None:
+    made = saved(tmp_path, MARKED)
+    rust = read_tokenizer(tmp_path).tokenizer
+    assert separators(rust) is not None
+    turns = [Turn("system", "Be brief."), Turn("user", content)]
+    text = "".join(f"<eos>{turn.role}\n{turn.content}<eos>\n" for turn in turns) + "<eos>assistant"
+    whole = rust.encode(text, add_special_tokens=False).ids
+    assert EOS in whole
+    assert made.render_chat(turns) == made.render_chat(turns) == whole
+    with pytest.raises(TooManyTokensError):
+        made.render_chat(turns, (), len(whole) - 1)
+
+
+def test_a_template_that_wants_more_than_a_message_is_served(tmp_path: Path) -> None:
+    wants = "{% if messages | length < 2 %}{{ raise_exception('two') }}{% endif %}" + MARKED
+    made = saved(tmp_path, wants)
+    assert made.render_chat([Turn("user", "a"), Turn("user", "b")])
+
+
+@pytest.mark.parametrize("changes", [{"lstrip": True}, {"rstrip": True}, {"single_word": True}])
+def test_a_special_token_that_looks_at_its_neighbours_separates_nothing(changes: dict[str, bool]) -> None:
+    rust = RustTokenizer.from_str(tiny_tokenizer().backend_tokenizer.to_str())
+    assert separators(rust) is not None
+    rust.add_special_tokens([AddedToken("<odd>", normalized=False, **changes)])
+    assert separators(rust) is None
+
+
+def test_where_the_place_in_the_text_matters_nothing_is_separated() -> None:
+    rust = RustTokenizer.from_str(tiny_tokenizer().backend_tokenizer.to_str())
+    rust.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    assert separators(rust) is None
 
 
 def test_a_family_that_decodes_by_itself_is_refused(tmp_path: Path) -> None:

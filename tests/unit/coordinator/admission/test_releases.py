@@ -1,0 +1,43 @@
+"""When the queue is offered what has become free: once in a turn of the loop, however much ends in it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from coordinator.admission.controller import CapacityAdmission
+from coordinator.admission.entry import Held
+from coordinator.workers.registry import Registry
+from splitserve.config.coordinator import CoordinatorConfig
+from splitserve.v1 import registry_pb2
+from tests.support.clients.admission_parts import entry, load
+from tests.support.cluster.registrations import registration
+
+pytestmark = pytest.mark.timeout(10)
+
+
+async def test_what_ends_in_one_turn_is_offered_once() -> None:
+    registry, published = Registry(5.0), list[Held]()
+    request = registration("n", registry_pb2.POOL_PREFILL)
+    request.neutral = True
+    registry.register(request, 0.0)
+    registry.set_output_open(("n", 1), True)
+    registry.report(registry_pb2.ReportRequest(worker_id="n", epoch=1, load=load()), 0.0)
+    config, now = CoordinatorConfig(local_prefill="auto"), time.monotonic()
+    admission = CapacityAdmission(config, registry, lambda model, held: published.append(held))
+    tokens = int(0.4 * 10_000 * config.admission.prefill_horizon_s)
+    entries = [entry(tokens, arrived_s=now, deadline_s=now + 60) for _ in range(3)]
+    waits = [asyncio.create_task(admission.wait("words", one)) for one in entries]
+    await asyncio.sleep(0)
+    assert [one.started for one in entries] == [True, True, False]
+    published.clear()
+    for one in entries[:2]:
+        admission.sent("words", one, 1)
+        admission.ended("words", one)
+    assert not entries[2].started
+    await asyncio.sleep(0)
+    assert entries[2].started
+    assert [held.requests for held in published] == [0]
+    await asyncio.wait(waits)
