@@ -19,8 +19,9 @@ class LeaningLoop:
     """The planners of a coordinator, one for each base model that has neutral workers.
 
     Under a plan in force that says where workers of its model lean one moves only those that the plan leaves to it. It
-    rests while another coordinator moves any of them: so two that have a worker in common never move two at once. All do
-    without targets of both kinds in the settings, and with `leanings: fixed`. `held` says what admission holds of a model.
+    rests while another coordinator moves any of them: so two that have a worker in common never move two at once. All
+    do without targets of both kinds in the settings, and with `leanings: fixed`. `held` says what admission holds of
+    a model.
     """
 
     def __init__(self, config: CoordinatorConfig, registry: Registry, held: Callable[[str], Held]) -> None:

@@ -67,8 +67,8 @@ class RotationPlan:
         return self.leanings.get(worker.worker_id) if is_bound else None
 
     def movable_of(self, model: str, workers: Iterable[Worker]) -> frozenset[WorkerKey] | None:
-        """The workers of a model that its planner may move; None: any, as the plan names none of them. None of them at
-        all while one has not followed the plan yet: an order that is on its way counts as carried out."""
+        """The workers of a model that its planner may move; None: any, as the plan names none of them. None of them
+        while one that is bound has not followed yet."""
         ours = [w for w in workers if w.neutral and w.model.name == model]
         if not any(w.worker_id in self.leanings for w in ours):
             return None

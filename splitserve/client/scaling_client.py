@@ -99,10 +99,10 @@ class ScalingClient:
         movable: Iterable[str] = (),
     ) -> scaling_pb2.ApplyPlanResponse:
         """Replaces the current plan for `valid_s` seconds, under the lease of that fencing number; `decisions` say why,
-        `leanings` where neutral workers are to lean, by their ids, `movable` which of those the coordinator's planner may
-        move meanwhile (default: none), `on_demand` which models' workers are started when
-        requests wait for them, `sleeping` which of `standby` are to sleep. Raises SplitserveError;
-        FailedPreconditionError (STALE_LEASE) when another may scale."""
+        `leanings` where neutral workers are to lean, by their ids, `movable` which of those the coordinator's planner
+        may move meanwhile (default: none), `on_demand` which models' workers are started when requests wait for them,
+        `sleeping` which of `standby` are to sleep. Raises SplitserveError; FailedPreconditionError (STALE_LEASE) when
+        another may scale."""
         request = scaling_pb2.ApplyPlanRequest(
             standby_worker_ids=sorted(standby),
             active_worker_ids=sorted(active),
