@@ -246,10 +246,10 @@ class PlannedRotation:
     """Of `standby`."""
     leanings: Mapping[str, PoolName] = field(default_factory=dict)
     """Of all neutral workers in rotation, also those of others."""
-    movable: frozenset[str] = frozenset()
-    """Those of them that coordinators' planners may move until the next plan."""
     lend: bool = False
     """Whether decode is lent to prefill."""
+    movable: frozenset[str] = frozenset()
+    """Those of `leanings` that coordinators' planners may move until the next plan."""
 
 
 def planned_rotation(

@@ -1,8 +1,8 @@
 """What moves of the coordinators' planners mean for a decision. Pure.
 
 A policy goes on from the capacity that a side has now, not from what the last plan wanted there. And its figures are
-means over a window, which is older than the move: for that long it does not want back what was moved, nor give up what
-came, because of them.
+means over a window that is older than the move: for so long they neither raise the side that a worker left, which would
+have it back or replaced, nor lower the one that it came to.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class TurnedCapacity:
 
     def wanted(self, wanted: int, current: int) -> int:
         """What a policy wants, as far as moves of late do not speak against it."""
-        if wanted > current:
-            return max(current, wanted + min(0, self.of_late))
-        return min(current, wanted + max(0, self.of_late))
+        if self.of_late:
+            return min(wanted, current) if self.of_late < 0 else max(wanted, current)
+        return wanted
 
 
 NOT_TURNED = TurnedCapacity()
