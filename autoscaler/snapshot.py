@@ -184,7 +184,7 @@ class LinkSignals:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class LeaningTurn:
     """A neutral worker that a coordinator's planner has moved."""
 
     name: str
@@ -227,7 +227,7 @@ class Snapshot:
     """Classes of replicas of which no more are to be had now: starts were refused, or failed one after the other."""
     shared: SharedView | None = None
     """What other models on the same inventory have and claim; None where there are none."""
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[LeaningTurn, ...] = ()
     """What coordinators' planners have moved of late, oldest first."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Further exported metrics by name, for `target` policies; None while unknown."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from autoscaler.reconcile import Action, Lean
-from autoscaler.snapshot import POOLS, PoolName, Snapshot, Turn
+from autoscaler.snapshot import POOLS, PoolName, Snapshot, LeaningTurn
 from splitserve.logs import log_event
 
 LEAST_S = 30.0
@@ -23,7 +23,7 @@ class TurnWatch:
     def __init__(self) -> None:
         self._leaned: Mapping[str, PoolName] = {}
         self._told: Mapping[str, PoolName] = {}
-        self._turns: tuple[Turn, ...] = ()
+        self._turns: tuple[LeaningTurn, ...] = ()
 
     def look(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot with the moves of late, oldest first."""
@@ -33,7 +33,7 @@ class TurnWatch:
             for one in snapshot.pool(pool).replicas:
                 before = self._leaned.get(one.name, pool) if one.neutral and one.registered else pool
                 if before != pool and self._told.get(one.name) != pool:
-                    kept.append(Turn(one.name, pool, snapshot.now_s, one.replica_class))
+                    kept.append(LeaningTurn(one.name, pool, snapshot.now_s, one.replica_class))
                     log_event("leaning.turned", worker_id=one.name, pool=pool)
         leanings = snapshot.leanings
         self._leaned = leanings if snapshot.complete else {**self._leaned, **leanings}

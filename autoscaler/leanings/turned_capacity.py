@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autoscaler.policies.policy_file import ScalingPolicy
-from autoscaler.snapshot import POOLS, PoolName, Turn
+from autoscaler.snapshot import POOLS, PoolName, LeaningTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ NOT_TURNED = TurnedCapacity()
 
 
 def turned_capacity(
-    policy: ScalingPolicy, turns: Iterable[Turn], decided_s: float
+    policy: ScalingPolicy, turns: Iterable[LeaningTurn], decided_s: float
 ) -> Mapping[PoolName, TurnedCapacity]:
     """Of both sides. `decided_s`: when the last decision looked."""
     late, new = dict.fromkeys(POOLS, 0.0), dict.fromkeys(POOLS, 0.0)
