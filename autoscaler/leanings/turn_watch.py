@@ -1,7 +1,7 @@
 """Sees which neutral workers the coordinators' planners have moved since the last plan. No I/O.
 
-An observed leaning that is another than before, and that no plan has asked for, is a planner's. It counts for as long
-as the autoscaler's window looks back to the time before it.
+An observed leaning that is another than before, and that no plan of this autoscaler has asked for, is taken for a
+planner's. It counts for as long as the autoscaler's window looks back to the time before it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from autoscaler.reconcile import Action, Lean
-from autoscaler.snapshot import POOLS, PoolName, Snapshot, LeaningTurn
+from autoscaler.snapshot import POOLS, LeaningTurn, PoolName, Snapshot
 from splitserve.logs import log_event
 
 LEAST_S = 30.0

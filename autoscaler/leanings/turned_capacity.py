@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autoscaler.policies.policy_file import ScalingPolicy
-from autoscaler.snapshot import POOLS, PoolName, LeaningTurn
+from autoscaler.snapshot import POOLS, LeaningTurn, PoolName
 
 
 @dataclass(frozen=True, slots=True)
