@@ -185,7 +185,7 @@ RULES = {"min_replicas": 1, "max_replicas": 3, "gpus_per_replica": 1}
 POLICY = {
     "workers": "neutral",
     "gpu_budget": 3,
-    "interval_s": 1.0,
+    "interval_s": 3.0,
     "prefill": RULES | {"target_ms": 2000},
     "decode": RULES | {"target_ms": 100},
 }
@@ -226,7 +226,7 @@ async def test_a_turn_of_the_load_is_followed_while_an_autoscalers_plan_is_in_fo
         async with loaded(tokens, lanes=24):
             await until(client, lambda leanings: list(leanings.values()).count("decode") == 2)
             took_s = time.monotonic() - turned_s
-            await asyncio.sleep(2.5)  # two more plans
+            await asyncio.sleep(3.5)  # one more plan at least
             leanings = [worker.pool for worker in (await client.server_info()).workers]
         assert sorted(leanings) == ["decode", "decode", "prefill"]
         asked = [e for e in cluster.members["coordinator"].events() if e.get("event") == "leaning.asked"]
