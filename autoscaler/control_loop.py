@@ -19,6 +19,8 @@ from autoscaler.classes.refused_classes import RefusedClasses
 from autoscaler.decisions.attainment import AttainmentModel
 from autoscaler.decisions.decider import Decider, held_over
 from autoscaler.decisions.journal import DecisionJournal
+from autoscaler.leanings.movable import movable_workers
+from autoscaler.leanings.turn_watch import TurnWatch
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import LoopStatus
 from autoscaler.plan import Decide, Memory, ScalingPlan
@@ -113,6 +115,7 @@ class ControlLoop:
     memory: Memory = None
     """The policy's, between ticks. What outlives a restart is put here before the first one."""
     _starts: StartWatch = field(default_factory=StartWatch)
+    _turns: TurnWatch = field(default_factory=TurnWatch)
     _refused: RefusedClasses = field(default_factory=RefusedClasses)
     _own_names: frozenset[str] = frozenset()
     """Names that the actuator has listed, and that are still registered."""
@@ -141,7 +144,8 @@ class ControlLoop:
         except SplitserveError as error:
             self._failed("observe", error)
             return
-        snapshot = self._starts.look(self._known(snapshot), actual, self.settings.starts)
+        snapshot = self._turns.look(self._known(snapshot))
+        snapshot = self._starts.look(snapshot, actual, self.settings.starts)
         decided = await self.decider.decided(self.decide, self.memory, snapshot, self.settings.interval_s)
         if self.decider.overdue:
             self.status.errors["decide"] = self.decider.overdue
@@ -252,6 +256,8 @@ class ControlLoop:
     ) -> bool:
         """Tells the coordinators. False when they say that another autoscaler acts."""
         where = planned_rotation(plan, pools, actions)
+        where = replace(where, movable=movable_workers(plan, pools, actions))
+        self._turns.told(actions)
         applied = self.rotation.apply(where, decisions_of(plan, pools, actions))
         try:
             await within(self.settings.act_s, applied, "apply the plan")

@@ -9,9 +9,12 @@ from functools import partial
 from typing import Any
 
 from autoscaler.classes.class_plan import in_units, with_classes
+from autoscaler.leanings.side_room import SideRoom, side_rooms
+from autoscaler.leanings.turned_capacity import TurnedCapacity, turned_capacity
 from autoscaler.plan import Cause, Decide, Memory, PoolPlan, Proposal, Proposals, ScalingPlan, joint_plan
 from autoscaler.policies.behavior import BehaviorMemory, Limits, follow, record_change
 from autoscaler.policies.custom import custom_policy, loaded_functions
+from autoscaler.policies.joint_limits import link_carries
 from autoscaler.policies.policy_file import (
     AnyPool,
     CustomPool,
@@ -29,7 +32,7 @@ from autoscaler.policies.target import recommend_target
 from autoscaler.policies.zero import ZeroMemory, ZeroState, zero_state
 from autoscaler.sharing.claims.class_shares import with_shared_classes
 from autoscaler.sharing.claims.gpu_shares import gpu_claims, gpu_share
-from autoscaler.snapshot import PoolName, ReplicaState, Snapshot, lead_s
+from autoscaler.snapshot import POOLS, PoolName, ReplicaState, Snapshot, lead_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class PlanMemory:
     decode: PoolState = field(default_factory=PoolState)
     lending: bool = False
     zero: ZeroMemory | None = None
+    decided_s: float = float("-inf")
+    """When the last decision looked."""
 
 
 def make_decide(policy: ScalingPolicy, functions: Mapping[str, Recommend] | None = None) -> Decide:
@@ -66,8 +71,14 @@ def make_decide(policy: ScalingPolicy, functions: Mapping[str, Recommend] | None
         before = memory if isinstance(memory, PlanMemory) else PlanMemory()
         units = in_units(policy, snapshot)
         zero, zero_memory = zero_state(policy, before.zero, units)
-        prefill, after_p = _propose(policy.prefill, "prefill", recommend_p, before.prefill, units, zero)
-        decode, after_d = _propose(policy.decode, "decode", recommend_d, before.decode, units, zero)
+        turned = turned_capacity(policy, snapshot.turns, before.decided_s)
+        state_p, state_d = (
+            _turned(before.prefill, turned["prefill"]),
+            _turned(before.decode, turned["decode"]),
+        )
+        parts = units, zero, turned
+        prefill, after_p = _propose(policy.prefill, "prefill", recommend_p, state_p, *parts)
+        decode, after_d = _propose(policy.decode, "decode", recommend_d, state_d, *parts)
         proposals = Proposals(prefill, decode)
         claims = gpu_claims(policy, units, proposals)
         most = gpu_share(policy, units, claims)
@@ -78,14 +89,37 @@ def make_decide(policy: ScalingPolicy, functions: Mapping[str, Recommend] | None
             )
         mixed = with_classes if snapshot.shared is None else with_shared_classes
         plan = mixed(policy, snapshot, units, plan, proposals)
+        plan = replace(plan, rooms=_rooms(policy, units, plan, zero))
         return plan, PlanMemory(
             _recorded(policy.prefill, "prefill", after_p, plan.prefill, prefill.current, snapshot),
             _recorded(policy.decode, "decode", after_d, plan.decode, decode.current, snapshot),
             plan.lend_decode_to_prefill,
             zero_memory,
+            snapshot.now_s,
         )
 
     return decide
+
+
+def _turned(memory: PoolState, turned: TurnedCapacity) -> PoolState:
+    """The memory with what the side has since coordinators moved workers."""
+    if memory.desired is None:
+        return memory
+    return replace(memory, desired=max(0, memory.desired + turned.since_decision))
+
+
+def _rooms(
+    policy: ScalingPolicy, units: Snapshot, plan: ScalingPlan, zero: ZeroState
+) -> Mapping[PoolName, SideRoom]:
+    floors = {
+        name: max(zero.least[name], _scheduled(pool, name, units)) for name, pool in policy.pools.items()
+    }
+    wanted = {name: plan.pool(name).capacity for name in POOLS}
+    return {} if zero.at_zero else side_rooms(policy, wanted, floors, link_carries(policy, units))
+
+
+def _scheduled(pool: AnyPool, name: PoolName, snapshot: Snapshot) -> int:
+    return scheduled_replicas(pool.schedule, snapshot.wall_s, cold_start_s(pool, name, snapshot))
 
 
 def carried(memory: Memory, before: ScalingPolicy, after: ScalingPolicy) -> Memory:
@@ -185,6 +219,7 @@ def _propose(
     memory: PoolState,
     snapshot: Snapshot,
     zero: ZeroState,
+    turned: Mapping[PoolName, TurnedCapacity],
 ) -> tuple[Proposal, PoolState]:
     status = status_of(pool, name, memory.desired, snapshot)
     recommendation, policy_memory = recommend(memory.policy, snapshot, status)
@@ -192,9 +227,11 @@ def _propose(
     if zero.at_zero:
         at_zero = Proposal(least, 0.0, status.current, status.ready, zero.reason, "", "to_zero", least)
         return at_zero, replace(memory, policy=policy_memory)
-    floor = scheduled_replicas(pool.schedule, snapshot.wall_s, cold_start_s(pool, name, snapshot))
+    floor = _scheduled(pool, name, snapshot)
     wanted, reason = recommendation.wanted, recommendation.reason
     cause: Cause = "policy"
+    if (since := turned[name].wanted(wanted, status.current)) != wanted:
+        wanted, reason = since, f"{since} for {wanted} as coordinators moved workers since; {reason}"
     if floor > wanted:
         wanted, reason, cause = floor, f"{floor} by schedule; {reason}", "schedule"
     if not snapshot.complete and wanted < status.current:

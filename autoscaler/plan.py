@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from autoscaler.classes.on_demand_floor import NO_FLOOR, OnDemandFloor
-from autoscaler.policies.joint_limits import gpu_budget, link_carries
+from autoscaler.leanings.side_room import SideRoom
+from autoscaler.policies.joint_limits import gpu_budget, link_carries, within_ratio
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
 from autoscaler.sharing.claims.shared_view import GpuShare
 from autoscaler.sharing.claims.shares import Claim
@@ -118,6 +119,8 @@ class ScalingPlan:
     """How many more replicas of a class may be started now, where several models share its limit."""
     one_price_list: bool = False
     """Whether both pools have the same classes, of neutral workers: each may lean to either."""
+    rooms: Mapping[PoolName, SideRoom] = field(default_factory=dict)
+    """How far coordinators' planners may move neutral workers until the next plan; empty: they move none."""
     claims: Mapping[str, Claim] = field(default_factory=dict)
     """What the pools want, or both as one, for other models on the same inventory to know; empty: there are none."""
     worth_moving: bool = False
@@ -202,7 +205,9 @@ def joint_plan(
         "prefill": [(prefill.cause, prefill.reason)],
         "decode": [(decode.cause, decode.reason)],
     }
-    p, d = _within_ratio(policy, p, d, notes)
+    p, d, raised = within_ratio(policy, p, d)
+    for pool_name, why in raised.items():
+        notes[pool_name].append(("ratio", why))
     carried = link_carries(policy, snapshot)
     if carried is not None and p > max(carried, policy.prefill.min_replicas):
         p = max(carried, policy.prefill.min_replicas)
@@ -223,22 +228,6 @@ def joint_plan(
 
 def _text(notes: list[tuple[Cause, str]]) -> str:
     return "; ".join(text for _, text in notes)
-
-
-def _within_ratio(policy: ScalingPolicy, p: int, d: int, notes: Notes) -> tuple[int, int]:
-    """Adds replicas to the pool that is too small for the other, as far as its own maximum allows."""
-    low, high = policy.ratio.min_prefill_per_decode, policy.ratio.max_prefill_per_decode
-    if low is not None and p < low * d:
-        raised = min(policy.prefill.max_replicas, math.ceil(low * d - 1e-9))
-        if raised > p:
-            notes["prefill"].append(("ratio", f"{raised} for a ratio of at least {low:g}"))
-            p = raised
-    if high is not None and p > high * d:
-        raised = min(policy.decode.max_replicas, math.ceil(p / high - 1e-9))
-        if raised > d:
-            notes["decode"].append(("ratio", f"{raised} for a ratio of at most {high:g}"))
-            d = raised
-    return p, d
 
 
 @dataclass(frozen=True, slots=True)

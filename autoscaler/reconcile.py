@@ -248,6 +248,8 @@ class PlannedRotation:
     """Of all neutral workers in rotation, also those of others."""
     lend: bool = False
     """Whether decode is lent to prefill."""
+    movable: frozenset[str] = frozenset()
+    """Those of `leanings` that coordinators' planners may move until the next plan."""
 
 
 def planned_rotation(

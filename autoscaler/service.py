@@ -304,6 +304,8 @@ class CoordinatorRotation:
             plan["on_demand"] = models
         if where.sleeping:
             plan["sleeping"] = sorted(where.sleeping)
+        if where.movable:
+            plan["movable"] = sorted(where.movable)
         calls = [self._apply_to(client, plan) for client in self._clients]
         failed = [error for error in await asyncio.gather(*calls) if error]
         text = "; ".join(f"{target}: {error}" for target, error in failed)

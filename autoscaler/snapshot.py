@@ -184,6 +184,18 @@ class LinkSignals:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaningTurn:
+    """A neutral worker that a coordinator's planner has moved."""
+
+    name: str
+    pool: PoolName
+    """Where it leans since."""
+    at_s: float
+    """When that was seen, on the clock of snapshots."""
+    replica_class: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """All signals at `now_s`. `arrivals` are contiguous, oldest first; the last bucket may be incomplete."""
 
@@ -215,6 +227,8 @@ class Snapshot:
     """Classes of replicas of which no more are to be had now: starts were refused, or failed one after the other."""
     shared: SharedView | None = None
     """What other models on the same inventory have and claim; None where there are none."""
+    turns: tuple[LeaningTurn, ...] = ()
+    """What coordinators' planners have moved of late, oldest first."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Further exported metrics by name, for `target` policies; None while unknown."""
 

@@ -1,11 +1,11 @@
-"""What limits both pools together, apart from what they want: the shared link, and the GPUs. Pure."""
+"""What limits both pools together, apart from what they want: their ratio, the shared link, and the GPUs. Pure."""
 
 from __future__ import annotations
 
 import math
 
 from autoscaler.policies.policy_file import ScalingPolicy
-from autoscaler.snapshot import LEAVING, Snapshot
+from autoscaler.snapshot import LEAVING, PoolName, Snapshot
 
 
 def link_carries(policy: ScalingPolicy, snapshot: Snapshot) -> int | None:
@@ -29,3 +29,19 @@ def gpu_budget(policy: ScalingPolicy, snapshot: Snapshot) -> int | None:
             (policy.decode, snapshot.decode.replicas),
         )
     )
+
+
+def within_ratio(policy: ScalingPolicy, p: int, d: int) -> tuple[int, int, dict[PoolName, str]]:
+    """The counts of prefill and decode with replicas added to the pool that is too small for the other, as far as its
+    own maximum allows; and why, for people, where any were."""
+    low, high = policy.ratio.min_prefill_per_decode, policy.ratio.max_prefill_per_decode
+    why: dict[PoolName, str] = {}
+    if low is not None and p < low * d:
+        raised = min(policy.prefill.max_replicas, math.ceil(low * d - 1e-9))
+        if raised > p:
+            p, why["prefill"] = raised, f"{raised} for a ratio of at least {low:g}"
+    if high is not None and p > high * d:
+        raised = min(policy.decode.max_replicas, math.ceil(p / high - 1e-9))
+        if raised > d:
+            d, why["decode"] = raised, f"{raised} for a ratio of at most {high:g}"
+    return p, d, why

@@ -45,6 +45,7 @@ class MergedPlans:
             active=frozenset(name for part in parts for name in part.active) - resting,
             sleeping=frozenset(name for part in parts for name in part.sleeping),
             leanings=leanings,
+            movable=frozenset(name for part in parts for name in part.movable),
             lend=any(part.lend for part in parts),
         )
 

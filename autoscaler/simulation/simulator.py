@@ -11,6 +11,8 @@ from typing import Protocol
 
 from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.classes.class_actions import reconcile_classes
+from autoscaler.leanings.movable import movable_workers
+from autoscaler.leanings.turn_watch import TurnWatch
 from autoscaler.plan import Decide, Memory, ScalingPlan
 from autoscaler.reconcile import (
     Action,
@@ -66,6 +68,7 @@ class Simulation:
     acts: bool = True
     """False: nothing is started, ended or moved, and neutral replicas lean where the coordinator's planner says."""
     _watch: StartWatch = field(default_factory=lambda: StartWatch(lambda *_, **__: None))
+    _turns: TurnWatch = field(default_factory=TurnWatch)
     _memory: Memory = None
     _plan: ScalingPlan | None = None
     _requests: list[SimulatedRequest] = field(default_factory=list)
@@ -170,7 +173,8 @@ class Simulation:
         for action in actions:
             self._carry_out(action, now_s, cluster)
         where = planned_rotation(plan, pools, actions)
-        cluster.lead(where.leanings, now_s)
+        self._turns.told(actions)
+        cluster.lead(where.leanings, movable_workers(plan, pools, actions), now_s)
         cluster.lending = plan.lend_decode_to_prefill
 
     def _carry_out(self, action: Action, now_s: float, cluster: Cluster) -> None:
@@ -191,6 +195,7 @@ class Simulation:
         self, snapshot: Snapshot, observer: SimulatedObserver
     ) -> tuple[Snapshot, Collection[PoolClass]]:
         """The snapshot with overdue replicas marked, and the classes of which nothing is to be ordered now."""
+        snapshot = self._turns.look(snapshot)
         if self.starts is None:
             return snapshot, ()
         seen = self._watch.look(snapshot, observer.actual(), self.starts)

@@ -18,9 +18,10 @@ from splitserve.logs import log_event
 class LeaningLoop:
     """The planners of a coordinator, one for each base model that has neutral workers.
 
-    One rests while a plan in force says where workers of its model lean, and while another coordinator moves any of
-    them: so two that have a worker in common never move two at once. All do without targets of both kinds in the
-    settings, and with `leanings: fixed`. `held` says what admission holds of a model.
+    Under a plan in force that says where workers of its model lean one moves only those that the plan leaves to it. It
+    rests while another coordinator moves any of them: so two that have a worker in common never move two at once. All
+    do without targets of both kinds in the settings, and with `leanings: fixed`. `held` says what admission holds of
+    a model.
     """
 
     def __init__(self, config: CoordinatorConfig, registry: Registry, held: Callable[[str], Held]) -> None:
@@ -47,17 +48,14 @@ class LeaningLoop:
     def _looked_at(self, model: str, snapshot: PoolSnapshot, now: float) -> LeaningMemory:
         works, before = work_of_model(snapshot, model), self._memories.get(model, LeaningMemory())
         pressure: Pressure | None = None
-        is_decided = model in self._registry.plan.led_models(snapshot.workers) or any(
-            worker.neutral and worker.led_elsewhere
-            for worker in snapshot.workers
-            if worker.model.name == model
-        )
-        if self._is_on and not is_decided and self._ttft_s is not None and self._tpot_s is not None:
+        movable = self._registry.plan.movable_of(model, snapshot.workers)
+        led_elsewhere = any(w.neutral and w.led_elsewhere for w in snapshot.workers if w.model.name == model)
+        if self._is_on and not led_elsewhere and self._ttft_s is not None and self._tpot_s is not None:
             ours = [w.load.prefill_tokens_per_second for w in snapshot.workers if w.model.name == model]
             rates = [rate for rate in ours if rate]
             rate = sum(rates) / len(rates) if rates else 0.0
             pressure = pressure_on(works, self._ttft_s, self._tpot_s, self._held(model), rate)
-        after = plan_leanings(before, works, pressure, now)
+        after = plan_leanings(before, works, pressure, now, movable)
         order = after.order
         if order is not None and order != before.order and pressure is not None:
             log_event(

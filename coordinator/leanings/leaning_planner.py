@@ -7,12 +7,15 @@ With several coordinators there is one planner in each. They see the same report
 only one of them knows plays no part in who moves. And a move that any of them has asked for is seen by all, in the
 worker's reports, and counts as one's own: nobody takes the worker back within 30 s, or moves another within 5 s.
 An order ends when the worker has followed, so that none stands against what another asks for later.
+
+Under a plan of an autoscaler only those are moved that it leaves to the planner, and for 30 s after a plan has moved a
+worker nobody goes the other way, so that plans and planner do not take turns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from coordinator.leanings.pressure import Pressure, WorkerWork
@@ -53,28 +56,42 @@ class LeaningMemory:
     wanted_s: float = 0.0
     """Since when it does."""
     order: LeaningOrder | None = None
+    told: PoolName | None = None
+    """Where the last worker turned that had no order of this planner."""
+    told_s: float = float("-inf")
+    """When it did."""
 
 
 def plan_leanings(
-    memory: LeaningMemory, works: Sequence[WorkerWork], pressure: Pressure | None, now: float
+    memory: LeaningMemory,
+    works: Sequence[WorkerWork],
+    pressure: Pressure | None,
+    now: float,
+    movable: Collection[WorkerKey] | None = None,
 ) -> LeaningMemory:
     """One look: the memory with the order in force, if any. `works`: all workers of a model that take requests;
-    `pressure`: None while somebody else decides, or nothing is known."""
+    `pressure`: None while somebody else decides, or nothing is known; `movable`: those that the plan of an autoscaler
+    leaves to this planner, None where there is no such plan."""
     memory = _seen(memory, works, now)
     wanted = _wanted(works, pressure)
     since_s = memory.wanted_s if wanted == memory.wanted else now
     memory = replace(memory, wanted=wanted, wanted_s=since_s)
-    if pressure is None:
+    if pressure is None or movable == frozenset():
         return replace(memory, order=None)
+    if movable is not None and memory.order is not None and memory.order.key not in movable:
+        memory = replace(memory, order=None)
     if memory.order is not None or wanted is None:
         return memory
     if now - since_s < LOOK_EVERY_S - _EARLY_S or now - memory.moved_s < MOVE_EVERY_S:
+        return memory
+    if movable is not None and memory.told not in (None, wanted) and now - memory.told_s < RETURN_AFTER_S:
         return memory
     able = [
         work
         for work in works
         if work.neutral
         and work.pool != wanted
+        and (movable is None or work.key in movable)
         and now - memory.changed_s.get(work.key, float("-inf")) >= RETURN_AFTER_S
     ]
     if not able:
@@ -96,6 +113,7 @@ def _seen(memory: LeaningMemory, works: Sequence[WorkerWork], now: float) -> Lea
         key: at_s for key, at_s in memory.changed_s.items() if key in leaned or now - at_s < RETURN_AFTER_S
     }
     order = memory.order
+    told = [leaned[key] for key in changed if order is None or key != order.key]
     if order is not None and (
         leaned.get(order.key, order.pool) == order.pool or now - order.since_s >= ORDER_LASTS_S
     ):
@@ -106,6 +124,8 @@ def _seen(memory: LeaningMemory, works: Sequence[WorkerWork], now: float) -> Lea
         changed_s={**kept, **dict.fromkeys(changed, now)},
         moved_s=now if changed else memory.moved_s,
         order=order,
+        told=told[-1] if told else memory.told,
+        told_s=now if told else memory.told_s,
     )
 
 

@@ -246,6 +246,7 @@ def _plan_in_force(plan: RotationPlan, now: float) -> scaling_pb2.PlanInForce | 
         expires_in_seconds=max(0.0, plan.expires_s - now),
         prefill_leaning_worker_ids=sorted(name for name, pool in plan.leanings.items() if pool == "prefill"),
         decode_leaning_worker_ids=sorted(name for name, pool in plan.leanings.items() if pool == "decode"),
+        movable_worker_ids=sorted(plan.movable),
         sleeping_worker_ids=sorted(plan.sleeping),
     )
 

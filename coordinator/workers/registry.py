@@ -180,7 +180,7 @@ class Registry:
             self._bump_version()
 
     def ask_leanings(self, asked: Mapping[WorkerKey, PoolName]) -> None:
-        """Sets the leanings that models' planners ask for; a plan in force that names any of a model goes before."""
+        """Sets the leanings that models' planners ask for; what a plan in force binds goes before."""
         if asked != self._asked:
             self._asked = dict(asked)
             self._bump_version()
@@ -190,12 +190,8 @@ class Registry:
         return self.plan.sleep_order(worker, self.loads.expects(worker.key))
 
     def leaning_asked_of(self, worker: Worker) -> PoolName | None:
-        """Where a worker is asked to lean; None: where it does now."""
-        wanted = self._plan.leanings.get(worker.worker_id)
-        asked = self._asked.get(worker.key) if wanted is None else None
-        if asked is not None and worker.model.name not in self._plan.led_models(self._workers.values()):
-            wanted = asked
-        return wanted if worker.neutral and wanted != worker.pool else None
+        """See RotationPlan.leaning_asked_of."""
+        return self._plan.leaning_asked_of(worker, self._asked, self._workers.values())
 
     def set_circuit_statuses(self, circuits: Mapping[WorkerKey, CircuitStatus]) -> None:
         """Sets the circuit status of all workers; those that are not named are closed."""

@@ -6,7 +6,7 @@ plan took out of rotation come back, those that it put in stay, and lending ends
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -44,8 +44,10 @@ class RotationPlan:
     lend: bool = False
     expires_s: float = float("inf")
     leanings: Mapping[str, PoolName] = field(default_factory=dict)
-    """Where neutral workers are to lean, by their ids. Of models that it names none of, the coordinator's planner
+    """Where neutral workers lean by it, by their ids. Of models that it names none of, the coordinator's planner
     decides."""
+    movable: frozenset[str] = frozenset()
+    """Those of them that the planner may move, and that are asked nothing by the plan. All others are bound."""
     on_demand: Mapping[str, OnDemand] = field(default_factory=dict)
     """By the model's name; those of an earlier plan among them, which may be another autoscaler's."""
     sleeping: frozenset[str] = frozenset()
@@ -59,6 +61,46 @@ class RotationPlan:
         """The models of which it says where neutral workers lean: of one of these workers at least."""
         return frozenset(w.model.name for w in workers if w.neutral and w.worker_id in self.leanings)
 
+    def bound(self, worker: Worker) -> PoolName | None:
+        """Where the worker is to lean, whatever the planner says; None: the plan does not bind it."""
+        is_bound = worker.neutral and worker.worker_id not in self.movable
+        return self.leanings.get(worker.worker_id) if is_bound else None
+
+    def movable_of(self, model: str, workers: Iterable[Worker]) -> frozenset[WorkerKey] | None:
+        """The workers of a model that its planner may move; None: any, as the plan names none of them. None of them
+        while one that is bound has not followed yet."""
+        ours = [w for w in workers if w.neutral and w.model.name == model]
+        if not any(w.worker_id in self.leanings for w in ours):
+            return None
+        if any(self.bound(w) not in (None, w.pool) for w in ours if w.accepts):
+            return frozenset()
+        return frozenset(w.key for w in ours if w.worker_id in self.movable)
+
+    def leaning_asked_of(
+        self, worker: Worker, asked: Mapping[WorkerKey, PoolName], workers: Collection[Worker]
+    ) -> PoolName | None:
+        """Where a worker is asked to lean, `asked` being what planners ask for; None: where it does now.
+
+        What is bound goes before, but where the planner has moved others since the sender looked: a plan that leaves it
+        any takes the last one from no side, counted as if all that is asked had been followed.
+        """
+        bound, wanted = self.bound(worker), asked.get(worker.key)
+        if bound is not None:
+            is_last = bound != worker.pool and self._is_last(worker, asked, workers)
+            wanted = worker.pool if is_last else bound
+        elif wanted is not None and worker.worker_id not in self.movable:
+            wanted = None if worker.model.name in self.led_models(workers) else wanted
+        return wanted if worker.neutral and wanted != worker.pool else None
+
+    def _is_last(
+        self, worker: Worker, asked: Mapping[WorkerKey, PoolName], workers: Collection[Worker]
+    ) -> bool:
+        beside = [w for w in workers if w.model.name == worker.model.name and w.key != worker.key]
+        if not any(w.worker_id in self.movable for w in beside):
+            return False
+        leaning = (self.bound(w) or asked.get(w.key, w.pool) for w in beside if w.accepts)
+        return worker.pool not in leaning
+
     def in_rotation(self, worker: Worker) -> bool:
         """Whether the worker is in rotation under this plan. A worker that is not named stays as it is."""
         if worker.worker_id in self.standby:
@@ -68,7 +110,8 @@ class RotationPlan:
     def asks_otherwise(self, before: RotationPlan) -> bool:
         """Whether anything but rotation and lending is another than in the plan `before`."""
         mine, theirs = (
-            (plan.leanings, plan.names_on_demand, plan.sleeping, plan.standby) for plan in (self, before)
+            (plan.leanings, plan.movable, plan.names_on_demand, plan.sleeping, plan.standby)
+            for plan in (self, before)
         )
         return mine != theirs
 
@@ -114,24 +157,27 @@ def checked_plan(
     if both := sorted(standby & active):
         message = f"standby_worker_ids and active_worker_ids both name {both[0]!r}"
         raise InvalidArgumentError(message, field="active_worker_ids")
+    leanings = _checked_leanings(request)
+    in_leanings = "prefill_leaning_worker_ids or decode_leaning_worker_ids"
     return RotationPlan(
-        standby,
-        active,
-        request.lend_decode_to_prefill,
-        now + valid_s,
-        _checked_leanings(request),
-        {n: one for n, one in before.on_demand.items() if now < one.expires_s}
+        standby=standby,
+        active=active,
+        lend=request.lend_decode_to_prefill,
+        expires_s=now + valid_s,
+        leanings=leanings,
+        movable=_named("movable_worker_ids", request.movable_worker_ids, leanings, in_leanings),
+        on_demand={n: one for n, one in before.on_demand.items() if now < one.expires_s}
         | _checked_on_demand(request, now + valid_s),
-        _checked_sleeping(request, standby),
+        sleeping=_named("sleeping_worker_ids", request.sleeping_worker_ids, standby, "standby_worker_ids"),
     )
 
 
-def _checked_sleeping(request: scaling_pb2.ApplyPlanRequest, standby: frozenset[str]) -> frozenset[str]:
-    sleeping = frozenset(request.sleeping_worker_ids)
-    if stray := sorted(sleeping - standby):
-        message = f"sleeping_worker_ids names {stray[0][:64]!r}, which is not in standby_worker_ids"
-        raise InvalidArgumentError(message, field="sleeping_worker_ids")
-    return sleeping
+def _named(name: str, ids: Iterable[str], among: Container[str], of: str) -> frozenset[str]:
+    """A field's ids, all of which another field must name."""
+    found = frozenset(ids)
+    if stray := sorted(one for one in found if one not in among):
+        raise InvalidArgumentError(f"{name} names {stray[0][:64]!r}, which is not in {of}", field=name)
+    return found
 
 
 def _checked_on_demand(request: scaling_pb2.ApplyPlanRequest, expires_s: float) -> dict[str, OnDemand]:

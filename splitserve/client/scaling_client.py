@@ -96,11 +96,13 @@ class ScalingClient:
         leanings: Mapping[str, Literal["prefill", "decode"]] = MappingProxyType({}),
         on_demand: Iterable[registry_pb2.ServedModel] = (),
         sleeping: Iterable[str] = (),
+        movable: Iterable[str] = (),
     ) -> scaling_pb2.ApplyPlanResponse:
         """Replaces the current plan for `valid_s` seconds, under the lease of that fencing number; `decisions` say why,
-        `leanings` where neutral workers are to lean, by their ids, `on_demand` which models' workers are started when
-        requests wait for them, `sleeping` which of `standby` are to sleep. Raises SplitserveError;
-        FailedPreconditionError (STALE_LEASE) when another may scale."""
+        `leanings` where neutral workers are to lean, by their ids, `movable` which of those the coordinator's planner
+        may move meanwhile (default: none), `on_demand` which models' workers are started when requests wait for them,
+        `sleeping` which of `standby` are to sleep. Raises SplitserveError; FailedPreconditionError (STALE_LEASE) when
+        another may scale."""
         request = scaling_pb2.ApplyPlanRequest(
             standby_worker_ids=sorted(standby),
             active_worker_ids=sorted(active),
@@ -111,6 +113,7 @@ class ScalingClient:
             decode_leaning_worker_ids=sorted(name for name, pool in leanings.items() if pool == "decode"),
             on_demand=on_demand,
             sleeping_worker_ids=sorted(sleeping),
+            movable_worker_ids=sorted(movable),
         )
         request.valid_for.FromNanoseconds(round(valid_s * 1e9))
         try:

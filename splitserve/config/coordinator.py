@@ -252,8 +252,8 @@ class CoordinatorConfig(SecuritySettings):
     which `splitserve up` gives them."""
     leanings: Literal["auto", "fixed"] = "auto"
     """Who says where neutral workers lean. `auto`: the coordinator moves them to where the targets `ttft_slo_s` and
-    `tpot_slo_s` are in danger, unless an autoscaler's plan says where; without both targets they stay where they are.
-    `fixed`: only such a plan."""
+    `tpot_slo_s` are in danger, under an autoscaler those that its plan leaves to it; without both targets they stay
+    where they are. `fixed`: only such a plan."""
     routing: Routing = "prefix"
     """How workers are chosen. `prefix`: lowest predicted time to first token, cached prefixes included; `least-wait`:
     by load alone; `round-robin`: in turn, as a baseline."""

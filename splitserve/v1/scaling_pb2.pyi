@@ -619,6 +619,7 @@ class ApplyPlanRequest(_message.Message):
     LEASE_NUMBER_FIELD_NUMBER: _builtins.int
     PREFILL_LEANING_WORKER_IDS_FIELD_NUMBER: _builtins.int
     DECODE_LEANING_WORKER_IDS_FIELD_NUMBER: _builtins.int
+    MOVABLE_WORKER_IDS_FIELD_NUMBER: _builtins.int
     ON_DEMAND_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
     SLEEPING_WORKER_IDS_FIELD_NUMBER: _builtins.int
@@ -648,14 +649,21 @@ class ApplyPlanRequest(_message.Message):
 
     @_builtins.property
     def prefill_leaning_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Neutral workers to lean to prefill while the plan is in force. Where a plan names one, the coordinator's own planner
-        of that model's leanings rests. Workers that are not neutral stay where they are. At most 65536. Failure: INVALID_ARGUMENT.
-        Default: none.
+        """Neutral workers to lean to prefill while the plan is in force. Of a model that the plan names one of, the coordinator's
+        own planner moves only `movable_worker_ids`. Workers that are not neutral stay where they are. At most 65536. Failure:
+        INVALID_ARGUMENT. Default: none.
         """
 
     @_builtins.property
     def decode_leaning_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Neutral workers to lean to decode, likewise. An id may be in one of the two. Failure: INVALID_ARGUMENT. Default: none."""
+
+    @_builtins.property
+    def movable_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of those two lists, the workers that the coordinator's planner may move while the plan is in force: where the plan has
+        them is where the sender saw them, and nobody asks them to go there. All others are bound. Failure: INVALID_ARGUMENT for
+        an id that is in neither list. Default: none, so that the planner of these models rests.
+        """
 
     @_builtins.property
     def on_demand(self) -> _containers.RepeatedCompositeFieldContainer[_registry_pb2.ServedModel]:
@@ -685,13 +693,14 @@ class ApplyPlanRequest(_message.Message):
         lease_number: _builtins.int = ...,
         prefill_leaning_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         decode_leaning_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        movable_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         on_demand: _abc.Iterable[_registry_pb2.ServedModel] | None = ...,
         decisions: _abc.Iterable[Global___PoolDecision] | None = ...,
         sleeping_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["valid_for", b"valid_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "decisions", b"decisions", "decode_leaning_worker_ids", b"decode_leaning_worker_ids", "lease_number", b"lease_number", "lend_decode_to_prefill", b"lend_decode_to_prefill", "on_demand", b"on_demand", "prefill_leaning_worker_ids", b"prefill_leaning_worker_ids", "sleeping_worker_ids", b"sleeping_worker_ids", "standby_worker_ids", b"standby_worker_ids", "valid_for", b"valid_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "decisions", b"decisions", "decode_leaning_worker_ids", b"decode_leaning_worker_ids", "lease_number", b"lease_number", "lend_decode_to_prefill", b"lend_decode_to_prefill", "movable_worker_ids", b"movable_worker_ids", "on_demand", b"on_demand", "prefill_leaning_worker_ids", b"prefill_leaning_worker_ids", "sleeping_worker_ids", b"sleeping_worker_ids", "standby_worker_ids", b"standby_worker_ids", "valid_for", b"valid_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -940,6 +949,7 @@ class PlanInForce(_message.Message):
     PREFILL_LEANING_WORKER_IDS_FIELD_NUMBER: _builtins.int
     DECODE_LEANING_WORKER_IDS_FIELD_NUMBER: _builtins.int
     SLEEPING_WORKER_IDS_FIELD_NUMBER: _builtins.int
+    MOVABLE_WORKER_IDS_FIELD_NUMBER: _builtins.int
     lend_decode_to_prefill: _builtins.bool
     """As in the request."""
     expires_in_seconds: _builtins.float
@@ -964,6 +974,10 @@ class PlanInForce(_message.Message):
     def sleeping_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """As in the request."""
 
+    @_builtins.property
+    def movable_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in the request."""
+
     def __init__(
         self,
         *,
@@ -974,10 +988,11 @@ class PlanInForce(_message.Message):
         prefill_leaning_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         decode_leaning_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         sleeping_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        movable_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "decode_leaning_worker_ids", b"decode_leaning_worker_ids", "expires_in_seconds", b"expires_in_seconds", "lend_decode_to_prefill", b"lend_decode_to_prefill", "prefill_leaning_worker_ids", b"prefill_leaning_worker_ids", "sleeping_worker_ids", b"sleeping_worker_ids", "standby_worker_ids", b"standby_worker_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "decode_leaning_worker_ids", b"decode_leaning_worker_ids", "expires_in_seconds", b"expires_in_seconds", "lend_decode_to_prefill", b"lend_decode_to_prefill", "movable_worker_ids", b"movable_worker_ids", "prefill_leaning_worker_ids", b"prefill_leaning_worker_ids", "sleeping_worker_ids", b"sleeping_worker_ids", "standby_worker_ids", b"standby_worker_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

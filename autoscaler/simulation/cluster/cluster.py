@@ -6,7 +6,7 @@ written, the first token is sent as soon as prefill has it, and decode continues
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from autoscaler.simulation.cluster.admitted_requests import TIMEOUT_S, AdmittedRequests
 from autoscaler.simulation.cluster.closed_form_neutral import ClosedFormNeutral
@@ -75,12 +75,14 @@ class Cluster(ReplicaPools):
         else:
             self._begin(request, now_s)
 
-    def lead(self, leanings: Mapping[str, PoolName], now_s: float) -> None:
-        """A plan says where neutral replicas lean, by name: their planner rests, unless the plan names none."""
+    def lead(self, leanings: Mapping[str, PoolName], movable: Collection[str], now_s: float) -> None:
+        """A plan says where neutral replicas lean, by name: their planner moves only those that are `movable`, which
+        the plan asks nothing, unless it names none."""
         if self.leanings is not None:
-            self.leanings.rests = bool(leanings)
+            self.leanings.follow(leanings, movable)
         for name, pool in leanings.items():
-            self.ask_leaning(name, pool, now_s)
+            if name not in movable:
+                self.ask_leaning(name, pool, now_s)
 
     def _is_busy(self, now_s: float) -> bool:
         waits = self._unrouted or self.held.requests

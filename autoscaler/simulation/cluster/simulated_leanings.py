@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autoscaler.simulation.cluster.replica import EventQueue
-from autoscaler.simulation.cluster.simulated_registry import SimulatedRegistry
+from autoscaler.simulation.cluster.simulated_registry import MODEL, SimulatedRegistry
 from autoscaler.snapshot import PoolName
 from coordinator.admission.entry import Held
 from coordinator.leanings.leaning_planner import LOOK_EVERY_S, LeaningMemory, plan_leanings
 from coordinator.leanings.pressure import Pressure, WorkerWork, pressure_on, work_of
+from coordinator.workers.rotation import NO_PLAN, RotationPlan
 from engine.pacing.token_clock import ServiceTargets
 
 
@@ -31,8 +32,11 @@ class SimulatedLeanings:
         self._is_busy, self._ask = is_busy, ask
         self._memory = LeaningMemory()
         self._is_looking = False
-        self.rests = False
-        """Whether a plan of the autoscaler says where replicas lean."""
+        self._plan = NO_PLAN
+
+    def follow(self, leanings: Mapping[str, PoolName], movable: Collection[str]) -> None:
+        """A plan of the autoscaler says where replicas lean, and which of them the planner may move."""
+        self._plan = RotationPlan(leanings=leanings, movable=frozenset(movable))
 
     def wake(self, now_s: float) -> None:
         """Begins to look, unless it does already."""
@@ -44,8 +48,10 @@ class SimulatedLeanings:
         self._registry.take_reports(now_s)
         loads = self._registry.loads
         works = [work_of(one, loads.prefill[one.key].report) for one in self._registry.snapshot.workers]
-        pressure = None if self.rests else self._pressure(works)
-        before, self._memory = self._memory.order, plan_leanings(self._memory, works, pressure, now_s)
+        pressure, workers = self._pressure(works), self._registry.snapshot.workers
+        movable = self._plan.movable_of(MODEL.name, workers)
+        before = self._memory.order
+        self._memory = plan_leanings(self._memory, works, pressure, now_s, movable)
         order = self._memory.order
         if order is not None and order != before:
             self._ask(order.key[0], order.pool, now_s)

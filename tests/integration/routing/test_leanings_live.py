@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import yaml
 
+from autoscaler.actuators.actuator import ActualReplica
+from autoscaler.policy_in_force import PolicyFile
+from autoscaler.service import control_loop
+from autoscaler.snapshot import POOLS
 from coordinator.leanings.leaning_planner import ORDER_LASTS_S
 from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
@@ -27,6 +32,7 @@ from tests.support.cluster.processes import ServiceProcess
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.core_waits import cluster_waits
 from tests.support.engine.reference import Reference
+from tests.support.scaling.fake_actuator import FakeActuator
 from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S, SLACK_S
 
 Leaning = Literal["prefill", "decode"]
@@ -126,9 +132,12 @@ async def test_a_load_that_turns_from_prompts_to_tokens_is_followed_within_10_s(
     assert all(order["decode_pressure"] > 1 for order in asked)
 
 
-async def turned(log_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], float]:
-    """What the coordinator has asked workers for before and after the load turns, and how many seconds it took to come
-    true. What is early or late fails here, unless the machine was slow: steps then take what many streams do."""
+Ask = Callable[[int], Awaitable[None]]
+
+
+@asynccontextmanager
+async def turning(log_dir: Path) -> AsyncIterator[tuple[Cluster, AsyncClient, Ask, Ask]]:
+    """Three workers, two of which lean to prefill, and what asks for a long prompt, or a long answer."""
     # A step of four streams takes a third of what would press the side, so that what a busy machine adds does not.
     options = ["--ttft-slo", "2", "--tpot-slo", "0.1", "--admission", "off"]
     engine = [
@@ -142,7 +151,6 @@ async def turned(log_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, An
     engine += ["--heartbeat", "0.2", "--no-prefix-cache"]
     setup = Cluster(log_dir, neutral=3, worker_options=engine, coordinator_options=options)
     async with running(setup) as cluster:
-        waits = cluster_waits(cluster)
         async with AsyncClient(cluster.target) as client:
 
             async def prompts(number: int) -> None:
@@ -151,18 +159,82 @@ async def turned(log_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, An
             async def tokens(number: int) -> None:
                 await client.generate([number % 250] * 16, max_tokens=400, ignore_eos=True)
 
-            async with loaded(prompts, lanes=4):
-                await asyncio.sleep(3.0)
-            turned_s, turned_wall_s = time.monotonic(), time.time()
-            async with loaded(tokens, lanes=24):
-                await until(client, lambda leanings: list(leanings.values()).count("decode") == 2)
-                took_s = time.monotonic() - turned_s
-            asked = [e for e in cluster.members["coordinator"].events() if e.get("event") == "leaning.asked"]
-            early = [e for e in asked if datetime.fromisoformat(e["time"]).timestamp() < turned_wall_s]
-            if early or took_s > 10.0:
-                waits.assert_slow(f"asked before: {early}, took {took_s:.1f} s")
+            yield cluster, client, prompts, tokens
         await cluster.assert_no_leaks()
+
+
+async def turned(log_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], float]:
+    """What the coordinator has asked workers for before and after the load turns, and how many seconds it took to come
+    true. What is early or late fails here, unless the machine was slow: steps then take what many streams do."""
+    async with turning(log_dir) as (cluster, client, prompts, tokens):
+        waits = cluster_waits(cluster)
+        async with loaded(prompts, lanes=4):
+            await asyncio.sleep(3.0)
+        turned_s, turned_wall_s = time.monotonic(), time.time()
+        async with loaded(tokens, lanes=24):
+            await until(client, lambda leanings: list(leanings.values()).count("decode") == 2)
+            took_s = time.monotonic() - turned_s
+        asked = [e for e in cluster.members["coordinator"].events() if e.get("event") == "leaning.asked"]
+        early = [e for e in asked if datetime.fromisoformat(e["time"]).timestamp() < turned_wall_s]
+        if early or took_s > 10.0:
+            waits.assert_slow(f"asked before: {early}, took {took_s:.1f} s")
     return early, asked[len(early) :], took_s
+
+
+RULES = {"min_replicas": 1, "max_replicas": 3, "gpus_per_replica": 1}
+POLICY = {
+    "workers": "neutral",
+    "gpu_budget": 3,
+    "interval_s": 3.0,
+    "prefill": RULES | {"target_ms": 2000},
+    "decode": RULES | {"target_ms": 100},
+}
+
+
+@asynccontextmanager
+async def autoscaled(cluster: Cluster, folder: Path) -> AsyncIterator[FakeActuator]:
+    """An autoscaler that has the cluster's three workers, looks back for a minute, and has a plan in force."""
+    rules, actuator = folder / "policy.yaml", FakeActuator()
+    rules.write_text(yaml.safe_dump(POLICY))
+    for number, pool in enumerate(POOLS[at % 2] for at in range(3)):
+        actuator.there[f"worker-{number}"] = ActualReplica(f"worker-{number}", pool, False, float(number))
+    async with (
+        control_loop(PolicyFile(rules), (cluster.target,), actuator) as loop,
+        ScalingClient(cluster.target, timeout_s=PATIENCE_S) as scaling,
+    ):
+        running_loop = asyncio.create_task(loop.run())
+        try:
+            while not (await scaling.signals()).plan.movable_worker_ids:
+                assert not running_loop.done()
+                await asyncio.sleep(0.05)
+            yield actuator
+        finally:
+            running_loop.cancel()
+            await asyncio.wait([running_loop])
+
+
+@pytest.mark.timeout(2 * LEAST_TIMEOUT_S)
+async def test_a_turn_of_the_load_is_followed_while_an_autoscalers_plan_is_in_force(log_dir: Path) -> None:
+    """And the autoscaler, which looks back at a minute of prompts, neither undoes it nor starts or ends anybody."""
+    async with (
+        turning(log_dir) as (cluster, client, prompts, tokens),
+        autoscaled(cluster, log_dir) as actuator,
+    ):
+        async with loaded(prompts, lanes=4):
+            await asyncio.sleep(2.0)
+        turned_s = time.monotonic()
+        async with loaded(tokens, lanes=24):
+            await until(client, lambda leanings: list(leanings.values()).count("decode") == 2)
+            took_s = time.monotonic() - turned_s
+            await asyncio.sleep(3.5)  # one more plan at least
+            leanings = [worker.pool for worker in (await client.server_info()).workers]
+        assert sorted(leanings) == ["decode", "decode", "prefill"]
+        asked = [e for e in cluster.members["coordinator"].events() if e.get("event") == "leaning.asked"]
+        assert [order["pool"] for order in asked] == ["decode"]
+        assert actuator.calls == []
+        if took_s > 10.0:
+            cluster_waits(cluster).assert_slow(f"took {took_s:.1f} s")
+    assert took_s <= 10.0 + SLACK_S
 
 
 @pytest.mark.timeout(180)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoscaler.decide import make_decide
 from autoscaler.plan import Memory, PoolPlan, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.simulation.cluster.cluster import Cluster
@@ -130,10 +132,39 @@ def test_a_plan_prefers_a_change_of_sides_to_a_cold_start(steps: bool) -> None:
 
 @BY_STEPS
 def test_the_planner_rests_while_a_plan_says_where_replicas_lean(steps: bool) -> None:
-    """As it does live: the plan wants two on prefill, and the load does not."""
+    """As it does live, where counts are binding: the plan wants two on prefill, and the load does not."""
     where = replace(scenario(steps, prefill=2), neutral=True)
     outcome = Simulation(where, static_replicas({"prefill": 2, "decode": 1}), 5.0).run()
     assert outcome.leaning_changes == {"prefill": 0, "decode": 0}
+
+
+def under(rules: ScalingPolicy, binding: bool) -> Outcome:
+    """The load that turns, at 3.5 answers a second, under a policy; or with all that it plans binding."""
+    decide = make_decide(rules)
+
+    def bound(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
+        plan, memory = decide(memory, snapshot)
+        return replace(plan, rooms={}), memory
+
+    where = replace(scenario(False, prefill=2), neutral=True, trace=turning(3.5, 160.0))
+    return Simulation(where, bound if binding else decide, 5.0, bounds_of(rules)).run()
+
+
+def test_between_two_plans_of_a_policy_the_planner_follows_the_load() -> None:
+    """The policy sees a minute late that fewer prompts come, and starts nothing within its budget."""
+    free, bound = (under(policy(gpu_budget=3), binding) for binding in (False, True))
+    assert free.leaning_changes == bound.leaning_changes == {"prefill": 0, "decode": 1}
+    (early,) = (at for at, _ in sides_changed(free))
+    (late,) = (at for at, _ in sides_changed(bound))
+    assert early <= TURNS_S + 10.0 < late - 60.0
+    assert (free.actions, bound.actions) == ({}, {"lean": 1})
+    assert free.attainment > bound.attainment + 0.05
+
+
+def sides_changed(outcome: Outcome) -> list[tuple[float, int]]:
+    """The first moments that have another number of decode replicas than the moment before."""
+    counts = [(moment.at_s, sum(moment.replicas["decode"].values())) for moment in outcome.moments]
+    return [after for before, after in pairwise(counts) if before[1] != after[1]]
 
 
 def test_hours_count_where_replicas_lean() -> None:
