@@ -69,10 +69,11 @@ async def test_what_a_disk_tier_still_has_to_write_is_written(log_dir: Path, tmp
     os.mkfifo(gate)
     options = ["--kv-disk-tier-path", str(tmp_path / "kv"), "--kv-disk-tier-bytes", str(2**22)]
     options += ["--kv-host-tier-bytes", str(2**22)]
-    async with running(Cluster(log_dir, prefill=0)) as cluster:
+    async with running(Cluster(log_dir)) as cluster:
         gated = (*options, str(gate))
         worker = cluster.add_worker("prefill", "first", *gated, module="tests.support.tiers.gated_disk")
-        await cluster.wait_ready(prefill=1)
+        await cluster.wait_ready(prefill=2)
+        cluster.members["prefill-0"].terminate()
         async with cluster.client() as client:
             for number in range(PROMPTS):
                 await client.generate([number, *range(100)], model="simulated", max_tokens=2)
