@@ -85,7 +85,7 @@ def load_model(
     if received is not None and received.quantized:
         # The weights that the model's fingerprint is made from are not here.
         digest, fingerprint = (
-            put_quantized(module, output, received.quantized, kernels),
+            received.put(kernels),
             received.manifest.fingerprint,
         )
     attention = probe_model(module, context, layers, settings)
@@ -193,6 +193,14 @@ class _Received(NamedTuple):
     manifest: Manifest
     quantized: dict[str, Int8Weight]
     """Those that are not in the module yet, by layer."""
+
+    def put(self, kernels: CpuKernels | None) -> bytes:
+        """Puts these in their places; see `put_quantized`. Raises FailedPreconditionError (WEIGHTS_UNUSABLE)."""
+        try:
+            return put_quantized(self.module, self.module.get_output_embeddings(), self.quantized, kernels)
+        except (RuntimeError, ValueError, LookupError, MemoryError) as error:
+            message = f"weights of a peer: {type(error).__name__}: {_first_line(error)}"
+            raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE") from None
 
     def require(self, fingerprint: str, content: str) -> None:
         """Raises FailedPreconditionError (WEIGHTS_MISMATCH) unless the model is what the peer has promised."""
