@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -79,25 +79,31 @@ def load_model(
         module = received.module
     context = AttentionContext()
     layers = bind_layers(module, context, declared_windows(settings))
-    tied, output = module.all_tied_weights_keys, module.get_output_embeddings()
     tensors = tensor_specs(module, _int8_layers(module, form))
-    fingerprint, content, digest = "", "", b""
-    if received is not None and received.quantized:
-        # The weights that the model's fingerprint is made from are not here.
-        digest, fingerprint = (
-            received.put(kernels),
-            received.manifest.fingerprint,
-        )
+    digest, content = b"" if received is None else received.put(kernels), ""
     attention = probe_model(module, context, layers, settings)
     facts = ModelFacts(context_tokens, int(config.vocab_size), eos_token_ids(module))
-    fingerprint = fingerprint or model_fingerprint(settings, module.state_dict(), tied)
+    tied = module.all_tied_weights_keys
+    if received is not None and digest:  # the weights that it is made from are not here
+        fingerprint = received.manifest.fingerprint
+    else:
+        fingerprint = model_fingerprint(settings, module.state_dict(), tied)
     work = step_work(skeleton, settings, attention, DTYPES[dtype], quantization)
     del skeleton
     if quantization == "int8":
+        output = module.get_output_embeddings()
         digest = digest or quantize_linears(module, output, lambda: probe_logits(module, context), kernels)
         content = quantized_fingerprint(settings, module.state_dict(), tied, fingerprint.encode() + digest)
     if received is not None:
         received.require(fingerprint, content)
+    _pack(module, context, dtype, device, kernels)
+    parts = module, config, context, facts, attention
+    return LoadedModel(*parts, dtype, device, fingerprint, work, tensors, form, content)
+
+
+def _pack(
+    module: Any, context: AttentionContext, dtype: str, device: torch.device, kernels: CpuKernels | None
+) -> None:
     if device.type == "cuda":
         pack_siblings(module, lambda: probe_logits(module, context))
         torch.cuda.empty_cache()  # what packing needed for itself
@@ -106,20 +112,6 @@ def load_model(
             replace_norms(module, kernels)
         pack_linears(module, lambda: probe_logits(module, context), kernels)
         _detach_from_file(module)
-    return LoadedModel(
-        module,
-        config,
-        context,
-        facts,
-        attention,
-        dtype,
-        device,
-        fingerprint,
-        work,
-        tensors,
-        form,
-        content,
-    )
 
 
 def _gguf_options(source: ModelSource) -> dict[str, Any]:
@@ -195,7 +187,10 @@ class _Received(NamedTuple):
     """Those that are not in the module yet, by layer."""
 
     def put(self, kernels: CpuKernels | None) -> bytes:
-        """Puts these in their places; see `put_quantized`. Raises FailedPreconditionError (WEIGHTS_UNUSABLE)."""
+        """Puts these in their places; see `put_quantized`. Empty if there are none. Raises FailedPreconditionError
+        (WEIGHTS_UNUSABLE)."""
+        if not self.quantized:
+            return b""
         try:
             return put_quantized(self.module, self.module.get_output_embeddings(), self.quantized, kernels)
         except (RuntimeError, ValueError, LookupError, MemoryError) as error:
@@ -224,34 +219,8 @@ def _receive_weights(
 ) -> _Received:
     """The model with the weights that `peer` sends. The tensors are those of this model's own modules: the peer's list
     has to be the same."""
-    tensors: dict[str, torch.Tensor] = {}
     int8 = _int8_layers(skeleton, form)
-    specs = tensor_specs(skeleton, int8)
-    if not specs:
-        message = "weights of a peer: this model has tensors of an element type that is not sent"
-        raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE")
-    total, received = sum(spec.num_bytes for spec in specs), 0
-
-    def allocate(spec: TensorSpec) -> Any:
-        nonlocal received
-        if not tensors:
-            _require_memory(total)
-        progress(min(1.0, received / total))  # of the tensors before; more where a second peer begins anew
-        received += spec.num_bytes
-        tensors[spec.name] = empty_tensor(spec)
-        return as_bytes(tensors[spec.name]).numpy()
-
-    try:
-        manifest = peer.fetch(specs, allocate, form)
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        LookupError,
-        MemoryError,
-    ) as error:  # of mappings, torch, libraries
-        message = f"weights of a peer: {type(error).__name__}: {_first_line(error)}"
-        raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE") from None
+    tensors, manifest = _fetched(tensor_specs(skeleton, int8), form, peer, progress)
     quantized: dict[str, Int8Weight] = {}
     for name in int8:
         values, scales = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.{SCALES}")
@@ -275,6 +244,39 @@ def _receive_weights(
         raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE")
     progress(1.0)
     return _Received(module.eval(), manifest, quantized)
+
+
+def _fetched(
+    specs: Sequence[TensorSpec], form: WeightsForm, peer: WeightsSource, progress: Callable[[float], None]
+) -> tuple[dict[str, torch.Tensor], Manifest]:
+    """The tensors that `peer` sends, by name, and what it says of them."""
+    if not specs:
+        message = "weights of a peer: this model has tensors of an element type that is not sent"
+        raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE")
+    tensors: dict[str, torch.Tensor] = {}
+    total, received = sum(spec.num_bytes for spec in specs), 0
+
+    def allocate(spec: TensorSpec) -> Any:
+        nonlocal received
+        if not tensors:
+            _require_memory(total)
+        progress(min(1.0, received / total))  # of the tensors before; more where a second peer begins anew
+        received += spec.num_bytes
+        tensors[spec.name] = empty_tensor(spec)
+        return as_bytes(tensors[spec.name]).numpy()
+
+    try:
+        manifest = peer.fetch(specs, allocate, form)
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        LookupError,
+        MemoryError,
+    ) as error:  # of mappings, torch, libraries
+        message = f"weights of a peer: {type(error).__name__}: {_first_line(error)}"
+        raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE") from None
+    return tensors, manifest
 
 
 def _require_memory(num_bytes: int) -> None:
