@@ -54,7 +54,7 @@ class Int8Linear(PackedModule):
         super().__init__()
         self.out_features, self.in_features = weight.values.shape
         self._product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
-        self._packed = _pack(weight)
+        self._packed, self._scales = _pack(weight), weight.scales
         self._bias = None if bias is None else bias.float()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,11 +69,10 @@ class Int8Linear(PackedModule):
         """See `PackedModule`."""
         if name == "bias":
             return None if self._bias is None else self._bias[rows].to(torch.bfloat16)
-        if name not in ("weight", SCALES):
-            return None
-        weight, _ = torch.ops.quantized.linear_unpack(self._packed)
-        part: torch.Tensor = weight.int_repr() if name == "weight" else weight.q_per_channel_scales().float()
-        return part[rows]
+        if name == "weight":
+            values: torch.Tensor = torch.ops.quantized.linear_unpack(self._packed)[0].int_repr()
+            return values[rows]
+        return self._scales[rows] if name == SCALES else None
 
 
 class KernelInt8Linear(PackedModule):
