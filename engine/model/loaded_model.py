@@ -97,7 +97,7 @@ def model_fingerprint(
     change of one element is, and of several with a probability of 1 - 2^-64. No protection against forgery: the
     checksums are sums, computed where the weights are.
     """
-    digest = _settings_digest(settings)
+    digest = hashlib.sha256(_relevant(settings))
     checksums, tied = _Checksums(), tied or {}
     names = [
         name for name in sorted(tensors) if not _same_memory(tensors[name], tensors.get(tied.get(name, "")))
@@ -113,7 +113,7 @@ def model_fingerprint(
 
 def configuration_fingerprint(settings: Mapping[str, Any]) -> str:
     """SHA-256 (hex) of the settings that affect the KV of a token."""
-    return _settings_digest(settings).hexdigest()
+    return hashlib.sha256(_relevant(settings)).hexdigest()
 
 
 def quantized_fingerprint(
@@ -123,13 +123,13 @@ def quantized_fingerprint(
     return hashlib.sha256(model_fingerprint(settings, others, tied).encode() + layers).hexdigest()
 
 
-def _settings_digest(settings: Mapping[str, Any]) -> Any:
+def _relevant(settings: Mapping[str, Any]) -> bytes:
     relevant = {
         name: value
         for name, value in settings.items()
         if not name.startswith(_NOT_FINGERPRINTED) and not name.endswith("_token_id")
     }
-    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode())
+    return json.dumps(relevant, sort_keys=True, default=str).encode()
 
 
 def _same_memory(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
