@@ -38,8 +38,9 @@ from splitserve.errors import ConfigError, FailedPreconditionError, SplitserveEr
 from splitserve.logs import log_event
 from splitserve.metrics import reload_metrics, serving_metrics
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials, cluster_credentials
+from splitserve.runtime.cancellation import run_beside
 from splitserve.runtime.loops import LoopRunner
-from splitserve.runtime.process import stop_signal
+from splitserve.runtime.process import END_S, stop_signal
 from splitserve.runtime.reload import FileWatcher, ReloadedFiles
 from splitserve.security.api_keys import read_key
 from splitserve.v1 import registry_pb2, scaling_pb2
@@ -155,7 +156,7 @@ async def serve(config: AutoscalerConfig) -> None:
     security = cluster_credentials("autoscaler", config.tls, config.cluster_token_file)
     certificates = FileWatcher(security.server_tls.file if security.server_tls else None)
     history = None if config.history_file is None else HistoryFile(config.history_file)
-    stop = stop_signal()
+    stop = stop_signal(END_S)
     async with scaling(
         {config.model: config},
         lambda actuators: control_loop(
@@ -231,11 +232,7 @@ async def run_served(
         security.token,
     ):
         log_event("autoscaler.ready", actuator=config.actuator)
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(loops.run(name, loop)) for name, loop in background]
-            await stop.wait()
-            for task in tasks:
-                task.cancel()
+        await run_beside(stop.wait(), [(name, loops.run(name, loop)) for name, loop in background])
 
 
 def _scoring(config: AutoscalerConfig, loop: ControlLoop) -> ShadowScoring:

@@ -58,7 +58,7 @@ from splitserve.config.autoscaler import AutoscalerConfig
 from splitserve.errors import SplitserveError
 from splitserve.logs import log_context, log_event
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials, cluster_credentials
-from splitserve.runtime.process import stop_signal
+from splitserve.runtime.process import END_S, stop_signal
 from splitserve.runtime.reload import FileWatcher, ReloadedFiles
 from splitserve.security.api_keys import read_key
 
@@ -243,7 +243,7 @@ async def serve_models(config: AutoscalerConfig) -> None:
     path = config.models_file
     shared = load_models(path)
     security = cluster_credentials("autoscaler", config.tls, config.cluster_token_file)
-    own, stop = {model.name: _config_of(config, model) for model in shared.models}, stop_signal()
+    own, stop = {model.name: _config_of(config, model) for model in shared.models}, stop_signal(END_S)
     if config.actuator == "kubernetes":
         workloads = {name: (one.kubernetes.prefill, one.kubernetes.decode) for name, one in own.items()}
         check_workloads(workloads, config.kubernetes.classes)

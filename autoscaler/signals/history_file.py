@@ -29,7 +29,9 @@ MAX_RATES = 20_000
 SAVE_S = 5.0
 """Between two writes, seconds: what a process that is killed loses at most."""
 LAST_WAIT_S = 1.0
-"""How long the write at the end waits for one under way, which cannot be cancelled."""
+"""How long a write waits for one under way, which cannot be cancelled."""
+LAST_SAVE_S = 5.0
+"""How long the end waits for the last write: a disk that does not answer does not hold up who takes over."""
 CLOCK_ERROR_S = 60.0
 """A file that is further in the future was written by another clock."""
 
@@ -122,7 +124,8 @@ class HistoryFile:
                 # On a thread: a disk that does not answer holds nothing else up.
                 await asyncio.to_thread(self.save, self._observer.history())
         finally:
-            self.save(self._observer.history())
+            last = asyncio.create_task(asyncio.to_thread(self.save, self._observer.history()))
+            await asyncio.wait([last], timeout=LAST_SAVE_S)
 
     def save(self, history: ForecastHistory) -> None:
         """Replaces the file, unless it is being written. What goes wrong is logged once, until it goes well again."""

@@ -14,7 +14,7 @@ from engine.core.step_stats import StepWork
 from engine.core.types import ModelFacts
 from engine.model.attention_interface import AttentionContext
 from engine.model.probe import AttentionShape
-from kv_transfer.weights.manifest import TensorSpec
+from kv_transfer.weights.manifest import PLAIN, TensorSpec, WeightsForm
 
 _CHUNK_ELEMENTS = 2**22
 """Elements that a fingerprint reads at a time: 8 MiB in bfloat16."""
@@ -43,7 +43,10 @@ class LoadedModel:
     fingerprint: str
     work: StepWork | None = None
     tensors: tuple[TensorSpec, ...] = ()
-    """Its weights, as they were loaded; none if it cannot give them."""
+    """Its weights, as they were loaded or quantized then; none if it cannot give them."""
+    form: WeightsForm = PLAIN
+    content: str = ""
+    """See `WeightsReader`."""
     fusible: bool = True
     """Whether a backend may put kernels of its own in the place of elementwise operations."""
 
@@ -94,12 +97,7 @@ def model_fingerprint(
     change of one element is, and of several with a probability of 1 - 2^-64. No protection against forgery: the
     checksums are sums, computed where the weights are.
     """
-    relevant = {
-        name: value
-        for name, value in settings.items()
-        if not name.startswith(_NOT_FINGERPRINTED) and not name.endswith("_token_id")
-    }
-    digest = hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(_relevant(settings))
     checksums, tied = _Checksums(), tied or {}
     names = [
         name for name in sorted(tensors) if not _same_memory(tensors[name], tensors.get(tied.get(name, "")))
@@ -111,6 +109,27 @@ def model_fingerprint(
     for name, content in contents.items():
         digest.update(f"{name} ".encode() + content)
     return digest.hexdigest()
+
+
+def configuration_fingerprint(settings: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of the settings that affect the KV of a token."""
+    return hashlib.sha256(_relevant(settings)).hexdigest()
+
+
+def quantized_fingerprint(
+    settings: Mapping[str, Any], others: Mapping[str, torch.Tensor], tied: Mapping[str, str], layers: bytes
+) -> str:
+    """SHA-256 (hex) of a model with quantized layers, whose digest `layers` is, and `others` that are not."""
+    return hashlib.sha256(model_fingerprint(settings, others, tied).encode() + layers).hexdigest()
+
+
+def _relevant(settings: Mapping[str, Any]) -> bytes:
+    relevant = {
+        name: value
+        for name, value in settings.items()
+        if not name.startswith(_NOT_FINGERPRINTED) and not name.endswith("_token_id")
+    }
+    return json.dumps(relevant, sort_keys=True, default=str).encode()
 
 
 def _same_memory(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:

@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from kv_transfer.weights.manifest import ELEMENT_BYTES, TensorSpec, WeightsReader
+from kv_transfer.weights.manifest import ELEMENT_BYTES, PLAIN, TensorSpec, WeightsForm, WeightsReader
 from splitserve.errors import UnavailableError
 
 _NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in ELEMENT_BYTES}
 
 
 ALL_ROWS = slice(None)
+SCALES = "weight_scale"
+"""Beside a quantized "weight": one float32 for each output."""
 
 
 class PackedModule(nn.Module):
     """A module that has put its parameters into another form."""
 
     def unpacked(self, name: str, rows: slice = ALL_ROWS) -> torch.Tensor | None:
-        """These rows of a parameter as it was, "weight" or "bias"; None if there is none, or no way back."""
+        """These rows of a parameter as it was, "weight" or "bias", or of quantized weights and their SCALES; None if
+        there is none, or no way back."""
         return None
 
 
-def tensor_specs(module: Any) -> tuple[TensorSpec, ...]:
+def tensor_specs(module: Any, int8: Collection[str] = ()) -> tuple[TensorSpec, ...]:
     """All tensors of a model but those that repeat others, such as tied output embeddings; also on the meta device.
-    None of them where one has an element type that is not sent."""
+    None of them where one has an element type that is not sent. `int8`: names of the layers whose weights are sent as
+    int8 values and scales, whatever they are here."""
     tensors: Mapping[str, torch.Tensor] = module.state_dict()
     tied: Mapping[str, str] = module.all_tied_weights_keys
     if any(tensor.dtype not in _NAMES for name, tensor in tensors.items() if name not in tied):
         return ()
-    return tuple(
-        TensorSpec(name, tuple(tensor.shape), _NAMES[tensor.dtype])
+    weights, scales = {f"{name}.weight" for name in int8}, [f"{name}.{SCALES}" for name in int8]
+    if weights & (tied.keys() | set(tied.values())) or tensors.keys() & set(scales):
+        return ()
+    plain = [
+        TensorSpec(name, tuple(tensor.shape), "int8" if name in weights else _NAMES[tensor.dtype])
         for name, tensor in tensors.items()
         if name not in tied
+    ]
+    return (
+        *plain,
+        *(TensorSpec(f"{name}.{SCALES}", tensors[f"{name}.weight"].shape[:1], "float32") for name in int8),
     )
 
 
@@ -52,9 +63,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 class NamedWeights(WeightsReader):
     """Reads them for a worker that starts. Raises UnavailableError (NO_WEIGHTS) for one that is there no more."""
 
-    def __init__(self, module: Any, specs: Sequence[TensorSpec], fingerprint: str) -> None:
+    def __init__(
+        self,
+        module: Any,
+        specs: Sequence[TensorSpec],
+        fingerprint: str,
+        form: WeightsForm = PLAIN,
+        content: str = "",
+    ) -> None:
         self._module: Any = module
-        self.specs, self.fingerprint = specs, fingerprint
+        self.specs, self.fingerprint, self.form, self.content = specs, fingerprint, form, content
         self._last: tuple[str, torch.Tensor] | None = None
 
     def read(self, spec: TensorSpec, start: int, count: int) -> memoryview:

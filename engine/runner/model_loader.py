@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from engine.backends.cpu.int8_linears import quantize_linears
+from engine.backends.cpu.int8_linears import Int8Weight, put_quantized, quantizable, quantize_linears
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.linears import pack_linears, replace_norms
 from engine.core.types import ModelFacts
@@ -22,16 +22,19 @@ from engine.model.lean_torch import lean_or_whole, with_whole_meta_device
 from engine.model.lean_transformers import AutoConfig, AutoModelForCausalLM, no_init_weights
 from engine.model.loaded_model import (
     LoadedModel,
+    configuration_fingerprint,
     eos_token_ids,
     model_fingerprint,
+    quantized_fingerprint,
     step_work,
 )
-from engine.model.named_weights import as_bytes, empty_tensor, tensor_specs
+from engine.model.named_weights import SCALES, as_bytes, empty_tensor, tensor_specs
 from engine.model.probe import probe_logits, probe_model
 from engine.model.sibling_linears import pack_siblings
 from engine.model.stand_ins import without_compiler
 from engine.model.support import context_limit, declared_windows, refuse_by_class, refuse_by_config
-from kv_transfer.weights.manifest import TensorSpec
+from kv_transfer.layout import NO_QUANTIZATION
+from kv_transfer.weights.manifest import Manifest, TensorSpec, WeightsForm
 from kv_transfer.weights.taker import WeightsSource
 from splitserve.errors import (
     FailedPreconditionError,
@@ -67,26 +70,40 @@ def load_model(
     refuse_by_config(settings)
     context_tokens = context_limit(settings)
     refuse_by_class(skeleton := _skeleton(config, DTYPES[dtype]))
-    promised: str | None = None
+    form = WeightsForm(quantization, configuration_fingerprint(settings))
+    received: _Received | None = None
     if peer is None:
         module = _load_weights(localize_model(source), DTYPES[dtype], device, progress)
     else:
-        module, promised = _receive_weights(files, skeleton, DTYPES[dtype], device, peer, progress)
-    del skeleton
+        received = _receive_weights(files, skeleton, form, DTYPES[dtype], device, peer, progress)
+        module = received.module
     context = AttentionContext()
     layers = bind_layers(module, context, declared_windows(settings))
+    tensors = tensor_specs(module, _int8_layers(module, form))
+    digest, content = b"" if received is None else received.put(kernels), ""
     attention = probe_model(module, context, layers, settings)
     facts = ModelFacts(context_tokens, int(config.vocab_size), eos_token_ids(module))
-    fingerprint = model_fingerprint(settings, module.state_dict(), module.all_tied_weights_keys)
-    if promised is not None and promised != fingerprint:
-        message = "weights of a peer: with this configuration they are another model than the peer's"
-        raise FailedPreconditionError(message, reason="WEIGHTS_MISMATCH")
-    tensors = tensor_specs(module)
-    work = step_work(module, settings, attention, DTYPES[dtype], quantization)
+    tied = module.all_tied_weights_keys
+    if received is not None and digest:  # the weights that it is made from are not here
+        fingerprint = received.manifest.fingerprint
+    else:
+        fingerprint = model_fingerprint(settings, module.state_dict(), tied)
+    work = step_work(skeleton, settings, attention, DTYPES[dtype], quantization)
+    del skeleton
     if quantization == "int8":
-        quantize_linears(
-            module, module.get_output_embeddings(), lambda: probe_logits(module, context), kernels
-        )
+        output = module.get_output_embeddings()
+        digest = digest or quantize_linears(module, output, lambda: probe_logits(module, context), kernels)
+        content = quantized_fingerprint(settings, module.state_dict(), tied, fingerprint.encode() + digest)
+    if received is not None:
+        received.require(fingerprint, content)
+    _pack(module, context, dtype, device, kernels)
+    parts = module, config, context, facts, attention
+    return LoadedModel(*parts, dtype, device, fingerprint, work, tensors, form, content)
+
+
+def _pack(
+    module: Any, context: AttentionContext, dtype: str, device: torch.device, kernels: CpuKernels | None
+) -> None:
     if device.type == "cuda":
         pack_siblings(module, lambda: probe_logits(module, context))
         torch.cuda.empty_cache()  # what packing needed for itself
@@ -95,9 +112,6 @@ def load_model(
             replace_norms(module, kernels)
         pack_linears(module, lambda: probe_logits(module, context), kernels)
         _detach_from_file(module)
-    return LoadedModel(
-        module, config, context, facts, attention, dtype, device, fingerprint, work, tensors=tensors
-    )
 
 
 def _gguf_options(source: ModelSource) -> dict[str, Any]:
@@ -164,43 +178,54 @@ def _load_weights(
     return module.eval()
 
 
+class _Received(NamedTuple):
+    """A model with the weights that a peer has sent."""
+
+    module: Any
+    manifest: Manifest
+    quantized: dict[str, Int8Weight]
+    """Those that are not in the module yet, by layer."""
+
+    def put(self, kernels: CpuKernels | None) -> bytes:
+        """Puts these in their places; see `put_quantized`. Empty if there are none. Raises FailedPreconditionError
+        (WEIGHTS_UNUSABLE)."""
+        if not self.quantized:
+            return b""
+        try:
+            return put_quantized(self.module, self.module.get_output_embeddings(), self.quantized, kernels)
+        except (RuntimeError, ValueError, LookupError, MemoryError) as error:
+            message = f"weights of a peer: {type(error).__name__}: {_first_line(error)}"
+            raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE") from None
+
+    def require(self, fingerprint: str, content: str) -> None:
+        """Raises FailedPreconditionError (WEIGHTS_MISMATCH) unless the model is what the peer has promised."""
+        if (self.manifest.fingerprint, self.manifest.content) != (fingerprint, content):
+            message = "weights of a peer: with this configuration they are another model than the peer's"
+            raise FailedPreconditionError(message, reason="WEIGHTS_MISMATCH")
+
+
+def _int8_layers(module: Any, form: WeightsForm) -> list[str]:
+    return [] if form.quantization == NO_QUANTIZATION else quantizable(module, module.get_output_embeddings())
+
+
 def _receive_weights(
     files: ModelSource,
     skeleton: Any,
+    form: WeightsForm,
     dtype: torch.dtype,
     device: torch.device,
     peer: WeightsSource,
     progress: Callable[[float], None],
-) -> tuple[Any, str]:
-    """The model with the weights that `peer` sends, and the fingerprint that it must have. The tensors are those of
-    this model's own modules: the peer's list has to be the same."""
-    tensors: dict[str, torch.Tensor] = {}
-    specs = tensor_specs(skeleton)
-    if not specs:
-        message = "weights of a peer: this model has tensors of an element type that is not sent"
-        raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE")
-    total, received = sum(spec.num_bytes for spec in specs), 0
-
-    def allocate(spec: TensorSpec) -> Any:
-        nonlocal received
-        if not tensors:
-            _require_memory(total)
-        progress(min(1.0, received / total))  # of the tensors before; more where a second peer begins anew
-        received += spec.num_bytes
-        tensors[spec.name] = empty_tensor(spec)
-        return as_bytes(tensors[spec.name]).numpy()
-
-    try:
-        fingerprint = peer.fetch(specs, allocate)
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        LookupError,
-        MemoryError,
-    ) as error:  # of mappings, torch, libraries
-        message = f"weights of a peer: {type(error).__name__}: {_first_line(error)}"
-        raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE") from None
+) -> _Received:
+    """The model with the weights that `peer` sends. The tensors are those of this model's own modules: the peer's list
+    has to be the same."""
+    int8 = _int8_layers(skeleton, form)
+    tensors, manifest = _fetched(tensor_specs(skeleton, int8), form, peer, progress)
+    quantized: dict[str, Int8Weight] = {}
+    for name in int8:
+        values, scales = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.{SCALES}")
+        quantized[name] = Int8Weight(values, scales)
+        tensors[f"{name}.weight"] = torch.empty(values.shape, dtype=dtype)  # in whose place they are put
     options: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
     try:
         with report_progress(lambda _fraction: None), without_compiler():
@@ -218,7 +243,40 @@ def _receive_weights(
         message = f"weights of a peer: {len(left)} do not fit, for example {left[0]}"
         raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE")
     progress(1.0)
-    return module.eval(), fingerprint
+    return _Received(module.eval(), manifest, quantized)
+
+
+def _fetched(
+    specs: Sequence[TensorSpec], form: WeightsForm, peer: WeightsSource, progress: Callable[[float], None]
+) -> tuple[dict[str, torch.Tensor], Manifest]:
+    """The tensors that `peer` sends, by name, and what it says of them."""
+    if not specs:
+        message = "weights of a peer: this model has tensors of an element type that is not sent"
+        raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE")
+    tensors: dict[str, torch.Tensor] = {}
+    total, received = sum(spec.num_bytes for spec in specs), 0
+
+    def allocate(spec: TensorSpec) -> Any:
+        nonlocal received
+        if not tensors:
+            _require_memory(total)
+        progress(min(1.0, received / total))  # of the tensors before; more where a second peer begins anew
+        received += spec.num_bytes
+        tensors[spec.name] = empty_tensor(spec)
+        return as_bytes(tensors[spec.name]).numpy()
+
+    try:
+        manifest = peer.fetch(specs, allocate, form)
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        LookupError,
+        MemoryError,
+    ) as error:  # of mappings, torch, libraries
+        message = f"weights of a peer: {type(error).__name__}: {_first_line(error)}"
+        raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE") from None
+    return tensors, manifest
 
 
 def _require_memory(num_bytes: int) -> None:

@@ -35,7 +35,7 @@ from engine.runner.sampling_row import SamplingRow
 from engine.runner.self_test.device_checks import EXPERIMENTAL, self_tested
 from engine.runner.structured_output import Mask, MaskFiller
 from engine.runner.weights import load_weights
-from kv_transfer.layout import FP8_E4M3, NO_QUANTIZATION, SAME, KvLayout
+from kv_transfer.layout import FP8_E4M3, SAME, KvLayout
 from kv_transfer.transports.transport import VRAM, KvMemoryRegion
 from kv_transfer.weights.taker import WeightsSource
 from kv_transfer.wire_format import KvWire, PlainWire
@@ -66,8 +66,9 @@ class TorchRunner(ModelRunner):
             self.work = replace(self.work, kv_token_bytes=kv_token_bytes)
         self._device = model.device
         self._module = model.module
-        if config.quantization == NO_QUANTIZATION and model.tensors:
-            self.named_weights = NamedWeights(model.module, model.tensors, model.fingerprint)
+        if model.tensors:
+            named = model.tensors, model.fingerprint, model.form, model.content
+            self.named_weights = NamedWeights(model.module, *named)
         self._weights: HostCopy | None = None
         """Where the weights are while the worker sleeps, if not on their device."""
         self._context = model.context

@@ -21,7 +21,7 @@ from engine.model.loaded_model import LoadedModel
 from engine.runner.device import choose_device
 from engine.runner.dtype import choose_dtype, log_dtype
 from engine.runner.model_loader import load_model
-from kv_transfer.layout import NO_QUANTIZATION, SAME
+from kv_transfer.layout import SAME
 from kv_transfer.weights.taker import WeightsSource
 from kv_transfer.wire_format import check_wire_dtype
 from splitserve.config.engine import EngineConfig
@@ -148,7 +148,7 @@ def load_weights(
     if kept is not None:
         progress(1.0)
         return kept
-    if peer is not None and not source.gguf_file and config.quantization == NO_QUANTIZATION:
+    if peer is not None and not source.gguf_file:
         try:
             return _load(config, source, dtype, device, progress, peer)._replace(origin=PEER)
         except SplitserveError as error:

@@ -40,6 +40,13 @@ class CopiesDown:
         self._host, self._disk = tiers["host"], tiers.get("disk")
         self.blocks = 0
         """Blocks of the pool that are being copied to host memory."""
+        self._writes = 0
+        """Blocks that are being written to the disk."""
+
+    @property
+    def under_way(self) -> int:
+        """Blocks on their way down."""
+        return self.blocks + self._writes
 
     def attach(self, pool: BlockPool) -> None:
         """Joins the pool."""
@@ -87,6 +94,7 @@ class CopiesDown:
         placement = disk.index.add(found, self._cost(found.depth))
         if placement is not None:
             self._places.left(placement.evicted)
+            self._writes += 1
             work = partial(self._write, disk, found, slot, placement.slot)
             disk.start(work, partial(self._written, disk, found), self._soon)
         elif not disk.index.knows(found.block_hash):
@@ -99,6 +107,7 @@ class CopiesDown:
         return content is not None and disk.write(slot, found, content)
 
     def _written(self, disk: Tier, found: TierBlock, outcome: OSError | bool) -> None:
+        self._writes -= 1
         if outcome is True:
             disk.came(taken=True)
             self._places.arrived(disk, found)

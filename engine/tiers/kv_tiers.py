@@ -7,8 +7,11 @@ function that `collect` runs on the engine thread. A store that workers share is
 
 from __future__ import annotations
 
+import logging
 import queue
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from engine.kv_cache.block_pool import BlockPool
@@ -40,6 +43,8 @@ _LEAST_PATIENCE_S = 0.5
 _UNKNOWN_PATIENCE_S = 5.0
 """At least while computing has not been measured, or is not what a read spares; at most, in place of a transfer."""
 _CLOSE_S = 5.0
+FLUSH_S = 10.0
+"""How long an orderly end waits for blocks on their way down; less than what a call between two steps may take."""
 
 
 class KvTiers:
@@ -190,8 +195,21 @@ class KvTiers:
             self._completed.get_nowait()()
         self._freed()
 
+    def flush(self, limit_s: float = FLUSH_S) -> None:
+        """Waits until all blocks on their way down are there, `limit_s` seconds at most: others are logged, and lost
+        if `close` follows. Raises as `collect`."""
+        ends_s = time.monotonic() + limit_s
+        while self.copies.under_way and (left_s := ends_s - time.monotonic()) > 0:
+            with suppress(queue.Empty):
+                self._completed.get(timeout=left_s)()
+        if self.copies.under_way:
+            log_event(
+                "kv_tier.not_written", level=logging.WARNING, blocks=self.copies.under_way, waited_s=limit_s
+            )
+        self._freed()
+
     def close(self) -> None:
-        """Ends the threads, and closes what they use. What is on its way is lost."""
+        """Ends the threads, and closes what they use. What is on its way is lost: see `flush`."""
         self._closed = True
         self._alarms.close()
         unasked = self.look_ups is None or self.look_ups.close(_CLOSE_S)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
-import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -17,6 +16,7 @@ from typing import Any
 from engine.worker.engine_thread import Activity
 from splitserve.logs import log_event
 from splitserve.runtime.own_clock import OwnClock
+from splitserve.runtime.process import leave_at_once
 
 CHECK_S = 0.25
 MAX_TICK_S = 2 * CHECK_S
@@ -55,7 +55,7 @@ async def watch_for_hangs(
     not_serving: Callable[[], Awaitable[None]],
     *,
     check_s: float = CHECK_S,
-    leave: Callable[[int], object] = os._exit,
+    leave: Callable[[int], object] = leave_at_once,
 ) -> None:
     """Runs until cancelled. Once the engine thread hangs, ends the process by `leave` with EXIT_CODE.
 
@@ -87,7 +87,7 @@ async def end_engine(
     stop: Coroutine[Any, Any, None],
     worker_id: str,
     limit_s: float,
-    leave: Callable[[int], object] = os._exit,
+    leave: Callable[[int], object] = leave_at_once,
 ) -> None:
     """Waits for an engine that is told to end. One that has not ended after `limit_s` seconds ends the process by
     `leave` with EXIT_CODE, once it is logged with every thread's Python stack. Raises what `stop` raises."""

@@ -43,6 +43,7 @@ from splitserve.metrics import reload_metrics, serving_metrics
 from splitserve.rpc.carried_calls import CarriedCalls
 from splitserve.rpc.credentials import cluster_credentials, warn_if_open
 from splitserve.rpc.server import OpenRpcs, RpcServer, make_server
+from splitserve.runtime.cancellation import run_beside
 from splitserve.runtime.loops import LoopRunner
 from splitserve.runtime.process import END_S, relax_collector, stop_signal, unless_stopped
 from splitserve.runtime.reload import FileWatcher
@@ -57,6 +58,8 @@ from splitserve.v1.calls_pb2_grpc import add_CallServiceServicer_to_server
 
 CALL_SERVICE = calls_pb2.DESCRIPTOR.services_by_name["CallService"].full_name
 SERVER_GRACE_S = 2.0
+VLLM_START_S = 20.0
+"""How long vLLM's start may go on once the worker is told to stop, to end its processes by itself."""
 CALLERS: frozenset[Role] = frozenset({"coordinator"})
 """Who may call a worker's services."""
 
@@ -171,15 +174,13 @@ class WorkerProcess(Generic[C]):
 
     async def run(self) -> None:
         """Serves until SIGTERM or SIGINT, then drains. Raises the error that ended the engine or the registration."""
-        stop, service = stop_signal(), self._role.service_name
+        stop, service = stop_signal(self.config.drain_s + END_S), self._role.service_name
         async with exporting_spans(self.config.tracing, service, self.config.worker_id) as self.spans:
             await self._run(stop)
 
     async def _run(self, stop: asyncio.Event) -> None:
-        # vLLM has processes of its own to end: its start is not ended in the midst, nor by a limit.
-        early = asyncio.Event() if self.config.engine.kind == VLLM else stop
-        await unless_stopped(self.engine.start(), early)
-        stop_signal(self.config.drain_s + END_S, stop)
+        patience_s = VLLM_START_S if self.config.engine.kind == VLLM else 0.0
+        await unless_stopped(self.engine.start(), stop, patience_s=patience_s)
         relax_collector()  # a full collection, with all of torch's objects, would stop the engine for 0.2 s
         authorizer = self._security.authorizer({ANY_SERVICE: CALLERS, WEIGHTS_SERVICE: TAKERS})
         server = make_server(open_rpcs=self.open_rpcs, authorizer=authorizer)
@@ -234,28 +235,30 @@ class WorkerProcess(Generic[C]):
             for address in self.config.coordinators
         ]
         kv_events.subscribe(lambda: loop.call_soon_threadsafe(self.report_soon))
-        async with asyncio.TaskGroup() as group:
-            # Three things end the worker: an engine that died, one that cannot wake up, and coordinators none of which
-            # ever took the worker in.
-            background = [group.create_task(registry.run()) for registry in self._registries]
-            background.append(group.create_task(self._watch_engine(server)))
-            background.append(group.create_task(self._sleeper.run()))
-            hangs = partial(
-                watch_for_hangs,
-                self.engine.activity,
-                self.config.worker_id,
-                lambda: server.set_serving(False),
-            )
-            background.append(group.create_task(self._loops.run("hangs", hangs)))
-            if (idle := self.parts.idle) is not None:
-                using = partial(use_idle_time, self.engine, idle, self._awoken)
-                background.append(group.create_task(self._loops.run("idle", using)))
-            background.append(group.create_task(self._loops.run("files", self._files.follow)))
-            background.append(group.create_task(self._loops.run("spot", self._watch_spot)))
-            await stop.wait()
-            await self.drain()
-            for task in background:
-                task.cancel()
+        hangs = partial(
+            watch_for_hangs, self.engine.activity, self.config.worker_id, lambda: server.set_serving(False)
+        )
+        idle = partial(use_idle_time, self.engine, self.parts.idle, self._awoken)
+        # Three things end the worker: an engine that died, one that cannot wake up, and coordinators none of which ever
+        # took the worker in.
+        await run_beside(
+            self._until(stop),
+            [
+                *((f"registry {each.coordinator}", each.run()) for each in self._registries),
+                ("engine", self._watch_engine(server)),
+                ("sleeper", self._sleeper.run()),
+                ("hangs", self._loops.run("hangs", hangs)),
+                ("idle", self._loops.run("idle", idle)),
+                ("files", self._loops.run("files", self._files.follow)),
+                ("spot", self._loops.run("spot", self._watch_spot)),
+            ],
+        )
+
+    async def _until(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        await self.drain()
+        if (tiers := self.parts.tiers) is not None:
+            await self.engine.call(lambda _core, _connector: tiers.flush())
 
     async def _watch_engine(self, server: RpcServer) -> None:
         """If the engine thread dies, the worker ends: a supervisor restarts it, and its peers notice."""

@@ -60,7 +60,9 @@ class WeightsGiver:
         self._transport = self._open_transport()
         endpoint = self._transport.register_memory(self._window.memory)
         self._transport.connect(self._taker)
-        return Manifest(self._reader.fingerprint, endpoint.agent_id, tuple(self._reader.specs))
+        given = self._reader
+        specs = tuple(given.specs)
+        return Manifest(given.fingerprint, endpoint.agent_id, specs, given.form, given.content)
 
     def write(self, block: int) -> int:
         """Writes the next piece into a block of the window, and waits until it is there; its bytes.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from kv_transfer.layout import KvLayout
+from kv_transfer.layout import NO_QUANTIZATION, KvLayout
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 from splitserve.v1 import weights_pb2 as pb
 
@@ -30,6 +30,7 @@ ELEMENT_BYTES = {
 }
 MAX_TENSORS = 2**17
 MAX_NAME = 512
+MAX_FINGERPRINT = 128
 MAX_AXES = 8
 MAX_TENSOR_BYTES = 2**40
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 2**12, 2**24
@@ -52,11 +53,27 @@ class TensorSpec:
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsForm:
+    """What weights are besides names, shapes and types."""
+
+    quantization: str = NO_QUANTIZATION
+    """As `KvLayout.quantization`."""
+    configuration: str = ""
+    """Fingerprint of the model's configuration; empty: not known."""
+
+
+PLAIN = WeightsForm()
+
+
 class WeightsReader(ABC):
     """The weights of a running model. For one thread at a time, whichever that is; nobody changes them meanwhile."""
 
     fingerprint: str
     """As `KvLayout.model_fingerprint`."""
+    form: WeightsForm = PLAIN
+    content: str = ""
+    """Fingerprint of quantized weights, from which that of the model cannot be computed; empty: they are not."""
     specs: Sequence[TensorSpec]
     """All of them, in the order in which they are sent."""
 
@@ -85,6 +102,9 @@ class Manifest:
     agent_id: str
     """Of the transport that writes."""
     specs: tuple[TensorSpec, ...]
+    form: WeightsForm = PLAIN
+    content: str = ""
+    """As of `WeightsReader`."""
 
     @property
     def num_bytes(self) -> int:
@@ -94,17 +114,46 @@ class Manifest:
     def to_proto(self) -> pb.WeightsManifest:
         """The wire form."""
         tensors = [pb.WeightTensor(name=spec.name, shape=spec.shape, dtype=spec.dtype) for spec in self.specs]
-        return pb.WeightsManifest(model_fingerprint=self.fingerprint, agent_id=self.agent_id, tensors=tensors)
+        return pb.WeightsManifest(
+            model_fingerprint=self.fingerprint,
+            agent_id=self.agent_id,
+            tensors=tensors,
+            quantization="" if self.form.quantization == NO_QUANTIZATION else self.form.quantization,
+            configuration_fingerprint=self.form.configuration,
+            content_fingerprint=self.content,
+        )
 
     @classmethod
     def from_proto(cls, message: pb.WeightsManifest) -> Manifest:
         """The inverse of `to_proto`. Raises InvalidArgumentError naming field and bound."""
         _bound(len(message.tensors) <= MAX_TENSORS, "tensors", f"at most {MAX_TENSORS}")
-        return cls(message.model_fingerprint, message.agent_id, tuple(map(_spec, message.tensors)))
+        texts = {
+            "quantization": message.quantization,
+            "configuration_fingerprint": message.configuration_fingerprint,
+            "content_fingerprint": message.content_fingerprint,
+        }
+        for field, text in texts.items():
+            _bound(len(text) <= MAX_FINGERPRINT, field, f"at most {MAX_FINGERPRINT} characters")
+        return cls(
+            message.model_fingerprint,
+            message.agent_id,
+            tuple(map(_spec, message.tensors)),
+            WeightsForm(message.quantization or NO_QUANTIZATION, message.configuration_fingerprint),
+            message.content_fingerprint,
+        )
 
-    def require_same(self, expected: Sequence[TensorSpec]) -> None:
-        """Raises FailedPreconditionError (WEIGHTS_MISMATCH), naming the first tensor that is missing, unexpected, or
-        differs from what the taker's own configuration demands. The order is the giver's."""
+    def require_same(self, expected: Sequence[TensorSpec], form: WeightsForm = PLAIN) -> None:
+        """Raises FailedPreconditionError (WEIGHTS_MISMATCH), naming the quantization, the configuration, or the first
+        tensor that is missing, unexpected, or differs from what the taker's own settings demand. The order is the
+        giver's. A giver that does not know its configuration's fingerprint is of an older version."""
+        own_kind, kind = form.quantization, self.form.quantization
+        if own_kind != kind:
+            raise _mismatch(f"quantization is {kind!r} at the giver, {own_kind!r} here")
+        if kind != NO_QUANTIZATION and not (self.fingerprint and self.content):
+            raise _mismatch("the giver does not say what its quantized weights are")
+        configurations = {self.form.configuration, form.configuration} - {""}
+        if len(configurations) > 1:
+            raise _mismatch("the model's configuration is another one at the giver")
         wanted = {spec.name: spec for spec in expected}
         seen = set[str]()
         for spec in self.specs:

@@ -11,7 +11,14 @@ import numpy.typing as npt
 import xxhash
 
 from kv_transfer.transports.transport import TransferEndpoint, Transport
-from kv_transfer.weights.manifest import Manifest, TensorSpec, WeightsPiece, pieces
+from kv_transfer.weights.manifest import (
+    PLAIN,
+    Manifest,
+    TensorSpec,
+    WeightsForm,
+    WeightsPiece,
+    pieces,
+)
 from kv_transfer.weights.window import PieceWindow
 from kv_transfer.weights.written import WrittenPiece
 from splitserve.errors import DeadlineExceededError, TransferError
@@ -46,8 +53,11 @@ class PullCall(Protocol):
 class WeightsSource(Protocol):
     """Where weights come from, if not from files."""
 
-    def fetch(self, specs: Sequence[TensorSpec], allocate: Callable[[TensorSpec], Destination]) -> str:
-        """Fills what `allocate` returns for each of exactly these tensors; the fingerprint that the model must have.
+    def fetch(
+        self, specs: Sequence[TensorSpec], allocate: Callable[[TensorSpec], Destination], form: WeightsForm
+    ) -> Manifest:
+        """Fills what `allocate` returns for each of exactly these tensors, of weights of this form; what the giver said
+        of them, whose fingerprints the model must have.
 
         Raises SplitserveError for any fault; what was filled until then is worth nothing.
         """
@@ -72,19 +82,24 @@ class WeightsTaker:
         self._piece_bytes, self._window_blocks, self._piece_s = piece_bytes, window_blocks, piece_s
         self._clock, self._wait = clock, wait
 
-    def take(self, specs: Sequence[TensorSpec], allocate: Callable[[TensorSpec], Destination]) -> str:
+    def take(
+        self,
+        specs: Sequence[TensorSpec],
+        allocate: Callable[[TensorSpec], Destination],
+        form: WeightsForm = PLAIN,
+    ) -> Manifest:
         """See `WeightsSource.fetch`. Nothing is allocated before the giver's list is `specs`."""
         window = PieceWindow(self._window_blocks, self._piece_bytes)
         transport = self._open_transport()
         at_rest = True  # nothing is written before a block is granted
         try:
             manifest = self._call.open(transport.register_memory(window.memory))
-            manifest.require_same(specs)
+            manifest.require_same(specs, form)
             at_rest = False
             self._receive(manifest, allocate, window, transport)
             self._call.finish()
             at_rest = True
-            return manifest.fingerprint
+            return manifest
         finally:
             try:
                 transport.close()

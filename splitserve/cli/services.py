@@ -86,7 +86,7 @@ def _run_coordinator(settings: CoordinatorConfig) -> None:
     _configure_logging("coordinator")
     from coordinator.service import serve
 
-    _run(leaving(serve(settings)))
+    _run(serve(settings))
 
 
 def _run_worker(kind: Kind, settings: WorkerConfig) -> None:
@@ -161,12 +161,12 @@ def _run(service: Coroutine[Any, Any, None]) -> None:
     raise_file_limit()
     # kill -USR2 shows what every thread is doing.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    uvloop.run(_logged(service))
+    uvloop.run(leaving(service))
 
 
 async def leaving(service: Coroutine[Any, Any, None]) -> NoReturn:
-    """Runs a service, and ends the process with its exit code at once: closing the event loop would wait for its tasks,
-    and for the threads of `asyncio.to_thread`, however long their call takes."""
+    """Runs a service, and ends the process with its exit code at once: closing the event loop would wait for its tasks
+    and for the threads of `asyncio.to_thread`, the interpreter's end for other threads and the hooks of libraries."""
     from splitserve.cli.main import explain
     from splitserve.runtime.process import leave_at_once
 

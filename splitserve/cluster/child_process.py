@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
-from splitserve.runtime import child_launch
+from splitserve.runtime.children import launch
 
 Role = Literal["coordinator", "prefill", "decode", "worker"]
 Event = Mapping[str, Any]
@@ -117,7 +117,7 @@ class ChildProcess:
         self._reader = asyncio.create_task(self._read(read))
 
     async def _execute(self, environment: Mapping[str, str], output: int) -> RunningProcess:
-        launcher = [sys.executable, "-I", "-S", str(Path(child_launch.__file__))]
+        launcher = [sys.executable, "-I", "-S", str(Path(launch.__file__))]
         return await asyncio.create_subprocess_exec(
             *launcher,
             str(os.getpid()),

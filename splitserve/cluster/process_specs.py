@@ -25,7 +25,7 @@ from splitserve.gpus.inventory import GpuInventory
 from splitserve.gpus.worker_gpus import check_gpu_count
 from splitserve.models.sources import resolve_model
 from splitserve.rpc.credentials import ClusterCredentials, new_token, read_token
-from splitserve.runtime.child_launch import PROGRAM
+from splitserve.runtime.children.launch import PROGRAM
 from splitserve.security.tls import client_files
 from splitserve.v1 import inference_pb2
 

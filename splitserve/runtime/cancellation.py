@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from splitserve.logs import log_event
@@ -37,3 +37,30 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     _, left = await asyncio.wait(ending, timeout=END_S)
     if left:
         log_event("tasks.do_not_end", level=logging.ERROR, tasks=sorted(task.get_name() for task in left))
+
+
+async def run_beside(
+    front: Coroutine[Any, Any, object], background: Iterable[tuple[str, Coroutine[Any, Any, object]]]
+) -> None:
+    """Runs `front` to its end with tasks beside it, each with its name, that are ended with it as `end_tasks` does.
+
+    Raises the first error of any of them, which ends the others, or what one raised while it was ended. A TaskGroup
+    would wait without limit for a task that does not end.
+    """
+    first = asyncio.create_task(front)
+    tasks = [first, *(asyncio.create_task(each, name=name) for name, each in background)]
+    try:
+        running = set(tasks)
+        while not first.done():
+            ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            _raise_errors(ended)
+    finally:
+        await end_tasks(tasks)
+    _raise_errors(tasks)
+    first.result()
+
+
+def _raise_errors(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.result()

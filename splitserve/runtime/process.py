@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn, TypeVar
 
 from splitserve.logs import log_event
+from splitserve.runtime.children.ending import CHILD_S, end_children
 
 T = TypeVar("T")
 
@@ -34,22 +35,19 @@ def number_devices_like_nvidia_smi() -> None:
     os.environ.setdefault(DEVICE_ORDER_VARIABLE, "PCI_BUS_ID")
 
 
-def stop_signal(limit_s: float | None = None, stop: asyncio.Event | None = None) -> asyncio.Event:
-    """Returns an event that the first SIGTERM or SIGINT sets; a second one ends the process immediately.
+def stop_signal(limit_s: float) -> asyncio.Event:
+    """Returns an event that the first SIGTERM or SIGINT sets; a second one ends the process and its children at once.
 
-    `limit_s`: so many seconds after the first one the process ends in any case, see `end_in_any_case`. `stop`: the
-    event of an earlier call without a limit, which has one from now on. Call it on the running event loop.
+    `limit_s`: so many seconds after the first one the process ends in any case, see `end_in_any_case`. Call it on the
+    running event loop.
     """
-    stop = stop or asyncio.Event()
-    if stop.is_set() and limit_s is not None:
-        end_in_any_case(limit_s)
+    stop = asyncio.Event()
 
     def on_signal() -> None:
         if stop.is_set():
-            os._exit(SECOND_SIGNAL_EXIT_CODE)
+            _end(SECOND_SIGNAL_EXIT_CODE, 0.0)
         stop.set()
-        if limit_s is not None:
-            end_in_any_case(limit_s)
+        end_in_any_case(limit_s)
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -67,10 +65,19 @@ def end_in_any_case(limit_s: float) -> None:
 
 
 def leave_at_once(code: int = 0) -> NoReturn:
-    """Ends the process without the interpreter's own end, which joins threads however long their call takes. For a
-    service that has closed what it had."""
-    _flush_output()
-    os._exit(code)
+    """Ends the process without the interpreter's own end, which joins threads and calls libraries' hooks however long
+    these take. For a service that has closed what it had, or that cannot. Its children end before, see
+    `end_children`."""
+    _end(code, CHILD_S)
+
+
+def _end(code: int, patience_s: float) -> NoReturn:
+    try:
+        end_children(patience_s)
+        if patience_s > 0:
+            _flush_output()  # waits for who reads it
+    finally:
+        os._exit(code)
 
 
 def _flush_output() -> None:
@@ -96,16 +103,21 @@ def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 async def unless_stopped(
-    starting: Awaitable[T], stop: asyncio.Event, leave: Callable[[int], object] = os._exit
+    starting: Awaitable[T],
+    stop: asyncio.Event,
+    leave: Callable[[int], object] = leave_at_once,
+    patience_s: float = 0.0,
 ) -> T:
-    """The result of a start that cannot be cancelled, such as loading weights on a thread. Once `stop` is set the
-    process ends in the middle of it, with code 0: nobody knows it yet, and nobody waits for what it would give back."""
+    """The result of a start that cannot be cancelled, such as loading weights on a thread. Once `stop` is set it has
+    `patience_s` seconds more; then the process ends in the middle of it, with code 0: nobody knows it yet, and nobody
+    waits for what it would give back."""
     begun, stopped = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait([begun, stopped], return_when=asyncio.FIRST_COMPLETED)
         if not begun.done():
-            log_event("process.stopped_at_start")
-            _flush_output()
+            await asyncio.wait([begun], timeout=patience_s)
+        if not begun.done():
+            log_event("process.stopped_at_start", waited_s=patience_s)
             leave(0)
         return await begun
     finally:

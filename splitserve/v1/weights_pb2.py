@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from splitserve.v1 import kv_transfer_pb2 as splitserve_dot_v1_dot_kv__transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bsplitserve/v1/weights.proto\x12\rsplitserve.v1\x1a\x1fsplitserve/v1/kv_transfer.proto\"Y\n\x12PullWeightsRequest\x12/\n\x06window\x18\x01 \x01(\x0b\x32\x1f.splitserve.v1.TransferEndpoint\x12\x12\n\x06\x62locks\x18\x02 \x03(\rB\x02\x10\x01\"G\n\x13PullWeightsResponse\x12\x30\n\x08manifest\x18\x01 \x01(\x0b\x32\x1e.splitserve.v1.WeightsManifest\"l\n\x0fWeightsManifest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x10\n\x08\x61gent_id\x18\x02 \x01(\t\x12,\n\x07tensors\x18\x03 \x03(\x0b\x32\x1b.splitserve.v1.WeightTensor\">\n\x0cWeightTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\x05shape\x18\x02 \x03(\x04\x42\x02\x10\x01\x12\r\n\x05\x64type\x18\x03 \x01(\t2j\n\x0eWeightsService\x12X\n\x0bPullWeights\x12!.splitserve.v1.PullWeightsRequest\x1a\".splitserve.v1.PullWeightsResponse(\x01\x30\x01\x42\x1cZ\x1asplitserve/v1;splitservev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bsplitserve/v1/weights.proto\x12\rsplitserve.v1\x1a\x1fsplitserve/v1/kv_transfer.proto\"Y\n\x12PullWeightsRequest\x12/\n\x06window\x18\x01 \x01(\x0b\x32\x1f.splitserve.v1.TransferEndpoint\x12\x12\n\x06\x62locks\x18\x02 \x03(\rB\x02\x10\x01\"G\n\x13PullWeightsResponse\x12\x30\n\x08manifest\x18\x01 \x01(\x0b\x32\x1e.splitserve.v1.WeightsManifest\"\xc2\x01\n\x0fWeightsManifest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x10\n\x08\x61gent_id\x18\x02 \x01(\t\x12,\n\x07tensors\x18\x03 \x03(\x0b\x32\x1b.splitserve.v1.WeightTensor\x12\x14\n\x0cquantization\x18\x04 \x01(\t\x12!\n\x19\x63onfiguration_fingerprint\x18\x05 \x01(\t\x12\x1b\n\x13\x63ontent_fingerprint\x18\x06 \x01(\t\">\n\x0cWeightTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\x05shape\x18\x02 \x03(\x04\x42\x02\x10\x01\x12\r\n\x05\x64type\x18\x03 \x01(\t2j\n\x0eWeightsService\x12X\n\x0bPullWeights\x12!.splitserve.v1.PullWeightsRequest\x1a\".splitserve.v1.PullWeightsResponse(\x01\x30\x01\x42\x1cZ\x1asplitserve/v1;splitservev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,10 +41,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PULLWEIGHTSREQUEST']._serialized_end=168
   _globals['_PULLWEIGHTSRESPONSE']._serialized_start=170
   _globals['_PULLWEIGHTSRESPONSE']._serialized_end=241
-  _globals['_WEIGHTSMANIFEST']._serialized_start=243
-  _globals['_WEIGHTSMANIFEST']._serialized_end=351
-  _globals['_WEIGHTTENSOR']._serialized_start=353
-  _globals['_WEIGHTTENSOR']._serialized_end=415
-  _globals['_WEIGHTSSERVICE']._serialized_start=417
-  _globals['_WEIGHTSSERVICE']._serialized_end=523
+  _globals['_WEIGHTSMANIFEST']._serialized_start=244
+  _globals['_WEIGHTSMANIFEST']._serialized_end=438
+  _globals['_WEIGHTTENSOR']._serialized_start=440
+  _globals['_WEIGHTTENSOR']._serialized_end=502
+  _globals['_WEIGHTSSERVICE']._serialized_start=504
+  _globals['_WEIGHTSSERVICE']._serialized_end=610
 # @@protoc_insertion_point(module_scope)

@@ -88,10 +88,19 @@ class WeightsManifest(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     AGENT_ID_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
+    CONFIGURATION_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    CONTENT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     """As KvLayout.model_fingerprint, of the giver's weights. Required."""
     agent_id: _builtins.str
     """Agent id of the transport that writes the pieces, new for each pull. Required."""
+    quantization: _builtins.str
+    """As KvLayout.quantization; empty for "none". At most 128 characters, as the fingerprints."""
+    configuration_fingerprint: _builtins.str
+    """Fingerprint of the model's configuration at the giver; empty: an older version."""
+    content_fingerprint: _builtins.str
+    """Fingerprint of the weights as they are sent. Required where they are quantized, empty elsewhere."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightTensor]:
         """All weights of the model but those that repeat others, in the order in which they are sent. At most 2^17."""
@@ -102,10 +111,13 @@ class WeightsManifest(_message.Message):
         model_fingerprint: _builtins.str = ...,
         agent_id: _builtins.str = ...,
         tensors: _abc.Iterable[Global___WeightTensor] | None = ...,
+        quantization: _builtins.str = ...,
+        configuration_fingerprint: _builtins.str = ...,
+        content_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "model_fingerprint", b"model_fingerprint", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "configuration_fingerprint", b"configuration_fingerprint", "content_fingerprint", b"content_fingerprint", "model_fingerprint", b"model_fingerprint", "quantization", b"quantization", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,6 +28,8 @@ _PANEL_OUTPUTS = 48
 """Outputs of every panel but the last."""
 _PAIR = 2
 """Inputs of a bfloat16 layer must be a multiple: the dot product instruction takes pairs."""
+_WORD_BYTES = 4
+"""What panels are made of: a pair of bfloat16 inputs of one output, or four of int8."""
 _INT8_STEP = 16
 """Inputs of an int8 layer must be a multiple: that many are quantized at a time."""
 
@@ -161,25 +163,26 @@ class CpuKernels:
 
     @staticmethod
     def unpack(packed: torch.Tensor, rows: slice = ALL_ROWS) -> torch.Tensor:
-        """The inverse of `pack`, of these rows of a bfloat16 weight. On the calling thread only."""
+        """The inverse of `pack`, of these rows of a bfloat16 or int8 weight. On the calling thread only."""
         outputs, inputs = packed.shape
+        words = inputs * packed.itemsize // _WORD_BYTES
         first, end, _ = rows.indices(outputs)
         whole = outputs // _PANEL_OUTPUTS * _PANEL_OUTPUTS
         # All panels that have one of the rows.
         begin = first // _PANEL_OUTPUTS * _PANEL_OUTPUTS
         stop = min(outputs, -(-end // _PANEL_OUTPUTS) * _PANEL_OUTPUTS)
         pairs = packed.view(torch.int32).numpy()
-        unpacked = np.empty((stop - begin, inputs // _PAIR), np.int32)
+        unpacked = np.empty((stop - begin, words), np.int32)
         for start, until, width in (
             (begin, min(stop, whole), _PANEL_OUTPUTS),
             (max(begin, whole), stop, outputs - whole),
         ):
             if start < until:
-                panels = pairs[start:until].reshape(-1, inputs // _PAIR, width)
-                into = unpacked[start - begin : until - begin].reshape(-1, width, inputs // _PAIR)
+                panels = pairs[start:until].reshape(-1, words, width)
+                into = unpacked[start - begin : until - begin].reshape(-1, width, words)
                 into[:] = panels.transpose(0, 2, 1)
-        own = unpacked.view(np.int16)[first - begin : end - begin]
-        return torch.from_numpy(own).view(torch.bfloat16)
+        own = unpacked[first - begin : end - begin]
+        return torch.from_numpy(own).view(packed.dtype)
 
     def linear(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x W^T + bias`, all in bfloat16: x `[..., inputs]`, packed `[outputs, inputs]`, bias `[outputs]`.

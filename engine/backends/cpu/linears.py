@@ -8,7 +8,7 @@ differs or fails, every layer is put back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from engine.model.sibling_linears import (
 )
 from splitserve.logs import log_event
 
-MakeLayer = Callable[[torch.Tensor, torch.Tensor | None], nn.Module]
-"""Makes a layer from a weight `[outputs, inputs]` and a bias `[outputs]`, both in bfloat16."""
+MakeLayer = Callable[[Sequence[nn.Linear]], nn.Module]
+"""Makes one layer of several that have their outputs beside each other; see `weights_of`."""
 MAX_DIFFERENCE = 0.02
 """Of the whole model's logits, relative norm: another order of summation may change bfloat16 rounding."""
 
@@ -63,7 +63,8 @@ def pack_linears(
     oneDNN has no bfloat16 product here or the new layers change the logits by more than MAX_DIFFERENCE.
     """
 
-    def make(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
+    def make(layers: Sequence[nn.Linear]) -> nn.Module:
+        weight, bias = weights_of(layers)
         if kernels is not None and kernels.packs(weight):
             return KernelLinear(kernels, weight, bias)
         return PackedLinear(weight, bias)
@@ -99,22 +100,27 @@ def replacements(
     """
     for parent in list(model.modules()):
         children = {
-            name: child for name, child in parent.named_children() if _fits(child) and child is not kept
+            name: child for name, child in parent.named_children() if fits(child) and child is not kept
         }
         for names, layers in sibling_groups(children):
-            shared = SharedProduct(make(*joined(layers)), [layer.out_features for layer in layers])
+            shared = SharedProduct(make(layers), [layer.out_features for layer in layers])
             del layers
             for index, name in enumerate(names):
                 yield parent, name, LinearSlice(shared, index, children.pop(name))
         for name, layer in children.items():
-            yield (
-                parent,
-                name,
-                make(layer.weight.detach(), None if layer.bias is None else layer.bias.detach()),
-            )
+            yield parent, name, make([layer])
 
 
-def _fits(module: nn.Module) -> Any:
+def weights_of(layers: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight `[all outputs, inputs]` and the bias `[all outputs]` of layers; of one, its own."""
+    if len(layers) > 1:
+        return joined(layers)
+    (layer,) = layers
+    return layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+
+
+def fits(module: nn.Module) -> bool:
+    """Whether it is a bfloat16 linear layer that may be replaced."""
     # Subclasses may compute something else.
     return type(module) is nn.Linear and module.weight.dtype is torch.bfloat16
 

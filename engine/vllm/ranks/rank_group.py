@@ -26,6 +26,7 @@ from kv_transfer.lane_probe import probe_blocks
 from kv_transfer.shard_map import held_heads
 from kv_transfer.transports.transport import KvMemoryRegion, TransferEndpoint
 from splitserve.errors import UnsupportedModelError
+from splitserve.runtime.children.ending import keep_at_end, remove_at_end
 from splitserve.runtime.process import environment_with
 from splitserve.v1 import ranks_pb2 as pb
 
@@ -57,6 +58,7 @@ class RankGroup:
         self.transports: Sequence[RemoteTransport] = ()
         self._sampling: SamplingService | None = None
         self._held: list[range] = []
+        remove_at_end(self._remove_files)
 
     @contextmanager
     def temporary_files(self) -> Iterator[None]:
@@ -144,6 +146,7 @@ class RankGroup:
             for memory in SHARED_MEMORY.glob(f"{meeting.name}*"):
                 memory.unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
+        keep_at_end(self._remove_files)
 
 
 def block_digests(by_rank: Sequence[Sequence[int]], held: Sequence[range], place: int) -> list[int]:

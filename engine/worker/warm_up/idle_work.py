@@ -84,8 +84,11 @@ class IdleEngine(Protocol):
         ...
 
 
-async def use_idle_time(engine: IdleEngine, work: IdleWork, more: asyncio.Event) -> None:
-    """Does all pieces, then those that come up later: `more` is set when a worker has woken up. Until cancelled."""
+async def use_idle_time(engine: IdleEngine, work: IdleWork | None, more: asyncio.Event) -> None:
+    """Does all pieces, then those that come up later: `more` is set when a worker has woken up. Until cancelled, or at
+    once where there is no such work."""
+    if work is None:
+        return
 
     def piece(core: Engine, connector: KvConnector) -> bool | None:
         load = core.load()

@@ -13,7 +13,7 @@ import grpc
 
 from kv_transfer.transports.factory import make_transport
 from kv_transfer.transports.transport import TransferEndpoint
-from kv_transfer.weights.manifest import PULL_S, Manifest, TensorSpec
+from kv_transfer.weights.manifest import PULL_S, Manifest, TensorSpec, WeightsForm
 from kv_transfer.weights.taker import Destination, WeightsTaker
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import DeadlineExceededError, NotFoundError, SplitserveError, UnavailableError
@@ -29,7 +29,14 @@ from splitserve.v1.weights_pb2_grpc import WeightsServiceStub
 if TYPE_CHECKING:
     Ask = Callable[[], Sequence[registry_pb2.WeightsHolder]]
     PullFrom = Callable[
-        [registry_pb2.WeightsHolder, Sequence[TensorSpec], Callable[[TensorSpec], Destination], float], str
+        [
+            registry_pb2.WeightsHolder,
+            Sequence[TensorSpec],
+            Callable[[TensorSpec], Destination],
+            WeightsForm,
+            float,
+        ],
+        Manifest,
     ]
 
 FIND_S = 5.0
@@ -57,7 +64,9 @@ class PeerWeights:
     ) -> None:
         self._ask, self._pull, self._clock, self._wait = ask, pull, clock, wait
 
-    def fetch(self, specs: Sequence[TensorSpec], allocate: Callable[[TensorSpec], Destination]) -> str:
+    def fetch(
+        self, specs: Sequence[TensorSpec], allocate: Callable[[TensorSpec], Destination], form: WeightsForm
+    ) -> Manifest:
         """See `WeightsSource`. Each holder is tried once, and again only while all of them are busy with others. All of
         it takes PULL_S at most."""
         asked_s = self._clock()
@@ -66,7 +75,7 @@ class PeerWeights:
             for holder in self._ask():
                 began_s = self._clock()
                 try:
-                    fingerprint = self._pull(holder, specs, allocate, asked_s + PULL_S - began_s)
+                    manifest = self._pull(holder, specs, allocate, form, asked_s + PULL_S - began_s)
                 except SplitserveError as error:
                     log_event(
                         "weights.pull_failed", peer=holder.worker_id, reason=error.reason, why=error.message
@@ -75,7 +84,7 @@ class PeerWeights:
                     continue
                 total, took_s = sum(spec.num_bytes for spec in specs), round(self._clock() - began_s, 3)
                 log_event("weights.pulled", peer=holder.worker_id, bytes=total, took_s=took_s)
-                return fingerprint
+                return manifest
             if not errors:
                 raise NotFoundError("no worker gives weights now", reason="NO_WEIGHTS")
             if any(error.reason != BUSY for error in errors) or self._clock() > asked_s + BUSY_S:
@@ -187,13 +196,14 @@ def weights_peer(config: WorkerConfig, security: ClusterCredentials) -> PeerWeig
         holder: registry_pb2.WeightsHolder,
         specs: Sequence[TensorSpec],
         allocate: Callable[[TensorSpec], Destination],
+        form: WeightsForm,
         limit_s: float,
-    ) -> str:
+    ) -> Manifest:
         role: Role = "worker" if holder.neutral else POOL_ROLES.get(holder.pool, "worker")
         with (
             security.blocking_channel(holder.address, role) as channel,
             closing(GrpcPull(channel, security.metadata, limit_s)) as call,
         ):
-            return WeightsTaker(call, lambda: make_transport(config.transport)).take(specs, allocate)
+            return WeightsTaker(call, lambda: make_transport(config.transport)).take(specs, allocate, form)
 
     return PeerWeights(ask, pull)

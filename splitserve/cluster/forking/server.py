@@ -26,7 +26,7 @@ from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
 from splitserve.cluster.forking.process_title import set_process_title
-from splitserve.runtime.child_launch import PROGRAM, end_with_parent
+from splitserve.runtime.children.launch import PROGRAM, end_with_parent
 
 OUTPUT_AND_ANSWER = 2
 """Files of a request."""

@@ -15,7 +15,7 @@ from splitserve.cluster.forking.owner import AdoptedProcess, ForkServer
 from splitserve.cluster.forking.server import Step
 from splitserve.config.cluster import ClusterConfig
 from splitserve.host_facts import read_host_facts
-from splitserve.runtime.child_launch import PROGRAM
+from splitserve.runtime.children.launch import PROGRAM
 from splitserve.runtime.library_ahead import finish_loading, load_ahead
 
 SHARED = ("uvloop", "splitserve.cli.services", "splitserve.rpc.server", "splitserve.models.hf_tokenizer")

@@ -15,7 +15,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from engine.backends.cpu import int8_linears
-from engine.backends.cpu.int8_linears import Int8Linear, check_quantization, quantize_linears
+from engine.backends.cpu.int8_linears import (
+    Int8Linear,
+    check_quantization,
+    quantize_linears,
+    quantized_weight,
+)
 from engine.backends.cpu.linears import PackedLinear, pack_linears
 from engine.core.engine_core import EngineCore
 from engine.core.types import EngineRequest, SamplingParams, StopParams
@@ -42,7 +47,7 @@ needs_int8 = pytest.mark.skipif(not int8_linears.is_exact(), reason="this proces
 def test_products_are_close_and_do_not_depend_on_the_batch(biased: bool) -> None:
     torch.manual_seed(1)
     weight, bias = torch.randn(40, 72).bfloat16(), torch.randn(40).bfloat16() if biased else None
-    layer, x = Int8Linear(weight, bias), torch.randn(2, 9, 72).bfloat16()
+    layer, x = Int8Linear(quantized_weight(weight), bias), torch.randn(2, 9, 72).bfloat16()
     x[0, 3] *= 1000  # another token's magnitude affects no other token
     x[1, 4] = 0
     before, exact = x.clone(), nn.functional.linear(x.float(), weight.float(), None)
@@ -63,7 +68,7 @@ def test_products_are_close_and_do_not_depend_on_the_batch(biased: bool) -> None
 def test_what_is_not_finite_stays_so() -> None:
     x = torch.zeros(2, 16).bfloat16()
     x[0, 5] = math.nan
-    y = Int8Linear(torch.ones(8, 16).bfloat16(), None)(x)
+    y = Int8Linear(quantized_weight(torch.ones(8, 16).bfloat16()), None)(x)
     assert y[0].isnan().all()
     assert torch.equal(y[1], torch.zeros(8).bfloat16())
 

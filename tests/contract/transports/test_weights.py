@@ -96,7 +96,7 @@ def pull(call: ThreadCall) -> dict[str, Destination]:
         return taken[spec.name]
 
     taker = WeightsTaker(call, lambda: make_transport(call.kind), piece_bytes=2**18, window_blocks=3)
-    assert taker.take(SPECS, allocate) == Reader.fingerprint
+    assert taker.take(SPECS, allocate).fingerprint == Reader.fingerprint
     return taken
 
 

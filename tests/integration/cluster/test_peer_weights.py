@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.backends.cpu.int8_linears import is_exact
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.security.certificates import write_certificates
 from splitserve.v1 import inference_pb2
@@ -19,10 +20,29 @@ PROMPT = "The three largest rivers of Europe are"
 pytestmark = pytest.mark.timeout(180)
 
 
-async def test_weights_of_a_running_worker(smollm2: str, log_dir: Path, tmp_path: Path) -> None:
+FLOAT32, INT8 = ("--dtype", "float32"), ("--dtype", "bfloat16", "--quantization", "int8")
+
+
+@pytest.mark.parametrize(
+    ("weights", "least_bytes", "most_bytes"),
+    [
+        (FLOAT32, 500e6, 600e6),
+        pytest.param(
+            INT8, 150e6, 200e6, marks=pytest.mark.skipif(not is_exact(), reason="no int8 products here")
+        ),
+    ],
+)
+async def test_weights_of_a_running_worker(
+    weights: tuple[str, ...],
+    least_bytes: float,
+    most_bytes: float,
+    smollm2: str,
+    log_dir: Path,
+    tmp_path: Path,
+) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(smollm2, bare, ignore=shutil.ignore_patterns("*.safetensors"))
-    options = ["--dtype", "float32", "--num-blocks", "64", "--served-model-name", "m"]
+    options = [*weights, "--num-blocks", "64", "--served-model-name", "m"]
     options += ["--give-weights", "2"]
     write_certificates(tmp_path / "certs", ["127.0.0.1"], 1)
     setup = Cluster(log_dir, model=smollm2, engine="torch", worker_options=options, tls=tmp_path / "certs")
@@ -34,7 +54,7 @@ async def test_weights_of_a_running_worker(smollm2: str, log_dir: Path, tmp_path
             assert late.wait_event("worker.ready")["start"]["weights_from"] == "peer"
             pulled = late.wait_event("weights.pulled")
             assert pulled["peer"] in {"prefill-0", "decode-0"}
-            assert pulled["bytes"] > 500e6
+            assert least_bytes < pulled["bytes"] < most_bytes
             await setup.wait_ready(1, 2)
             setup.members["decode-0"].terminate()
             info = await _left_alone(setup)

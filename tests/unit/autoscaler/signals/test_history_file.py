@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,3 +185,20 @@ async def test_it_is_written_again_and_again_and_at_the_end(tmp_path: Path) -> N
         await running
     assert [row[2] for row in json.loads(path.read_text())["arrivals"]] == [3]
     assert names_in(tmp_path) == [path.name], "nothing is left beside it"
+
+
+async def test_a_disk_that_does_not_answer_holds_no_end_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(history_file, "LAST_SAVE_S", 0.05)
+    monkeypatch.setattr(HistoryFile, "_replace", lambda _self, _history: answers.wait())
+    life = Life(tmp_path / "history.json", Clock(EPOCH_S), EPOCH_S)
+    running = asyncio.create_task(life.file.run())
+    await asyncio.sleep(0)
+    running.cancel()
+    try:
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    finally:
+        answers.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,17 +12,23 @@ import pytest
 import torch
 from torch import nn
 
+from engine.backends.cpu.int8_linears import is_exact
 from engine.backends.cpu.kernels import CpuKernels
 from engine.model import named_weights
+from engine.model.loaded_model import LoadedModel
 from engine.model.named_weights import NamedWeights
+from engine.model.probe import probe_logits
 from engine.runner import weights
 from engine.runner.weights import keep_weights, load_weights
 from kv_transfer.layout import FP8_E4M3
-from kv_transfer.weights.manifest import Manifest, TensorSpec, WeightsReader
+from kv_transfer.weights.manifest import Manifest, TensorSpec, WeightsForm, WeightsReader
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import SplitserveError
 from splitserve.models.sources import resolve_model
 from tests.support.engine.tiny_models import make_tiny_model
+
+INT8 = {"quantization": "int8"}
+needs_int8 = pytest.mark.skipif(not is_exact(), reason="this processor has no int8 products")
 
 
 @pytest.fixture(autouse=True)
@@ -134,18 +141,26 @@ class Peer:
     ) -> None:
         self.reader, self.change = reader, change
 
-    def fetch(self, specs: Sequence[TensorSpec], allocate: Callable[[TensorSpec], Any]) -> str:
-        Manifest(self.reader.fingerprint, "agent", tuple(self.reader.specs)).require_same(specs)
+    def fetch(
+        self, specs: Sequence[TensorSpec], allocate: Callable[[TensorSpec], Any], form: WeightsForm
+    ) -> Manifest:
+        given = self.reader
+        manifest = Manifest(given.fingerprint, "agent", tuple(given.specs), given.form, given.content)
+        manifest.require_same(specs, form)
         for spec in self.reader.specs:
             into = allocate(spec)
             into[:] = self.reader.read(spec, 0, spec.num_bytes)
             self.change(spec.name, into)
-        return self.reader.fingerprint
+        return Manifest.from_proto(manifest.to_proto())
 
 
 def named(settings: EngineConfig, folder: Path) -> NamedWeights:
     model = load_weights(settings, resolve_model(str(folder)), lambda _fraction: None).model
-    return NamedWeights(model.module, model.tensors, model.fingerprint)
+    return reader_of(model)
+
+
+def reader_of(model: LoadedModel) -> NamedWeights:
+    return NamedWeights(model.module, model.tensors, model.fingerprint, model.form, model.content)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +171,11 @@ def named(settings: EngineConfig, folder: Path) -> NamedWeights:
         ("phi3", {"cpu_kernels": "off"}),
         ("gemma2", {}),
         ("mixtral", {}),
+        pytest.param("llama", INT8, marks=needs_int8),
+        pytest.param("llama", {**INT8, "cpu_kernels": "off"}, marks=needs_int8),
+        pytest.param("qwen2", INT8, marks=needs_int8),
+        pytest.param("qwen2", {**INT8, "cpu_kernels": "off"}, marks=needs_int8),
+        pytest.param("gemma2", INT8, marks=needs_int8),
     ],
 )
 def test_weights_of_a_peer_are_those_of_the_files(
@@ -170,8 +190,9 @@ def test_weights_of_a_peer_are_those_of_the_files(
     assert not source.has_weights
     got = load_weights(asked, source, lambda _fraction: None, peer=Peer(before))
     assert got.origin == "peer"
-    after = NamedWeights(got.model.module, got.model.tensors, got.model.fingerprint)
+    after = reader_of(got.model)
     assert (after.fingerprint, after.specs) == (before.fingerprint, before.specs)
+    assert (after.form, after.content) == (before.form, before.content)
     for spec in before.specs:
         assert bytes(after.read(spec, 0, spec.num_bytes)) == bytes(before.read(spec, 0, spec.num_bytes))
     assert got.model.facts.eos_token_ids is not None
@@ -191,6 +212,76 @@ def test_wrong_weights_are_left_for_those_of_the_files(
         got = load_weights(settings, source, lambda _fraction: None, peer=Peer(right, flip))
     assert (got.origin, got.model.fingerprint) == ("disk", right.fingerprint)
     assert "weights.not_from_peer" in caplog.text
+
+
+@needs_int8
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_int8_weights_of_a_peer_give_the_same_logits(kernels: str, folder: Path) -> None:
+    asked = config(dtype="bfloat16", cpu_kernels=kernels, **INT8)
+    source = resolve_model(str(folder))
+    own = load_weights(asked, source, lambda _fraction: None).model
+    got = load_weights(asked, source, lambda _fraction: None, peer=Peer(reader_of(own)))
+    assert got.origin == "peer"
+    assert got.model.work == own.work
+    first, second = (probe_logits(model.module, model.context) for model in (own, got.model))
+    assert torch.equal(first, second)
+    plain = sum(spec.num_bytes for spec in named(config(dtype="bfloat16"), folder).specs)
+    assert sum(spec.num_bytes for spec in own.tensors) < plain
+
+
+@needs_int8
+@pytest.mark.parametrize(("giver", "taker"), [({}, INT8), (INT8, {})])
+def test_another_quantization_is_refused_before_anything_moves(
+    giver: dict[str, str], taker: dict[str, str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = Peer(named(config(dtype="bfloat16", **giver), folder), refuse_bytes)
+    asked, source = config(dtype="bfloat16", **taker), resolve_model(str(folder))
+    with caplog.at_level("WARNING", "splitserve"):
+        assert load_weights(asked, source, lambda _fraction: None, peer=peer).origin == "disk"
+    (record,) = (each for each in caplog.records if each.getMessage() == "weights.not_from_peer")
+    fields = vars(record)["event_fields"]
+    assert fields["reason"] == "WEIGHTS_MISMATCH"
+    assert "quantization is" in fields["why"]
+
+
+@needs_int8
+@pytest.mark.parametrize("what", ["weight", "weight_scale", "norm.weight"])
+def test_wrong_int8_weights_are_left_for_those_of_the_files(
+    what: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(dtype="bfloat16", **INT8)
+    right, source = named(settings, folder), resolve_model(str(folder))
+
+    def change(name: str, into: Any) -> None:
+        if name.endswith(what):
+            into[0] ^= 1
+
+    with caplog.at_level("WARNING", "splitserve"):
+        got = load_weights(settings, source, lambda _fraction: None, peer=Peer(right, change))
+    assert (got.origin, got.model.fingerprint) == ("disk", right.fingerprint)
+    assert "weights.not_from_peer" in caplog.text
+
+
+@pytest.mark.parametrize("quantization", ["none", pytest.param("int8", marks=needs_int8)])
+def test_another_configuration_is_refused_before_anything_moves(
+    quantization: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(dtype="bfloat16", quantization=quantization)
+    peer = Peer(named(settings, folder), refuse_bytes)
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    changed = json.loads((other / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+    (other / "config.json").write_text(json.dumps(changed))
+    with caplog.at_level("WARNING", "splitserve"):
+        got = load_weights(settings, resolve_model(str(other)), lambda _fraction: None, peer=peer)
+    assert got.origin == "disk"
+    assert got.model.fingerprint != peer.reader.fingerprint
+    (record,) = (each for each in caplog.records if each.getMessage() == "weights.not_from_peer")
+    assert "configuration" in vars(record)["event_fields"]["why"]
+
+
+def refuse_bytes(name: str, _into: Any) -> None:
+    raise AssertionError(f"{name} was moved")
 
 
 def test_weights_in_another_type_are_left(folder: Path) -> None:

@@ -5,10 +5,21 @@ from __future__ import annotations
 import pytest
 
 from kv_transfer.weights import manifest as module
-from kv_transfer.weights.manifest import MAX_AXES, MAX_NAME, Manifest, TensorSpec, WeightsPiece, pieces
-from splitserve.errors import InvalidArgumentError
+from kv_transfer.weights.manifest import (
+    MAX_AXES,
+    MAX_FINGERPRINT,
+    MAX_NAME,
+    PLAIN,
+    Manifest,
+    TensorSpec,
+    WeightsForm,
+    WeightsPiece,
+    pieces,
+)
+from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 from splitserve.v1 import weights_pb2 as pb
 
+INT8 = WeightsForm("int8", "configuration")
 SPECS = (TensorSpec("a", (3, 5), "float32"), TensorSpec("b", (), "int64"), TensorSpec("c", (0,), "bool"))
 
 
@@ -16,6 +27,41 @@ def test_the_wire_form_and_back() -> None:
     manifest = Manifest("f" * 64, "agent", SPECS)
     assert Manifest.from_proto(manifest.to_proto()) == manifest
     assert manifest.num_bytes == 68
+
+
+def test_the_wire_form_of_quantized_weights_and_back() -> None:
+    manifest = Manifest("f" * 64, "agent", SPECS, INT8, "content")
+    assert Manifest.from_proto(manifest.to_proto()) == manifest
+
+
+@pytest.mark.parametrize(
+    ("manifest", "form", "why"),
+    [
+        (Manifest("f", "agent", SPECS), INT8, "quantization is 'none' at the giver, 'int8' here"),
+        (Manifest("f", "agent", SPECS, INT8, "content"), PLAIN, "quantization is 'int8' at the giver"),
+        (Manifest("f", "agent", SPECS, WeightsForm("int4"), "content"), INT8, "quantization is 'int4'"),
+        (Manifest("f", "agent", SPECS, INT8), INT8, "does not say what its quantized weights are"),
+        (Manifest("", "agent", SPECS, INT8, "content"), INT8, "does not say what its quantized weights"),
+        (Manifest("f", "agent", SPECS, WeightsForm("none", "d")), WeightsForm("none", "c"), "configuration"),
+    ],
+)
+def test_weights_of_another_form_are_refused(manifest: Manifest, form: WeightsForm, why: str) -> None:
+    with pytest.raises(FailedPreconditionError, match=why) as caught:
+        manifest.require_same(SPECS, form)
+    assert caught.value.reason == "WEIGHTS_MISMATCH"
+
+
+def test_a_configuration_that_is_not_known_is_no_other() -> None:
+    Manifest("f", "agent", SPECS).require_same(SPECS, WeightsForm("none", "c"))
+    Manifest("f", "agent", SPECS, INT8, "content").require_same(SPECS, INT8)
+
+
+@pytest.mark.parametrize("field", ["quantization", "configuration_fingerprint", "content_fingerprint"])
+def test_a_long_text_is_refused(field: str) -> None:
+    message = pb.WeightsManifest(**{field: "x" * (MAX_FINGERPRINT + 1)})
+    with pytest.raises(InvalidArgumentError) as caught:
+        Manifest.from_proto(message)
+    assert caught.value.field == field
 
 
 def test_pieces_are_of_one_tensor_each() -> None:

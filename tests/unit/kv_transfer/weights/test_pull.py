@@ -138,7 +138,7 @@ def call() -> LocalCall:
 @pytest.mark.parametrize("blocks", [1, 2, 3, 64])
 def test_all_bytes_arrive(call: LocalCall, blocks: int) -> None:
     taken, left = Taken(), len(windows._abandoned)
-    assert taker(call, blocks).take(SPECS[::-1], taken.allocate) == Weights.fingerprint
+    assert taker(call, blocks).take(SPECS[::-1], taken.allocate).fingerprint == Weights.fingerprint
     assert {name: bytes(one) for name, one in taken.tensors.items()} == Weights().content
     assert call.finished
     assert isinstance(call.reader, Weights)

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from coordinator.background_tasks import BackgroundTasks
-from splitserve.runtime.cancellation import END_S, end_tasks
+from splitserve.errors import NotFoundError
+from splitserve.runtime.cancellation import END_S, end_tasks, run_beside
 from tests.support.virtual_time import run_in_virtual_time
 from tests.support.waiting import PATIENCE_S
 
@@ -51,6 +52,69 @@ def test_background_tasks_close_in_a_bounded_time() -> None:
     assert took_s == pytest.approx(3.0 + END_S)
 
 
+def test_what_runs_beside_ends_with_the_first_in_a_bounded_time(capsys: pytest.CaptureFixture[str]) -> None:
+    async def run() -> bool:
+        release = asyncio.Event()
+        await run_beside(asyncio.sleep(1.0), [("quick", asyncio.sleep(0)), ("stubborn", stubborn(release))])
+        release.set()
+        await asyncio.sleep(0)
+        return release.is_set()
+
+    assert run_in_virtual_time(run()) == (True, 1.0 + END_S)
+
+
+@pytest.mark.parametrize("fails_s", [0.5, 1.0])
+def test_the_first_error_ends_what_runs_beside(fails_s: float) -> None:
+    ended = list[str]()
+
+    async def fail() -> None:
+        await asyncio.sleep(fails_s)
+        raise NotFoundError("gone")
+
+    async def other(name: str, seconds: float) -> None:
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            ended.append(name)
+
+    async def run() -> float:
+        with pytest.raises(NotFoundError, match="gone"):
+            await run_beside(other("first", 1.0), [("failing", fail()), ("other", other("other", 3600.0))])
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(run())[0] == pytest.approx(fails_s)
+    assert sorted(ended) == ["first", "other"]
+
+
+@pytest.mark.parametrize("whose", ["first", "beside"])
+async def test_an_error_at_the_end_is_raised(whose: str) -> None:
+    async def fail_at_the_end() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise NotFoundError("not written")
+
+    first = asyncio.sleep(0) if whose == "beside" else fail_at_the_end()
+
+    async def cancel(task: asyncio.Task[None]) -> None:
+        await asyncio.sleep(0.01)
+        task.cancel()
+
+    running = asyncio.create_task(run_beside(first, [("beside", fail_at_the_end())]))
+    cancelling = asyncio.create_task(cancel(running))
+    with pytest.raises(NotFoundError if whose == "beside" else asyncio.CancelledError):
+        await running
+    await cancelling
+
+
+async def test_a_first_one_that_cancels_itself_is_no_end_in_order() -> None:
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await run_beside(cancelled(), [("beside", asyncio.Event().wait())])
+
+
 def run_python(program: str, *before: str) -> subprocess.CompletedProcess[str]:
     command = [*before, sys.executable, "-c", program]
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
@@ -73,29 +137,6 @@ def test_a_process_that_stands_still_ends_and_says_where() -> None:
     )
     assert ended.returncode == 1
     assert "in stands_still" in ended.stderr
-
-
-@pytest.mark.parametrize("told", ["before", "after"])
-def test_a_limit_counts_from_where_it_is_set(told: str) -> None:
-    # A start that must not be interrupted has none before; what hangs after it is ended.
-    ended = run_python(
-        "import asyncio, os, signal, threading, time\n"
-        "from splitserve.runtime.process import stop_signal\n"
-        "async def main():\n"
-        "    stop = stop_signal()\n"
-        f"    if {told == 'before'}:\n"
-        "        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "        await stop.wait()\n"
-        "        time.sleep(0.5)\n"
-        "    print('started', flush=True)\n"
-        "    assert stop_signal(0.2, stop) is stop\n"
-        f"    if {told == 'after'}:\n"
-        "        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    await stop.wait()\n"
-        "    threading.Event().wait()\n"
-        "asyncio.run(main())\n"
-    )
-    assert (ended.returncode, ended.stdout) == (1, "started\n")
 
 
 def test_a_thread_in_a_long_call_does_not_hold_up_who_leaves_at_once() -> None:

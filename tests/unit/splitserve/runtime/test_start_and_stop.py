@@ -9,6 +9,7 @@ import pytest
 
 from splitserve.errors import NotFoundError
 from splitserve.runtime.process import environment_with, unless_stopped
+from tests.support.virtual_time import run_in_virtual_time
 
 
 class _LeftError(Exception):
@@ -44,6 +45,20 @@ async def test_one_that_is_stopped_leaves_with_code_0(before: bool) -> None:
         asyncio.get_running_loop().call_soon(stop.set)
     with pytest.raises(_LeftError, match=r"^0$"):
         await unless_stopped(never.wait(), stop, leave)
+
+
+@pytest.mark.parametrize(("takes_s", "left", "after_s"), [(4.0, False, 4.0), (3600.0, True, 1.0 + 5.0)])
+def test_a_start_may_have_patience(takes_s: float, left: bool, after_s: float) -> None:
+    async def run() -> bool:
+        stop = asyncio.Event()
+        asyncio.get_running_loop().call_later(1.0, stop.set)
+        try:
+            await unless_stopped(asyncio.sleep(takes_s), stop, leave, patience_s=5.0)
+        except _LeftError:
+            return True
+        return False
+
+    assert run_in_virtual_time(run()) == (left, pytest.approx(after_s))
 
 
 async def test_one_that_is_cancelled_cancels_the_start() -> None:

@@ -16,7 +16,7 @@ from engine.worker.weights.pull import PeerWeights
 from engine.worker.weights.service import WeightsService
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from kv_transfer.transports.transport import TransferEndpoint
-from kv_transfer.weights.manifest import PULL_S, TensorSpec, WeightsReader
+from kv_transfer.weights.manifest import PLAIN, PULL_S, Manifest, TensorSpec, WeightsReader
 from kv_transfer.weights.window import PieceWindow
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ResourceExhaustedError, SplitserveError, TransferError, UnavailableError
@@ -39,20 +39,25 @@ class Peers:
         self.now_s = 0.0
         self.source = PeerWeights(lambda: self.holders, self.pull, lambda: self.now_s, self.wait)
 
-    def pull(self, holder: registry_pb2.WeightsHolder, _specs: Any, _allocate: Any, limit_s: float) -> str:
+    def pull(
+        self, holder: registry_pb2.WeightsHolder, _specs: Any, _allocate: Any, _form: Any, limit_s: float
+    ) -> Manifest:
         self.asked.append(holder.worker_id)
         assert limit_s == PULL_S - self.now_s
         outcomes = self.outcomes[holder.worker_id]
         error = outcomes.pop(0) if len(outcomes) > 1 else outcomes[0]
         if error is not None:
             raise error
-        return f"of {holder.worker_id}"
+        return Manifest(f"of {holder.worker_id}", "agent", SPECS)
 
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
 
     def fetch(self) -> str:
-        return self.source.fetch(SPECS, lambda spec: np.zeros(spec.num_bytes, np.uint8))
+        def allocate(spec: TensorSpec) -> Any:
+            return np.zeros(spec.num_bytes, np.uint8)
+
+        return self.source.fetch(SPECS, allocate, PLAIN).fingerprint
 
 
 BUSY = ResourceExhaustedError("busy", reason="WEIGHTS_BUSY")

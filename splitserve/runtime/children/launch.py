@@ -1,4 +1,4 @@
-"""Executes a program that ends with its parent: `python child_launch.py PARENT_PID PROGRAM [ARGUMENT ...]`.
+"""Executes a program that ends with its parent: `python launch.py PARENT_PID PROGRAM [ARGUMENT ...]`.
 
 With prctl(PR_SET_PDEATHSIG) Linux sends a signal when the parent dies, even by SIGKILL; the setting survives
 exec. Setting it here, between fork and exec, avoids a preexec function in the parent, which has threads and for

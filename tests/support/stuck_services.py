@@ -1,0 +1,70 @@
+"""Services that do not end by themselves: `python -m tests.support.stuck_services exit|start COMMAND`.
+
+`exit`: a thread that is no daemon, a call of `asyncio.to_thread` and a hook at the interpreter's end wait for ever, as
+in a library. `start`: so does the start of engine vllm, beside a process that it has started. In either case a child
+does not end by SIGTERM; the event `test.child` tells its id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Coroutine
+from typing import Any, NoReturn
+
+from engine.worker import build, process
+from splitserve.cli import services
+from splitserve.cli.main import main
+from splitserve.runtime.children.ending import remove_at_end
+
+CHILD = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(3600)"
+)
+VLLM_START_S = 0.3
+_never = threading.Event()
+
+
+def _say(event: str, **fields: Any) -> None:
+    print(json.dumps({"event": event, **fields}), flush=True)
+
+
+def _start_child() -> None:
+    child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    _say("test.child", pid=child.pid)
+
+
+def _stick_at_exit() -> None:
+    atexit.register(_never.wait)
+    threading.Thread(target=_never.wait).start()
+    run = services.leaving
+
+    async def leaving(service: Coroutine[Any, Any, None]) -> NoReturn:
+        stuck = asyncio.create_task(asyncio.to_thread(_never.wait))
+        await asyncio.sleep(0)
+        await run(service)
+        raise AssertionError(stuck)
+
+    services.leaving = leaving
+    _start_child()
+
+
+def _stick_at_start() -> None:
+    def start(*_: object) -> NoReturn:
+        _start_child()
+        remove_at_end(lambda: _say("test.removed"))
+        while True:
+            _never.wait()
+
+    build._vllm = start
+    process.VLLM_START_S = VLLM_START_S
+
+
+if __name__ == "__main__":
+    {"exit": _stick_at_exit, "start": _stick_at_start}[sys.argv.pop(1)]()
+    sys.exit(main())
