@@ -101,6 +101,8 @@ class CapacityAdmission:
     async def wait(self, model: str, entry: Entry) -> None:
         """Returns once the entry is admitted. Raises ResourceExhaustedError if it is refused."""
         admission = self.of(model)
+        if model in self._releasing:
+            self._release_now(model)  # what is free goes to who waits, and makes room in the queue
         self._set_help(admission, entry.arrived_s)
         arrival = admission.arrive(entry, entry.arrived_s)
         if arrival.started:

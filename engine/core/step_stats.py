@@ -234,7 +234,10 @@ class StepMeter:
         if speedup != 1 or self._lends:
             self._lends = True
             speedup = self._measured_speedup(prefill_tokens, decoding + drafted, duration_s, speedup)
-        (self.lent if prefill_tokens else self.steady).record(duration_s, speedup)
+            if not prefill_tokens:
+                self.steady.record(duration_s, speedup)
+        if prefill_tokens:
+            self.lent.record(duration_s, speedup)
         self._fit_parts(num_new, prefill_tokens, decoding + drafted, own_s * speedup, drafts)
         return duration_s
 

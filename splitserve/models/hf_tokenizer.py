@@ -204,8 +204,9 @@ _PROBES = "a", "b"
 def separators(tokenizer: Any) -> re.Pattern[str] | None:
     """Matches special tokens where the text between two of them is encoded as it is by itself; else None.
 
-    The library finds them in the text as it is, the longest at each place, before anything else. What they then do to
-    their neighbours is stripping spaces; what depends on the place of a part in the text is `Metaspace`.
+    The library finds them in the text as it is, the longest at each place, before anything else, unless it is told to
+    take them for text. What they then do to their neighbours is stripping spaces; what depends on the place of a part
+    in the text is `Metaspace`.
     """
     names = []
     for token in tokenizer.get_added_tokens_decoder().values():
@@ -214,7 +215,7 @@ def separators(tokenizer: Any) -> re.Pattern[str] | None:
                 return None
             names.append(str(token.content))
     cuts = tokenizer.truncation is not None or tokenizer.padding is not None
-    if not names or cuts or "Metaspace(" in repr(tokenizer.pre_tokenizer):
+    if tokenizer.encode_special_tokens or not names or cuts or "Metaspace(" in repr(tokenizer.pre_tokenizer):
         return None
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")

@@ -131,7 +131,7 @@ class BatchWriter(Generic[M]):
         self._writer = StreamWriter(write, self._written)
         self._message_of, self._wait_s = message_of, wait_s
         self._items: list[M] = []
-        self._flushing = False
+        self._flushing = self._left_over = False
 
     def put(self, item: M) -> None:
         """Adds a message; never blocks. After a failed write it is dropped."""
@@ -171,10 +171,10 @@ class BatchWriter(Generic[M]):
     def _written(self) -> None:
         if not self._items or not self._writer.is_ready:
             self._flushing = self._writer.has_failed
-        elif self._wait_s():
-            self._flush_later()
+        elif self._left_over or not self._wait_s():
+            self._flush()  # what a batch had no room for has waited
         else:
-            self._flush()
+            self._flush_later()
 
     def _flush(self) -> None:
         if not self._items:  # dropped
@@ -187,4 +187,5 @@ class BatchWriter(Generic[M]):
                 break
             count += 1
         batch, self._items = self._items[:count], self._items[count:]
+        self._left_over = bool(self._items)
         self._writer.begin(self._message_of(batch))

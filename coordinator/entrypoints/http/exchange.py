@@ -203,9 +203,8 @@ class HttpExchange:
 
         try:
             async with gone:
-                self._when_lost(
-                    lost
-                )  # by a call: a task that waits for it would be a tenth of all tasks' work
+                # By a call: a task that waits for it would be a tenth of all tasks' work.
+                self._when_lost(lost)
                 yield
         except TimeoutError:
             if not gone.expired():

@@ -10,7 +10,7 @@ import pytest
 from coordinator.admission.controller import CapacityAdmission
 from coordinator.admission.entry import Held
 from coordinator.workers.registry import Registry
-from splitserve.config.coordinator import CoordinatorConfig
+from splitserve.config.coordinator import AdmissionConfig, CoordinatorConfig
 from splitserve.v1 import registry_pb2
 from tests.support.clients.admission_parts import entry, load
 from tests.support.cluster.registrations import registration
@@ -40,4 +40,29 @@ async def test_what_ends_in_one_turn_is_offered_once() -> None:
     await asyncio.sleep(0)
     assert entries[2].started
     assert [held.requests for held in published] == [0]
+    await asyncio.wait(waits)
+
+
+async def test_who_comes_in_that_turn_finds_the_room_that_there_is() -> None:
+    registry = Registry(5.0)
+    request = registration("n", registry_pb2.POOL_PREFILL)
+    request.neutral = True
+    registry.register(request, 0.0)
+    registry.set_output_open(("n", 1), True)
+    registry.report(registry_pb2.ReportRequest(worker_id="n", epoch=1, load=load()), 0.0)
+    settings = AdmissionConfig(max_queued_requests=1)
+    config, now = CoordinatorConfig(local_prefill="auto", admission=settings), time.monotonic()
+    admission = CapacityAdmission(config, registry, lambda model, held: None)
+    tokens = int(config.admission.prefill_horizon_s * 10_000)
+    first, second, third = (entry(tokens, arrived_s=now, deadline_s=now + 60) for _ in range(3))
+    waits = [asyncio.create_task(admission.wait("words", one)) for one in (first, second)]
+    await asyncio.sleep(0)
+    assert (first.started, second.started) == (True, False)
+    admission.sent("words", first, 1)
+    admission.ended("words", first)
+    waits.append(asyncio.create_task(admission.wait("words", third)))
+    await asyncio.sleep(0)
+    assert second.started, "the place in the queue is free, so the third one is not refused"
+    assert not waits[2].done()
+    waits[2].cancel()
     await asyncio.wait(waits)

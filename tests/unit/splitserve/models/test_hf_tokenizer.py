@@ -109,6 +109,13 @@ def test_where_the_place_in_the_text_matters_nothing_is_separated() -> None:
     assert separators(rust) is None
 
 
+def test_special_tokens_that_are_taken_for_text_separate_nothing() -> None:
+    rust = tiny_tokenizer().backend_tokenizer
+    assert separators(rust) is not None
+    rust.encode_special_tokens = True
+    assert separators(rust) is None
+
+
 def test_a_family_that_decodes_by_itself_is_refused(tmp_path: Path) -> None:
     backend = tiny_tokenizer()
     write_plain(backend, tmp_path)

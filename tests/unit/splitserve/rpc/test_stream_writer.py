@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from splitserve.rpc import writing
-from splitserve.rpc.writing import BATCH_BYTES, BatchWriter, StreamWriter, write_whole
+from splitserve.rpc.writing import BATCH_BYTES, BATCH_ITEMS, BatchWriter, StreamWriter, write_whole
 
 pytestmark = pytest.mark.timeout(10)
 
@@ -255,6 +255,20 @@ async def test_a_batch_waits_for_others_as_long_as_it_is_told() -> None:
     writer.put(Item("e"))
     await turns()
     assert wire.taken == ["ab", "cd", "e"], "and nothing waits where nothing is to"
+
+
+async def test_what_a_batch_has_no_room_for_waits_no_longer() -> None:
+    wire = Wire()
+    writer: BatchWriter[Item] = BatchWriter(wire.write, "".join, lambda: 0.001)
+    for _ in range(2 * BATCH_ITEMS + 1):
+        writer.put(Item("a"))
+    while not wire.taken:
+        await turns()
+    for batches in (1, 2):
+        assert len(wire.taken) == batches
+        wire.done[batches - 1].set_result(None)
+        await turns()
+    assert list(map(len, wire.taken)) == [BATCH_ITEMS, BATCH_ITEMS, 1], "at once, without a look at the clock"
 
 
 async def test_a_write_that_fails_while_a_batch_waits_ends_it() -> None:
