@@ -15,7 +15,6 @@ Cheap upper bounds decide most cases; sequences are iterated over only near the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -78,6 +77,7 @@ class DecodeCapacity:
         """
         headroom = self._headroom_against(entry.priority_class, now)
         is_late = entry.due_s < now + prefill_s and now - entry.arrived_s < LATE_PATIENCE_S
+        held_by_late = False
         smaller_may_fit = False
         workers: Iterable[DecodeLoad] = self.workers.values()
         if len(self.workers) > 1:
@@ -90,19 +90,21 @@ class DecodeCapacity:
                 return load
             if load.requests + 1 > max(1.0, load.slots * (1 - headroom)):
                 continue
-            spare = math.ceil(LATE_SPARE * load.requests) if is_late else 0
+            spare = int(LATE_SPARE * (load.requests + 1)) if is_late else 0
             if not self._keeps_pace(load, entry, prefill_s, spare):
+                held_by_late = held_by_late or (spare > 0 and self._keeps_pace(load, entry, prefill_s, 0))
                 continue
             if self._has_blocks(load, entry, headroom):
                 return load
             smaller_may_fit = True
-        return NoDecodeCapacity(smaller_may_fit, is_late and not smaller_may_fit)
+        return NoDecodeCapacity(smaller_may_fit, held_by_late and not smaller_may_fit)
 
     @property
     def place_s(self) -> float:
-        """Seconds from the end of one answer to that of the next, in the mean; 0 while unknown."""
+        """Seconds from the end of one answer to that of the next, in the mean, of those of this coordinator; 0 while
+        unknown."""
         ended_per_s = sum(
-            load.requests**2 / (load.expected * step_s)
+            len(load.flights) ** 2 / (load.expected * step_s)
             for load in self.workers.values()
             if load.expected and (step_s := load.measured_step_s)
         )

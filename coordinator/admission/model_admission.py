@@ -61,7 +61,7 @@ class ModelAdmission:
         """What the queue waits for, while it is not empty."""
         self.awaits_workers = False
         """Whether a pool has no worker, and some are started on demand: what comes waits for them."""
-        self._others_may_fit = self._held_by_late = False
+        self._others_may_fit = self._gives_way = False
         self._round = OfferRound(self.prefill, 0.0)
         self.decodes_anywhere = False
         """Whether the pair policy gives streams to neutral workers that lean to prefill, where others have no room."""
@@ -157,7 +157,8 @@ class ModelAdmission:
             return float("inf")
         while not self._deadlines[0][2].waits:
             heapq.heappop(self._deadlines)
-        return min(self._deadlines[0][0], self.prefill.next_change_s(now), self._round.late_from_s)
+        held_s = min(self._round.late_from_s, self._round.patient_until_s)
+        return min(self._deadlines[0][0], self.prefill.next_change_s(now), held_s)
 
     def routed(self, entry: Entry, prefill: WorkerKey, decode: WorkerKey | None, now: float) -> None:
         """An attempt was routed to these workers. A further attempt computes the prompt again."""
@@ -216,11 +217,12 @@ class ModelAdmission:
         return self.prefill.pace(now, self.decode.place_s if self.held_by == "decode" else 0.0)
 
     def _held(self, entry: Entry) -> Offer:
-        return self._round.hold(entry, self.held_by == "prefill", self._others_may_fit, self._held_by_late)
+        return self._round.hold(entry, self.held_by == "prefill", self._others_may_fit, self._gives_way)
 
     def _starts_past_late(self, entry: Entry, now: float) -> bool:
         """Starts a newcomer though others wait, if these are all late, for want of a place that it does not need."""
-        if not self._round.only_late or now >= self.prefill.late_rates().everywhere_s(entry):
+        late = now >= self.prefill.late_rates().everywhere_s(entry)
+        if not self._round.only_late or late or self._round.gives_way(entry):
             return False
         self._mark(entry, now)
         self.queue.add(entry)
@@ -232,7 +234,7 @@ class ModelAdmission:
 
     def _try_start(self, entry: Entry, now: float, queued: bool = True) -> bool:
         """Starts an entry if there is capacity; otherwise sets `held_by` and `_others_may_fit`."""
-        self._others_may_fit = self._held_by_late = False
+        self._others_may_fit = self._gives_way = False
         if not self.prefill.workers or (entry.needs_decode and not self.decode.workers):
             if self.awaits_workers:
                 self._hold("workers", now)
@@ -242,8 +244,7 @@ class ModelAdmission:
         prefill_load = self.prefill.fit(entry, now)
         if prefill_load is None and self.bounds_prefill:
             self._hold("prefill", now)
-            self._held_by_late = self.prefill.held_by_late
-            self._others_may_fit = self.prefill.held_by_long or self._held_by_late
+            self._others_may_fit = self.prefill.held_by_long or self.prefill.held_by_late
             return False
         decode_load: DecodeLoad | None = None
         if entry.needs_decode:
@@ -254,8 +255,7 @@ class ModelAdmission:
             found = self.decode.fit(entry, prefill_s, now)
             if not isinstance(found, DecodeLoad):
                 self._hold("decode", now)
-                self._others_may_fit = found.smaller_may_fit
-                self._held_by_late = found.held_by_late
+                self._others_may_fit, self._gives_way = found.smaller_may_fit, found.held_by_late
                 return False
             decode_load = found
         self._start(entry, prefill_load, decode_load, now, queued)

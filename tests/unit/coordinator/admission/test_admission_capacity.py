@@ -362,12 +362,13 @@ def full_but_for(places: int) -> DecodeCapacity:
 
 def test_a_late_request_leaves_room_to_those_that_can_be_in_time() -> None:
     late = entry(16, due_s=0.05)
-    capacity = full_but_for(2)
+    capacity = full_but_for(1)
     assert capacity.fit(late, 0.1, 0.0) == NoDecodeCapacity(smaller_may_fit=False, held_by_late=True)
     assert put(capacity, entry(16, due_s=0.2))
-    assert put(capacity, entry(16)), "without a target nobody is late"
-    assert capacity.fit(entry(16, due_s=0.2), 0.1, 0.0) == NoDecodeCapacity(smaller_may_fit=False)
-    assert put(full_but_for(3), late)
+    for one in (late, entry(16, due_s=0.2)):
+        assert capacity.fit(one, 0.1, 0.0) == NoDecodeCapacity(smaller_may_fit=False), "nobody has room"
+    assert put(full_but_for(2), late)
+    assert put(full_but_for(1), entry(16)), "without a target nobody is late"
 
 
 def test_a_late_request_that_has_waited_long_takes_any_room() -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.admission.decode_capacity import LATE_PATIENCE_S
 from coordinator.admission.entry import Entry
 from coordinator.admission.model_admission import ModelAdmission
 from coordinator.admission.prefill_capacity import PrefillPace
@@ -97,16 +98,29 @@ def test_where_answers_wait_for_places_short_prompts_are_not_the_only_cheap_ones
     assert list(PromptOrder().of(without_answers, replace(pace, place_s=0.3))) == without_answers
 
 
-def test_a_late_one_that_decode_workers_keep_waiting_holds_up_no_other() -> None:
-    """Nine of ten places are taken; the tenth is for those that can be in time."""
+def one_place_left(orders: bool = True, **changes: Any) -> tuple[ModelAdmission, list[Entry]]:
+    """Nine of ten places of a decode worker are taken, by answers that have begun."""
     step = registry_pb2.DecodeStepFit(base_ms=5, sequence_ms=1)
-    workers = (worker("p0", "prefill"), worker("d0", "decode", step_fit=step))
+    workers = (
+        replace(worker("p0", "prefill"), paces_prompts=orders),
+        worker("d0", "decode", step_fit=step),
+    )
     model = admission(workers, prefill_horizon_s=10.0, tpot_slo_s=0.015)
-    running = [entry(16) for _ in range(9)]
+    running = [entry(16, **changes) for _ in range(9)]
     assert all(model.arrive(each, 0.0).started for each in running)
     for each in running:
         model.sent(each, 1, 0.1)
-    late, soon = entry(16, arrived_s=0.2, due_s=0.1), entry(16, arrived_s=0.2, due_s=1.2)
+    return model, running
+
+
+def late_one(now: float, prompt: int = 16, **changes: Any) -> Entry:
+    return entry(prompt, arrived_s=now, due_s=now - 0.1, **changes)
+
+
+@pytest.mark.parametrize("orders", [True, False])
+def test_a_late_one_that_leaves_its_place_to_others_holds_up_none_of_them(orders: bool) -> None:
+    model, running = one_place_left(orders)
+    late, soon = late_one(0.2), entry(16, arrived_s=0.2, due_s=1.2)
     assert not model.arrive(late, 0.2).started
     assert model.arrive(soon, 0.2).started
     assert not model.release(0.3).started
@@ -114,6 +128,40 @@ def test_a_late_one_that_decode_workers_keep_waiting_holds_up_no_other() -> None
     assert not model.release(0.4).started
     model.ended(running[1])
     assert model.release(0.5).started == (late,)
+
+
+@pytest.mark.parametrize("orders", [True, False])
+def test_a_late_one_that_has_waited_long_takes_the_place_though_younger_ones_stand_before_it(
+    orders: bool,
+) -> None:
+    model, _ = one_place_left(orders)
+    old = late_one(0.2, prompt=64)
+    assert not model.arrive(old, 0.2).started
+    assert model.next_release_s(0.2) <= 0.2 + LATE_PATIENCE_S
+    assert not model.arrive(late_one(9.9), 9.9).started
+    assert not model.release(10.0).started
+    assert model.release(10.3).started == (old,)
+
+
+def test_what_is_due_at_no_time_does_not_overtake_late_ones() -> None:
+    model, _ = one_place_left()
+    assert not model.arrive(late_one(0.2, priority_class="interactive"), 0.2).started
+    assert not model.arrive(entry(16, arrived_s=0.3, priority_class="batch"), 0.3).started
+    assert model.arrive(entry(16, arrived_s=0.4, due_s=2.0), 0.4).started
+
+
+@pytest.mark.parametrize("orders", [True, False])
+def test_many_late_ones_that_leave_their_places_are_not_all_tried(
+    orders: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = one_place_left(orders)
+    late = [late_one(0.2) for _ in range(200)]
+    assert not any(model.arrive(each, 0.2).started for each in late)
+    tried: list[Entry] = []
+    fit = model.decode.fit
+    monkeypatch.setattr(model.decode, "fit", lambda one, *args: (tried.append(one), fit(one, *args))[1])
+    assert not model.release(0.3).started
+    assert len(tried) == 1
 
 
 def replaced(one: Entry, needs_decode: bool) -> Entry:
