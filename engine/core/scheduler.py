@@ -216,13 +216,13 @@ class Scheduler:
             self._admit(step, iter(self.waiting.pop, None))
             return
         assert self._pacing is not None
-        step.whole = True
+        step.whole, streams, behind = True, len(step.num_new), len(order.order)
         step.budget = min(step.budget, self._pacing.chunk_tokens(order.order[0]))
-        self._admit(step, self._by_triage(step, order))
-        for sequence in order.order:
-            if step.budget == 0:
-                break
+        self._admit(step, self._by_triage(step, order, streams))
+        for place, sequence in enumerate(order.order):
             if sequence.status is SequenceStatus.RUNNING and sequence not in step.num_new:
+                if step.budget == 0 or not (streams or self._joins(step, sequence, behind - place)):
+                    break
                 self._take_turn(sequence, order)
                 _give_chunk(step, sequence)
 
@@ -282,11 +282,10 @@ class Scheduler:
             if sequence.misfit:
                 blocks_looked_up += len(sequence.block_hashes)
 
-    def _by_triage(self, step: SchedulerOutput, order: Turns[Sequence]) -> Iterator[Sequence]:
+    def _by_triage(self, step: SchedulerOutput, order: Turns[Sequence], streams: int) -> Iterator[Sequence]:
         """Takes sequences off the queue in this order; running prompts between them get their chunks."""
-        streams, behind = bool(step.num_new), len(order.order)
-        for place, sequence in enumerate(order.order):
-            if step.budget == 0 or not (streams or self._joins(step, sequence, behind - place)):
+        for place, sequence in enumerate(served := order.order):
+            if step.budget == 0 or not (streams or self._joins(step, sequence, len(served) - place)):
                 step.budget = 0
                 return
             self._take_turn(sequence, order)
@@ -300,7 +299,8 @@ class Scheduler:
         """Whether one more prompt shares a step without streams; see `PromptFit.joins`."""
         if not step.num_new or (pacing := self._pacing) is None:
             return True
-        fit, tokens = pacing.meter.prompt_fit.latest, min(prompt.remaining, step.budget)
+        fit = pacing.meter.prompt_fit.latest
+        tokens = min(prompt.remaining - (0 if prompt.num_computed else prompt.expected_cached), step.budget)
         return not pacing.separate and (fit is None or fit.joins(tokens, len(step.num_new), behind))
 
     def _take_turn(self, sequence: Sequence, order: Turns[Sequence]) -> None:

@@ -262,6 +262,15 @@ def test_prompts_share_a_step_where_that_pays(kind: type[Timed], base_s: float, 
         assert max(len(work) for _, work in steps(rig)) == at_once
 
 
+def test_a_prompt_that_is_interrupted_does_not_share_the_step_of_the_urgent_one() -> None:
+    rig = measured()
+    ask(rig, "long", 400, 9.0)
+    rig.step()
+    ask(rig, "soon", 140, 0.4)
+    served(rig)
+    assert all(len(work) == 1 for _, work in steps(rig)), steps(rig)
+
+
 def test_a_prompt_that_is_in_time_with_lent_cores_is_not_late() -> None:
     """It takes 1.44 s alone. What was lent of late halves that, as prompts with and without show."""
     order = {}
