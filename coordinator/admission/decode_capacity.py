@@ -118,7 +118,7 @@ class DecodeCapacity:
         if fit is not None and bound_s is not None:
             each_ms = fit.sequence_ms + fit.context_token_ms * context
             if each_ms > 0:
-                limit = min(limit, (bound_s * 1e3 - fit.base_ms) / each_ms)
+                limit = min(limit, (bound_s * _speedup(load) * 1e3 - fit.base_ms) / each_ms)
         return max(1.0, limit)
 
     def _headroom_against(self, priority_class: PriorityClass, now: float) -> float:
@@ -150,7 +150,7 @@ class DecodeCapacity:
         least_s = entry.tpot_slo_s or self._tpot_slo_s or float("inf")
         if load.targets_s:
             least_s = min(least_s, load.targets_s[0])
-        if _step_s(fit, count, context) <= least_s:
+        if _step_s(fit, count, context) <= least_s * _speedup(load):
             return True
         bound_s = self._bound_s(load, fit, entry)
         if bound_s is None:
@@ -160,7 +160,7 @@ class DecodeCapacity:
         ended = [other for other in load.flights if other.computed and other.remaining_output <= steps]
         count -= len(ended)
         context -= sum(other.context_tokens for other in ended)
-        return count == 1 or _step_s(fit, count, context) <= bound_s
+        return count == 1 or _step_s(fit, count, context) <= bound_s * _speedup(load)
 
     def _bound_s(self, load: DecodeLoad, fit: registry_pb2.DecodeStepFit, entry: Entry) -> float | None:
         """The least target of the entry and of those in flight that each of them could keep alone; None: there is none.
@@ -176,6 +176,11 @@ class DecodeCapacity:
         if self._tpot_slo_s is not None and entry.tpot_slo_s not in kept:
             kept.append(self._tpot_slo_s)
         return min(kept, default=None)
+
+
+def _speedup(load: DecodeLoad) -> float:
+    """How many times as fast as by its fit a worker's steps are; see `WorkerLoad.decode_speedup`."""
+    return max(1.0, load.report.decode_speedup)
 
 
 def _step_s(fit: registry_pb2.DecodeStepFit, requests: int, context: float) -> float:

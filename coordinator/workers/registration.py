@@ -146,8 +146,8 @@ def check_report(request: registry_pb2.ReportRequest) -> None:
         _between("load.prompt_fit.pair_ms", prompt.pair_ms, 0, MAX_MS)
         _between("load.prompt_fit.mixing_ms", prompt.mixing_ms, -prompt.base_ms, MAX_MS)
     check_tier_reads(load)
-    if load.lent_speedup:
-        _between("load.lent_speedup", load.lent_speedup, 1, MAX_LENT_SPEEDUP)
+    _between("load.lent_speedup", load.lent_speedup or 1, 1, MAX_LENT_SPEEDUP)
+    _between("load.decode_speedup", load.decode_speedup or 1, 1, MAX_LENT_SPEEDUP)
     if request.leaning:
         _require(request.leaning in _POOLS, "leaning", "POOL_PREFILL or POOL_DECODE")
     if request.HasField("preemption"):

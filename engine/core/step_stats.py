@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from engine.core.sequence import Sequence
 from engine.core.types import EngineLoad
 from engine.kv_cache.block_pool import BlockCounts
-from engine.pacing.lent_effect import LentEffect, SteadySpeed
+from engine.pacing.lent_effect import STEADY_S, LentEffect, SteadySpeed
 from engine.pacing.step_time_fit import PromptTimeFit, StepTimeFit, pairs_of
 from splitserve.histograms import DurationCounts
 
@@ -172,7 +172,7 @@ class StepMeter:
         self._lends, self._effects = False, (LentEffect(), LentEffect())
         self.totals: TotalsByKind = {"prefill": StepTotals(), "decode": StepTotals()}
         self._busy_since_s: float | None = None
-        self._began_s = self._guessing_s = 0.0
+        self._began_s = self._guessing_s = self._ended_s = 0.0
 
     def expected_s(self, num_new: Mapping[Sequence, int]) -> float | None:
         """The time that a step will take which computes `num_new` tokens of each sequence; None before any was measured
@@ -187,6 +187,8 @@ class StepMeter:
 
     def begin(self, now: float) -> None:
         """A step begins."""
+        if now - self._ended_s > STEADY_S[-1]:
+            self.steady = SteadySpeed()  # what was lent before says nothing any more
         self._began_s = now if self._busy_since_s is None else self._busy_since_s
 
     def guessed(self, seconds: float) -> None:
@@ -211,7 +213,7 @@ class StepMeter:
         Fits are of what the worker can do alone: a step that had `speedup` times as much compute counts for as much
         longer as `LentEffect` has it. `is_first`: see `ModelRunner.prepared`; no fit and no rate counts such a step.
         """
-        self._busy_since_s = now if more else None
+        self._busy_since_s, self._ended_s = now if more else None, now
         duration_s = now - self._began_s
         if not num_new:
             return duration_s
@@ -266,11 +268,12 @@ class StepMeter:
             kept_blocks=counts.kept,
             prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
             decode_step_s=self.rates.decode_step_s,
-            step_fit=self.fit.latest and self.fit.latest.faster(self.steady.value),
+            step_fit=self.fit.latest,
             prompt_fit=self.prompt_fit.latest,
             late_prompts=late_prompts if prompts or waiting_tokens else 0,
             streams=len(running) - len(unread),
             lent_speedup=self.lent.value if shares_cores else 0.0,
+            decode_speedup=self.steady.value if shares_cores else 0.0,
         )
 
     def _measured_speedup(self, prefill_tokens: int, rows: int, duration_s: float, compute: float) -> float:

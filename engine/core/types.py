@@ -28,13 +28,12 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Properties of the model that the rest of the worker needs."""
+    """Properties of the model that the rest of the worker needs. `adapters`: those that requests may name."""
 
     context_tokens: int
     vocabulary_size: int
     eos_token_ids: frozenset[int]
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
-    """The adapters that requests may name."""
 
 
 class OutputMatcher(Protocol):
@@ -300,6 +299,7 @@ class EngineLoad:
     late_prompts: int = 0
     streams: int | None = None
     lent_speedup: float = 0.0
+    decode_speedup: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ _MEMORY = 16
 """Time constant of a size's means, in steps."""
 _LEARNED = 0.05
 """Weight of a comparison in the share."""
-_STEADY_S = (2.0, 10.0)
+STEADY_S = (2.0, 10.0)
 """Time constants of the means of `SteadySpeed`, in time of steps."""
 _COUNTED = 0.6
 """Share of what lent cores bring that admission counts on: they are taken back as soon as prompts come."""
@@ -78,12 +78,12 @@ class SteadySpeed:
     """
 
     def __init__(self) -> None:
-        self._took_s = [0.0] * len(_STEADY_S)
-        self._alone_s = [0.0] * len(_STEADY_S)
+        self._took_s = [0.0] * len(STEADY_S)
+        self._alone_s = [0.0] * len(STEADY_S)
 
     def record(self, duration_s: float, speedup: float) -> None:
         """Records a step that only decoded, in `speedup` times less time than alone."""
-        for index, memory_s in enumerate(_STEADY_S):
+        for index, memory_s in enumerate(STEADY_S):
             kept = math.exp(-duration_s / memory_s)
             self._took_s[index] = self._took_s[index] * kept + duration_s
             self._alone_s[index] = self._alone_s[index] * kept + duration_s * speedup

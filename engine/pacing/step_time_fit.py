@@ -23,10 +23,6 @@ class DecodeStepFit:
         """Seconds of a step of so many sequences that have so many tokens together."""
         return self.base_s + self.sequence_s * sequences + self.context_token_s * context_tokens
 
-    def faster(self, times: float) -> DecodeStepFit:
-        """The fit of steps that are so many times as fast."""
-        return DecodeStepFit(self.base_s / times, self.sequence_s / times, self.context_token_s / times)
-
 
 class StepTimeFit:
     """Takes decode-only steps one by one; fits every _FIT_EVERY_STEPS steps, because a fit costs more than a record.

@@ -204,6 +204,7 @@ def worker_load(load: EngineLoad) -> registry_pb2.WorkerLoad:
         late_prompts=load.late_prompts,
         streams=load.streams,
         lent_speedup=load.lent_speedup,
+        decode_speedup=load.decode_speedup,
     )
 
 

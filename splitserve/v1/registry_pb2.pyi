@@ -611,6 +611,7 @@ class WorkerLoad(_message.Message):
     STREAMS_FIELD_NUMBER: _builtins.int
     REJECTED_HANDOFFS_FIELD_NUMBER: _builtins.int
     LENT_SPEEDUP_FIELD_NUMBER: _builtins.int
+    DECODE_SPEEDUP_FIELD_NUMBER: _builtins.int
     HOST_TIER_FIELD_NUMBER: _builtins.int
     DISK_TIER_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
@@ -651,11 +652,13 @@ class WorkerLoad(_message.Message):
     """How many times as fast as by `prompt_fit` prompts were computed of late, because neighbours on its host lent their
     cores. Range 1..64. Default 0: it neither lends cores nor borrows any.
     """
+    decode_speedup: _builtins.float
+    """How many times as fast as by `step_fit` decode steps can be counted on to be, because neighbours on its host lend
+    their cores between their own steps. Range 1..64. Default 0: as fast as by the fit.
+    """
     @_builtins.property
     def step_fit(self) -> Global___DecodeStepFit:
-        """What a decode step costs, fitted over recent ones, with a part of what cores that neighbours on its host lend have
-        brought of late. Not set until there were enough.
-        """
+        """What a decode step costs, fitted over recent ones. Not set until there were enough."""
 
     @_builtins.property
     def prompt_fit(self) -> Global___PromptFit:
@@ -692,12 +695,13 @@ class WorkerLoad(_message.Message):
         streams: _builtins.int | None = ...,
         rejected_handoffs: _builtins.int = ...,
         lent_speedup: _builtins.float = ...,
+        decode_speedup: _builtins.float = ...,
         host_tier: Global___TierReads | None = ...,
         disk_tier: Global___TierReads | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_streams", b"_streams", "disk_tier", b"disk_tier", "host_tier", b"host_tier", "prompt_fit", b"prompt_fit", "step_fit", b"step_fit", "streams", b"streams"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_streams", b"_streams", "decode_step_ms", b"decode_step_ms", "disk_tier", b"disk_tier", "free_blocks", b"free_blocks", "host_tier", b"host_tier", "late_prompts", b"late_prompts", "lent_speedup", b"lent_speedup", "open_rpcs", b"open_rpcs", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prompt_fit", b"prompt_fit", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "step_fit", b"step_fit", "streams", b"streams", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_streams", b"_streams", "decode_speedup", b"decode_speedup", "decode_step_ms", b"decode_step_ms", "disk_tier", b"disk_tier", "free_blocks", b"free_blocks", "host_tier", b"host_tier", "late_prompts", b"late_prompts", "lent_speedup", b"lent_speedup", "open_rpcs", b"open_rpcs", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prompt_fit", b"prompt_fit", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "step_fit", b"step_fit", "streams", b"streams", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__streams: _TypeAlias = _typing.Literal["streams"]  # noqa: Y015
     _WhichOneofArgType__streams: _TypeAlias = _typing.Literal["_streams", b"_streams"]  # noqa: Y015

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from engine.core.engine import Engine
@@ -22,7 +23,9 @@ from splitserve.generation.kv_blocks import blocks_for
 from splitserve.logs import log_event
 
 QUIET_S = 0.25
-"""How long an engine that was busy is left alone."""
+"""How long an engine that was busy is left alone, from one look to the next."""
+PEERS_S = 0.75
+"""How long a worker that has started is: its peers measure their lanes to it."""
 CONTEXT_TOKENS = 24
 """Of the sequences that decode in such a step."""
 
@@ -90,22 +93,28 @@ async def use_idle_time(engine: IdleEngine, work: IdleWork | None, more: asyncio
     if work is None:
         return
 
-    def piece(core: Engine, connector: KvConnector) -> bool | None:
+    def is_idle(core: Engine, connector: KvConnector) -> bool:
         load = core.load()
         owned = load.free_blocks != load.total_blocks
         if core.has_work() or owned or load.waiting_requests or not connector.at_rest or work.lent:
-            return None
+            return False
         connector.require_awake()
-        return work.do_piece()
+        return True
 
+    def piece(core: Engine, connector: KvConnector) -> bool | None:
+        return work.do_piece() if is_idle(core, connector) else None
+
+    await asyncio.sleep(PEERS_S)
     while True:
-        left: bool | None = None
-        while left is not False:
-            if left is None:
-                await asyncio.sleep(QUIET_S)
-            try:
+        with suppress(UnavailableError):  # asleep, or ended
+            left: bool | None = None
+            while left is not False:
+                # Busy at the last look: idle at two looks in a row, or it is between two requests of one client.
+                while left is None:
+                    await asyncio.sleep(QUIET_S)
+                    if await engine.call(is_idle):
+                        await asyncio.sleep(QUIET_S)
+                        break
                 left = await engine.call(piece, Activity("in a step", BOOT_S))
-            except UnavailableError:  # asleep, or ended
-                break
         await more.wait()
         more.clear()

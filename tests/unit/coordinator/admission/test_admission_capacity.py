@@ -392,3 +392,15 @@ def test_places_become_free_as_answers_end() -> None:
     # Each of two workers has ten answers of 40 steps of 10 ms.
     assert capacity.place_s == pytest.approx(0.4 / 20)
     assert decode_capacity(decode_step_ms=0).place_s == 0.0
+
+
+def test_what_lent_cores_bring_makes_room() -> None:
+    places = [
+        sum(
+            put(decode, entry(16))
+            for decode in [decode_capacity(slots=64, tpot_slo_s=0.01, step_fit=fit(), decode_speedup=speedup)]
+            for _ in range(20)
+        )
+        for speedup in (0, 1, 1.5)
+    ]
+    assert places == [5, 5, 10]

@@ -14,12 +14,19 @@ from engine.core.types import EngineLoad, RowsFailedError, SampledToken, Schedul
 from engine.kv_cache.block_pool import BlockPool
 from engine.runner.simulated_runner import SimulatedRunner
 from engine.worker.engine_thread import Activity
+from engine.worker.warm_up import idle_work
 from engine.worker.warm_up.idle_work import IdleWork, use_idle_time
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import UnavailableError
 from tests.support.cluster.streams import eventually
 
 BLOCKS = 12
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle_work, "PEERS_S", 0.0)
+    monkeypatch.setattr(idle_work, "QUIET_S", 0.01)
 
 
 class Unprepared(SimulatedRunner):
@@ -182,7 +189,7 @@ async def test_a_worker_that_sleeps_goes_on_once_it_is_awake() -> None:
         runner.pages = 2  # it has slept again, and lost them
         more.set()
         await eventually(lambda: runner.pages < 0, "and again")
-        assert thread.calls == calls + 3
+        assert thread.calls == calls + 4, "a look, two pieces, and none left"
     finally:
         task.cancel()
         with suppress(asyncio.CancelledError):
