@@ -181,7 +181,7 @@ class CpuKernels:
                 panels = pairs[start:until].reshape(-1, words, width)
                 into = unpacked[start - begin : until - begin].reshape(-1, width, words)
                 into[:] = panels.transpose(0, 2, 1)
-        own = unpacked[first - begin : end - begin]
+        own = unpacked.view(np.int16 if packed.itemsize == 2 else np.int8)[first - begin : end - begin]
         return torch.from_numpy(own).view(packed.dtype)
 
     def linear(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
