@@ -39,7 +39,8 @@ class TurnWatch:
         for pool in POOLS:
             for one in snapshot.pool(pool).replicas:
                 before = self._leaned.get(one.name, pool) if one.neutral and one.registered else pool
-                if before != pool and self._told.get(one.name, ("", 0.0))[0] != pool:
+                told, _ = self._told.get(one.name, (None, 0.0))
+                if before != pool and told != pool:
                     kept.append(LeaningTurn(one.name, pool, snapshot.now_s, one.replica_class))
                     log_event("leaning.turned", worker_id=one.name, pool=pool)
         leanings = snapshot.leanings
