@@ -159,10 +159,13 @@ class ControlLoop:
         pauses = {pool: self._starts.pause_s(pool, snapshot.now_s) for pool in POOLS}
         paused = self._starts.paused(snapshot.now_s)
         actions = reconcile_classes(plan, pools, self.settings.bounds, paused)
-        if decided is None or not snapshot.complete:
+        whole = decided is not None and snapshot.complete
+        if not whole:
             actions = tuple(action for action in actions if isinstance(action, Start | Activate))
         self.status.starts(self._starts.failed_starts, pauses, snapshot)
         acted = self._may_act
+        if acted:
+            self._turns.told(actions, snapshot.now_s, whole=whole)
         if decided is None:
             await self._carry_out(plan, pools, actions)
             return
@@ -257,7 +260,6 @@ class ControlLoop:
         """Tells the coordinators. False when they say that another autoscaler acts."""
         where = planned_rotation(plan, pools, actions)
         where = replace(where, movable=movable_workers(plan, pools, actions))
-        self._turns.told(actions)
         applied = self.rotation.apply(where, decisions_of(plan, pools, actions))
         try:
             await within(self.settings.act_s, applied, "apply the plan")

@@ -173,7 +173,7 @@ class Simulation:
         for action in actions:
             self._carry_out(action, now_s, cluster)
         where = planned_rotation(plan, pools, actions)
-        self._turns.told(actions)
+        self._turns.told(actions, now_s)
         cluster.lead(where.leanings, movable_workers(plan, pools, actions), now_s)
         cluster.lending = plan.lend_decode_to_prefill
 

@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 
 from engine.core.engine import Engine
 from engine.kv_cache.cache_events import KvEventReader
-from engine.worker.build import VLLM, EngineParts, build_engine
+from engine.worker.build import EngineParts, build_engine
 from engine.worker.engine_thread import EngineThread
 from engine.worker.gpu_metrics import GpuMetrics, gpus_in_use
 from engine.worker.hang_watch import CLOSE_S, DEAD_CLOSE_S, end_engine, watch_for_hangs
@@ -58,8 +58,6 @@ from splitserve.v1.calls_pb2_grpc import add_CallServiceServicer_to_server
 
 CALL_SERVICE = calls_pb2.DESCRIPTOR.services_by_name["CallService"].full_name
 SERVER_GRACE_S = 2.0
-VLLM_START_S = 20.0
-"""How long vLLM's start may go on once the worker is told to stop, to end its processes by itself."""
 CALLERS: frozenset[Role] = frozenset({"coordinator"})
 """Who may call a worker's services."""
 
@@ -179,8 +177,7 @@ class WorkerProcess(Generic[C]):
             await self._run(stop)
 
     async def _run(self, stop: asyncio.Event) -> None:
-        patience_s = VLLM_START_S if self.config.engine.kind == VLLM else 0.0
-        await unless_stopped(self.engine.start(), stop, patience_s=patience_s)
+        await unless_stopped(self.engine.start(), stop, patience_s=self.config.engine.stop_in_start_s)
         relax_collector()  # a full collection, with all of torch's objects, would stop the engine for 0.2 s
         authorizer = self._security.authorizer({ANY_SERVICE: CALLERS, WEIGHTS_SERVICE: TAKERS})
         server = make_server(open_rpcs=self.open_rpcs, authorizer=authorizer)

@@ -6,6 +6,7 @@ exactly that, so no list can make it take more memory than its model does.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ ELEMENT_BYTES = {
 MAX_TENSORS = 2**17
 MAX_NAME = 512
 MAX_FINGERPRINT = 128
+DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 MAX_AXES = 8
 MAX_TENSOR_BYTES = 2**40
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 2**12, 2**24
@@ -130,16 +132,19 @@ class Manifest:
         texts = {
             "quantization": message.quantization,
             "configuration_fingerprint": message.configuration_fingerprint,
-            "content_fingerprint": message.content_fingerprint,
         }
         for field, text in texts.items():
             _bound(len(text) <= MAX_FINGERPRINT, field, f"at most {MAX_FINGERPRINT} characters")
+        # The taker of quantized weights registers with them: no coordinator takes other texts.
+        model, content = message.model_fingerprint, message.content_fingerprint
+        _bound(bool(DIGEST.match(model)), "model_fingerprint", "64 hex digits")
+        _bound(not content or bool(DIGEST.match(content)), "content_fingerprint", "empty or 64 hex digits")
         return cls(
-            message.model_fingerprint,
+            model,
             message.agent_id,
             tuple(map(_spec, message.tensors)),
             WeightsForm(message.quantization or NO_QUANTIZATION, message.configuration_fingerprint),
-            message.content_fingerprint,
+            content,
         )
 
     def require_same(self, expected: Sequence[TensorSpec], form: WeightsForm = PLAIN) -> None:

@@ -36,6 +36,8 @@ class ChildSpec:
     """Where a neutral worker leans at first; None for other processes."""
     replica_class: str = ""
     """The class of replicas that a worker was started as; empty where its pool has none."""
+    least_stop_s: float = 0.0
+    """How many seconds it has to end by itself at least: it may have to end processes, even before it serves."""
 
 
 class RunningProcess(Protocol):

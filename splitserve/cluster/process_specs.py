@@ -25,6 +25,7 @@ from splitserve.gpus.inventory import GpuInventory
 from splitserve.gpus.worker_gpus import check_gpu_count
 from splitserve.models.sources import resolve_model
 from splitserve.rpc.credentials import ClusterCredentials, new_token, read_token
+from splitserve.runtime.children.ending import CHILD_S, KILLED_S
 from splitserve.runtime.children.launch import PROGRAM
 from splitserve.security.tls import client_files
 from splitserve.v1 import inference_pb2
@@ -138,7 +139,15 @@ def worker_spec(
     check_gpu_count(config.engine.kind, config.engine.engine_args, len(place.gpus or ()))
     worker = _worker(config, name, place, drain_s, leaning)
     leans: Pool | None = leaning if kind == "worker" else None
-    return ChildSpec(name, kind, command(kind, arguments(worker)), _layout(worker, place), leans)
+    start_s = worker.engine.stop_in_start_s
+    return ChildSpec(
+        name,
+        kind,
+        command(kind, arguments(worker)),
+        _layout(worker, place),
+        leans,
+        least_stop_s=start_s + CHILD_S + KILLED_S if start_s else 0.0,
+    )
 
 
 def neutral_spec(

@@ -41,7 +41,8 @@ class ClusterTimes:
     drain_s: float = 30.0
     """Drain time of the coordinators, and then of the workers."""
     unready_drain_s: float = 3.0
-    """The same before the cluster was ready or after it failed, when there is nothing to drain."""
+    """The same before the cluster was ready or after it failed, when there is nothing to drain. A child that needs
+    longer to end by itself says so: `ChildSpec.least_stop_s`."""
     drain_margin_s: float = 2.0
     """Added to both, as the children have the same deadlines."""
 
@@ -312,13 +313,17 @@ class LocalCluster:
             return
         for child in children:
             child.terminate()
-        ends = [asyncio.create_task(child.wait()) for child in children]
-        await asyncio.wait(ends, timeout=deadline_s)
-        for child in children:
-            if child.running:
-                self._observer.message(f"{child.spec.name}: did not end within {deadline_s:g} s, killed")
-                child.kill()
-        await asyncio.wait(ends)
+        await asyncio.gather(*(self._end_within(deadline_s, child) for child in children))
+
+    async def _end_within(self, deadline_s: float, child: ChildProcess) -> None:
+        if child.spec.least_stop_s:
+            deadline_s = max(deadline_s, child.spec.least_stop_s + self._times.drain_margin_s)
+        end = asyncio.create_task(child.wait())
+        await asyncio.wait([end], timeout=deadline_s)
+        if child.running:
+            self._observer.message(f"{child.spec.name}: did not end within {deadline_s:g} s, killed")
+            child.kill()
+        await asyncio.wait([end])
 
     async def _kill_all(self) -> None:
         running = [process.child for process in self.processes if process.child.running]

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 from splitserve.config.base import Cost, Option, Settings
 
 MAX_ADAPTERS = 128
+VLLM_START_S = 20.0
 INHERITED_FILES = Path("/proc/self/fd")
 """Files that a process inherited, by their numbers; to open one opens it anew."""
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
@@ -184,6 +185,11 @@ class EngineConfig(Settings):
     """Simulated engine: seconds per decode step for each context token in the batch."""
     simulated_sequence_s: Annotated[Cost, Option(flag="simulated-sequence-s", hidden=True)] = 50e-6
     """Simulated engine: seconds per decode step for each sequence in the batch."""
+
+    @property
+    def stop_in_start_s(self) -> float:
+        """How many seconds the engine's start may go on once the worker is told to stop, to end its processes."""
+        return VLLM_START_S if self.kind == "vllm" else 0.0
 
 
 EngineSection = Annotated[EngineConfig, Option(panel="Engine")]

@@ -16,9 +16,10 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, NoReturn
 
-from engine.worker import build, process
+from engine.worker import build
 from splitserve.cli import services
 from splitserve.cli.main import main
+from splitserve.config import engine
 from splitserve.runtime.children.ending import remove_at_end
 
 CHILD = (
@@ -62,7 +63,7 @@ def _stick_at_start() -> None:
             _never.wait()
 
     build._vllm = start
-    process.VLLM_START_S = VLLM_START_S
+    engine.VLLM_START_S = VLLM_START_S
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from operator import eq
@@ -216,10 +217,33 @@ async def autoscaled(cluster: Cluster, folder: Path) -> AsyncIterator[FakeActuat
 @pytest.mark.timeout(2 * LEAST_TIMEOUT_S)
 async def test_a_turn_of_the_load_is_followed_while_an_autoscalers_plan_is_in_force(log_dir: Path) -> None:
     """And the autoscaler, which looks back at a minute of prompts, neither undoes it nor starts or ends anybody."""
+    for _ in range(REPEATS):
+        seen, took_s = await turned_under_a_plan(log_dir)
+        if seen == FOLLOWED and took_s <= 10.0:
+            break
+    assert seen == FOLLOWED
+    assert took_s <= 10.0 + SLACK_S
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Where workers lean in the end, the sides that the coordinator asked for, and the actuator's calls."""
+
+    leanings: list[str]
+    asked: list[str]
+    calls: list[Any]
+
+
+FOLLOWED = Seen(["decode", "decode", "prefill"], ["decode"], [])
+
+
+async def turned_under_a_plan(log_dir: Path) -> tuple[Seen, float]:
+    """And how many seconds it took to come true. What is otherwise fails here, unless the machine was slow."""
     async with (
         turning(log_dir) as (cluster, client, prompts, tokens),
         autoscaled(cluster, log_dir) as actuator,
     ):
+        waits = cluster_waits(cluster)
         async with loaded(prompts, lanes=4):
             await asyncio.sleep(2.0)
         turned_s = time.monotonic()
@@ -227,14 +251,12 @@ async def test_a_turn_of_the_load_is_followed_while_an_autoscalers_plan_is_in_fo
             await until(client, lambda leanings: list(leanings.values()).count("decode") == 2)
             took_s = time.monotonic() - turned_s
             await asyncio.sleep(3.5)  # one more plan at least
-            leanings = [worker.pool for worker in (await client.server_info()).workers]
-        assert sorted(leanings) == ["decode", "decode", "prefill"]
+            leanings = sorted(worker.pool for worker in (await client.server_info()).workers)
         asked = [e for e in cluster.members["coordinator"].events() if e.get("event") == "leaning.asked"]
-        assert [order["pool"] for order in asked] == ["decode"]
-        assert actuator.calls == []
-        if took_s > 10.0:
-            cluster_waits(cluster).assert_slow(f"took {took_s:.1f} s")
-    assert took_s <= 10.0 + SLACK_S
+        seen = Seen(leanings, [order["pool"] for order in asked], list(actuator.calls))
+        if seen != FOLLOWED or took_s > 10.0:
+            waits.assert_slow(f"{seen}, took {took_s:.1f} s")
+    return seen, took_s
 
 
 @pytest.mark.timeout(180)

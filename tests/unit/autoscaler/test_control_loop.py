@@ -150,6 +150,39 @@ async def test_neutral_workers_change_sides_before_one_is_started_and_are_stoppe
     assert drain_s in (7.0, 9.0)
 
 
+async def test_an_order_that_is_followed_after_a_tick_without_a_coordinator_is_no_planners_move() -> None:
+    world = World(neutral=True)
+    world.wants(2, 1)
+    world.leans = dict.fromkeys(await world.tick(), "prefill") | {"decode-2": "decode"}
+    world.wants(1, 2)
+    await world.tick()
+    (moved,) = [name for name, pool in world.leanings.items() if pool == "decode" and name != "decode-2"]
+    world.complete = False
+    await world.tick()
+    world.complete, world.leans[moved] = True, "decode"
+    await world.tick()
+    assert world.snapshots[-1].turns == ()
+    world.leans["decode-2"] = "prefill"
+    await world.tick()
+    assert [turn.name for turn in world.snapshots[-1].turns] == ["decode-2"]
+
+
+async def test_what_another_autoscaler_moves_is_no_planners_move() -> None:
+    world, coordinator = World(neutral=True), FencedCoordinator()
+    world.wants(2, 1)
+    names = await world.tick()
+    world.loop.lease = Lease([coordinator], "me", "", 10.0, coordinator.clock)
+    await coordinator.acquire_lease("other", valid_s=10.0)
+    world.leans = dict.fromkeys(names, "prefill")
+    for name in names:
+        await world.tick()
+        world.leans[name] = "decode"
+    coordinator.clock.now += 11
+    await world.tick()
+    assert world.snapshots[-1].acting
+    assert [snapshot.turns for snapshot in world.snapshots] == [()] * len(world.snapshots)
+
+
 async def test_scale_in_is_one_at_a_time_and_out_of_rotation_first() -> None:
     world = World()
     world.wants(3, 1)

@@ -30,7 +30,7 @@ def test_the_wire_form_and_back() -> None:
 
 
 def test_the_wire_form_of_quantized_weights_and_back() -> None:
-    manifest = Manifest("f" * 64, "agent", SPECS, INT8, "content")
+    manifest = Manifest("f" * 64, "agent", SPECS, INT8, "c" * 64)
     assert Manifest.from_proto(manifest.to_proto()) == manifest
 
 
@@ -56,12 +56,26 @@ def test_a_configuration_that_is_not_known_is_no_other() -> None:
     Manifest("f", "agent", SPECS, INT8, "content").require_same(SPECS, INT8)
 
 
-@pytest.mark.parametrize("field", ["quantization", "configuration_fingerprint", "content_fingerprint"])
+@pytest.mark.parametrize("field", ["quantization", "configuration_fingerprint"])
 def test_a_long_text_is_refused(field: str) -> None:
     message = pb.WeightsManifest(**{field: "x" * (MAX_FINGERPRINT + 1)})
     with pytest.raises(InvalidArgumentError) as caught:
         Manifest.from_proto(message)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("text", ["", "f" * 63, "f" * 65, "F" * 64, "g" * 64, "f" * 64 + "\n", "\0" * 64])
+@pytest.mark.parametrize("field", ["model_fingerprint", "content_fingerprint"])
+def test_a_fingerprint_that_no_coordinator_takes_is_refused(field: str, text: str) -> None:
+    texts = {"model_fingerprint": "f" * 64, "content_fingerprint": "c" * 64} | {field: text}
+    message = pb.WeightsManifest(quantization="int8", **texts)  # type: ignore[arg-type]
+    if text or field == "model_fingerprint":
+        with pytest.raises(InvalidArgumentError) as caught:
+            Manifest.from_proto(message)
+        assert caught.value.field == field
+    else:
+        with pytest.raises(FailedPreconditionError, match="does not say what its quantized weights are"):
+            Manifest.from_proto(message).require_same((), WeightsForm("int8"))
 
 
 def test_pieces_are_of_one_tensor_each() -> None:
@@ -86,7 +100,7 @@ def test_pieces_are_of_one_tensor_each() -> None:
 )
 def test_a_tensor_out_of_bounds_is_refused(field: str, tensor: pb.WeightTensor) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
-        Manifest.from_proto(pb.WeightsManifest(tensors=[tensor]))
+        Manifest.from_proto(pb.WeightsManifest(model_fingerprint="f" * 64, tensors=[tensor]))
     assert caught.value.field == field
 
 

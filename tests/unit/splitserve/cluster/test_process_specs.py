@@ -14,9 +14,10 @@ from splitserve.cluster.process_specs import check_workers, cluster_specs, ready
 from splitserve.config.base import load_settings
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.coordinator import CoordinatorConfig
-from splitserve.config.engine import EngineConfig
+from splitserve.config.engine import VLLM_START_S, EngineConfig
 from splitserve.errors import ConfigError, ResourceExhaustedError
 from splitserve.gpus.inventory import GpuInventory
+from splitserve.runtime.children.ending import CHILD_S, KILLED_S
 from splitserve.v1 import inference_pb2
 
 
@@ -42,6 +43,17 @@ def test_a_cluster_gives_each_worker_its_cores_and_engine() -> None:
     assert "--simulated-step-s 0.5" in command
     assert "--drain 7.0" in command
     assert specs[3].layout == "cores 2, 1 thread"
+
+
+def test_a_start_of_vllm_has_time_to_end_its_processes() -> None:
+    def least_s(kind: str) -> list[float]:
+        engine = EngineConfig.model_validate({"kind": kind})
+        coordinator = CoordinatorConfig(grpc_port=4000)
+        config = ClusterConfig(model="simulated", engine=engine, coordinator=coordinator)
+        return [spec.least_stop_s for spec in cluster_specs(config, [0, 1])]
+
+    assert least_s("vllm") == [0.0, *2 * [VLLM_START_S + CHILD_S + KILLED_S]]
+    assert least_s("torch") == least_s("simulated") == [0.0] * 3
 
 
 def test_the_coordinator_is_told_which_tokenizer_comes(tmp_path: Path) -> None:

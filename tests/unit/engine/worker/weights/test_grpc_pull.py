@@ -36,7 +36,7 @@ class Giver(WeightsServiceServicer):
         while not self.left.is_set():
             if self.may_answer.wait(0.01):
                 yield weights_pb2.PullWeightsResponse(
-                    manifest=weights_pb2.WeightsManifest(model_fingerprint="f", agent_id="giver")
+                    manifest=weights_pb2.WeightsManifest(model_fingerprint="f" * 64, agent_id="giver")
                 )
                 self.left.wait(PATIENCE_S)
 
