@@ -18,13 +18,19 @@ from tests.support.cluster.registrations import registration
 pytestmark = pytest.mark.timeout(10)
 
 
-async def test_what_ends_in_one_turn_is_offered_once() -> None:
-    registry, published = Registry(5.0), list[Held]()
+def one_worker() -> Registry:
+    """A registry with a neutral worker that has reported."""
+    registry = Registry(5.0)
     request = registration("n", registry_pb2.POOL_PREFILL)
     request.neutral = True
     registry.register(request, 0.0)
     registry.set_output_open(("n", 1), True)
     registry.report(registry_pb2.ReportRequest(worker_id="n", epoch=1, load=load()), 0.0)
+    return registry
+
+
+async def test_what_ends_in_one_turn_is_offered_once() -> None:
+    registry, published = one_worker(), list[Held]()
     config, now = CoordinatorConfig(local_prefill="auto"), time.monotonic()
     admission = CapacityAdmission(config, registry, lambda model, held: published.append(held))
     tokens = int(0.4 * 10_000 * config.admission.prefill_horizon_s)
@@ -44,12 +50,7 @@ async def test_what_ends_in_one_turn_is_offered_once() -> None:
 
 
 async def test_who_comes_in_that_turn_finds_the_room_that_there_is() -> None:
-    registry = Registry(5.0)
-    request = registration("n", registry_pb2.POOL_PREFILL)
-    request.neutral = True
-    registry.register(request, 0.0)
-    registry.set_output_open(("n", 1), True)
-    registry.report(registry_pb2.ReportRequest(worker_id="n", epoch=1, load=load()), 0.0)
+    registry = one_worker()
     settings = AdmissionConfig(max_queued_requests=1)
     config, now = CoordinatorConfig(local_prefill="auto", admission=settings), time.monotonic()
     admission = CapacityAdmission(config, registry, lambda model, held: None)
