@@ -16,6 +16,7 @@ from splitserve.histograms import Histogram
 
 PoolName = Literal["prefill", "decode"]
 POOLS: tuple[PoolName, PoolName] = ("prefill", "decode")
+OTHER_POOL: Mapping[PoolName, PoolName] = {"prefill": "decode", "decode": "prefill"}
 PoolClass = tuple[PoolName, str]
 """A pool and the name of one of its replica classes; empty where its replicas are alike."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from autoscaler.actuators.actuator import ActualReplica, Presence
 from autoscaler.policies.policy_file import ScalingPolicy
-from autoscaler.snapshot import POOLS, PoolClass, PoolName, Replica, ReplicaState, Snapshot
+from autoscaler.snapshot import OTHER_POOL, POOLS, PoolClass, PoolName, Replica, ReplicaState, Snapshot
 from splitserve.logs import log_event
 
 MAX_PAUSE_S = 600.0
@@ -148,7 +148,7 @@ class StartWatch:
             elif not (life.ending or life.preempted) and (
                 found is None or found.state is ReplicaState.STARTING
             ):
-                peer: PoolName = "decode" if replica.pool == "prefill" else "prefill"
+                peer = OTHER_POOL[replica.pool]
                 excused = not snapshot.complete or (found is not None and found.registered and not up[peer])
                 excused = excused or replica.presence is not Presence.HERE
                 deadline_s = cold_s * limits[replica.pool].deadline_cold_starts

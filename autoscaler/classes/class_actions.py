@@ -39,7 +39,7 @@ from autoscaler.reconcile import (
     oldest,
     reconcile,
 )
-from autoscaler.snapshot import POOLS, PoolClass, PoolName, ReplicaState
+from autoscaler.snapshot import OTHER_POOL, POOLS, PoolClass, PoolName, ReplicaState
 
 _NO_PROMISES: Mapping[PoolName, Counter[str]] = {pool: Counter() for pool in POOLS}
 
@@ -74,7 +74,7 @@ def reconcile_classes(
         ours = [one for one in pools[pool] if one.ours]
         # A neutral worker is started the same way for either pool.
         held = frozenset(name for where, name in paused if where == pool or plan.one_price_list)
-        other: PoolName = "decode" if pool == "prefill" else "prefill"
+        other = OTHER_POOL[pool]
         leaning = Counter(promised[pool])
         leaning.subtract(promised[other])
         turns.append(_Classed(pool, plan.pool(pool), ours, held, leaning).turn(room))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from autoscaler.classes.class_shares import floor_holds, share_of
 from autoscaler.plan import PoolPlan, ScalingPlan
 from autoscaler.reconcile import Action, Drain, Lean, ReplicaView, Start, in_state
-from autoscaler.snapshot import POOLS, PoolName, ReplicaState
+from autoscaler.snapshot import OTHER_POOL, POOLS, PoolName, ReplicaState
 
 _PENDING = (ReplicaState.READY, ReplicaState.STARTING)
 
@@ -27,7 +27,7 @@ def movable_workers(
     turned = {action.name: action.pool for action in actions if isinstance(action, Lean)}
     found = set[str]()
     for pool in POOLS:
-        other: PoolName = "decode" if pool == "prefill" else "prefill"
+        other = OTHER_POOL[pool]
         coming = [one for one in pools[other] if one.state in _PENDING and one.name not in named]
         coming += [one for one in pools[pool] if turned.get(one.name) == other]
         there = sum(_speed(plan.pool(other), one) for one in coming)

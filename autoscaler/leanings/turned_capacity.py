@@ -28,9 +28,6 @@ class TurnedCapacity:
         return wanted
 
 
-NOT_TURNED = TurnedCapacity()
-
-
 def turned_capacity(
     policy: ScalingPolicy, turns: Iterable[LeaningTurn], decided_s: float
 ) -> Mapping[PoolName, TurnedCapacity]:

@@ -28,8 +28,6 @@ from splitserve.v1 import registry_pb2
 
 SEEN_LATELY_S = 30.0
 """How long headroom is kept for a priority class after its last request."""
-
-
 LATE_SPARE = 0.1
 """Share of a worker's streams that is left to requests which can still be in time, of what their pace allows."""
 LATE_PATIENCE_S = 10.0

@@ -115,13 +115,10 @@ class Turns(Generic[R]):
     def __init__(self, turns: Iterable[tuple[R, R]]) -> None:
         """`turns`: owner and who is served, in order."""
         self._owner = {served: owner for owner, served in turns}
+        self.order = list(self._owner)
+        """Who is served, in order."""
         self._holder: dict[R, R] = {}
         self._holds: dict[R, R] = {}
-
-    @property
-    def order(self) -> list[R]:
-        """Who is served, in order."""
-        return list(self._owner)
 
     def take(self, served: R) -> R:
         """Gives a request the turn in which it is served. Returns who held that turn, and now has its one."""

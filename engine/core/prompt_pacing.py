@@ -330,7 +330,7 @@ def _has_due_time(members: Iterable[Sequence]) -> bool:
 def _work_s(fit: PromptFit, sequence: Sequence, chunk_s: float) -> float:
     """Seconds that a prompt still takes alone, in chunks of so many seconds, with the cached prefix that it had or is
     expected to have."""
-    computed = sequence.num_computed or sequence.expected_cached
+    computed = sequence.prefix_tokens
     work_s = fit.chunk_s(len(sequence.tokens) - computed, computed)
     return work_s + fit.base_s * int(work_s / chunk_s)
 

@@ -156,9 +156,9 @@ class Scheduler:
         order = granted = None
         if self._pacing is not None and self._pacing.active:
             order = self._pacing.order(now, decodes, prefills, self.waiting)
-            ordered = order.order if order else ()
+            ordered = order.order if order else prefills
             self._head = next((each for each in ordered if each.status is SequenceStatus.WAITING), None)
-            granted = self._pacing.grant(now, decodes, self._first(order.order if order else prefills))
+            granted = self._pacing.grant(now, decodes, self._first(ordered))
         if granted is not None:
             step = SchedulerOutput(now=now, whole=True)
             self._pace(step, decodes, order, prefills, granted)
@@ -219,7 +219,7 @@ class Scheduler:
         step.whole, streams, behind = True, len(step.num_new), len(order.order)
         step.budget = min(step.budget, self._pacing.chunk_tokens(order.order[0]))
         self._admit(step, self._by_triage(step, order, streams))
-        for place, sequence in enumerate(order.order):
+        for place, sequence in enumerate(order.order if step.budget else ()):
             if sequence.status is SequenceStatus.RUNNING and sequence not in step.num_new:
                 if step.budget == 0 or not (streams or self._joins(step, sequence, behind - place)):
                     break
@@ -284,8 +284,8 @@ class Scheduler:
 
     def _by_triage(self, step: SchedulerOutput, order: Turns[Sequence], streams: int) -> Iterator[Sequence]:
         """Takes sequences off the queue in this order; running prompts between them get their chunks."""
-        for place, sequence in enumerate(served := order.order):
-            if step.budget == 0 or not (streams or self._joins(step, sequence, len(served) - place)):
+        for place, sequence in enumerate(order.order):
+            if step.budget == 0 or not (streams or self._joins(step, sequence, len(order.order) - place)):
                 step.budget = 0
                 return
             self._take_turn(sequence, order)
@@ -300,7 +300,7 @@ class Scheduler:
         if not step.num_new or (pacing := self._pacing) is None:
             return True
         fit = pacing.meter.prompt_fit.latest
-        tokens = min(prompt.remaining - (0 if prompt.num_computed else prompt.expected_cached), step.budget)
+        tokens = min(len(prompt.tokens) - prompt.prefix_tokens, step.budget)
         return not pacing.separate and (fit is None or fit.joins(tokens, len(step.num_new), behind))
 
     def _take_turn(self, sequence: Sequence, order: Turns[Sequence]) -> None:

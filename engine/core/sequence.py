@@ -126,6 +126,12 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
+    def prefix_tokens(self) -> int:
+        """Leading tokens that its prompt no longer takes: computed ones, or before it starts those that are expected to
+        be cached."""
+        return self.num_computed or self.expected_cached
+
+    @property
     def uncached_tokens(self) -> int:
         """Tokens that its prompt still takes, without the cached prefix that it is expected to have."""
         return len(self.tokens) - self.expected_cached

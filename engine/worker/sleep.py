@@ -15,9 +15,9 @@ from contextlib import suppress
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from engine.core.engine import Engine
-from engine.core.types import EngineLoad
 from engine.worker.build import EngineParts
 from engine.worker.engine_thread import BOOT_S, Activity, EngineThread, KvConnector
+from engine.worker.status import is_at_rest
 from splitserve.errors import UnavailableError
 from splitserve.logs import log_event
 from splitserve.v1 import registry_pb2
@@ -176,8 +176,3 @@ class Sleeper(Generic[C]):
         self.wake_s = time.monotonic() - began_s
         log_event("worker.awake", worker_id=self._worker_id, took_s=round(self.wake_s, 3))
         self._host.report_now()
-
-
-def is_at_rest(load: EngineLoad) -> bool:
-    """Whether nothing runs or waits in an engine, and no block of it has an owner: neither a request nor a writer."""
-    return not (load.waiting_requests or load.running_requests) and load.free_blocks == load.total_blocks

@@ -61,3 +61,8 @@ class WorkerStatus:
     """Those of them that this worker was to receive."""
     writes: HandoffWrites | None = None
     """None: it writes to nobody."""
+
+
+def is_at_rest(load: EngineLoad) -> bool:
+    """Whether nothing runs or waits in an engine, and no block of it has an owner: neither a request nor a writer."""
+    return not (load.waiting_requests or load.running_requests) and load.free_blocks == load.total_blocks

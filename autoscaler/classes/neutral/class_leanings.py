@@ -18,9 +18,7 @@ from dataclasses import dataclass, field
 from autoscaler.classes.class_shares import LIVE, carried_units, carry, floor_holds, share_of
 from autoscaler.plan import ClassShare, ScalingPlan
 from autoscaler.reconcile import Lean, ReplicaView, in_state, least_loaded, oldest
-from autoscaler.snapshot import POOLS, PoolName, ReplicaState
-
-_OTHER: Mapping[PoolName, PoolName] = {"prefill": "decode", "decode": "prefill"}
+from autoscaler.snapshot import OTHER_POOL, POOLS, PoolName, ReplicaState
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ def lean_classes(plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaVie
     else:
         for pool in POOLS:
             for one in promised[pool]:
-                if sides.can_do_without(_OTHER[pool], one):
+                if sides.can_do_without(OTHER_POOL[pool], one):
                     sides.move(pool, one)
     left = {
         pool: Counter(
@@ -70,7 +68,7 @@ class _Sides:
 
     def count_starting(self, pool: PoolName) -> None:
         """Those that start on the other side and are too many there, where this one lacks them."""
-        other = _OTHER[pool]
+        other = OTHER_POOL[pool]
         for share in self.plan.pool(pool).mix:
             starting = sorted(self._of(other, share, ReplicaState.STARTING), key=oldest)
             spare = min(self._lack(pool, share), -self._lack(other, share), len(starting))
@@ -85,7 +83,7 @@ class _Sides:
         return [one for share in self.plan.pool(pool).mix for one in self._due_of(pool, share)]
 
     def _due_of(self, pool: PoolName, share: ClassShare) -> list[ReplicaView]:
-        other = _OTHER[pool]
+        other = OTHER_POOL[pool]
         ready = sorted(self._of(other, share, ReplicaState.READY), key=least_loaded)
         spare = len(ready) - self._share(other, share.name).count
         count = min(self._lack(pool, share), -self._lack(other, share), spare)
@@ -95,7 +93,7 @@ class _Sides:
         """Whether each side carries what is wanted of it, or no less than now, once all of these have moved."""
         for pool in POOLS:
             ready = self._ready(pool)
-            after = [one for one in ready if one not in moves[_OTHER[pool]]] + list(moves[pool])
+            after = [one for one in ready if one not in moves[OTHER_POOL[pool]]] + list(moves[pool])
             if not self._is_enough(pool, after, ready):
                 return False
         return True
@@ -114,13 +112,13 @@ class _Sides:
 
     def move(self, pool: PoolName, one: ReplicaView) -> None:
         """One in rotation leans to this side from now on."""
-        self.there[_OTHER[pool]].remove(one)
+        self.there[OTHER_POOL[pool]].remove(one)
         self.there[pool].append(one)
         self.actions.append(Lean(pool, one.name))
 
     def help_out(self, pool: PoolName, due: Sequence[ReplicaView]) -> None:
         """Those that the other side has too many of, while this one does not carry what is wanted."""
-        other, plan = _OTHER[pool], self.plan.pool(pool)
+        other, plan = OTHER_POOL[pool], self.plan.pool(pool)
         for share in self.plan.pool(other).mix:
             ready = sorted(self._of(other, share, ReplicaState.READY), key=least_loaded)
             spare = [one for one in ready if one not in due][: max(0, -self._lack(other, share))]

@@ -18,6 +18,7 @@ from engine.core.model_runner import ModelRunner, StepShape, made_up
 from engine.core.types import RowsFailedError
 from engine.kv_cache.block_pool import BlockPool
 from engine.worker.engine_thread import BOOT_S, Activity, KvConnector
+from engine.worker.status import is_at_rest
 from splitserve.errors import UnavailableError
 from splitserve.generation.kv_blocks import blocks_for
 from splitserve.logs import log_event
@@ -94,9 +95,7 @@ async def use_idle_time(engine: IdleEngine, work: IdleWork | None, more: asyncio
         return
 
     def is_idle(core: Engine, connector: KvConnector) -> bool:
-        load = core.load()
-        owned = load.free_blocks != load.total_blocks
-        if core.has_work() or owned or load.waiting_requests or not connector.at_rest or work.lent:
+        if core.has_work() or work.lent or not (connector.at_rest and is_at_rest(core.load())):
             return False
         connector.require_awake()
         return True

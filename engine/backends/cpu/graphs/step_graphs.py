@@ -150,9 +150,9 @@ class CpuStepGraphs:
 
     def first_steps(self, max_step_tokens: int) -> list[StepShape]:
         """Steps of up to so many tokens that would make a graph, or be the first of their kind; the longest first."""
-        return [
-            shape for kind, shape in self._shapes(max_step_tokens) if self.works and kind not in self._checked
-        ]
+        if not self.works:
+            return []
+        return [shape for kind, shape in self._shapes(max_step_tokens) if kind not in self._checked]
 
     def _shapes(self, max_step_tokens: int) -> Iterator[tuple[_Kind, StepShape]]:
         """A short step of each kind that steps of up to so many tokens are of."""

@@ -13,7 +13,8 @@ import pytest
 from engine.core.types import EngineLoad
 from engine.worker.build import KvSleep
 from engine.worker.engine_thread import BETWEEN_STEPS_S, Activity
-from engine.worker.sleep import Sleeper, SleepOrders, is_at_rest
+from engine.worker.sleep import Sleeper, SleepOrders
+from engine.worker.status import is_at_rest
 from splitserve.errors import ConfigError, UnavailableError
 from splitserve.v1 import registry_pb2
 from tests.support.cluster.streams import eventually
