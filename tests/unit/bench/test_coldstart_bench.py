@@ -11,6 +11,11 @@ def test_a_start_has_the_phases_of_its_slowest_worker() -> None:
     assert start_of([quick, slow], 4.0, 6.0) == TimedStart(1.0, 0.5, 1.0, rest=1.5, total=4.0, cpu=6.0)
 
 
+def test_what_is_no_phase_does_not_count() -> None:
+    told = {"process": 1.0, "weights": 0.5, "warm_up": 0.25, "weights_from": "page cache", "total": 9.0}
+    assert start_of([told], 4.0, 6.0) == TimedStart(1.0, 0.5, 0.25, rest=2.25, total=4.0, cpu=6.0)
+
+
 def test_a_checkout_without_phases_has_only_a_total() -> None:
     assert start_of([], 4.0, 6.0) == TimedStart(0, 0, 0, rest=4.0, total=4.0, cpu=6.0)
 
