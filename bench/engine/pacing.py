@@ -9,6 +9,9 @@ One engine with real weights computes answers one after the other in each of `--
 * prompts, answers: that ended.
 
 The medians over the turns of each kind are printed. Requests of the first two seconds are not counted.
+
+`--misjudged 0.67 1 1.5` runs turns with targets alone, the factors in turns, each on an engine of its own that takes
+all steps for so many times as long as they are; `tpot_attained` is then of all answers of a factor, which are added up.
 """
 
 from __future__ import annotations
@@ -17,16 +20,19 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
+from typing import Any, TypeVar
 
+from bench.engine.misjudged import misjudging_meter
 from bench.engine.turns import GREEDY, TOKENS, engine_of, medians_of_turns, show
 from bench.machine import this_machine
 from engine.core.engine_core import EngineCore
 from engine.core.types import EngineRequest, StopParams
 from engine.pacing.token_clock import ServiceTargets
 
+_Engine = TypeVar("_Engine")
 STREAM_PROMPT = 16
 UNCOUNTED_S = 2.0
 
@@ -142,6 +148,26 @@ class PacedTurn:
         )
 
 
+def misjudged_rows(
+    turns: int, engines: Mapping[float, _Engine], run: Callable[[_Engine, int], Row]
+) -> list[dict[str, Any]]:
+    """A row for each factor: its engine's turns, which alternate with the others' (A B C C B A ...)."""
+    found: dict[float, list[Row]] = {factor: [] for factor in engines}
+    for turn in range(turns):
+        for factor in list(engines) if turn % 2 == 0 else list(reversed(list(engines))):
+            found[factor].append(run(engines[factor], turn))
+    return [{"factor": factor, **_pooled(rows)} for factor, rows in found.items()]
+
+
+def _pooled(rows: Sequence[Row]) -> dict[str, float]:
+    answers = sum(row.answers for row in rows)
+    medians = {name: median(asdict(row)[name] for row in rows) for name in asdict(rows[0])}
+    attained = sum(row.tpot_attained * row.answers for row in rows) / answers
+    prompts = sum(row.prompts for row in rows)
+    figures = {**medians, "tpot_attained": attained, "answers": answers, "prompts": prompts}
+    return {name: round(value, 3) for name, value in figures.items()}
+
+
 def main(arguments: Sequence[str]) -> None:
     """Measures, and prints a table or one JSON object."""
     parser = argparse.ArgumentParser(prog="python -m bench.engine.pacing")
@@ -155,6 +181,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--ttft", type=float, default=2.0, help="seconds to the first token of a long prompt")
     parser.add_argument("--seconds", type=float, default=20.0, help="of a turn")
     parser.add_argument("--turns", type=int, default=5, help="of each kind")
+    parser.add_argument("--misjudged", type=float, nargs="+", metavar="FACTOR", help="see above")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     load = Load(
@@ -167,8 +194,19 @@ def main(arguments: Sequence[str]) -> None:
         options.seconds,
     )
     machine = this_machine()
-    core = engine_of(options.model, options.threads)
-    rows = medians_of_turns(options.turns, lambda turn, targets: PacedTurn(core, load, targets, turn).run())
+    if options.misjudged:
+        cores = {
+            factor: engine_of(options.model, options.threads, meter=misjudging_meter(factor))
+            for factor in options.misjudged
+        }
+        rows = misjudged_rows(
+            options.turns, cores, lambda core, turn: PacedTurn(core, load, True, turn).run()
+        )
+    else:
+        core = engine_of(options.model, options.threads)
+        rows = medians_of_turns(
+            options.turns, lambda turn, targets: PacedTurn(core, load, targets, turn).run()
+        )
     show("pacing", arguments, machine, rows, as_json=options.json, load=asdict(load))
 
 

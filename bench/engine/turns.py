@@ -16,6 +16,7 @@ from rich.table import Table
 from bench.machine import Machine, report
 from engine.core.engine_core import EngineCore
 from engine.core.model_runner import warm_up
+from engine.core.step_stats import StepMeter
 from engine.core.types import SamplingParams
 from engine.runner.torch_runner import build_torch_runner
 from splitserve.config.engine import EngineConfig
@@ -29,7 +30,9 @@ GREEDY = SamplingParams(temperature=0.0)
 TOKENS = range(1000, 30_000)
 
 
-def engine_of(model: str, threads: int, core_exchange: Path | None = None) -> EngineCore:
+def engine_of(
+    model: str, threads: int, core_exchange: Path | None = None, *, meter: StepMeter | None = None
+) -> EngineCore:
     """A warm engine on this many cores, without a prefix cache."""
     config = EngineConfig(
         dtype="bfloat16",
@@ -41,7 +44,7 @@ def engine_of(model: str, threads: int, core_exchange: Path | None = None) -> En
     source = resolve_model(model)
     runner = build_torch_runner(config, source, lambda _fraction: None)
     warm_up(runner, None)
-    return EngineCore(runner, config, load_tokenizer(source.tokenizer_source))
+    return EngineCore(runner, config, load_tokenizer(source.tokenizer_source), meter=meter)
 
 
 def medians_of_turns(turns: int, run: Callable[[int, bool], DataclassInstance]) -> list[dict[str, Any]]:
