@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.engine.speculation.draft_pairs import deeper
 from splitserve.client import AsyncClient
 from splitserve.models.hf_tokenizer import load_tokenizer
-from tests.integration.transfer.test_split_parity import BORDERS, MAX_TOKENS
+from tests.integration.transfer.test_split_parity import BORDERS, MAX_TOKENS, MORE
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.engine.reference import Reference
@@ -22,9 +22,8 @@ from tests.support.engine.tiny_models import make_tiny_model
 from tests.support.waiting import PATIENCE_S
 
 SOME = BORDERS[::8]
-MORE = [2, 15, 17, 48, 65, 112, 128, 257, 513]
-"""Answers of `MAX_TOKENS` that begin at borders of blocks, before and behind them. That split pairs answer prompts of
-any length as they should is shown without drafts, in `test_split_parity.py`."""
+ALL = [*BORDERS, *MORE]
+"""The prompts of `test_split_parity.py`."""
 TOGETHER = 4
 """Requests at a time: more would not be drafted for."""
 LONG = 40
@@ -43,7 +42,7 @@ def speculated(cluster: Cluster) -> dict[str, float]:
     "lengths",
     [
         pytest.param(SOME, id="some", marks=pytest.mark.short),
-        pytest.param(MORE, id="more", marks=pytest.mark.slow),
+        pytest.param(ALL, id="all", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.timeout(600)
