@@ -1,0 +1,36 @@
+"""Packages of Debian that tests need, installed where this runs as root."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+LOCK = Path(__file__).parents[1] / "build/debian.lock"
+FETCH_S = 240.0
+
+
+def install(*packages: str) -> str:
+    """Why the packages could not be installed; empty: they are. One call at a time in all processes."""
+    if shutil.which("apt-get") is None or os.geteuid() != 0:
+        return "there is no apt-get here, or this is not root"
+    command = ("apt-get", "install", "--yes", "-qq", "--no-install-recommends", *packages)
+    LOCK.parent.mkdir(exist_ok=True)
+    with LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests that run side by side
+        # A fresh container has no lists of packages.
+        return _run(*command) and (_run("apt-get", "update", "-qq") or _run(*command))
+
+
+def _run(*command: str) -> str:
+    """Why the command failed; empty: it did not."""
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=FETCH_S, check=False, env=environment
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{command[0]}: {error}"
+    return "" if done.returncode == 0 else f"{' '.join(command)}: {done.stderr.strip()[-300:]}"
