@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.async_api import Browser, ConsoleMessage, Page, Request, async_playwright
 
-from dev.chromium import chromium
+from dev.system.chromium import chromium
 from splitserve.errors import UnavailableError
 from tests.support.waiting import PATIENCE_S
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dev.debian import install
+from dev.system.debian import install
 from engine.tiers.stores.mooncake_store import MooncakeStore, open_mooncake_store
 from tests.support.waiting import PATIENCE_S
 

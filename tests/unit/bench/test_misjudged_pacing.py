@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.engine.misjudged import misjudging_meter
-from bench.engine.pacing import Row, misjudged_rows
+from bench.engine.pacing import Row, misjudged_rows, misjudging_meter
 
 
 def test_rows_alternate_and_add_up_answers() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 
-from dev.debian import install
+from dev.system.debian import install
 from splitserve.errors import UnavailableError
 
 PROGRAM = PACKAGE = "chromium"

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-LOCK = Path(__file__).parents[1] / "build/debian.lock"
+LOCK = Path(__file__).parents[2] / "build/debian.lock"
 FETCH_S = 240.0
 
 

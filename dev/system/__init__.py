@@ -1,0 +1,1 @@
+"""Programs and libraries of the system that tests need."""
