@@ -17,6 +17,7 @@ from coordinator.request.caller import Caller, PriorityClass, RequestTargets
 from splitserve.config.coordinator import OnLate
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError
+from splitserve.runtime.bounded_file import read_small_file
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 KeyHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
@@ -152,7 +153,7 @@ def load_tenants(path: Path, fallback_secret: bytes) -> TenantsConfig:
 
 def _read_secret(path: Path) -> bytes:
     try:
-        secret = path.read_bytes().strip()
+        secret = read_small_file(path).strip()
     except OSError as error:
         message = f"{SECRET_FIELD}: cannot read {path}: {error.strerror}"
         raise ConfigError(message, field=SECRET_FIELD) from None
