@@ -142,7 +142,7 @@ def new_secret() -> bytes:
 
 def load_tenants(path: Path, fallback_secret: bytes) -> TenantsConfig:
     """Reads the file and its secret. Raises ConfigError naming line, field and bound, without repeating key hashes."""
-    yaml_file = read_yaml_file(path)
+    yaml_file = read_yaml_file(path, "tenants")
     with yaml_file.naming_lines():
         file = yaml_file.validated(TenantsFile, "tenants")
         if file.cache_salt_secret_file is None:

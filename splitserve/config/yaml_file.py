@@ -94,8 +94,9 @@ class YamlFile:
             raise ConfigError(f"{place}: {first['msg']}", field=place) from None
 
 
-def read_yaml_file(path: Path) -> YamlFile:
-    """Raises ConfigError, naming the line where there is one, if the file cannot be read or holds no mapping."""
+def read_yaml_file(path: Path, setting: str = "config") -> YamlFile:
+    """Raises ConfigError, naming the `setting` that led to the file and the line where there is one, if the file cannot
+    be read or holds no mapping."""
     try:
         loader = _LineLoader(read_small_text(path))
         try:
@@ -104,19 +105,19 @@ def read_yaml_file(path: Path) -> YamlFile:
         finally:
             loader.dispose()
     except OSError as error:
-        raise ConfigError(f"config: cannot read {path}: {error.strerror}", field="config") from None
+        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}", field=setting) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}" if mark is not None else ""
         why = error.problem or error.context or "cannot be parsed"
-        raise ConfigError(f"config: {path}{where}: not valid YAML: {why}", field="config") from None
+        raise ConfigError(f"{setting}: {path}{where}: not valid YAML: {why}", field=setting) from None
     except (yaml.YAMLError, *SCALAR_ERRORS) as error:  # UnicodeDecodeError is a ValueError
         why = str(error) or type(error).__name__
-        raise ConfigError(f"config: {path} is not valid YAML: {why}", field="config") from None
+        raise ConfigError(f"{setting}: {path} is not valid YAML: {why}", field=setting) from None
     if data is None:
         return YamlFile(path, {}, None)
     if not isinstance(data, dict):
-        raise ConfigError(f"config: {path} must hold a mapping", field="config")
+        raise ConfigError(f"{setting}: {path} must hold a mapping", field=setting)
     return YamlFile(path, data, root)
 
 
