@@ -21,7 +21,8 @@ from splitserve.security.server_tls import ServerTls
 from splitserve.security.tls import Role, TlsFiles, part_files
 
 TOKEN_VARIABLE = "SPLITSERVE_CLUSTER_TOKEN"
-MIN_TOKEN_CHARACTERS = 16
+MIN_TOKEN_CHARACTERS, MAX_TOKEN_CHARACTERS = 16, 1024
+"""A token travels with each call; gRPC refuses calls with much more than 8 KiB of metadata."""
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -100,8 +101,10 @@ def read_token_file(path: Path, setting: str) -> str:
 
 def _checked_token(token: str, where: str, setting: str) -> str:
     # The message must not contain the token.
-    if len(token) < MIN_TOKEN_CHARACTERS or not (token.isascii() and token.isprintable()):
-        message = f"{setting}: {where} must hold at least {MIN_TOKEN_CHARACTERS} printable ASCII characters"
+    fits = MIN_TOKEN_CHARACTERS <= len(token) <= MAX_TOKEN_CHARACTERS
+    if not fits or not (token.isascii() and token.isprintable()):
+        bounds = f"{MIN_TOKEN_CHARACTERS} to {MAX_TOKEN_CHARACTERS}"
+        message = f"{setting}: {where} must hold {bounds} printable ASCII characters"
         raise ConfigError(message, field=setting)
     return token
 
