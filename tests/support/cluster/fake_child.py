@@ -1,8 +1,9 @@
 """A child of the local cluster that only pretends: `python -m tests.support.cluster.fake_child FOLDER ROLE [OPTION
 VALUE ...]`.
 
-Files in FOLDER say how it behaves, looked up at its start: NAME.crash (fail at once), NAME.refuse (a setting), NAME.slow (never get ready),
-NAME.stubborn (ignore SIGTERM). It leaves its id in NAME.pid, and its name in `ended` when it drains.
+Files in FOLDER say how it behaves, looked up at its start: NAME.crash (fail at once), NAME.refuse (a setting),
+NAME.slow (never get ready), NAME.stubborn (ignore SIGTERM). It leaves its id in NAME.pid, and its name in `ended` when
+it drains.
 """
 
 from __future__ import annotations
