@@ -48,7 +48,8 @@ def read_key(path: Path | None) -> str | None:
     try:
         return checked_key(read_small_text(path).strip())
     except (OSError, UnicodeDecodeError) as error:
-        message = f"api_key_file: cannot read {path}: {type(error).__name__}"
+        why = error.strerror if isinstance(error, OSError) else "no UTF-8 text"
+        message = f"api_key_file: cannot read {path}: {why}"
         raise ConfigError(message, field="api_key_file") from None
 
 
