@@ -70,7 +70,7 @@ class PolicyFile:
 
     def _load(self) -> LoadedPolicy:
         """Where it names other files than before, these count as changed meanwhile: once more, with their stamps."""
-        file = read_yaml_file(self.path)
+        file = read_yaml_file(self.path, "policy")
         self._named = sorted(set(named_files(file)))
         return _policy_of(file)
 
@@ -225,7 +225,7 @@ def _season_record(
 
 
 def _loaded(path: Path) -> LoadedPolicy:
-    return _policy_of(read_yaml_file(path))
+    return _policy_of(read_yaml_file(path, "policy"))
 
 
 def _policy_of(file: YamlFile) -> LoadedPolicy:

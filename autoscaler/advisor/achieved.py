@@ -18,6 +18,7 @@ from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.traces.trace import Trace
 from autoscaler.sizing.engine_model import EngineModel
 from splitserve.errors import InvalidArgumentError, NotFoundError
+from splitserve.runtime.bounded_file import read_small_text
 
 FORMAT = 1
 
@@ -99,7 +100,7 @@ def save_advice(path: Path, advice: Advice, scenario: Scenario) -> None:
 def load_advice(path: Path) -> SavedAdvice:
     """Raises NotFoundError, InvalidArgumentError."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_small_text(path))
         if data["advice"] != FORMAT:
             raise ValueError(data["advice"])
         saved = SavedAdvice(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from autoscaler.hosts.inventory_file import check_encrypted, check_endpoint
 from splitserve.errors import ConfigError, InvalidArgumentError
+from splitserve.runtime.bounded_file import read_small_text
 from splitserve.security.tls import TlsFiles
 
 
@@ -22,7 +23,7 @@ def read_context(name: str, folder: Path) -> tuple[str, TlsFiles | None]:
     be read, or that leads to another machine without mutual TLS."""
     number = hashlib.sha256(name.encode()).hexdigest()
     try:
-        meta = json.loads((folder / "contexts/meta" / number / "meta.json").read_text(encoding="utf-8"))
+        meta = json.loads(read_small_text(folder / "contexts/meta" / number / "meta.json"))
         docker = meta["Endpoints"]["docker"]
         endpoint, unchecked = check_endpoint(str(docker["Host"])), bool(docker.get("SkipTLSVerify", False))
     except FileNotFoundError:

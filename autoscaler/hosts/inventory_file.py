@@ -154,7 +154,7 @@ class HostsFile(Settings):
 
 def load_hosts(path: Path) -> HostsFile:
     """Reads the file. Raises ConfigError naming file, line and field."""
-    file = read_yaml_file(path)
+    file = read_yaml_file(path, "docker_hosts")
     with file.naming_lines():
         try:
             return file.validated(HostsFile, "hosts")

@@ -271,7 +271,7 @@ class ScalingPolicy(BudgetedPolicy):
 
 def load_policy(path: Path) -> ScalingPolicy:
     """The policy in this YAML file. Raises ConfigError naming the line, the first bad field and its bound."""
-    return policy_in(read_yaml_file(path))
+    return policy_in(read_yaml_file(path, "policy"))
 
 
 def policy_in(file: YamlFile) -> ScalingPolicy:

@@ -94,7 +94,7 @@ class ModelsInForce:
 
 def load_models(path: Path) -> SharedModels:
     """Reads the file; paths in it become paths from here. Raises ConfigError naming file, line and field."""
-    file = read_yaml_file(path)
+    file = read_yaml_file(path, "models")
     with file.naming_lines():
         try:
             found = file.validated(SharedModels, "models")

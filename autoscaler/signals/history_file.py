@@ -7,7 +7,9 @@ since the epoch, because no other clock outlives a process.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +20,9 @@ from typing import Annotated, Final, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autoscaler.snapshot import PoolName
+from splitserve.errors import ConfigError
 from splitserve.logs import log_event
+from splitserve.runtime.bounded_file import read_small_file
 
 VERSION: Final = 1
 MAX_BYTES = 16 * 2**20
@@ -97,7 +101,10 @@ class HistoryFile:
 
     def restore(self, observer: Remembering, history_s: float) -> None:
         """Gives the file's content to the observer, whose history is written from now on; arrivals count for
-        `history_s` seconds. What cannot be used is left out with one line in the log."""
+        `history_s` seconds. What cannot be used is left out with one line in the log.
+
+        Raises ConfigError (`history_file`) for what would be lost if it were replaced: a device or a pipe, such as
+        /dev/null, and a text that does not begin as JSON does, such as a policy."""
         self._observer = observer
         try:
             history = self._read(observer.history().model, history_s)
@@ -150,12 +157,23 @@ class HistoryFile:
             return
         self._problem = ""
 
+    def _another(self, why: str) -> ConfigError:
+        return ConfigError(f"history_file: {self._path}: {why}", field="history_file")
+
     def _read(self, model: str, history_s: float) -> ForecastHistory:
-        """The content. Raises OSError, and ValueError for one that is no history of this traffic and time."""
-        with self._path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise ValueError(f"longer than {MAX_BYTES} bytes")
+        """The content. Raises OSError, ConfigError, and ValueError for one that is no history of this traffic and
+        time."""
+        kind = self._path.stat().st_mode
+        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
+            raise self._another("it is no regular file")
+        try:
+            content = read_small_file(self._path, MAX_BYTES)
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
+            raise ValueError(f"longer than {MAX_BYTES} bytes") from None
+        if _is_other_text(content):
+            raise self._another("it holds another text, which would be replaced")
         history = ForecastHistory.model_validate_json(content)
         age_s = self._wall_clock() - history.saved_wall_s
         if history.model != model:
@@ -176,6 +194,15 @@ class HistoryFile:
         if age_s > history_s:
             return history.model_copy(update={"arrivals": (), "cold_starts_s": {}})
         return history
+
+
+def _is_other_text(content: bytes) -> bool:
+    begin = content.lstrip()[:4096]
+    try:
+        text = begin.decode("utf-8", errors="strict" if len(begin) < 4096 else "ignore")
+    except UnicodeDecodeError:
+        return False
+    return bool(text) and text[0] not in "{[" and "\0" not in text
 
 
 def _said(error: Exception) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from autoscaler.sizing.engine_model import DEFAULT_CONTEXT_TOKENS
 from splitserve.errors import InvalidArgumentError, NotFoundError
+from splitserve.runtime.bounded_file import read_small_text
 
 WEIGHT_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
 KV_BITS = {"bf16": 16, "fp16": 16, "fp8": 8}
@@ -123,7 +124,7 @@ def shape_of(name: str, config: Mapping[str, Any], given: GivenShape) -> ModelSh
 def read_config(path: Path) -> Mapping[str, Any]:
     """A config.json. Raises NotFoundError, InvalidArgumentError."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_small_text(path))
     except OSError as error:
         raise NotFoundError(f"model: cannot read {path}: {error.strerror}", field="model") from None
     except (RecursionError, ValueError):

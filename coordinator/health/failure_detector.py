@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 
 from coordinator.workers.registry import Registry
@@ -32,6 +33,14 @@ GIVE_UP_S = 600.0
 """By then tickets have expired anyway."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Departed:
+    """A worker as it was when it left the registry, and until when it is probed (monotonic time)."""
+
+    worker: Worker
+    give_up_s: float
+
+
 class FailureDetector:
     """Probes every worker that writes KV, once it leaves the registry, until it is back, has provably ended, or
     GIVE_UP_S pass."""
@@ -40,13 +49,14 @@ class FailureDetector:
         self._registry = registry
         self._loops = loops or LoopRunner()
         self._known: dict[WorkerKey, Worker] = {}
-        self._departed: dict[WorkerKey, Worker] = {}
-        """Workers being probed."""
+        self._departed: dict[WorkerKey, _Departed] = {}
+        """Workers being probed, by one task each: who is back and leaves again stays with the same one."""
 
     def report_ended(self, boots: Iterable[WorkerKey]) -> None:
         """Takes the word of a runtime that these boots' processes have ended. Unknown boots are ignored."""
         for key in boots:
-            worker = self._departed.get(key) or self._registry.get(key)
+            departed = self._departed.get(key)
+            worker = departed.worker if departed is not None else self._registry.get(key)
             if worker is None:
                 continue
             self._registry.drop(key, "its runtime says that it has ended")
@@ -62,25 +72,34 @@ class FailureDetector:
                 workers = self._registry.snapshot().workers
                 present = {worker.key: worker for worker in workers if worker.sends_kv}
                 for key in self._known.keys() - present.keys():
-                    probe = partial(self._probe_until_ended, self._known[key], time.monotonic() + GIVE_UP_S)
-                    group.create_task(self._loops.run("probe", probe))
+                    is_probed = key in self._departed
+                    self._departed[key] = _Departed(self._known[key], time.monotonic() + GIVE_UP_S)
+                    if not is_probed:
+                        probe = partial(self._probe_until_ended, key)
+                        group.create_task(self._loops.run("probe", probe))
                 self._known = present
 
-    async def _probe_until_ended(self, departed: Worker, give_up_s: float) -> None:
+    async def _probe_until_ended(self, key: WorkerKey) -> None:
         pause_s = FIRST_PAUSE_S
-        self._departed[departed.key] = departed
-        try:
-            while time.monotonic() < give_up_s and self._registry.get(departed.key) is None:
-                if self._registry.has_ended(departed):
-                    return None
-                if self._replaced(departed):
-                    return self._conclude(departed, "replaced")
-                if await is_refused(departed.address):
-                    return self._conclude(departed, "refused")
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, LAST_PAUSE_S)
-        finally:
-            del self._departed[departed.key]
+        while not await self._is_over(self._departed[key]):
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+        del self._departed[key]
+
+    async def _is_over(self, departed: _Departed) -> bool:
+        """Whether there is nothing to find out any more; proof that was found is told."""
+        worker = departed.worker
+        if time.monotonic() >= departed.give_up_s or self._registry.get(worker.key) is not None:
+            return True
+        if self._registry.has_ended(worker):
+            return True
+        if self._replaced(worker):
+            self._conclude(worker, "replaced")
+            return True
+        if await is_refused(worker.address) and not self._registry.has_ended(worker):
+            self._conclude(worker, "refused")
+            return True
+        return False
 
     def _conclude(self, worker: Worker, proof: str) -> None:
         self._registry.mark_ended(worker)

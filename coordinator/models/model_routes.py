@@ -237,7 +237,7 @@ def checked_route(name: str, weights: Weights, field: str) -> ModelRoute:
 
 def load_routes(path: Path) -> list[ModelRoute]:
     """The routes in a YAML file of "NAME: {MODEL: WEIGHT}". Raises ConfigError naming the line."""
-    file = read_yaml_file(path)
+    file = read_yaml_file(path, "model_routes_file")
     with file.naming_lines():
         return [_route_in_file(name, weights) for name, weights in file.values.items()]
 

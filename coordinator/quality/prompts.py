@@ -6,6 +6,7 @@ from pathlib import Path
 
 from splitserve.errors import ConfigError
 from splitserve.models.tokenizer import Tokenizer
+from splitserve.runtime.bounded_file import read_small_file
 
 GOLDEN_TOKENS = 64
 """Leading tokens of a text that are sent: four blocks of the usual size."""
@@ -36,8 +37,7 @@ def read_prompts(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return BUILT_IN
     try:
-        with path.open("rb") as file:
-            read = file.read(MAX_PROMPT_BYTES + 1)
+        read = read_small_file(path, MAX_PROMPT_BYTES)
         texts = tuple(line.strip() for line in read.decode().splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"quality.prompts: {path}: {error}", field="quality.prompts") from None

@@ -108,7 +108,7 @@ class TenantCosts:
 
 def load_prices(path: Path) -> PriceFile:
     """Reads a price file. Raises ConfigError naming line, field and bound."""
-    yaml_file = read_yaml_file(path)
+    yaml_file = read_yaml_file(path, "prices")
     with yaml_file.naming_lines():
         return yaml_file.validated(PriceFile, "prices")
 

@@ -17,6 +17,7 @@ from coordinator.request.caller import Caller, PriorityClass, RequestTargets
 from splitserve.config.coordinator import OnLate
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError
+from splitserve.runtime.bounded_file import read_small_file
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 KeyHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
@@ -141,7 +142,7 @@ def new_secret() -> bytes:
 
 def load_tenants(path: Path, fallback_secret: bytes) -> TenantsConfig:
     """Reads the file and its secret. Raises ConfigError naming line, field and bound, without repeating key hashes."""
-    yaml_file = read_yaml_file(path)
+    yaml_file = read_yaml_file(path, "tenants")
     with yaml_file.naming_lines():
         file = yaml_file.validated(TenantsFile, "tenants")
         if file.cache_salt_secret_file is None:
@@ -152,7 +153,7 @@ def load_tenants(path: Path, fallback_secret: bytes) -> TenantsConfig:
 
 def _read_secret(path: Path) -> bytes:
     try:
-        secret = path.read_bytes().strip()
+        secret = read_small_file(path).strip()
     except OSError as error:
         message = f"{SECRET_FIELD}: cannot read {path}: {error.strerror}"
         raise ConfigError(message, field=SECRET_FIELD) from None

@@ -68,7 +68,9 @@ and for `splitserve up` the coordinator's `grpc_port` is `SPLITSERVE_COORDINATOR
 items of a list. An empty variable is as good as none, and so is one that Kubernetes sets for a service (`tcp://...`).
 What `splitserve up` starts gets its settings from `splitserve up` alone.
 
-A wrong value ends the command with one line that names the setting and its bound.
+A wrong value ends the command with one line that names the setting and its bound. YAML files have each key of a mapping
+once. They and files of secrets and certificates have at most 4 MiB; one that is not followed may be a pipe that ends
+within 5 s, as the shell's `<(command)` is.
 """
 
 

@@ -22,6 +22,7 @@ from kv_transfer.lane_probe import probe_blocks
 from kv_transfer.layout import KvLayout
 from kv_transfer.transports.transport import KvMemoryRegion
 from splitserve.config.engine import EngineConfig
+from splitserve.errors import ConfigError
 from splitserve.generation.kv_blocks import blocks_for
 
 FINGERPRINT = hashlib.sha256(b"simulated").hexdigest()
@@ -75,7 +76,12 @@ class SimulatedRunner(ModelRunner):
         # An anonymous mapping is page-aligned and takes memory only where it is written.
         self._probe_blocks = probe_blocks(self.layout.block_bytes)
         total = self._num_blocks + self._probe_blocks
-        self._pages = mmap.mmap(-1, total * self.layout.block_bytes, flags=_PRIVATE)
+        try:
+            self._pages = mmap.mmap(-1, total * self.layout.block_bytes, flags=_PRIVATE)
+        except OSError as error:
+            setting = "kv_memory_bytes" if config.num_blocks is None else "num_blocks"
+            message = f"engine.{setting}: {self._num_blocks} KV blocks cannot be had: {error.strerror}"
+            raise ConfigError(message, field=f"engine.{setting}") from None
         blocks = np.frombuffer(self._pages, dtype=np.uint8).reshape(total, -1)
         self._probes = blocks[self._num_blocks :]
         self.take_kv_back()

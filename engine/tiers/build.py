@@ -51,17 +51,22 @@ def check_tiers(config: EngineConfig) -> None:
 
 def make_tiers(config: EngineConfig, memory: KvMemoryRegion, wire_dtype: str) -> KvTiers | None:
     """The tiers below a pool of this memory; None if the settings ask for none. Raises ConfigError as `check_tiers` and
-    `open_disk_store`, and if host memory for one block is not even asked for."""
+    `open_disk_store`, and if host memory for one block is not even asked for,
+    or more than there is."""
     if config.kv_host_tier_bytes is None:
         return None
     block_bytes = memory.layout.block_bytes
     slots = config.kv_host_tier_bytes // block_bytes
+    field = "engine.kv_host_tier_bytes"
     if slots < 1:
-        field = "engine.kv_host_tier_bytes"
         message = f"{field}: {config.kv_host_tier_bytes} bytes hold no KV block of {block_bytes} bytes"
         raise ConfigError(message, field=field)
     copier = _pool_copier(memory)
-    host = HostStore(copier.host_memory(slots * block_bytes), block_bytes)
+    try:
+        host = HostStore(copier.host_memory(slots * block_bytes), block_bytes)
+    except OSError as error:
+        message = f"{field}: {config.kv_host_tier_bytes} bytes cannot be had: {error.strerror}"
+        raise ConfigError(message, field=field) from None
     disk = _below_host(config, identity_of(memory.layout, wire_dtype), block_bytes)
     if disk is not None:
         log_event("kv_tier.opened", tier="disk", slots=disk.slots, found=len(disk.found()))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+MAX_ERROR_CHARACTERS = 2000
 EPILOG = (
     "Exit codes: 0 success; 1 failure; 2 wrong command line, setting or request; 130 interrupted; "
     "141 the reader of the output went away. Errors are one line on stderr."
@@ -99,6 +100,9 @@ def _with_retry_hint(error: SplitserveError) -> str:
 
 
 def _complain(message: str, code: int) -> int:
-    # Always one line: scripts that read logs rely on it.
-    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    # Always one line, and a short one: scripts that read logs rely on it, and a message may quote what somebody wrote.
+    line = " ".join(message[: 2 * MAX_ERROR_CHARACTERS].split())
+    if len(line) > MAX_ERROR_CHARACTERS:
+        line = f"{line[:MAX_ERROR_CHARACTERS]}…"
+    print(f"error: {line}", file=sys.stderr, flush=True)
     return code

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from splitserve.rpc.credentials import ClusterCredentials
 
 EXIT_KILLED = 130
+MAX_PORT = 65535
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SHOWN = (
     "model",
@@ -127,6 +128,7 @@ def _forking(config: ClusterConfig) -> Iterator[ServiceForks | None]:
 
 def _claim_ports(settings: ClusterConfig) -> ClusterConfig:
     """The settings with free ports in place of 0. Raises UnavailableError naming one in use."""
+    _check_ports(settings)
     front = settings.coordinator
     ports = {"grpc_port": claim_port(front.host, front.grpc_port)}
     if front.http_port is not None:
@@ -157,11 +159,32 @@ def _claim_further_ports(config: ClusterConfig) -> None:
 
     if config.coordinators > 1 and config.autoscale is not None:
         raise ConfigError("coordinators: an autoscaled local cluster has one", field="coordinators")
+    _check_ports(config)
     for seen in each_coordinator(config)[1:]:
         front = seen.coordinator
         claim_port(front.host, front.grpc_port)
         if front.http_port is not None:
             claim_port(front.host, front.http_port, "http_port")
+
+
+def _check_ports(config: ClusterConfig) -> None:
+    """Checks that the coordinators' consecutive ports exist and are different ones. Raises ConfigError."""
+    from splitserve.cluster.process_specs import each_coordinator
+
+    owners: dict[int, str] = {}
+    for number, seen in enumerate(each_coordinator(config)):
+        for setting in ("grpc_port", "cluster_port", "http_port", "metrics_port"):
+            port = getattr(seen.coordinator, setting)
+            if not port or (setting == "cluster_port" and config.tls is None):
+                continue
+            owner = f"{setting} of coordinator {number}"
+            if port > MAX_PORT:
+                message = f"coordinators: {owner} would be {port}; ports are at most {MAX_PORT}"
+                raise ConfigError(message, field="coordinators")
+            if port in owners:
+                message = f"coordinator.{setting}: port {port} is that of {owners[port]} and of {owner}"
+                raise ConfigError(message, field=f"coordinator.{setting}")
+            owners[port] = owner
 
 
 async def run_cluster(

@@ -21,13 +21,20 @@ from splitserve.cluster.child_process import (
     RestartPolicy,
     describe_exit,
 )
-from splitserve.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
+from splitserve.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    UnavailableError,
+)
 from splitserve.rpc.status import known_error
 
 READY_POLL_S = 0.1
 READY_EVENTS = frozenset({"coordinator.ready", "worker.ready"})
 LOADING_EVENT = "worker.loading"
 COMPILING_EVENT = "engine.compiling_kernels"
+WRONG_SETTING = 2
+"""Exit code of a service that was given a wrong setting, as the command line's."""
 
 Probe = Callable[[], Awaitable[str | None]]
 """Returns the served model's name once the whole cluster is ready, else None. UnavailableError means not yet."""
@@ -124,7 +131,8 @@ class LocalCluster:
         """Runs the cluster until `request_stop`. No child is left running, however it ends.
 
         Raises UnavailableError with the child's last error if a child dies before the cluster is ready
-        (CHILD_FAILED) or repeatedly (CRASH_LOOP), and DeadlineExceededError (NOT_READY).
+        (CHILD_FAILED; InvalidArgumentError if it was given a wrong setting) or repeatedly (CRASH_LOOP), and
+        DeadlineExceededError (NOT_READY).
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -268,7 +276,8 @@ class LocalCluster:
         what = f"{process.name} {describe_exit(code)}"
         why = f": {process.child.last_error}" if process.child.last_error else ""
         if not self.was_ready.is_set():
-            raise UnavailableError(f"{what} before the cluster was ready{why}", reason="CHILD_FAILED")
+            kind = InvalidArgumentError if code == WRONG_SETTING else UnavailableError
+            raise kind(f"{what} before the cluster was ready{why}", reason="CHILD_FAILED")
         now = time.monotonic()
         process.deaths.append(now)
         delay_s = self._policy.delay_s(process.deaths, now)

@@ -214,7 +214,7 @@ class CoordinatorConfig(SecuritySettings):
     page: Literal["on", "off"] = "on"
     """Whether the HTTP port serves the page at `/`, which shows what the cluster does; see docs/observability.md."""
     page_token_file: Path | None = None
-    """File with the secret that the page asks for, at least 16 printable characters. With `tenants` an admin's API key
+    """File with the secret that the page asks for, 16 to 1024 printable characters. With `tenants` an admin's API key
     is asked for instead. Default: none, and where `host` is no loopback address the page then shows nothing."""
     request_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 600.0
     """Upper limit and default of a generation's timeout."""

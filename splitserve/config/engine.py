@@ -12,6 +12,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 from splitserve.config.base import Cost, Option, Settings
 
 MAX_ADAPTERS = 128
+MAX_BYTES = 2**50
+"""Of any memory or file: beyond what machines have, and within what their calls take."""
 VLLM_START_S = 20.0
 INHERITED_FILES = Path("/proc/self/fd")
 """Files that a process inherited, by their numbers; to open one opens it anew."""
@@ -93,7 +95,7 @@ class EngineConfig(Settings):
     multiples of 32, rounded up, and the same on all workers."""
     num_blocks: Annotated[int, Field(ge=2, le=2**31 - 1)] | None = None
     """Number of KV blocks. Default: as many as fit in `kv_memory_bytes`."""
-    kv_memory_bytes: Annotated[int, Field(ge=2**16)] | None = None
+    kv_memory_bytes: Annotated[int, Field(ge=2**16, le=MAX_BYTES)] | None = None
     """Memory for KV blocks, including the wire blocks of a narrower `wire_dtype`. Default: 1 GiB on cpu; on
     cuda what `device_memory_share` leaves."""
     device_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9
@@ -111,7 +113,9 @@ class EngineConfig(Settings):
     kernels, a worker that rests lends its cores to neighbours, one whose streams are all ahead of their TPOT targets
     rests for those that compute prompts, and either has them back within an operation of its neighbour's. Each worker
     is pinned to cores of its own (`splitserve up` does that, and has a file of its own by default: `lend_cores`)."""
-    contiguous_kv_bytes: Annotated[int, Field(ge=0), Option(formerly="dense_rows_bytes")] | None = None
+    contiguous_kv_bytes: (
+        Annotated[int, Field(ge=0, le=MAX_BYTES), Option(formerly="dense_rows_bytes")] | None
+    ) = None
     """Memory for contiguous copies of decoding sequences' KV, on cpu, in addition to the KV blocks. Sequences that do
     not fit decode more slowly. Default: a quarter of the KV blocks' memory; 0: none. Allocated on demand. Formerly
     `dense_rows_bytes`, which is still accepted."""
@@ -126,7 +130,7 @@ class EngineConfig(Settings):
     """How many later requests may bypass one that does not fit before it blocks the queue."""
     prefix_cache: bool = True
     """Keep the KV of finished prompts for later prompts with the same prefix."""
-    kv_host_tier_bytes: Annotated[int, Field(ge=2**12)] | None = None
+    kv_host_tier_bytes: Annotated[int, Field(ge=2**12, le=MAX_BYTES)] | None = None
     """Host memory for KV of prefixes below the KV blocks, in addition to them: what does not fit into the blocks is
     read back from there where that is sooner than computing it. Of use if it is larger than the blocks' memory. See
     docs/engine.md. Default: none."""
@@ -138,7 +142,7 @@ class EngineConfig(Settings):
     ) = None
     """The master of a Mooncake Store that takes the place of the disk: KV of prefixes that host memory does not hold
     goes to the memory of the store's nodes. Needs the package `mooncake-transfer-engine-non-cuda`. Default: none."""
-    kv_disk_tier_bytes: Annotated[int, Field(ge=2**14)] = 2**34
+    kv_disk_tier_bytes: Annotated[int, Field(ge=2**14, le=MAX_BYTES)] = 2**34
     """Most bytes of a worker's file in `kv_disk_tier_path`, or of its blocks in the store of `kv_store_master`. With
     `kv_tier_sharing`: of all blocks in the folder, at least 256 blocks; or what a worker remembers of the store."""
     kv_tier_sharing: Literal["off", "on"] = "off"

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from splitserve.errors import ConfigError
+from splitserve.runtime.bounded_file import read_small_text
 
 M = TypeVar("M", bound=BaseModel)
 SCALAR_ERRORS = (ValueError, OverflowError, RecursionError, TypeError)
@@ -23,8 +24,21 @@ _BOOL_TAG = "tag:yaml.org,2002:bool"
 
 
 class _LineLoader(yaml.SafeLoader):
-    """Reports the line of a value that cannot be constructed. Only `true` and `false` are booleans, as in YAML 1.2: a
-    setting may be `on` or `off`."""
+    """Reports the line of a value that cannot be constructed, and of a key that is there twice, of which YAML would
+    silently take the last. Only `true` and `false` are booleans, as in YAML 1.2: a setting may be `on` or `off`."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """See yaml."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                name = (key.tag, key.value)
+                if name in lines:
+                    problem = f"the key {key.value[:80]!r} is there already, in line {lines[name] + 1}"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                lines[name] = key.start_mark.line
+        return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
@@ -80,29 +94,30 @@ class YamlFile:
             raise ConfigError(f"{place}: {first['msg']}", field=place) from None
 
 
-def read_yaml_file(path: Path) -> YamlFile:
-    """Raises ConfigError, naming the line where there is one, if the file cannot be read or holds no mapping."""
+def read_yaml_file(path: Path, setting: str = "config") -> YamlFile:
+    """Raises ConfigError, naming the `setting` that led to the file and the line where there is one, if the file cannot
+    be read or holds no mapping."""
     try:
-        loader = _LineLoader(path.read_text(encoding="utf-8"))
+        loader = _LineLoader(read_small_text(path))
         try:
             root = loader.get_single_node()
             data = None if root is None else loader.construct_document(root)
         finally:
             loader.dispose()
     except OSError as error:
-        raise ConfigError(f"config: cannot read {path}: {error.strerror}", field="config") from None
+        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}", field=setting) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}" if mark is not None else ""
         why = error.problem or error.context or "cannot be parsed"
-        raise ConfigError(f"config: {path}{where}: not valid YAML: {why}", field="config") from None
+        raise ConfigError(f"{setting}: {path}{where}: not valid YAML: {why}", field=setting) from None
     except (yaml.YAMLError, *SCALAR_ERRORS) as error:  # UnicodeDecodeError is a ValueError
         why = str(error) or type(error).__name__
-        raise ConfigError(f"config: {path} is not valid YAML: {why}", field="config") from None
+        raise ConfigError(f"{setting}: {path} is not valid YAML: {why}", field=setting) from None
     if data is None:
         return YamlFile(path, {}, None)
     if not isinstance(data, dict):
-        raise ConfigError(f"config: {path} must hold a mapping", field="config")
+        raise ConfigError(f"{setting}: {path} must hold a mapping", field=setting)
     return YamlFile(path, data, root)
 
 

@@ -114,18 +114,30 @@ def resolve_model(name: str) -> ModelSource:
         if not folder.is_dir():
             raise NotFoundError(f"model {name} is not fetched yet; run: splitserve model fetch {name}")
         return ModelSource(str(folder), None, name)
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise NotFoundError(f"model: the folder {name} has no config.json")
-        return ModelSource(str(path), None, path.resolve().name)
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise NotFoundError(f"model: {name} is neither a folder nor a .gguf file")
-        return ModelSource(str(path.parent), path.name, path.stem)
+    if (local := _local_model(name)) is not None:
+        return local
     if not _HUB_ID.match(name) or name.endswith(".gguf"):
         raise NotFoundError(f"model: no such folder or file: {name}")
     return ModelSource(name, None, name.rsplit("/", 1)[-1])
+
+
+def _local_model(name: str) -> ModelSource | None:
+    """The folder or file of that name; None where there is none. Raises NotFoundError for one that is no model."""
+    try:
+        path = Path(name).expanduser()
+        folder, file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # no path has such a name, or a user of another one has no home
+        why = error.strerror if isinstance(error, OSError) else error
+        raise NotFoundError(f"model: {name[:80]!r} cannot be looked up: {why}") from None
+    if folder:
+        if not (path / "config.json").is_file():
+            raise NotFoundError(f"model: the folder {name} has no config.json")
+        return ModelSource(str(path), None, path.resolve().name)
+    if file:
+        if path.suffix != ".gguf":
+            raise NotFoundError(f"model: {name} is neither a folder nor a .gguf file")
+        return ModelSource(str(path.parent), path.name, path.stem)
+    return None
 
 
 def read_ahead(source: ModelSource) -> None:

@@ -15,12 +15,14 @@ from splitserve.config.security import TlsConfig
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
 from splitserve.rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, make_blocking_channel, make_channel
+from splitserve.runtime.bounded_file import read_small_file
 from splitserve.security.authorizer import TOKEN_KEY, RpcAuthorizer, Rules
 from splitserve.security.server_tls import ServerTls
 from splitserve.security.tls import Role, TlsFiles, part_files
 
 TOKEN_VARIABLE = "SPLITSERVE_CLUSTER_TOKEN"
-MIN_TOKEN_CHARACTERS = 16
+MIN_TOKEN_CHARACTERS, MAX_TOKEN_CHARACTERS = 16, 1024
+"""A token travels with each call; gRPC refuses calls with much more than 8 KiB of metadata."""
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -88,7 +90,7 @@ def read_token(path: Path | None) -> str | None:
 def read_token_file(path: Path, setting: str) -> str:
     """The secret in the file that a setting names. Raises ConfigError naming the setting."""
     try:
-        token = path.read_text(encoding="ascii").strip()
+        token = read_small_file(path).decode("ascii").strip()
     except OSError as error:
         message = f"{setting}: cannot read {path}: {error.strerror}"
         raise ConfigError(message, field=setting) from None
@@ -99,8 +101,10 @@ def read_token_file(path: Path, setting: str) -> str:
 
 def _checked_token(token: str, where: str, setting: str) -> str:
     # The message must not contain the token.
-    if len(token) < MIN_TOKEN_CHARACTERS or not (token.isascii() and token.isprintable()):
-        message = f"{setting}: {where} must hold at least {MIN_TOKEN_CHARACTERS} printable ASCII characters"
+    fits = MIN_TOKEN_CHARACTERS <= len(token) <= MAX_TOKEN_CHARACTERS
+    if not fits or not (token.isascii() and token.isprintable()):
+        bounds = f"{MIN_TOKEN_CHARACTERS} to {MAX_TOKEN_CHARACTERS}"
+        message = f"{setting}: {where} must hold {bounds} printable ASCII characters"
         raise ConfigError(message, field=setting)
     return token
 

@@ -12,6 +12,7 @@ import secrets
 from pathlib import Path
 
 from splitserve.errors import ConfigError, InvalidArgumentError
+from splitserve.runtime.bounded_file import read_small_text
 
 KEY_PREFIX = "ss-"
 """Lets secret scanners recognize a leaked key."""
@@ -45,9 +46,10 @@ def read_key(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return checked_key(path.read_text(encoding="utf-8").strip())
+        return checked_key(read_small_text(path).strip())
     except (OSError, UnicodeDecodeError) as error:
-        message = f"api_key_file: cannot read {path}: {type(error).__name__}"
+        why = error.strerror if isinstance(error, OSError) else "no UTF-8 text"
+        message = f"api_key_file: cannot read {path}: {why}"
         raise ConfigError(message, field="api_key_file") from None
 
 

@@ -23,6 +23,7 @@ import grpc
 
 from splitserve.config.security import TlsConfig
 from splitserve.errors import ConfigError
+from splitserve.runtime.bounded_file import read_small_file
 
 Role = Literal["coordinator", "prefill", "decode", "worker", "autoscaler", "admin", "client"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -122,7 +123,7 @@ def expiry(certificate: Path) -> datetime:
     """Expiry time of a certificate."""
     from cryptography.x509 import load_pem_x509_certificates
 
-    return load_pem_x509_certificates(certificate.read_bytes())[0].not_valid_after_utc
+    return load_pem_x509_certificates(read_small_file(certificate))[0].not_valid_after_utc
 
 
 def read_pems(files: TlsFiles) -> TlsPems:
@@ -193,7 +194,7 @@ def _config_errors(field: str, path: Path) -> Iterator[None]:
 def _read(field: str, path: Path | None) -> bytes:
     assert path is not None, field
     try:
-        return path.read_bytes()
+        return read_small_file(path)
     except OSError as error:
         message = f"tls.{field}: cannot read {path}: {error.strerror}"
         raise ConfigError(message, field=f"tls.{field}") from None

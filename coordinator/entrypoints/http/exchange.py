@@ -96,6 +96,9 @@ class HttpExchange:
         body = await self.body(self._limits.request_bytes)
         if kind.encode() != JSON_TYPE:
             raise HttpError(415, "content-type must be application/json", "UNSUPPORTED_MEDIA_TYPE")
+        if (self.header(b"content-encoding") or "identity").strip().lower() != "identity":
+            message = "content-encoding must be identity: bodies are not decompressed"
+            raise HttpError(415, message, "UNSUPPORTED_MEDIA_TYPE")
         return body
 
     async def body(self, limit_bytes: int) -> bytes:

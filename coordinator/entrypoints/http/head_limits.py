@@ -1,4 +1,5 @@
-"""Bounds that uvicorn's HTTP server lacks: connections, bytes parsed at once, size and duration of a request's head."""
+"""What uvicorn's HTTP server lacks: bounds on connections, on bytes parsed at once, on size and duration of a request's
+head; and requests that offer another protocol, which are served in the one that they came in."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from coordinator.entrypoints.http.errors import HttpError, error_response
@@ -18,6 +20,8 @@ pipelined requests, each with callbacks in Python."""
 HEAD_TIMEOUT_S = 20.0
 """From the start of a connection, or the first byte of a request, to the end of the head."""
 
+_OFFER = frozenset((b"upgrade", b"http2-settings"))
+"""Headers, and options of the header Connection, that offer another protocol."""
 REFUSAL_S = 1.0
 """How long a refused connection has to take its response."""
 CLOSE_TIMEOUT_S = 60.0
@@ -35,6 +39,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._in_head = True
         self._ended_message = False
+        self._declines_upgrade = False
+        """The head that was parsed last offers another protocol; it is going to be parsed again without the offer."""
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._on_lost: Callable[[], None] | None = None
@@ -87,7 +93,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing() or self.parser is None:
             return
         self._ended_message = False
-        super().data_received(data)
+        self._feed(data)
         if not self._in_head or self._ended_message:
             return
         # Also after bare line ends, which start no message but reset the keep-alive timer.
@@ -96,6 +102,36 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._head_bytes > MAX_HEAD_BYTES:
             message = f"request line and headers must be at most {MAX_HEAD_BYTES} bytes"
             self._refuse(HttpError(431, message, "HEAD_TOO_LARGE"))
+
+    def _feed(self, data: bytes) -> None:
+        """As uvicorn's `data_received`, but a request that offers another protocol keeps its body: httptools takes what
+        follows such a head for that protocol. Java's HttpClient and `curl --http2` offer h2c in a first request."""
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except HttpParserError:
+                self.send_400_response("")
+                return
+            except HttpParserUpgrade as upgrade:
+                if not self._declines_upgrade:  # CONNECT, which has been refused
+                    return
+                self._declines_upgrade = False
+                data = self._head_without_offer() + data[upgrade.args[0] :]
+                self.parser = HttpRequestParser(self)
+
+    def _head_without_offer(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = (option.strip() for option in value.split(b","))
+                kept = b", ".join(option for option in options if option.lower() not in _OFFER)
+                lines.append(b"connection: %b" % kept)
+            elif name not in _OFFER:
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
         """See httptools."""
@@ -121,10 +157,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """See httptools."""
         self._in_head = False
         self._head_over()
-        super().on_headers_complete()
+        self._declines_upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if not self._declines_upgrade:
+            super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """See httptools."""
+        if self._declines_upgrade:
+            return
         super().on_message_complete()
         self._in_head, self._ended_message, self._head_bytes = True, True, 0
 

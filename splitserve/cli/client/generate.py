@@ -16,6 +16,7 @@ import typer
 from splitserve.cli import options
 from splitserve.cli.output import write
 from splitserve.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from splitserve.runtime.bounded_file import read_small_text
 
 if TYPE_CHECKING:
     from splitserve.client import AsyncClient, Completion, GenerateOptions, Prompt
@@ -138,7 +139,7 @@ def _file_or_text(given: str, option: str) -> str:
     if "{" in given or ":" in given:
         return given
     try:
-        return Path(given).read_text("utf-8")
+        return read_small_text(Path(given))
     except (OSError, ValueError) as error:
         raise InvalidArgumentError(f"{option}: file {given} cannot be read: {error}", field=option) from None
 

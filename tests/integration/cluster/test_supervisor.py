@@ -171,6 +171,15 @@ async def test_a_death_before_ready_ends_the_cluster(up: Supervised, name: str) 
     assert said[-1] == expected
 
 
+async def test_a_wrong_setting_of_a_child_is_one_of_the_cluster(up: Supervised) -> None:
+    up.mark("decode-0", "refuse")
+    await up.start()
+    assert await up.ends() == 2
+    assert (await up.rest())[
+        -1
+    ] == "error: decode-0 exited with code 2 before the cluster was ready: a: too large"
+
+
 async def test_a_cluster_that_never_gets_ready(up: Supervised) -> None:
     up.mark("decode-0", "slow")
     await up.start(ready_timeout_s=1.5)

@@ -1,8 +1,9 @@
 """A child of the local cluster that only pretends: `python -m tests.support.cluster.fake_child FOLDER ROLE [OPTION
 VALUE ...]`.
 
-Files in FOLDER say how it behaves, looked up at its start: NAME.crash (fail at once), NAME.slow (never get ready),
-NAME.stubborn (ignore SIGTERM). It leaves its id in NAME.pid, and its name in `ended` when it drains.
+Files in FOLDER say how it behaves, looked up at its start: NAME.crash (fail at once), NAME.refuse (a setting),
+NAME.slow (never get ready), NAME.stubborn (ignore SIGTERM). It leaves its id in NAME.pid, and its name in `ended` when
+it drains.
 """
 
 from __future__ import annotations
@@ -78,6 +79,9 @@ def main() -> None:
     if (folder / f"{name}.crash").exists():
         print("error: the weights are broken", file=sys.stderr)
         sys.exit(1)
+    if (folder / f"{name}.refuse").exists():
+        print("error: a: too large", file=sys.stderr)
+        sys.exit(2)
     asyncio.run(run(folder, name, int(options.get("--grpc-port", 50051))))
 
 

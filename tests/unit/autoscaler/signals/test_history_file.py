@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from autoscaler.signals import history_file
 from autoscaler.signals.history_file import MAX_BYTES, HistoryFile
 from autoscaler.signals.observer import Observer
 from autoscaler.snapshot import ArrivalBucket, Snapshot
+from splitserve.errors import ConfigError
 from tests.support.cluster.streams import eventually
 from tests.support.scaling.signal_sources import Clock, FakeSource, worker
 
@@ -111,6 +113,27 @@ def changed(path: Path, **values: Any) -> None:
 def swapped(path: Path) -> None:
     content = json.loads(path.read_text())
     changed(path, arrivals=content["arrivals"][::-1])
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda path: path.write_text("prefill:\n  target_ms: 1000\n"), "holds another text"),
+        (os.mkfifo, "no regular file"),
+        (lambda path: path.symlink_to("/dev/null"), "no regular file"),
+    ],
+)
+async def test_what_would_be_lost_is_refused(
+    tmp_path: Path, make: Callable[[Path], object], why: str
+) -> None:
+    path = tmp_path / "history.json"
+    make(path)
+    before = path.lstat()
+    with pytest.raises(ConfigError, match=why) as caught:
+        await Life(path, Clock(EPOCH_S), EPOCH_S).look()
+    assert caught.value.field == "history_file"
+    assert path.lstat() == before
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from coordinator.health.failure_detector import FailureDetector, is_refused
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker
+from splitserve.runtime.loops import LoopRunner
 from splitserve.v1 import registry_pb2
 from tests.support.cluster.registrations import registration
 from tests.support.journal import settled
@@ -39,13 +40,15 @@ async def detecting() -> AsyncIterator[tuple[Registry, Worker, FailureDetector]]
     """As `watched`, with the detector."""
     registry = Registry(5.0)
     decode = registry.register(registration("d", DECODE), 0.0)
-    detector = FailureDetector(registry)
+    loops = LoopRunner()
+    detector = FailureDetector(registry, loops)
     watching = asyncio.create_task(detector.run())
     try:
         yield registry, decode, detector
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
+        assert all(sample.value == 0 for sample in loops.metric().samples)
 
 
 async def test_a_refused_connection_is_proof() -> None:
@@ -89,6 +92,21 @@ async def test_one_that_comes_back_is_not_ended() -> None:
             registry.register(request, 0.0)
         await asyncio.sleep(0.3)
         assert registry.ended_writers_for(decode) == []
+
+
+async def test_one_that_comes_back_and_leaves_again_is_probed_on() -> None:
+    async with watched() as (registry, decode):
+        with listening() as address:
+            request = registration("p", PREFILL, address)
+            for _ in range(2):  # the first probe pauses meanwhile
+                worker = registry.register(request, 0.0)
+                await asyncio.sleep(0.02)
+                registry.drop(worker.key, "its report stream ended")
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.3)  # some looks
+            assert registry.ended_writers_for(decode) == []
+        await settled(lambda: registry.ended_writers_for(decode) == [worker.agent_id])
+        await asyncio.sleep(0.3)  # the next look of a second probe
 
 
 VANISHED = "3f2a91c0d4e7.invalid:50061"

@@ -55,7 +55,18 @@ def test_a_store_without_its_package_is_one_error(monkeypatch: pytest.MonkeyPatc
     assert caught.value.field == "engine.kv_store_master"
 
 
+@pytest.mark.parametrize("setting", ["kv_host_tier_bytes", "kv_memory_bytes"])
+def test_memory_that_no_machine_has_is_one_error(setting: str) -> None:
+    config = EngineConfig.model_validate({setting: 2**50})
+    with pytest.raises(ConfigError, match="cannot be had") as caught:
+        make_tiers(config, SimulatedRunner(config).pool_memory, SAME)
+    assert caught.value.field == f"engine.{setting}"
+
+
 def test_bounds_are_named() -> None:
+    for name in ("kv_host_tier_bytes", "kv_disk_tier_bytes", "kv_memory_bytes", "contiguous_kv_bytes"):
+        with pytest.raises(ConfigError, match=name):
+            load_settings(EngineConfig, **{name: 2**50 + 1})
     with pytest.raises(ConfigError, match="kv_host_tier_bytes"):
         load_settings(EngineConfig, kv_host_tier_bytes=5)
     runner = SimulatedRunner(EngineConfig(num_blocks=4, block_size_tokens=1024))

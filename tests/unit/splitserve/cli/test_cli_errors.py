@@ -85,6 +85,39 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"port {port} on 127.0.0.1 is already in use" in line
 
 
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (
+            ("--grpc-port", "65535", "--coordinators", "2"),
+            "coordinators: grpc_port of coordinator 1 would be 65536",
+        ),
+        (
+            ("--grpc-port", "21160", "--http-port", "21160"),
+            "coordinator.http_port: port 21160 is that of grpc_port",
+        ),
+        (
+            ("--grpc-port", "21160", "--http-port", "21161", "--coordinators", "2"),
+            "port 21161 is that of http_port of coordinator 0 and of grpc_port of coordinator 1",
+        ),
+    ],
+)
+def test_ports_that_are_none_or_doubled(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], part: str
+) -> None:
+    code, line = failure(capsys, "up", *options, "--model", "simulated", "--engine", "simulated")
+    assert code == 2
+    assert part in line
+
+
+@pytest.mark.parametrize("model", ["a" * 5000, "~nobody-of-this-name/model"])
+def test_a_model_that_no_path_can_name(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    code, line = failure(capsys, "up", "--grpc-port", "0", "--http-port", "off", "--model", model)
+    assert code == 1
+    assert "cannot be looked up" in line
+    assert len(line) < 300
+
+
 def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     ports = ("--grpc-port", "0", "--http-port", "off")
     code, line = failure(capsys, "up", *ports, "--model", "./no/such/folder")
@@ -111,6 +144,7 @@ def test_a_bad_settings_file(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (UnsupportedModelError("no MLA"), 2, "error: no MLA\n"),
         (ExceptionGroup("tasks", [TransferError("peer gone")]), 1, "error: peer gone\n"),
         (ZeroDivisionError("oops"), 1, "error: unexpected ZeroDivisionError: oops\n"),
+        (SplitserveError("x" * 10**6), 1, f"error: {'x' * 2000}…\n"),
     ],
 )
 def test_errors_become_one_line(

@@ -8,6 +8,7 @@ import pytest
 
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError
+from splitserve.runtime.bounded_file import SMALL_FILE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,8 @@ from splitserve.errors import ConfigError
         ("a: 1\nb: !!python/object:os.system {}\n", "line 2"),
         ("a: 1\n? [1, 2]\n: 3\n", "line 2"),
         ("a: 1\nb: *unknown\n", "line 2"),
+        ("a: 1\nb: 2\na: 3\n", "line 3: not valid YAML: the key 'a' is there already, in line 1"),
+        ("t:\n- {a: 1, b: 2}\n- {a: 1, b: 2, 'b': 3}\n", "line 3: not valid YAML: the key 'b'"),
         ("- a\n", "must hold a mapping"),
         ("a: " + "[" * 5000, "not valid YAML"),
         ("a: \x00", "not valid YAML"),
@@ -42,6 +45,20 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"a: \xff\xfe")
     with pytest.raises(ConfigError, match="not valid YAML"):
         read_yaml_file(tmp_path / "bytes")
+
+
+def test_merged_keys_are_no_doubled_ones(tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text("one: &one {a: 1, b: 2}\ntwo: &two {<<: *one, b: 3}\nthree: {<<: [*two, *one], b: 4}\n")
+    assert read_yaml_file(path).values["three"] == {"a": 1, "b": 4}
+
+
+def test_neither_a_huge_file_nor_a_device_is_read(tmp_path: Path) -> None:
+    (tmp_path / "huge").write_text("#" * (SMALL_FILE_BYTES + 1))
+    for path, why in ((tmp_path / "huge", "more than 4194304 bytes"), (Path("/dev/zero"), "neither a file")):
+        with pytest.raises(ConfigError, match=why) as caught:
+            read_yaml_file(path)
+        assert caught.value.field == "config"
 
 
 def test_fields_have_lines(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""Reads whole files that somebody else wrote: of a bounded size, and without waiting for ever.
+
+A setting may name anything: a device without an end, a pipe that nobody writes to, or the wrong, huge file. All small
+files of the settings are read here, so each of them fails alike, with an OSError that says why.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import stat
+import time
+from pathlib import Path
+
+SMALL_FILE_BYTES = 4 * 2**20
+"""Most bytes of a file of settings: tenants, policies, routes, keys, certificates."""
+PIPE_WAIT_S = 5.0
+"""How long a pipe, such as the shell's `<(command)`, has to give all that it holds."""
+_PIECE_BYTES = 2**20
+
+
+def read_small_file(
+    path: Path, most_bytes: int = SMALL_FILE_BYTES, *, pipe_wait_s: float = PIPE_WAIT_S
+) -> bytes:
+    """The content of a file, or of a pipe that ends within `pipe_wait_s`. Raises OSError, also for anything else
+    (a device, a socket, a folder) and for more than `most_bytes`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:  # a NUL in the path
+        raise OSError(errno.EINVAL, str(error)) from None
+    try:
+        kind = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(kind) and not stat.S_ISFIFO(kind):
+            raise OSError(errno.EINVAL, "it is neither a file nor a pipe")
+        return _read(descriptor, most_bytes, time.monotonic() + pipe_wait_s, pipe_wait_s)
+    finally:
+        os.close(descriptor)
+
+
+def read_small_text(path: Path, most_bytes: int = SMALL_FILE_BYTES) -> str:
+    """The same as UTF-8 text, line ends as they are. Raises OSError and UnicodeDecodeError."""
+    return read_small_file(path, most_bytes).decode("utf-8")
+
+
+def _read(descriptor: int, most_bytes: int, until_s: float, pipe_wait_s: float) -> bytes:
+    pieces: list[bytes] = []
+    room = most_bytes + 1
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    while room > 0:
+        left_s = until_s - time.monotonic()
+        if left_s <= 0 or not poll.poll(left_s * 1000):  # a regular file is always ready
+            raise TimeoutError(errno.ETIMEDOUT, f"the pipe has not ended within {pipe_wait_s:g} s")
+        try:
+            piece = os.read(descriptor, min(room, _PIECE_BYTES))
+        except BlockingIOError:  # a writer came and has written nothing yet
+            continue
+        if not piece:
+            return b"".join(pieces)
+        pieces.append(piece)
+        room -= len(piece)
+    raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes")

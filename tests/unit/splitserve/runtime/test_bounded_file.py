@@ -1,0 +1,95 @@
+"""Small files are read whole or refused, whatever their path leads to."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from splitserve.runtime.bounded_file import read_small_file, read_small_text
+
+pytestmark = pytest.mark.timeout(20)
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def listening(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+def zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def itself(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def large(path: Path) -> None:
+    path.write_bytes(bytes(65))
+
+
+def test_a_file_and_a_link_to_it_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes("ä\r\n".encode() + bytes(60))
+    (tmp_path / "b").symlink_to("a")
+    assert read_small_file(tmp_path / "b", 64) == "ä\r\n".encode() + bytes(60)
+    assert read_small_text(tmp_path / "a", 64).startswith("ä\r\n")
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (folder, "Is a directory"),
+        (listening, "No such device"),
+        (zeros, "neither a file nor a pipe"),
+        (itself, "Too many levels"),
+        (large, "more than 64 bytes"),
+        (os.mkfifo, "has not ended within 0.1 s"),
+        (lambda path: None, "No such file"),
+    ],
+)
+def test_anything_else_is_refused_with_its_reason(
+    tmp_path: Path, make: Callable[[Path], None], why: str
+) -> None:
+    make(tmp_path / "a")
+    with pytest.raises(OSError, match=why):
+        read_small_file(tmp_path / "a", 64, pipe_wait_s=0.1)
+
+
+def test_a_name_that_no_path_has_is_an_os_error() -> None:
+    with pytest.raises(OSError, match="null"):
+        read_small_file(Path("a\0b"))
+
+
+@pytest.mark.parametrize(("written", "why"), [(b"x" * 64, None), (b"x" * 65, "more than 64 bytes")])
+def test_a_pipe_is_read_to_its_end(written: bytes, why: str | None) -> None:
+    reads, writes = os.pipe()
+    writer = threading.Timer(0.05, lambda: (os.write(writes, written), os.close(writes)))
+    writer.start()
+    try:
+        if why is None:
+            assert read_small_file(Path(f"/dev/fd/{reads}"), 64) == written
+        else:
+            with pytest.raises(OSError, match=why):
+                read_small_file(Path(f"/dev/fd/{reads}"), 64)
+    finally:
+        writer.join()
+        os.close(reads)
+
+
+def test_a_pipe_that_stays_open_is_not_waited_for(tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    os.write(writes, b"half")
+    try:
+        with pytest.raises(TimeoutError, match="has not ended"):
+            read_small_file(Path(f"/dev/fd/{reads}"), 64, pipe_wait_s=0.1)
+    finally:
+        os.close(reads)
+        os.close(writes)
