@@ -82,7 +82,7 @@ class NeutralNode:
         entry = WaitingReservation(
             asked, COORDINATOR, writer, self.clock.now, answers.append, local_prefill_tokens=local
         )
-        self.connector.consumer.reserve(self.core, entry)
+        self.connector.consumer.reserve(self.core, entry, self.clock.now)
         return answers
 
     def start(
