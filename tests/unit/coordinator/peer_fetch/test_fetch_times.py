@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from statistics import mean
 
 import pytest
 
-from coordinator.peer_fetch.fetch_times import FIRST_CALL_S, FetchTimes, weighted_median
+from coordinator.peer_fetch.fetch_times import FIRST_CALL_S, ONE_PIECE_S, FetchTimes, weighted_median
 
 A, B, C = ("a", 1), ("b", 1), ("c", 1)
 PAIR, OTHER = (A, B), (C, B)
@@ -31,8 +32,28 @@ def test_requests_handoffs_say_how_slow_a_lane_is_beside_its_probe() -> None:
     for lane_s in (0.002, 0.004, 0.008, 0.016):
         times.record_handoff(PAIR, lane_s, 0.001 + 1.6 * lane_s, 0.0)
     assert times.pace(0.0) == pytest.approx(1.6)
-    assert times.predicted_s(PAIR, 0.01, 0.0) == pytest.approx(2 * FIRST_CALL_S + 0.016)
+    assert times.predicted_s(PAIR, 0.01, 0.0) == pytest.approx(2 * FIRST_CALL_S + 0.001 + 0.016), (
+        "two calls and a handoff"
+    )
     assert times.pace(3600.0) == 1.0, "an hour later it says nothing any more"
+
+
+def test_a_fetch_s_own_write_says_it_better_from_the_first_on() -> None:
+    times = FetchTimes()
+    for lane_s in (0.002, 0.004, 0.008, 0.016):
+        times.record_handoff(PAIR, lane_s, 0.001 + 1.6 * lane_s, 0.0)
+    times.record(PAIR, 0.001, 0.012, 0.0)
+    times.record_write(PAIR, 0.001, 0.001 + 4 * 0.001, 0.0)
+    assert times.pace(0.0) == pytest.approx(4.0), "of memory that is not in a cache"
+    for number in range(3):
+        times.record(PAIR, 0.01, 0.008 + 5 * 0.01, float(number))
+    assert times.pace(3.0) == pytest.approx((0.058 - 0.012) / 0.009), "then fetches of other sizes"
+
+
+def test_what_is_written_in_pieces_says_nothing_of_the_lane() -> None:
+    times = FetchTimes()
+    times.record_write(PAIR, ONE_PIECE_S + 0.001, 0.001, 0.0)
+    assert times.pace(0.0) == 1.0
 
 
 @pytest.mark.parametrize(("calls_s", "pace"), [(0.002, 1.0), (0.05, 1.4), (0.02, 5.0), (0.005, 0.6)])
@@ -65,7 +86,7 @@ def test_a_first_fetch_that_was_stopped_is_forgotten_in_time() -> None:
 
 def test_a_pair_s_own_fetches_weigh_more_than_those_of_others() -> None:
     times = FetchTimes()
-    for _ in range(4):
+    for _ in range(8):
         times.record(OTHER, 0.001, 0.011, 0.0)
     assert times.predicted_s(PAIR, 0.001, 0.0) == pytest.approx(0.011)
     for _ in range(2):
@@ -78,14 +99,16 @@ def test_the_weighted_median() -> None:
     assert weighted_median([(3.0, 1.0), (1.0, 0.9), (9.0, 0.2)]) == 3.0
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_fetches_as_the_bench_makes_them_are_within_a_quarter_from_the_first_on(seed: int) -> None:
-    """Played: six requests before, then eight fetches each of 128, 512 and 1,024 tokens between three workers, calls
-    and lanes as measured, each 12% more or less at random; the real lane carries 0.7 of what its probe says."""
+def played(seed: int, *, noise: float = 0.12, cold: float = 1.0, first: float = 1.0) -> int:
+    """How many of 24 are within a quarter. Six requests before, then eight fetches each of 128, 512 and 1,024 tokens
+    between three workers, calls and lanes as measured, each some more or less at random; the real lane carries 0.7 of
+    what its probe says. `cold`: what a fetch's bytes take of that, which are in no cache; `first`: how many times as
+    long the first fetch takes as it would.
+    """
     pick, times, within = random.Random(seed), FetchTimes(), 0
 
     def noisy(seconds: float) -> float:
-        return seconds * pick.lognormvariate(0.0, 0.12)
+        return seconds * pick.lognormvariate(0.0, noise)
 
     for lane_s in (0.0005, 0.002, 0.004) * 2:
         times.reserves.record(B, noisy(0.0025))
@@ -94,7 +117,26 @@ def test_fetches_as_the_bench_makes_them_are_within_a_quarter_from_the_first_on(
     for number in range(24):
         lane_s, now = (0.0005, 0.002, 0.004)[number // 8], 3.0 * number
         pair = (PAIR, OTHER, (B, C))[pick.randrange(3)]
-        took_s = noisy(0.0065 + lane_s / 0.7)
+        took_s = noisy(0.0075 + cold * lane_s / 0.7) * (first if number == 0 else 1.0)
         within += 0.75 <= took_s / times.predicted_s(pair, lane_s, now) <= 1.25
         times.record(pair, lane_s, took_s, now)
-    assert within >= 20
+        times.record_write(pair, lane_s, noisy(0.001 + cold * lane_s / 0.7), now)
+    return within
+
+
+@pytest.mark.parametrize(
+    ("cold", "first", "noise", "least"),
+    [
+        (1.0, 1.0, 0.12, 21.8),
+        (1.0, 1.0, 0.08, 23.5),
+        (2.4, 1.0, 0.12, 21.8),
+        (2.4, 2.0, 0.12, 20.8),
+        (2.4, 2.0, 0.08, 22.4),
+    ],
+)
+def test_fetches_as_the_bench_makes_them_are_within_a_quarter_from_the_first_on(
+    cold: float, first: float, noise: float, least: float
+) -> None:
+    """Means of 100. Without the fetches' own writes and the fixed part of handoffs the last three are 19.9, 18.8 and
+    20.5."""
+    assert mean(played(seed, noise=noise, cold=cold, first=first) for seed in range(100)) >= least
