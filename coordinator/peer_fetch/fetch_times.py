@@ -162,7 +162,7 @@ class FetchTimes:
         return sum(other_s if each is None else each for each in (prefill_s, reserve_s))
 
 
-def waited_s(told_s: float) -> float:
+def beyond_idle_s(told_s: float) -> float:
     """Of what a worker says that a call has waited there: what an idle one would not have let it wait."""
     return max(0.0, told_s - IDLE_WAIT_S)
 

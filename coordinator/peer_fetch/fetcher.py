@@ -11,7 +11,7 @@ from functools import partial
 from prometheus_client.core import Metric
 
 from coordinator.background_tasks import BackgroundTasks
-from coordinator.peer_fetch.fetch_times import FetchTimes, waited_s
+from coordinator.peer_fetch.fetch_times import FetchTimes, beyond_idle_s
 from coordinator.peer_fetch.hot_prefixes import HotPrefixes, Prefix
 from coordinator.peer_fetch.policy import FetchPlan, Wanted, offer_of, plan_fetch
 from coordinator.peer_fetch.prefix_fetch import FETCH_RANK, SEED_RANK, TOO_SLOW, FetchParts, fetch_prefix
@@ -261,7 +261,7 @@ class PrefixFetcher:
         # One that was too slow would have taken longer yet. If some were there already, it says little of the lane.
         if reason == TOO_SLOW or (failure is None and moved_tokens >= tokens):
             self.times.record(
-                pair, plan.lane_s, parts.took_s - max(plan.wait_s, waited_s(parts.waited_s)), now
+                pair, plan.lane_s, parts.took_s - max(plan.wait_s, beyond_idle_s(parts.waited_s)), now
             )
         if failure is not None:
             counts.outcomes["failed"] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from coordinator.peer_fetch.fetch_times import FetchTimes, waited_s
+from coordinator.peer_fetch.fetch_times import FetchTimes, beyond_idle_s
 from coordinator.peer_fetch.prefix_offer import lane_seconds_of_bytes
 from coordinator.request.observer import RequestObserver
 from coordinator.request.state import RequestState
@@ -22,7 +22,7 @@ class HandoffWatch(RequestObserver):
         attempt = state.attempt
         report, decode = attempt.report, attempt.decode
         if decode is not None and report.reserve_ms:  # it was made
-            call_s = report.reserve_ms / 1e3 - waited_s(report.reserve_wait_ms / 1e3)
+            call_s = report.reserve_ms / 1e3 - beyond_idle_s(report.reserve_wait_ms / 1e3)
             self._times.reserves.record(decode.key, call_s)
 
     def prefilled(self, state: RequestState, first: prefill_pb2.FirstToken) -> None:

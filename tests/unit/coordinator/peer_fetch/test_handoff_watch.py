@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from coordinator.peer_fetch.fetch_times import FetchTimes
+from coordinator.peer_fetch.fetch_times import IDLE_WAIT_S, FetchTimes
 from coordinator.peer_fetch.handoff_watch import HandoffWatch
 from coordinator.request.candidates import FetchedPrefix
 from coordinator.request.observer import RequestEvents, RequestObserver
@@ -39,7 +39,7 @@ def test_calls_count_without_what_they_waited_for() -> None:
     assert times.reserves.of(D.key) is None, "it was given up"
     report.reserve_ms, report.reserve_wait_ms = 105.0, 100.0
     events.emit(RequestObserver.reserve_ended, 0.105)
-    assert times.reserves.of(D.key) == pytest.approx(0.005), (
+    assert times.reserves.of(D.key) == pytest.approx(0.005 + IDLE_WAIT_S), (
         "the wait for its step is part of what it reports"
     )
     events.prefilling(time.monotonic() - 1.0)
