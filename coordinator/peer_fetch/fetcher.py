@@ -238,7 +238,7 @@ class PrefixFetcher:
     def _count(
         self, plan: FetchPlan, moved_tokens: int, parts: FetchParts, failure: SplitserveError | None
     ) -> None:
-        counts, tokens = self.counts, plan.tokens - plan.held_tokens
+        counts, tokens, pace = self.counts, plan.tokens - plan.held_tokens, self.times.pace(time.monotonic())
         log_event(
             "prefix.fetched",
             holder=plan.holder.worker_id,
@@ -248,6 +248,7 @@ class PrefixFetcher:
             predicted_ms=round(plan.fetch_s * 1e3, 3),
             wait_ms=round(plan.wait_s * 1e3, 3),
             lane_ms=round(plan.lane_s * 1e3, 3),
+            pace=round(pace, 3),
             compute_ms=round(plan.compute_s * 1e3, 3),
             took_ms=round(parts.took_s * 1e3, 3),
             reserve_ms=round(parts.reserve_s * 1e3, 3),
