@@ -51,6 +51,8 @@ LEAST_SPREAD = 0.2
 LEAST_SPREAD_S = 5e-4
 """and at least so many seconds: below, noise is all that differs."""
 LEAST_SLOPES = 3
+LEAST_OF_WRITE = 0.5
+"""So much of a fetch's write is the lane's at least."""
 ONE_PIECE_S = 0.04
 """What the lane carries in this time is written at once (`prefill_worker.prefix_pushes.PIECE_S`)."""
 
@@ -141,11 +143,16 @@ class FetchTimes:
 
     def _measured_pace(self) -> float:
         of_handoffs = _within(PACES, self._handoffs_pace())
-        beyond = [max(0.0, s.took_s - of_handoffs * s.lane_s) for s in self._handoffs]
-        self._handoff_s = median(beyond) if beyond else 0.0
+        beyond = sorted(max(0.0, s.took_s - of_handoffs * s.lane_s) for s in self._handoffs)
+        # What a handoff waits for, such as a step at either end, comes on top: the quick ones tell what it takes.
+        self._handoff_s = beyond[len(beyond) // 4] if beyond else 0.0
         if len(slopes := _slopes(self._fetches)) >= LEAST_SLOPES:
             return _within(PACES, median(slopes))
-        own = [(s.took_s - self._handoff_s) / s.lane_s for s in self._writes if s.lane_s > 0]
+        own = [
+            max(s.took_s - self._handoff_s, LEAST_OF_WRITE * s.took_s) / s.lane_s
+            for s in self._writes
+            if s.lane_s > 0
+        ]
         return _within(PACES, median(own)) if own else of_handoffs
 
     def _handoffs_pace(self) -> float:
