@@ -130,7 +130,7 @@ def main() -> int:
         replayed = cluster_rows(options.model, options.trace, options.cluster, options.load)
         rows = [_row("cluster", row) for row in asyncio.run(replayed)]
     elif options.second_turn:
-        dealt = second_turn_rows(options.model, options.dtype, options.threads, options.tokens, options.turns)
+        dealt = second_turn_rows(options.model, options.dtype, options.tokens, options.turns)
         rows = [_row("second-turn", row) for row in asyncio.run(dealt)]
     else:
         rows = _engine_rows(options)
