@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import inf
 from statistics import median
 
 from coordinator.workers.snapshot import WorkerKey
@@ -108,12 +109,13 @@ class FetchTimes:
     def record_handoff(self, pair: Pair, lane_s: float, took_s: float, now: float) -> None:
         """Takes a request's handoff, of a prompt that was written at once: from its end on the engine until the last
         byte was acknowledged."""
-        self._handoffs.append(_Sample(pair, lane_s, took_s, now))
-        self._pace = None
+        if 0 <= took_s < inf:  # a worker's word
+            self._handoffs.append(_Sample(pair, lane_s, took_s, now))
+            self._pace = None
 
     def record_write(self, pair: Pair, lane_s: float, took_s: float, now: float) -> None:
         """The same of a fetch, whose blocks have lain in memory. What is written in pieces says nothing."""
-        if lane_s <= ONE_PIECE_S:
+        if lane_s <= ONE_PIECE_S and 0 <= took_s < inf:
             self._writes.append(_Sample(pair, lane_s, took_s, now))
             self._pace = None
 

@@ -109,7 +109,8 @@ class _PrefixFetch:
         left_s, began_s = self._left_s(), time.monotonic()
         reserve = self._filled(decode_pb2.ReserveRequest(writer_agent_id=self._holder.worker.agent_id))
         response = await self._taker.reserve(reserve, left_s)
-        self._parts.reserve_s, self._parts.waited_s = time.monotonic() - began_s, response.wait_ms / 1e3
+        self._parts.reserve_s = time.monotonic() - began_s
+        self._parts.waited_s = min(self._parts.reserve_s, max(0.0, response.wait_ms / 1e3))
         count = len(response.ticket.block_indices)
         if not count:
             return 0  # it has come by itself meanwhile

@@ -50,6 +50,14 @@ def test_a_fetch_s_own_write_says_it_better_from_the_first_on() -> None:
     assert times.pace(3.0) == pytest.approx((0.058 - 0.012) / 0.009), "then fetches of other sizes"
 
 
+@pytest.mark.parametrize("told_s", [float("nan"), float("inf"), -1.0])
+def test_what_no_write_can_take_says_nothing(told_s: float) -> None:
+    times = FetchTimes()
+    times.record_write(PAIR, 0.001, told_s, 0.0)
+    times.record_handoff(PAIR, 0.001, told_s, 0.0)
+    assert times.predicted_s(PAIR, 0.001, 0.0) == pytest.approx(2 * FIRST_CALL_S + 0.001)
+
+
 def test_what_is_written_in_pieces_says_nothing_of_the_lane() -> None:
     times = FetchTimes()
     times.record_write(PAIR, ONE_PIECE_S + 0.001, 0.001, 0.0)
