@@ -1,9 +1,9 @@
 """What a fetch from a peer's cache is worth: `python -m bench.kv_tiers.peer_fetch`.
 
 Neutral workers, three by default, or two prefill workers and a decode worker, behind a coordinator that takes turns, so
-that a prompt comes to a worker that lacks what the other one has just computed. Each turn has a new prefix: the first prompt
-is computed; of the second, with another tail, the prefix is fetched, as far as the coordinator chooses to. Reported are
-times to the first token, and of the fetches what was predicted and what they took.
+that a prompt comes to a worker that lacks what the other one has just computed. Each turn has a new prefix: the first
+prompt is computed; of the second, with another tail, the prefix is fetched, as far as the coordinator chooses to.
+Reported are times to the first token, and of the fetches what was predicted and what they took.
 """
 
 from __future__ import annotations
