@@ -1,9 +1,9 @@
 """What a fetch from a peer's cache is worth: `python -m bench.kv_tiers.peer_fetch`.
 
-Neutral workers, three by default, or two prefill workers and a decode worker, behind a coordinator that takes turns, so
-that a prompt comes to a worker that lacks what the other one has just computed. Each turn has a new prefix: the first
-prompt is computed; of the second, with another tail, the prefix is fetched, as far as the coordinator chooses to.
-Reported are times to the first token, and of the fetches what was predicted and what they took.
+Three neutral workers, or two prefill workers and a decode worker, behind a coordinator that takes turns, so that a
+prompt comes to a worker that lacks what the other one has just computed. Each turn has a new prefix: the first prompt
+is computed; of the second, with another tail, the prefix is fetched, as far as the coordinator chooses to. Reported are
+times to the first token, and of the fetches what was predicted, what they took, and in which part.
 """
 
 from __future__ import annotations
@@ -82,14 +82,12 @@ class Seen:
             self.written = event
 
 
-async def rows_of(
-    model: str, lengths: Sequence[int], turns: int, *, workers: int = 3, pinned: bool = False
-) -> list[FetchRow]:
-    """A row for each length. `pinned`: with workers of two pools in place of so many neutral ones."""
+async def rows_of(model: str, lengths: Sequence[int], turns: int, *, pinned: bool = False) -> list[FetchRow]:
+    """A row for each length. `pinned`: with workers of two pools."""
     seen = Seen()
 
     engine = EngineConfig(num_blocks=64 + (2 * turns + 2) * max(lengths) // 16, threads=1)
-    config = ClusterConfig(model=model, engine=engine, workers=workers)
+    config = ClusterConfig(model=model, engine=engine, workers=3)
     if pinned:
         config = ClusterConfig(model=model, engine=engine, prefill=2, decode=1)
     async with running_cluster(config, {FRONT: SETTINGS}, seen.on_event) as cluster:
@@ -145,17 +143,12 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 1024])
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument(
-        "--workers", type=int, default=3, help="neutral ones; more than cores: some share one"
-    )
-    parser.add_argument(
         "--pinned", action="store_true", help="pools of two prefill workers and a decode worker"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     options = parser.parse_args()
     machine = this_machine()
-    measuring = rows_of(
-        options.model, options.tokens, options.turns, workers=options.workers, pinned=options.pinned
-    )
+    measuring = rows_of(options.model, options.tokens, options.turns, pinned=options.pinned)
     rows: list[dict[str, Any]] = [asdict(row) for row in asyncio.run(measuring)]
     if options.json:
         command = shlex.join(["python", "-m", "bench.kv_tiers.peer_fetch", *sys.argv[1:]])

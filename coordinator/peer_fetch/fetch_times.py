@@ -59,7 +59,7 @@ ONE_PIECE_S = 0.04
 
 
 class CallTimes:
-    """What calls to workers take beside what they wait for there: the median of the last ones, in seconds."""
+    """What calls to workers take beside what they wait for there, in seconds: the quick ones of the last."""
 
     def __init__(self) -> None:
         self._by_worker: dict[WorkerKey, deque[float]] = {}
@@ -76,7 +76,7 @@ class CallTimes:
     def of(self, worker: WorkerKey) -> float | None:
         """Of this worker, else of any; None before the first call."""
         known = self._by_worker.get(worker) or self._all
-        return median(known) if known else None
+        return _quick(known) if known else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +145,8 @@ class FetchTimes:
 
     def _measured_pace(self) -> float:
         of_handoffs = _within(PACES, self._handoffs_pace())
-        beyond = sorted(max(0.0, s.took_s - of_handoffs * s.lane_s) for s in self._handoffs)
-        # What a handoff waits for, such as a step at either end, comes on top: the quick ones tell what it takes.
-        self._handoff_s = beyond[len(beyond) // 4] if beyond else 0.0
+        beyond = [max(0.0, s.took_s - of_handoffs * s.lane_s) for s in self._handoffs]
+        self._handoff_s = _quick(beyond) if beyond else 0.0
         if len(slopes := _slopes(self._fetches)) >= LEAST_SLOPES:
             return _within(PACES, median(slopes))
         own = [
@@ -187,6 +186,12 @@ def weighted_median(weighed: Iterable[tuple[float, float]]) -> float:
         if below == half and index + 1 < len(values):
             return (value + values[index + 1][0]) / 2
     return values[-1][0]
+
+
+def _quick(seconds: Iterable[float]) -> float:
+    """The lower quartile. What calls and handoffs wait for comes on top, which is most of it while a cluster starts."""
+    known = sorted(seconds)
+    return known[len(known) // 4]
 
 
 def _within(bounds: tuple[float, float], value: float) -> float:

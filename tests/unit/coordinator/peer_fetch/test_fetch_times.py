@@ -18,13 +18,13 @@ def test_the_first_fetch_is_what_it_is_made_of() -> None:
     assert times.predicted_s(PAIR, 0.004, 0.0) == pytest.approx(2 * FIRST_CALL_S + 0.004)
     for call_s in (0.002, 0.0022, 0.5):
         times.prefills.record(A, call_s)
-    assert times.predicted_s(PAIR, 0.0, 0.0) == pytest.approx(2 * 0.0022), (
+    assert times.predicted_s(PAIR, 0.0, 0.0) == pytest.approx(2 * 0.002), (
         "no Reserve yet: as long as a Prefill"
     )
     times.reserves.record(C, 0.001)
-    assert times.predicted_s(PAIR, 0.0, 0.0) == pytest.approx(0.0032), "of another worker"
+    assert times.predicted_s(PAIR, 0.0, 0.0) == pytest.approx(0.003), "of another worker"
     times.reserves.record(B, 0.003)
-    assert times.predicted_s(PAIR, 0.0, 0.0) == pytest.approx(0.0052)
+    assert times.predicted_s(PAIR, 0.0, 0.0) == pytest.approx(0.005)
 
 
 def test_requests_handoffs_say_how_slow_a_lane_is_beside_its_probe() -> None:
@@ -107,21 +107,26 @@ def test_the_weighted_median() -> None:
     assert weighted_median([(3.0, 1.0), (1.0, 0.9), (9.0, 0.2)]) == 3.0
 
 
-def played(seed: int, *, noise: float = 0.12, cold: float = 1.0, first: float = 1.0) -> int:
+def played(
+    seed: int, *, noise: float = 0.12, cold: float = 1.0, first: float = 1.0, starting_s: float = 0.0
+) -> int:
     """How many of 24 are within a quarter. Six requests before, then eight fetches each of 128, 512 and 1,024 tokens
     between three workers, calls and lanes as measured, each some more or less at random; the real lane carries 0.7 of
     what its probe says. `cold`: what a fetch's bytes take of that, which are in no cache; `first`: how many times as
-    long the first fetch takes as it would.
+    long the first fetch takes as it would; `starting_s`: what six in ten of the calls before wait longer, on average.
     """
     pick, times, within = random.Random(seed), FetchTimes(), 0
 
     def noisy(seconds: float) -> float:
         return seconds * pick.lognormvariate(0.0, noise)
 
+    def starting() -> float:
+        return pick.expovariate(1 / starting_s) if starting_s and pick.random() < 0.6 else 0.0
+
     for lane_s in (0.0005, 0.002, 0.004) * 2:
-        times.reserves.record(B, noisy(0.0025))
-        times.prefills.record(A, noisy(0.004))
-        times.record_handoff(PAIR, lane_s, noisy(0.001 + lane_s / 0.7), 0.0)
+        times.reserves.record(B, noisy(0.0025) + starting())
+        times.prefills.record(A, noisy(0.004) + starting())
+        times.record_handoff(PAIR, lane_s, noisy(0.001 + lane_s / 0.7) + starting(), 0.0)
     for number in range(24):
         lane_s, now = (0.0005, 0.002, 0.004)[number // 8], 3.0 * number
         pair = (PAIR, OTHER, (B, C))[pick.randrange(3)]
@@ -133,18 +138,19 @@ def played(seed: int, *, noise: float = 0.12, cold: float = 1.0, first: float = 
 
 
 @pytest.mark.parametrize(
-    ("cold", "first", "noise", "least"),
+    ("noise", "cold", "first", "starting_s", "least"),
     [
-        (1.0, 1.0, 0.12, 21.8),
-        (1.0, 1.0, 0.08, 23.5),
-        (2.4, 1.0, 0.12, 21.8),
-        (2.4, 2.0, 0.12, 20.8),
-        (2.4, 2.0, 0.08, 22.4),
+        (0.12, 1.0, 1.0, 0.0, 21.4),
+        (0.08, 1.0, 1.0, 0.0, 23.4),
+        (0.12, 2.4, 1.0, 0.0, 21.3),
+        (0.12, 2.4, 2.0, 0.0, 20.5),
+        (0.08, 2.4, 2.0, 0.0, 22.4),
+        (0.08, 2.4, 2.0, 0.01, 21.3),
     ],
 )
 def test_fetches_as_the_bench_makes_them_are_within_a_quarter_from_the_first_on(
-    cold: float, first: float, noise: float, least: float
+    noise: float, cold: float, first: float, starting_s: float, least: float
 ) -> None:
-    """Means of 100. Without the fetches' own writes and the fixed part of handoffs the last three are 19.9, 18.8 and
-    20.5."""
-    assert mean(played(seed, noise=noise, cold=cold, first=first) for seed in range(100)) >= least
+    """Means of 100 of 24."""
+    found = [played(n, noise=noise, cold=cold, first=first, starting_s=starting_s) for n in range(100)]
+    assert mean(found) >= least
