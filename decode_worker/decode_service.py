@@ -90,7 +90,9 @@ class DecodeService(DecodeServiceServicer):
         self._reserving += 1
         response = None
         try:
-            await self._worker.engine.call(lambda core, consumer: consumer.reserve(core, entry))
+            await self._worker.engine.call(
+                lambda core, consumer: consumer.reserve(core, entry, time.monotonic())
+            )
             granted = await reply
             ticket = granted.ticket.to_proto(time.monotonic()) if granted.ticket is not None else None
             response = decode_pb2.ReserveResponse(ticket=ticket, wait_ms=granted.wait_s * 1e3)

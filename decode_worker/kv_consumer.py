@@ -72,7 +72,7 @@ class KvConsumer(KvConnector):
         self._admitted = 0
         self._rejected: dict[str, int] = {}
 
-    def reserve(self, core: Engine, entry: WaitingReservation) -> None:
+    def reserve(self, core: Engine, entry: WaitingReservation, now: float) -> None:
         """Queues a reservation, and grants it at once if blocks are free and no tier is read for it before.
 
         Raises like `ReservationQueue.add` and `require_awake`. The error of a request that can never fit, and of a
@@ -83,7 +83,7 @@ class KvConsumer(KvConnector):
         self._waiting.add(entry)
         if not others_wait:
             self._waiting.read_first(core, entry)
-        self._grant(core, entry.arrived_s)
+        self._grant(core, now)
         self._flush(core)
 
     def abort(self, core: Engine, engine_id: str, coordinator_id: str, no_writer: bool, now: float) -> bool:

@@ -5,6 +5,8 @@
 * conversations: a synthetic trace on the real model with a pool that is too small for it.
 * cluster: with `--cluster`, part of `--trace` on a prefill and a decode worker, without and with host memory below the
   pools, at the times of the trace.
+* second-turn: with `--second-turn`, a conversation's second turn on a prefill and a decode worker, as its client sees
+  it: its history in the pools, in host memory, and on disk after a restart of both.
 * shares: hit shares by replay of the books alone, for both ways to evict; with `--trace`, of a Mooncake trace.
 """
 
@@ -27,6 +29,7 @@ from rich.table import Table
 
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS, load_trace
 from bench.kv_tiers.conversations import Conversations
+from bench.kv_tiers.second_turn import second_turn_rows
 from bench.kv_tiers.shares import ReplayedPrompt, ShareRow, share_of, share_rows
 from bench.kv_tiers.trace_replay import cluster_rows
 from bench.kv_tiers.ttft import TieredEngine, trace_rows, ttft_rows
@@ -113,6 +116,9 @@ def main() -> int:
     parser.add_argument(
         "--load", type=float, default=0.9, help="of --cluster: time to compute all prompts, over time"
     )
+    parser.add_argument(
+        "--second-turn", action="store_true", help="only that, with --tokens of history, on workers"
+    )
     parser.add_argument("--quick", action="store_true", help="one short prompt and a short trace")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     options = parser.parse_args()
@@ -123,6 +129,9 @@ def main() -> int:
             parser.error("--cluster needs --trace")
         replayed = cluster_rows(options.model, options.trace, options.cluster, options.load)
         rows = [_row("cluster", row) for row in asyncio.run(replayed)]
+    elif options.second_turn:
+        dealt = second_turn_rows(options.model, options.dtype, options.tokens, options.turns)
+        rows = [_row("second-turn", row) for row in asyncio.run(dealt)]
     else:
         rows = _engine_rows(options)
     command = shlex.join(["python", "-m", "bench.kv_tiers", *sys.argv[1:]])

@@ -3,7 +3,7 @@
 Three neutral workers, or two prefill workers and a decode worker, behind a coordinator that takes turns, so that a
 prompt comes to a worker that lacks what the other one has just computed. Each turn has a new prefix: the first prompt
 is computed; of the second, with another tail, the prefix is fetched, as far as the coordinator chooses to. Reported are
-times to the first token, and of the fetches what was predicted and what they took.
+times to the first token, and of the fetches what was predicted, what they took, and in which part.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import random
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
 from bench.asking import ask, random_prompt
 from bench.cluster import running_cluster
+from bench.kv_tiers.fetch_parts import FetchTimesRow, misses, spreads, times_of
 from bench.machine import report, this_machine
 from splitserve.client import AsyncClient
 from splitserve.cluster.child_process import Event
@@ -58,33 +59,49 @@ class FetchRow:
     """What each took over what was predicted, in order."""
     sooner: int
     """Fetches that took less than computing the same tokens took in the same turn."""
+    spreads: dict[str, tuple[float, float]]
+    """Median of each part of a fetch, and the median distance from it; see `bench.kv_tiers.fetch_parts`."""
+    misses: list[str]
+    """Of those that were not within a quarter: ratio, and what was furthest off."""
+    parts: list[FetchTimesRow]
+
+
+@dataclass
+class Seen:
+    """Events of fetches, as the processes log them."""
+
+    fetches: list[Event] = field(default_factory=list)
+    written: Event | None = None
+    """Of the last prefix that its holder has written."""
+
+    def on_event(self, event: Event) -> None:
+        """Takes an event of any process."""
+        if event["event"] == "prefix.fetched":
+            self.fetches.append(event)
+        elif event["event"] == "handoff.written" and event.get("request_id", "").startswith("prefix-"):
+            self.written = event
 
 
 async def rows_of(model: str, lengths: Sequence[int], turns: int, *, pinned: bool = False) -> list[FetchRow]:
     """A row for each length. `pinned`: with workers of two pools."""
-    fetches: list[Event] = []
-
-    def on_event(event: Event) -> None:
-        if event["event"] == "prefix.fetched":
-            fetches.append(event)
+    seen = Seen()
 
     engine = EngineConfig(num_blocks=64 + (2 * turns + 2) * max(lengths) // 16, threads=1)
     config = ClusterConfig(model=model, engine=engine, workers=3)
     if pinned:
         config = ClusterConfig(model=model, engine=engine, prefill=2, decode=1)
-    async with running_cluster(config, {FRONT: SETTINGS}, on_event) as cluster:
+    async with running_cluster(config, {FRONT: SETTINGS}, seen.on_event) as cluster:
         client, dice = cluster.clients[FRONT], random.Random(7)
         for number in range(WARM_UP):  # every worker computes, and some hand off what they have computed
             await ask(client, random_prompt(dice, lengths[number % len(lengths)]), 2)
-        return [await _row(client, dice, length, turns, fetches) for length in lengths]
+        return [await _row(client, dice, length, turns, seen) for length in lengths]
 
 
-async def _row(
-    client: AsyncClient, dice: random.Random, tokens: int, turns: int, fetches: list[Event]
-) -> FetchRow:
-    computed, fetched, chosen = [], [], []
+async def _row(client: AsyncClient, dice: random.Random, tokens: int, turns: int, seen: Seen) -> FetchRow:
+    fetches, computed, fetched, chosen = seen.fetches, [], [], []
+    parts: list[FetchTimesRow] = []
     for _ in range(turns):
-        prefix, before = random_prompt(dice, tokens), len(fetches)
+        prefix, before, seen.written = random_prompt(dice, tokens), len(fetches), None
         first = await ask(client, [*prefix, *random_prompt(dice, TAIL_TOKENS)], 1)
         await asyncio.sleep(REPORTED_S)
         second = await ask(client, [*prefix, *random_prompt(dice, TAIL_TOKENS)], 1)
@@ -93,6 +110,7 @@ async def _row(
         if len(fetches) > before and not fetches[-1]["failure"]:
             fetched.append(second.token_s[0])
             chosen.append((fetches[-1], first.token_s[0]))
+            parts.append(times_of(fetches[-1], seen.written))
     took = [(event["took_ms"], event["predicted_ms"]) for event, _ in chosen]
     return FetchRow(
         tokens,
@@ -106,6 +124,9 @@ async def _row(
         sum(0.75 <= t / p <= 1.25 for t, p in took),
         [round(t / p, 2) for t, p in took],
         sum(event["took_ms"] / 1e3 < computed_s for event, computed_s in chosen),
+        spreads(parts) if parts else {},
+        misses(parts),
+        parts,
     )
 
 

@@ -5,8 +5,12 @@
 `lane` are the seconds in which the lane carries the bytes by its probe. `calls`, the fixed part, is a weighted median
 of what recent fetches took beyond their lanes: younger ones and those of the same pair weigh more. Where there was none
 yet, a fetch is what it is made of: a Reserve on the taker and a Prefill on the holder, as requests' own calls took
-there beside what they waited and computed. `pace` is the median of slopes between fetches, and between requests' own
-handoffs, of different sizes (Theil, 1950; Sen, 1968), so that one that was stopped half way moves neither.
+there beside what they waited and computed, and what requests' handoffs take however small they are.
+
+`pace` is the median of slopes between fetches of different sizes (Theil, 1950; Sen, 1968), so that one that was stopped
+half way does not move it. While all were of one size, it is what their own writes took, without the fixed part, over
+their lanes: a probe's blocks, and those just computed, lie in the processor's caches, where a prefix does not (13
+against 5.5 GB/s). Before the first fetch it is the median of slopes between requests' handoffs.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import inf
 from statistics import median
 
 from coordinator.workers.snapshot import WorkerKey
@@ -23,6 +28,8 @@ Pair = tuple[WorkerKey, WorkerKey]
 """Holder and taker."""
 FIRST_CALL_S = 0.003
 """Of a call while no request has made any."""
+IDLE_WAIT_S = 0.002
+"""In this time an idle engine takes a call up, which is part of the call."""
 MAX_CALLS = 9
 MAX_WORKERS = 4096
 MAX_SAMPLES = 24
@@ -35,8 +42,8 @@ KEPT_HALF_LIVES = 4
 """After so many a fetch or a handoff says nothing of the lanes."""
 OTHER_PAIR = 0.25
 """Weight of another pair's fetch,"""
-UNTRIED = 0.3
-"""and of what calls have taken."""
+UNTRIED = 1.0
+"""and of what calls have taken: as much as the first fetch, which may have been slow by chance."""
 OUTLIER = 3.0
 """A fetch counts as at most so many times as long as predicted."""
 PACES = (0.5, 8.0)
@@ -45,10 +52,14 @@ LEAST_SPREAD = 0.2
 LEAST_SPREAD_S = 5e-4
 """and at least so many seconds: below, noise is all that differs."""
 LEAST_SLOPES = 3
+LEAST_OF_WRITE = 0.5
+"""So much of a fetch's write is the lane's at least."""
+ONE_PIECE_S = 0.04
+"""What the lane carries in this time is written at once (`prefill_worker.prefix_pushes.PIECE_S`)."""
 
 
 class CallTimes:
-    """What calls to workers take beside what they wait for there: the median of the last ones, in seconds."""
+    """What calls to workers take beside what they wait for there, in seconds: the quick ones of the last."""
 
     def __init__(self) -> None:
         self._by_worker: dict[WorkerKey, deque[float]] = {}
@@ -65,7 +76,7 @@ class CallTimes:
     def of(self, worker: WorkerKey) -> float | None:
         """Of this worker, else of any; None before the first call."""
         known = self._by_worker.get(worker) or self._all
-        return median(known) if known else None
+        return _quick(known) if known else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +95,10 @@ class FetchTimes:
         """Calls of requests by the worker called."""
         self._fetches: deque[_Sample] = deque(maxlen=MAX_SAMPLES)
         self._handoffs: deque[_Sample] = deque(maxlen=MAX_SAMPLES)
+        self._writes: deque[_Sample] = deque(maxlen=MAX_CALLS)
         self._pace: float | None = None
+        self._handoff_s = 0.0
+        """The fixed part of a handoff."""
 
     def record(self, pair: Pair, lane_s: float, took_s: float, now: float) -> None:
         """Takes a fetch that took `took_s` beside the predicted waits for steps."""
@@ -95,8 +109,15 @@ class FetchTimes:
     def record_handoff(self, pair: Pair, lane_s: float, took_s: float, now: float) -> None:
         """Takes a request's handoff, of a prompt that was written at once: from its end on the engine until the last
         byte was acknowledged."""
-        self._handoffs.append(_Sample(pair, lane_s, took_s, now))
-        self._pace = None
+        if 0 <= took_s < inf:  # a worker's word
+            self._handoffs.append(_Sample(pair, lane_s, took_s, now))
+            self._pace = None
+
+    def record_write(self, pair: Pair, lane_s: float, took_s: float, now: float) -> None:
+        """The same of a fetch, whose blocks have lain in memory. What is written in pieces says nothing."""
+        if lane_s <= ONE_PIECE_S and 0 <= took_s < inf:
+            self._writes.append(_Sample(pair, lane_s, took_s, now))
+            self._pace = None
 
     def predicted_s(self, pair: Pair, lane_s: float, now: float) -> float:
         """Of a fetch whose bytes the lane alone carries in `lane_s`."""
@@ -104,16 +125,17 @@ class FetchTimes:
 
     def calls_s(self, pair: Pair, now: float) -> float:
         """The fixed part."""
-        weighed = [(self._untried_s(pair), UNTRIED)]
+        pace = self.pace(now)
+        weighed = [(self._untried_s(pair) + self._handoff_s, UNTRIED)]
         for age, sample in enumerate(reversed(self._fetches)):
             decay = 2.0 ** (-age / HALF_LIFE - max(0.0, now - sample.at_s) / HALF_LIFE_S)
-            rest_s = max(0.0, sample.took_s - self.pace(now) * sample.lane_s)
+            rest_s = max(0.0, sample.took_s - pace * sample.lane_s)
             weighed.append((rest_s, decay * (1.0 if sample.pair == pair else OTHER_PAIR)))
         return weighted_median(weighed)
 
     def pace(self, now: float) -> float:
         """Seconds for each second that the lane alone takes."""
-        for samples in (self._fetches, self._handoffs):
+        for samples in (self._fetches, self._handoffs, self._writes):
             while samples and samples[0].at_s < now - KEPT_HALF_LIVES * HALF_LIFE_S:
                 samples.popleft()
                 self._pace = None
@@ -122,13 +144,23 @@ class FetchTimes:
         return self._pace
 
     def _measured_pace(self) -> float:
-        slopes = [*_slopes(self._fetches), *_slopes(self._handoffs)]
-        if len(slopes) >= LEAST_SLOPES:
-            found = median(slopes)
-        else:
-            long = [s.took_s / s.lane_s for s in self._handoffs if s.lane_s >= 4 * LEAST_SPREAD_S]
-            found = median(long) if len(long) >= LEAST_SLOPES else 1.0
-        return min(max(found, PACES[0]), PACES[1])
+        of_handoffs = _within(PACES, self._handoffs_pace())
+        beyond = [max(0.0, s.took_s - of_handoffs * s.lane_s) for s in self._handoffs]
+        self._handoff_s = _quick(beyond) if beyond else 0.0
+        if len(slopes := _slopes(self._fetches)) >= LEAST_SLOPES:
+            return _within(PACES, median(slopes))
+        own = [
+            max(s.took_s - self._handoff_s, LEAST_OF_WRITE * s.took_s) / s.lane_s
+            for s in self._writes
+            if s.lane_s > 0
+        ]
+        return _within(PACES, median(own)) if own else of_handoffs
+
+    def _handoffs_pace(self) -> float:
+        if len(slopes := _slopes(self._handoffs)) >= LEAST_SLOPES:
+            return median(slopes)
+        long = [s.took_s / s.lane_s for s in self._handoffs if s.lane_s >= 4 * LEAST_SPREAD_S]
+        return median(long) if len(long) >= LEAST_SLOPES else 1.0
 
     def _untried_s(self, pair: Pair) -> float:
         holder, taker = pair
@@ -136,6 +168,11 @@ class FetchTimes:
         known = [each for each in (prefill_s, reserve_s) if each is not None]
         other_s = known[0] if known else FIRST_CALL_S
         return sum(other_s if each is None else each for each in (prefill_s, reserve_s))
+
+
+def beyond_idle_s(told_s: float) -> float:
+    """Of what a worker says that a call has waited there: what an idle one would not have let it wait."""
+    return max(0.0, told_s - IDLE_WAIT_S)
 
 
 def weighted_median(weighed: Iterable[tuple[float, float]]) -> float:
@@ -149,6 +186,16 @@ def weighted_median(weighed: Iterable[tuple[float, float]]) -> float:
         if below == half and index + 1 < len(values):
             return (value + values[index + 1][0]) / 2
     return values[-1][0]
+
+
+def _quick(seconds: Iterable[float]) -> float:
+    """The lower quartile. What calls and handoffs wait for comes on top, which is most of it while a cluster starts."""
+    known = sorted(seconds)
+    return known[len(known) // 4]
+
+
+def _within(bounds: tuple[float, float], value: float) -> float:
+    return min(max(value, bounds[0]), bounds[1])
 
 
 def _slopes(samples: Sequence[_Sample] | deque[_Sample]) -> list[float]:

@@ -11,10 +11,10 @@ from functools import partial
 from prometheus_client.core import Metric
 
 from coordinator.background_tasks import BackgroundTasks
-from coordinator.peer_fetch.fetch_times import FetchTimes
+from coordinator.peer_fetch.fetch_times import FetchTimes, beyond_idle_s
 from coordinator.peer_fetch.hot_prefixes import HotPrefixes, Prefix
 from coordinator.peer_fetch.policy import FetchPlan, Wanted, offer_of, plan_fetch
-from coordinator.peer_fetch.prefix_fetch import FETCH_RANK, SEED_RANK, TOO_SLOW, fetch_prefix
+from coordinator.peer_fetch.prefix_fetch import FETCH_RANK, SEED_RANK, TOO_SLOW, FetchParts, fetch_prefix
 from coordinator.peer_fetch.prefix_offer import PrefixOffer, lane_seconds
 from coordinator.peer_fetch.under_way import FetchesUnderWay, UnderWay
 from coordinator.request.candidates import FetchedPrefix
@@ -105,7 +105,7 @@ class PrefixFetcher:
         request, began_s = events.state.request, time.monotonic()
         failure: SplitserveError | None = None
         limit_s = min(max(plan.compute_s, LEAST_TIMEOUT_S), max(1e-3, request.deadline_s - began_s))
-        under_way = plan.joined
+        under_way, parts = plan.joined, FetchParts()
         moved = 0
         try:
             if under_way is None:
@@ -113,12 +113,12 @@ class PrefixFetcher:
                 keys = request.block_keys.get(plan.taker.block_size_tokens, ())
                 keys = keys[: plan.tokens // plan.taker.block_size_tokens]
                 lane_s = self.times.pace(time.monotonic()) * plan.lane_s
-                under_way = self._begin(plan, _prefix_of(request, tokens), keys, limit_s, lane_s)
+                under_way = self._begin(plan, _prefix_of(request, tokens), keys, limit_s, lane_s, parts)
             moved = await under_way.wait(limit_s)
         except SplitserveError as error:
             failure = error
-        took_s = time.monotonic() - began_s
-        self._count(plan, moved * plan.taker.block_size_tokens, took_s, failure)
+        parts.took_s = time.monotonic() - began_s
+        self._count(plan, moved * plan.taker.block_size_tokens, parts, failure)
         events.prefix_fetched(
             FetchedPrefix(
                 plan.holder.worker_id,
@@ -126,7 +126,7 @@ class PrefixFetcher:
                 plan.tokens - plan.held_tokens,
                 plan.fetch_s,
                 plan.compute_s,
-                took_s,
+                parts.took_s,
                 _told(failure),
                 joined=plan.joined is not None,
             )
@@ -142,7 +142,7 @@ class PrefixFetcher:
         lane_s, now = lane_seconds(holder, taker, len(prefix.token_ids)) or 0.0, time.monotonic()
         due_s = now + self.times.predicted_s((holder.key, taker.key), lane_s, now)
         seed = UnderWay(holder, taker, keys, now, due_s, lane_s, is_seed=True)
-        bring = partial(self._bring, holder, taker, prefix, limit_s, SEED_RANK)
+        bring = partial(self._bring, holder, taker, prefix, limit_s, SEED_RANK, lane_s, FetchParts())
         moved = await self.under_way.begin(seed, bring).wait(limit_s)
         self.counts.seeded_tokens += moved * taker.block_size_tokens
         return moved
@@ -160,16 +160,38 @@ class PrefixFetcher:
         return now
 
     def _begin(
-        self, plan: FetchPlan, prefix: Prefix, keys: Sequence[int], limit_s: float, lane_s: float
+        self,
+        plan: FetchPlan,
+        prefix: Prefix,
+        keys: Sequence[int],
+        limit_s: float,
+        lane_s: float,
+        parts: FetchParts,
     ) -> UnderWay:
         now = time.monotonic()
         fetch = UnderWay(plan.holder, plan.taker, keys, now, now + plan.fetch_s, lane_s)
-        bring = partial(self._bring, plan.holder, plan.taker, prefix, limit_s, FETCH_RANK)
+        who = plan.holder, plan.taker, prefix
+        bring = partial(self._bring, *who, limit_s, FETCH_RANK, plan.lane_s, parts)
         return self.under_way.begin(fetch, bring)
 
-    async def _bring(self, holder: Worker, taker: Worker, prefix: Prefix, limit_s: float, rank: int) -> int:
+    async def _bring(
+        self,
+        holder: Worker,
+        taker: Worker,
+        prefix: Prefix,
+        limit_s: float,
+        rank: int,
+        lane_s: float,
+        parts: FetchParts,
+    ) -> int:
+        def written(took_s: float) -> None:
+            self.times.record_write((holder.key, taker.key), lane_s, took_s, time.monotonic())
+
         source, target = self._clients.client_for(holder), self._clients.client_for(taker)
-        return await fetch_prefix(source, target, prefix, self._background, limit_s, rank=rank)
+        owner = self._background
+        return await fetch_prefix(
+            source, target, prefix, owner, limit_s, rank=rank, parts=parts, on_written=written
+        )
 
     def metrics(self) -> list[Metric]:
         """The counts, for a Prometheus scrape."""
@@ -214,9 +236,9 @@ class PrefixFetcher:
         return pair.prefill
 
     def _count(
-        self, plan: FetchPlan, moved_tokens: int, took_s: float, failure: SplitserveError | None
+        self, plan: FetchPlan, moved_tokens: int, parts: FetchParts, failure: SplitserveError | None
     ) -> None:
-        counts, tokens = self.counts, plan.tokens - plan.held_tokens
+        counts, tokens, pace = self.counts, plan.tokens - plan.held_tokens, self.times.pace(time.monotonic())
         log_event(
             "prefix.fetched",
             holder=plan.holder.worker_id,
@@ -224,8 +246,13 @@ class PrefixFetcher:
             tokens=tokens,
             joined=plan.joined is not None,
             predicted_ms=round(plan.fetch_s * 1e3, 3),
+            wait_ms=round(plan.wait_s * 1e3, 3),
+            lane_ms=round(plan.lane_s * 1e3, 3),
+            pace=round(pace, 3),
             compute_ms=round(plan.compute_s * 1e3, 3),
-            took_ms=round(took_s * 1e3, 3),
+            took_ms=round(parts.took_s * 1e3, 3),
+            reserve_ms=round(parts.reserve_s * 1e3, 3),
+            waited_ms=round(parts.waited_s * 1e3, 3),
             failure=_told(failure),
         )
         if plan.joined is not None:
@@ -234,7 +261,9 @@ class PrefixFetcher:
         pair, now, reason = (plan.holder.key, plan.taker.key), time.monotonic(), failure and failure.reason
         # One that was too slow would have taken longer yet. If some were there already, it says little of the lane.
         if reason == TOO_SLOW or (failure is None and moved_tokens >= tokens):
-            self.times.record(pair, plan.lane_s, took_s - plan.wait_s, now)
+            self.times.record(
+                pair, plan.lane_s, parts.took_s - max(plan.wait_s, beyond_idle_s(parts.waited_s)), now
+            )
         if failure is not None:
             counts.outcomes["failed"] += 1
             if reason not in BUSY:
@@ -242,7 +271,7 @@ class PrefixFetcher:
             return
         counts.outcomes["completed"] += 1
         counts.tokens += min(tokens, moved_tokens)
-        counts.took_s += took_s
+        counts.took_s += parts.took_s
         counts.predicted_s += plan.fetch_s
         counts.compute_s += plan.compute_s
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from coordinator.peer_fetch.fetch_times import FetchTimes
-from coordinator.peer_fetch.policy import step_seconds
+from coordinator.peer_fetch.fetch_times import FetchTimes, beyond_idle_s
 from coordinator.peer_fetch.prefix_offer import lane_seconds_of_bytes
 from coordinator.request.observer import RequestObserver
 from coordinator.request.state import RequestState
@@ -13,7 +12,7 @@ from splitserve.v1 import prefill_pb2
 
 
 class HandoffWatch(RequestObserver):
-    """Observes all requests. What a call has waited for at its worker, and for half a step of it, is taken off."""
+    """Observes all requests. What a call has waited for at its worker is taken off."""
 
     def __init__(self, times: FetchTimes) -> None:
         self._times = times
@@ -23,8 +22,8 @@ class HandoffWatch(RequestObserver):
         attempt = state.attempt
         report, decode = attempt.report, attempt.decode
         if decode is not None and report.reserve_ms:  # it was made
-            call_s = (report.reserve_ms - report.reserve_wait_ms) / 1e3
-            self._times.reserves.record(decode.key, call_s - step_seconds(decode) / 2)
+            call_s = report.reserve_ms / 1e3 - beyond_idle_s(report.reserve_wait_ms / 1e3)
+            self._times.reserves.record(decode.key, call_s)
 
     def prefilled(self, state: RequestState, first: prefill_pb2.FirstToken) -> None:
         """See RequestObserver."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 from coordinator.background_tasks import BackgroundTasks
@@ -24,7 +26,20 @@ WRITER_GAVE_UP = "TRANSFER_FAILED"
 """The taker's reason for all that the holder, or its end, has told it: the holder's own says more."""
 HOLDER_PATIENCE_S = 0.05
 """The holder's own reason is on its way then, by another stream; one that has died gives none."""
+WRITTEN_PATIENCE_S = 0.25
+"""The holder's word of its write comes about when the taker's does. It is heard out, for what it says of the lane."""
 AnyCall = TypeVar("AnyCall", decode_pb2.ReserveRequest, prefill_pb2.PrefillRequest)
+
+
+@dataclass(slots=True)
+class FetchParts:
+    """What of a fetch took how long, in seconds, as far as it is known."""
+
+    took_s: float = 0.0
+    """All of it, at whoever waits for it."""
+    reserve_s: float = 0.0
+    waited_s: float = 0.0
+    """Of `reserve_s`: at the taker, for the end of a step."""
 
 
 async def fetch_prefix(
@@ -35,12 +50,17 @@ async def fetch_prefix(
     limit_s: float,
     *,
     rank: int,
+    parts: FetchParts,
+    on_written: Callable[[float], object],
 ) -> int:
     """Brings a prefix into the taker's cache within `limit_s`; the blocks that travelled.
 
+    Fills in `parts`. `on_written` gets the seconds of the holder's write, maybe after the fetch has ended.
+
     Raises SplitserveError: of either worker, or DeadlineExceededError (FETCH_TOO_SLOW).
     """
-    fetch = _PrefixFetch(holder, taker, prefix, background, time.monotonic() + limit_s, rank)
+    deadline_s = time.monotonic() + limit_s
+    fetch = _PrefixFetch(holder, taker, prefix, background, deadline_s, rank, parts, on_written)
     try:
         async with asyncio.timeout(limit_s):
             return await fetch.run()
@@ -67,7 +87,10 @@ class _PrefixFetch:
         background: BackgroundTasks,
         deadline_s: float,
         rank: int,
+        parts: FetchParts,
+        on_written: Callable[[float], object],
     ) -> None:
+        self._parts, self._on_written = parts, on_written
         self._holder, self._taker, self._prefix = holder, taker, prefix
         self._background, self._deadline_s, self._rank = background, deadline_s, rank
         self._name = f"prefix-{random_hex(16)}"
@@ -83,9 +106,11 @@ class _PrefixFetch:
 
     async def run(self) -> int:
         """The blocks that travelled. Raises what either worker has failed with."""
-        left_s = self._left_s()
+        left_s, began_s = self._left_s(), time.monotonic()
         reserve = self._filled(decode_pb2.ReserveRequest(writer_agent_id=self._holder.worker.agent_id))
         response = await self._taker.reserve(reserve, left_s)
+        self._parts.reserve_s = time.monotonic() - began_s
+        self._parts.waited_s = min(self._parts.reserve_s, max(0.0, response.wait_ms / 1e3))
         count = len(response.ticket.block_indices)
         if not count:
             return 0  # it has come by itself meanwhile
@@ -105,10 +130,21 @@ class _PrefixFetch:
         """Ends what has not ended on both workers. Never blocks."""
         self._attached.close()
         if self._push is not None:
-            self._push.cancel()
+            if self._ended and self._failed is None and not self._written:
+                self._background.start(self._hear_out(self._push))
+            else:
+                self._push.cancel()
         if not self._ended:
             no_writer = self._push is None or self._written
             self._background.start(self._taker.abort(self._name, no_writer, self._deadline_s))
+
+    async def _hear_out(self, push: asyncio.Task[None]) -> None:
+        try:
+            await asyncio.wait({push}, timeout=WRITTEN_PATIENCE_S)
+        finally:
+            push.cancel()
+        with suppress(SplitserveError):
+            self._accept()
 
     def _accept(self) -> None:
         for event in self._collector.take_all():
@@ -121,6 +157,7 @@ class _PrefixFetch:
                             raise self._failed
                 case prefill_pb2.HandoffDone():
                     self._written = True
+                    self._on_written(event.transfer_ms / 1e3)
                 case WorkerFailed():
                     raise event.error
                 case prefill_pb2.FirstToken():

@@ -52,7 +52,7 @@ NO_WAITS = Waits()
 @dataclass(slots=True)
 class AttemptReport:
     """Measurements of one attempt, times in milliseconds. `decode_worker` is empty until that worker has sent output,
-    `transport` until KV was transferred; `reserve_wait_ms`: of `reserve_ms`, for blocks and reads from lower tiers."""
+    `transport` until KV was transferred; `reserve_wait_ms`: of `reserve_ms`, for a step, blocks, lower tiers."""
 
     prefill_worker: str
     decode_worker: str = ""

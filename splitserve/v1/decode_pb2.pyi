@@ -143,7 +143,7 @@ class ReserveResponse(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     wait_ms: _builtins.float
-    """Time the request waited for KV blocks, and for reads from lower tiers before. Milliseconds."""
+    """Time the request waited for the end of a step, for KV blocks, and for reads from lower tiers before. Milliseconds."""
     @_builtins.property
     def ticket(self) -> _kv_transfer_pb2.KvTicket:
         """Ticket for the prefill worker. Not set when the prompt is computed here."""

@@ -126,7 +126,7 @@ class ConnectorPair:
             local_prefill_tokens=local_prefill_tokens,
             lane_bytes_per_s=lane_bytes_per_s,
         )
-        self.consumer.reserve(self.decode, entry)
+        self.consumer.reserve(self.decode, entry, self.clock.now)
         return answers
 
     def start(self, name: str, prompt: list[int], ticket: KvTicket | None, **fields: Any) -> None:

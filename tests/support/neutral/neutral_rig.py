@@ -74,15 +74,26 @@ class NeutralNode:
             self.outputs[coordinator].extend(batch)
 
     def reserve(
-        self, name: str, prompt: list[int], writer: str = "", local: int = 0, **fields: Any
+        self,
+        name: str,
+        prompt: list[int],
+        writer: str = "",
+        local: int = 0,
+        came_before_s: float = 0.0,
+        **fields: Any,
     ) -> list[Granted | SplitserveError]:
-        """The answers; empty while the reservation waits."""
+        """The answers; empty while the reservation waits. `came_before_s`: how long the engine took to look at it."""
         answers: list[Granted | SplitserveError] = []
         asked = self._request(f"{COORDINATOR}/{name}", prompt, prefill_only=False, **fields)
         entry = WaitingReservation(
-            asked, COORDINATOR, writer, self.clock.now, answers.append, local_prefill_tokens=local
+            asked,
+            COORDINATOR,
+            writer,
+            self.clock.now - came_before_s,
+            answers.append,
+            local_prefill_tokens=local,
         )
-        self.connector.consumer.reserve(self.core, entry)
+        self.connector.consumer.reserve(self.core, entry, self.clock.now)
         return answers
 
     def start(

@@ -55,6 +55,14 @@ def test_the_transport_is_polled_once_before_a_step() -> None:
     assert rig.a.transport.polls == before + 1
 
 
+def test_a_reservation_says_what_it_has_waited_for_a_step() -> None:
+    rig = NeutralRig()
+    for name, fields in (("prompt", {}), ("prefix", {"prefix_only": True})):
+        (granted,) = rig.a.reserve(name, prompt(48, 1), rig.b.agent_id, came_before_s=0.5, **fields)
+        assert isinstance(granted, Granted)
+        assert granted.wait_s == pytest.approx(0.5)
+
+
 def test_one_request_id_in_both_parts_of_one_worker() -> None:
     """An answer that is resumed comes back with its id, in whichever part."""
     rig = NeutralRig()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from statistics import mean
 
 import pytest
 
-from coordinator.peer_fetch.fetch_times import FIRST_CALL_S, FetchTimes, weighted_median
+from coordinator.peer_fetch.fetch_times import FIRST_CALL_S, ONE_PIECE_S, FetchTimes, weighted_median
 
 A, B, C = ("a", 1), ("b", 1), ("c", 1)
 PAIR, OTHER = (A, B), (C, B)
@@ -17,13 +18,13 @@ def test_the_first_fetch_is_what_it_is_made_of() -> None:
     assert times.predicted_s(PAIR, 0.004, 0.0) == pytest.approx(2 * FIRST_CALL_S + 0.004)
     for call_s in (0.002, 0.0022, 0.5):
         times.prefills.record(A, call_s)
-    assert times.predicted_s(PAIR, 0.0, 0.0) == pytest.approx(2 * 0.0022), (
+    assert times.predicted_s(PAIR, 0.0, 0.0) == pytest.approx(2 * 0.002), (
         "no Reserve yet: as long as a Prefill"
     )
     times.reserves.record(C, 0.001)
-    assert times.predicted_s(PAIR, 0.0, 0.0) == pytest.approx(0.0032), "of another worker"
+    assert times.predicted_s(PAIR, 0.0, 0.0) == pytest.approx(0.003), "of another worker"
     times.reserves.record(B, 0.003)
-    assert times.predicted_s(PAIR, 0.0, 0.0) == pytest.approx(0.0052)
+    assert times.predicted_s(PAIR, 0.0, 0.0) == pytest.approx(0.005)
 
 
 def test_requests_handoffs_say_how_slow_a_lane_is_beside_its_probe() -> None:
@@ -31,8 +32,36 @@ def test_requests_handoffs_say_how_slow_a_lane_is_beside_its_probe() -> None:
     for lane_s in (0.002, 0.004, 0.008, 0.016):
         times.record_handoff(PAIR, lane_s, 0.001 + 1.6 * lane_s, 0.0)
     assert times.pace(0.0) == pytest.approx(1.6)
-    assert times.predicted_s(PAIR, 0.01, 0.0) == pytest.approx(2 * FIRST_CALL_S + 0.016)
+    assert times.predicted_s(PAIR, 0.01, 0.0) == pytest.approx(2 * FIRST_CALL_S + 0.001 + 0.016), (
+        "two calls and a handoff"
+    )
     assert times.pace(3600.0) == 1.0, "an hour later it says nothing any more"
+
+
+def test_a_fetch_s_own_write_says_it_better_from_the_first_on() -> None:
+    times = FetchTimes()
+    for lane_s in (0.002, 0.004, 0.008, 0.016):
+        times.record_handoff(PAIR, lane_s, 0.001 + 1.6 * lane_s, 0.0)
+    times.record(PAIR, 0.001, 0.012, 0.0)
+    times.record_write(PAIR, 0.001, 0.001 + 4 * 0.001, 0.0)
+    assert times.pace(0.0) == pytest.approx(4.0), "of memory that is not in a cache"
+    for number in range(3):
+        times.record(PAIR, 0.01, 0.008 + 5 * 0.01, float(number))
+    assert times.pace(3.0) == pytest.approx((0.058 - 0.012) / 0.009), "then fetches of other sizes"
+
+
+@pytest.mark.parametrize("told_s", [float("nan"), float("inf"), -1.0])
+def test_what_no_write_can_take_says_nothing(told_s: float) -> None:
+    times = FetchTimes()
+    times.record_write(PAIR, 0.001, told_s, 0.0)
+    times.record_handoff(PAIR, 0.001, told_s, 0.0)
+    assert times.predicted_s(PAIR, 0.001, 0.0) == pytest.approx(2 * FIRST_CALL_S + 0.001)
+
+
+def test_what_is_written_in_pieces_says_nothing_of_the_lane() -> None:
+    times = FetchTimes()
+    times.record_write(PAIR, ONE_PIECE_S + 0.001, 0.001, 0.0)
+    assert times.pace(0.0) == 1.0
 
 
 @pytest.mark.parametrize(("calls_s", "pace"), [(0.002, 1.0), (0.05, 1.4), (0.02, 5.0), (0.005, 0.6)])
@@ -65,7 +94,7 @@ def test_a_first_fetch_that_was_stopped_is_forgotten_in_time() -> None:
 
 def test_a_pair_s_own_fetches_weigh_more_than_those_of_others() -> None:
     times = FetchTimes()
-    for _ in range(4):
+    for _ in range(8):
         times.record(OTHER, 0.001, 0.011, 0.0)
     assert times.predicted_s(PAIR, 0.001, 0.0) == pytest.approx(0.011)
     for _ in range(2):
@@ -78,23 +107,50 @@ def test_the_weighted_median() -> None:
     assert weighted_median([(3.0, 1.0), (1.0, 0.9), (9.0, 0.2)]) == 3.0
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_fetches_as_the_bench_makes_them_are_within_a_quarter_from_the_first_on(seed: int) -> None:
-    """Played: six requests before, then eight fetches each of 128, 512 and 1,024 tokens between three workers, calls
-    and lanes as measured, each 12% more or less at random; the real lane carries 0.7 of what its probe says."""
+def played(
+    seed: int, *, noise: float = 0.12, cold: float = 1.0, first: float = 1.0, starting_s: float = 0.0
+) -> int:
+    """How many of 24 are within a quarter. Six requests before, then eight fetches each of 128, 512 and 1,024 tokens
+    between three workers, calls and lanes as measured, each some more or less at random; the real lane carries 0.7 of
+    what its probe says. `cold`: what a fetch's bytes take of that, which are in no cache; `first`: how many times as
+    long the first fetch takes as it would; `starting_s`: what six in ten of the calls before wait longer, on average.
+    """
     pick, times, within = random.Random(seed), FetchTimes(), 0
 
     def noisy(seconds: float) -> float:
-        return seconds * pick.lognormvariate(0.0, 0.12)
+        return seconds * pick.lognormvariate(0.0, noise)
+
+    def starting() -> float:
+        return pick.expovariate(1 / starting_s) if starting_s and pick.random() < 0.6 else 0.0
 
     for lane_s in (0.0005, 0.002, 0.004) * 2:
-        times.reserves.record(B, noisy(0.0025))
-        times.prefills.record(A, noisy(0.004))
-        times.record_handoff(PAIR, lane_s, noisy(0.001 + lane_s / 0.7), 0.0)
+        times.reserves.record(B, noisy(0.0025) + starting())
+        times.prefills.record(A, noisy(0.004) + starting())
+        times.record_handoff(PAIR, lane_s, noisy(0.001 + lane_s / 0.7) + starting(), 0.0)
     for number in range(24):
         lane_s, now = (0.0005, 0.002, 0.004)[number // 8], 3.0 * number
         pair = (PAIR, OTHER, (B, C))[pick.randrange(3)]
-        took_s = noisy(0.0065 + lane_s / 0.7)
+        took_s = noisy(0.0075 + cold * lane_s / 0.7) * (first if number == 0 else 1.0)
         within += 0.75 <= took_s / times.predicted_s(pair, lane_s, now) <= 1.25
         times.record(pair, lane_s, took_s, now)
-    assert within >= 20
+        times.record_write(pair, lane_s, noisy(0.001 + cold * lane_s / 0.7), now)
+    return within
+
+
+@pytest.mark.parametrize(
+    ("noise", "cold", "first", "starting_s", "least"),
+    [
+        (0.12, 1.0, 1.0, 0.0, 21.4),
+        (0.08, 1.0, 1.0, 0.0, 23.4),
+        (0.12, 2.4, 1.0, 0.0, 21.3),
+        (0.12, 2.4, 2.0, 0.0, 20.5),
+        (0.08, 2.4, 2.0, 0.0, 22.4),
+        (0.08, 2.4, 2.0, 0.01, 21.3),
+    ],
+)
+def test_fetches_as_the_bench_makes_them_are_within_a_quarter_from_the_first_on(
+    noise: float, cold: float, first: float, starting_s: float, least: float
+) -> None:
+    """Means of 100 of 24."""
+    found = [played(n, noise=noise, cold=cold, first=first, starting_s=starting_s) for n in range(100)]
+    assert mean(found) >= least

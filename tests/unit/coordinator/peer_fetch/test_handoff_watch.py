@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from coordinator.peer_fetch.fetch_times import FetchTimes
+from coordinator.peer_fetch.fetch_times import IDLE_WAIT_S, FetchTimes
 from coordinator.peer_fetch.handoff_watch import HandoffWatch
 from coordinator.request.candidates import FetchedPrefix
 from coordinator.request.observer import RequestEvents, RequestObserver
@@ -39,7 +39,9 @@ def test_calls_count_without_what_they_waited_for() -> None:
     assert times.reserves.of(D.key) is None, "it was given up"
     report.reserve_ms, report.reserve_wait_ms = 105.0, 100.0
     events.emit(RequestObserver.reserve_ended, 0.105)
-    assert times.reserves.of(D.key) == pytest.approx(0.003), "half a step beside"
+    assert times.reserves.of(D.key) == pytest.approx(0.005 + IDLE_WAIT_S), (
+        "the wait for its step is part of what it reports"
+    )
     events.prefilling(time.monotonic() - 1.0)
     events.prefilled(prefill_pb2.FirstToken(queue_ms=300.0, compute_ms=690.0, chunks=1))
     assert times.prefills.of(P.key) == pytest.approx(0.01, abs=0.005)

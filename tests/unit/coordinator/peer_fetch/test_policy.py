@@ -18,6 +18,7 @@ from coordinator.peer_fetch.policy import (
     offer_of,
     plan_fetch,
 )
+from coordinator.peer_fetch.prefix_fetch import FetchParts
 from coordinator.peer_fetch.prefix_offer import PrefixOffer
 from coordinator.peer_fetch.under_way import FetchesUnderWay
 from coordinator.records.decisions import decisions_of
@@ -200,7 +201,7 @@ def test_a_pair_does_not_rest_where_a_worker_had_too_much_to_do(reason: str, res
     fetcher = PrefixFetcher(CoordinatorConfig(), Registry(5.0), unused, BackgroundTasks())
     wanted = plan(worker(0), worker(1), hits={1: 40})
     assert wanted is not None
-    fetcher._count(wanted, 0, 0.001, ResourceExhaustedError("not now", reason=reason))
+    fetcher._count(wanted, 0, FetchParts(0.001), ResourceExhaustedError("not now", reason=reason))
     assert bool(fetcher._resting) is rests
     assert fetcher.counts.outcomes["failed"] == 1
 

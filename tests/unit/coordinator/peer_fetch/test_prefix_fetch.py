@@ -12,7 +12,7 @@ import pytest
 from coordinator.background_tasks import BackgroundTasks
 from coordinator.peer_fetch import prefix_fetch
 from coordinator.peer_fetch.hot_prefixes import Prefix
-from coordinator.peer_fetch.prefix_fetch import FETCH_RANK, SEED_RANK, fetch_prefix
+from coordinator.peer_fetch.prefix_fetch import FETCH_RANK, SEED_RANK, FetchParts, fetch_prefix
 from coordinator.request.caller import CLASS_RANKS
 from coordinator.workers.client import WorkerClient
 from coordinator.workers.output_collector import OutputCollector, WorkerEvent, WorkerFailed
@@ -32,7 +32,7 @@ from tests.support.journal import settled
 
 pytestmark = pytest.mark.timeout(10)
 PREFIX = Prefix("words", (1, 2, 3, 4), b"salt", Adapter("a", "f" * 64))
-WRITTEN = prefill_pb2.HandoffDone(written_bytes=8)
+WRITTEN = prefill_pb2.HandoffDone(written_bytes=8, transfer_ms=4.0)
 ADMITTED = decode_pb2.SequenceOutput(request_id="r", admitted=True)
 ENDED = decode_pb2.SequenceOutput(
     request_id="r", delta=generation_pb2.OutputDelta(finish_reason=generation_pb2.FINISH_REASON_LENGTH)
@@ -52,6 +52,8 @@ class ScriptedWorker:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.collector: OutputCollector | None = None
+        self.said_to: OutputCollector | None = None
+        """Of the last call to push."""
         self.blocks = 2
         self.refusal: SplitserveError | None = None
         self.reserved: list[decode_pb2.ReserveRequest] = []
@@ -72,10 +74,11 @@ class ScriptedWorker:
         if self.refusal is not None:
             raise self.refusal
         ticket = kv_transfer_pb2.KvTicket(reservation=7, block_indices=range(self.blocks))
-        return decode_pb2.ReserveResponse(ticket=ticket)
+        return decode_pb2.ReserveResponse(ticket=ticket, wait_ms=3e6)
 
     async def prefill(self, request: Any, timeout_s: float, collector: OutputCollector) -> None:
         self.pushed.append(request)
+        self.said_to = collector
         self.on_push(collector)
         collector.put(WorkerFailed(self.worker.key, await self.push_refusal))
 
@@ -91,10 +94,20 @@ class Rig:
         ]
         self.holder, self.taker = (ScriptedWorker(worker) for worker in made)
         self.background = BackgroundTasks()
+        self.parts, self.written_s = FetchParts(), list[float]()
 
     async def bring(self, limit_s: float = 5.0) -> int:
         holder, taker = (cast("WorkerClient", worker) for worker in (self.holder, self.taker))
-        return await fetch_prefix(holder, taker, PREFIX, self.background, limit_s, rank=FETCH_RANK)
+        return await fetch_prefix(
+            holder,
+            taker,
+            PREFIX,
+            self.background,
+            limit_s,
+            rank=FETCH_RANK,
+            parts=self.parts,
+            on_written=self.written_s.append,
+        )
 
     def says(self, *events: WorkerEvent) -> None:
         """What both put into the collector once the holder is called."""
@@ -113,7 +126,10 @@ class Rig:
 
 
 @pytest.mark.parametrize("order", [(WRITTEN, ADMITTED, ENDED), (ADMITTED, ENDED, WRITTEN), (ENDED,)])
-async def test_the_blocks_are_there_when_the_taker_says_so(order: tuple[WorkerEvent, ...]) -> None:
+async def test_the_blocks_are_there_when_the_taker_says_so(
+    order: tuple[WorkerEvent, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_fetch, "WRITTEN_PATIENCE_S", 0.01)
     rig = Rig()
     rig.says(*order)
     assert await rig.bring() == 2
@@ -129,7 +145,26 @@ async def test_the_blocks_are_there_when_the_taker_says_so(order: tuple[WorkerEv
     assert reserve.writer_agent_id == rig.holder.worker.agent_id
     assert push.ticket.reservation == 7
     assert reserve.request_id == push.request_id
+    assert 0 <= rig.parts.waited_s == rig.parts.reserve_s < 5, (
+        "not more than the whole call, whatever it says"
+    )
     await rig.over()
+    assert rig.written_s == ([0.004] if WRITTEN in order else []), (
+        "a holder that does not say it is not waited for"
+    )
+
+
+async def test_the_holder_s_word_of_its_write_is_heard_after_the_end() -> None:
+    rig = Rig()
+    rig.says(ENDED)
+    assert await rig.bring() == 2
+    assert rig.written_s == []
+    collector = rig.holder.said_to
+    assert collector is not None
+    collector.put(WRITTEN)
+    rig.holder.push_refusal.set_result(UnavailableError("the call is over"))
+    await rig.over()
+    assert rig.written_s == [0.004]
 
 
 async def test_nothing_is_pushed_where_the_taker_has_all() -> None:
