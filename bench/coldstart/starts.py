@@ -50,10 +50,10 @@ class TimedStart:
     cpu: float
 
 
-def start_of(phases: Sequence[Mapping[str, float]], total_s: float, cpu_s: float) -> TimedStart:
+def start_of(phases: Sequence[Mapping[str, Any]], total_s: float, cpu_s: float) -> TimedStart:
     """The figures of a start whose workers reported these phases."""
-    slowest = max(phases, key=lambda one: sum(one.values()), default={})
-    parts = {phase: slowest.get(phase, 0.0) for phase in PHASES}
+    seconds = [{phase: one.get(phase, 0.0) for phase in PHASES} for one in phases]
+    parts = max(seconds, key=lambda one: sum(one.values()), default=dict.fromkeys(PHASES, 0.0))
     return TimedStart(**parts, rest=total_s - sum(parts.values()), total=total_s, cpu=cpu_s)
 
 
