@@ -25,6 +25,8 @@ from splitserve.errors import DeadlineExceededError, FailedPreconditionError, Un
 from splitserve.rpc.status import known_error
 
 READY_POLL_S = 0.1
+SAID_READY_POLL_S = 0.02
+"""The same once every process says that it is ready: they connect to each other, which takes some milliseconds."""
 READY_EVENTS = frozenset({"coordinator.ready", "worker.ready"})
 LOADING_EVENT = "worker.loading"
 COMPILING_EVENT = "engine.compiling_kernels"
@@ -107,6 +109,8 @@ class LocalCluster:
         self._times = times or ClusterTimes()
         self._policy = policy or RestartPolicy()
         self._stop = asyncio.Event()
+        self._silent = set(self._processes)
+        self._all_said_ready = asyncio.Event()
         self.was_ready = asyncio.Event()
         self.was_killed = False
 
@@ -202,6 +206,9 @@ class LocalCluster:
         if event is None:
             return
         if event["event"] in READY_EVENTS:
+            self._silent.discard(spec.name)
+            if not self._silent:
+                self._all_said_ready.set()
             if process := self._processes.get(spec.name):
                 process.deaths.clear()
             if spec.role != "coordinator":
@@ -296,7 +303,11 @@ class LocalCluster:
                 model = await self._probe()
                 if model is not None:
                     return model
-            await asyncio.sleep(READY_POLL_S)
+            if self._all_said_ready.is_set():
+                await asyncio.sleep(SAID_READY_POLL_S)
+            else:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._all_said_ready.wait(), READY_POLL_S)
 
     async def _drain(self, drain_s: float) -> None:
         self._stop.set()
