@@ -51,6 +51,12 @@ def rdma_devices() -> tuple[str, ...]:
     return tuple(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else ()
 
 
+def keeps_registrations() -> bool:
+    """Whether this machine has a device for which memory is registered: RDMA, a GPU, or XPMEM."""
+    facts = read_host_facts()
+    return bool(facts.rdma_devices or facts.gpus) or any((_DEV / name).exists() for name in ("xpmem", "kfd"))
+
+
 def host_id() -> str:
     """The kernel's boot id: equal for all processes of a machine, also in containers. Empty if unknown."""
     try:
