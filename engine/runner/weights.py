@@ -101,6 +101,7 @@ def keep_weights(config: EngineConfig, model: str, wire_dtype: str = SAME) -> No
             if key.most_bytes > MAX_KEPT_BYTES:
                 return
             torch.set_num_threads(1)
+            gc.freeze()  # a collection of what loading leaves behind looks at nothing else
             weights = _load(config, source, dtype, device, lambda _fraction: None)
     except Exception:  # of whatever kind: libraries raise many, and this process has to live
         return
