@@ -19,9 +19,10 @@ the progress thread, which on a worker with one core competes with the writer: o
 to post over TCP and takes 0.05 ms over shared memory. Segments are marked for removal when attached, so a
 killed process leaves none. Without a common IPC namespace UCX falls back to TCP.
 
-UCX replaces libc's functions for memory by ones that tell its caches of registrations what has been unmapped. It spins
-for 5 ms at each of some 80 changes of code, lest a thread be in the midst of it: 0.4 s of a core when a process makes its
-first agent. Where no device has memory registered there are no such caches, and `UCX_MEM_EVENTS` turns it off: 0.01 s.
+UCX replaces libc's functions for memory by ones that tell its caches of registrations what has been unmapped. It
+spins for 5 ms at each of some 80 changes of code, lest a thread be in the midst of it: 0.4 s of a core when a
+process makes its first agent. Where no device has memory registered there are no such caches, and
+`UCX_MEM_EVENTS` turns it off: 0.01 s.
 
 For memory of a device there is no progress thread (ai-dynamo/nixl#2102): the engine's thread polls instead, also while
 it waits for a step.
