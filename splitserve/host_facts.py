@@ -11,6 +11,8 @@ from pathlib import Path
 
 _PROC, _SYS, _DEV = Path("/proc"), Path("/sys"), Path("/dev")
 TRANSPORT_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
+REGISTERING = ("kfd", "xpmem", "knem")
+"""Devices in /dev that have memory registered: GPUs of AMD, and two modules for copies between processes."""
 MAX_HOST_ID_LENGTH = 64
 
 
@@ -52,9 +54,10 @@ def rdma_devices() -> tuple[str, ...]:
 
 
 def keeps_registrations() -> bool:
-    """Whether this machine has a device for which memory is registered: RDMA, a GPU, or XPMEM."""
+    """Whether this machine has a device for which memory is registered: RDMA, a GPU, or a module of the kernel for
+    copies between processes."""
     facts = read_host_facts()
-    return bool(facts.rdma_devices or facts.gpus) or any((_DEV / name).exists() for name in ("xpmem", "kfd"))
+    return bool(facts.rdma_devices or facts.gpus) or any((_DEV / name).exists() for name in REGISTERING)
 
 
 def host_id() -> str:

@@ -46,7 +46,7 @@ def test_libc_stays_as_it_is_unless_somebody_wants_otherwise(variable: str | Non
     assert (ended.returncode, ended.stdout) == (0, f"{unchanged}\n"), ended.stderr
 
 
-@pytest.mark.parametrize("device", ["nvidia0", "xpmem", "kfd", "rdma"])
+@pytest.mark.parametrize("device", ["nvidia0", "kfd", "xpmem", "knem", "rdma"])
 def test_a_device_that_has_memory_registered(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
