@@ -26,7 +26,8 @@ from splitserve.rpc.status import known_error
 
 READY_POLL_S = 0.1
 SAID_READY_POLL_S = 0.02
-"""The same once every process says that it is ready: they connect to each other, which takes some milliseconds."""
+"""The same once every process says that it is ready, for QUICK_LOOKS: they connect in some milliseconds."""
+QUICK_LOOKS = 50
 READY_EVENTS = frozenset({"coordinator.ready", "worker.ready"})
 LOADING_EVENT = "worker.loading"
 COMPILING_EVENT = "engine.compiling_kernels"
@@ -298,13 +299,15 @@ class LocalCluster:
         self._observer.ready(model)
 
     async def _wait_ready(self) -> str:
+        quick = QUICK_LOOKS
         while True:
             with suppress(UnavailableError, DeadlineExceededError):
                 model = await self._probe()
                 if model is not None:
                     return model
             if self._all_said_ready.is_set():
-                await asyncio.sleep(SAID_READY_POLL_S)
+                await asyncio.sleep(SAID_READY_POLL_S if quick > 0 else READY_POLL_S)
+                quick -= 1
             else:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._all_said_ready.wait(), READY_POLL_S)
