@@ -7,7 +7,7 @@ from bench.coldstart.starts import TimedStart, medians, start_of
 
 def test_a_start_has_the_phases_of_its_slowest_worker() -> None:
     quick = {"process": 1.0, "weights": 0.5, "warm_up": 0.25}
-    slow = {"process": 1.0, "weights": 0.5, "warm_up": 1.0}
+    slow = {"process": 1.0, "weights": 0.5, "warm_up": 1.0, "weights_from": "disk"}
     assert start_of([quick, slow], 4.0, 6.0) == TimedStart(1.0, 0.5, 1.0, rest=1.5, total=4.0, cpu=6.0)
 
 
