@@ -53,6 +53,10 @@ def rdma_devices() -> tuple[str, ...]:
     return tuple(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else ()
 
 
+MEMORY_HOOKS_VARIABLE = "UCX_MEM_EVENTS"
+"""Whether UCX replaces libc's functions for memory, which takes 0.4 s; for caches that need a device to be there."""
+
+
 def keeps_registrations() -> bool:
     """Whether this machine has a device for which memory is registered: RDMA, a GPU, or a module of the kernel for
     copies between processes."""

@@ -41,13 +41,12 @@ import numpy as np
 import numpy.typing as npt
 
 from splitserve.errors import TransferError, UnavailableError
-from splitserve.host_facts import keeps_registrations
+from splitserve.host_facts import MEMORY_HOOKS_VARIABLE, keeps_registrations
 
 PROGRESS_SLEEP_US = 10_000
 _PACKAGES = ("nixl_cu13", "nixl")
 _BACKEND = "UCX"
 _SHARED_MEMORY_VARIABLE = "UCX_SYSV_ERROR_HANDLING"
-_MEMORY_HOOKS_VARIABLE = "UCX_MEM_EVENTS"
 
 
 class PeerLostError(TransferError):
@@ -96,7 +95,7 @@ class NixlAgent:
         # UCX reads them when the backend is created.
         os.environ.setdefault(_SHARED_MEMORY_VARIABLE, "y")
         if not keeps_registrations():
-            os.environ.setdefault(_MEMORY_HOOKS_VARIABLE, "n")
+            os.environ.setdefault(MEMORY_HOOKS_VARIABLE, "n")
         try:
             self._agent: Any = nixl.nixlAgent(agent_id, config)
             self._agent.createBackend(_BACKEND, {})
