@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from kv_transfer.transports.transport import KvMemoryRegion
 from splitserve.errors import TransferError, UnavailableError
-from splitserve.host_facts import MEMORY_HOOKS_VARIABLE, keeps_registrations
 
 _DEFAULTS = {"RNDV_THRESH": "8192", "MAX_RNDV_RAILS": "1"}
 """UCX settings, each overridden by a variable UCX_<name>. From 8 KiB on, rendezvous avoids a second copy."""
@@ -91,10 +90,8 @@ def load_ucxx() -> tuple[Any, Any]:
     are removed again.
     """
     before = {name for name in os.environ if name.startswith("UCX_")}
-    # UCX reads them when the library is loaded, so they must be set before the import.
+    # UCX reads it when the library is loaded, so it must be set before the import; UCXX does the same.
     os.environ.setdefault("UCX_MEMTYPE_CACHE", "n")
-    if not keeps_registrations():
-        os.environ.setdefault(MEMORY_HOOKS_VARIABLE, "n")
     try:
         core = importlib.import_module("ucxx._lib.libucxx")
         array = importlib.import_module("ucxx._lib.arr").Array

@@ -5,36 +5,30 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kv_transfer.transports.nixl.binding import load_nixl
-from kv_transfer.transports.ucx.binding import load_ucxx
 from splitserve import host_facts
 from splitserve.errors import UnavailableError
 from tests.support.waiting import PATIENCE_S
 
 PROGRAM = """
-import ctypes, os, sys
-from kv_transfer.transports.factory import make_transport
+import ctypes, os
 from kv_transfer.transports.nixl.binding import NixlAgent
 munmap = ctypes.cast(ctypes.CDLL(None).munmap, ctypes.c_void_p).value
 before = ctypes.string_at(munmap, 16)
-agent = NixlAgent("agent") if sys.argv[1] == "nixl" else make_transport(sys.argv[1])
+agent = NixlAgent("agent")
 print(ctypes.string_at(munmap, 16) == before, flush=True)
 os._exit(0)  # as workers end: the interpreter's end breaks in NIXL where an agent is left
 """
 
 
-@pytest.mark.parametrize(("load", "kind"), [(load_nixl, "nixl"), (load_ucxx, "ucx")], ids=["nixl", "ucx"])
 @pytest.mark.parametrize(("variable", "unchanged"), [(None, True), ("y", False)])
-def test_libc_stays_as_it_is_unless_somebody_wants_otherwise(
-    variable: str | None, unchanged: bool, load: Callable[[], object], kind: str
-) -> None:
+def test_libc_stays_as_it_is_unless_somebody_wants_otherwise(variable: str | None, unchanged: bool) -> None:
     try:
-        load()
+        load_nixl()
     except UnavailableError as error:
         pytest.skip(error.message)
     if host_facts.keeps_registrations():
@@ -43,7 +37,7 @@ def test_libc_stays_as_it_is_unless_somebody_wants_otherwise(
     if variable is not None:
         environment["UCX_MEM_EVENTS"] = variable
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, kind],
+        [sys.executable, "-c", PROGRAM],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
