@@ -11,6 +11,8 @@ from pathlib import Path
 
 _PROC, _SYS, _DEV = Path("/proc"), Path("/sys"), Path("/dev")
 TRANSPORT_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
+REGISTERING = ("kfd", "xpmem", "knem")
+"""Devices in /dev that have memory registered: GPUs of AMD, and two modules for copies between processes."""
 MAX_HOST_ID_LENGTH = 64
 
 
@@ -49,6 +51,17 @@ def rdma_devices() -> tuple[str, ...]:
     """Names of the RDMA devices."""
     folder = _SYS / "class/infiniband"
     return tuple(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else ()
+
+
+MEMORY_HOOKS_VARIABLE = "UCX_MEM_EVENTS"
+"""Whether UCX replaces libc's functions for memory, which takes 0.4 s; for caches that need a device to be there."""
+
+
+def keeps_registrations() -> bool:
+    """Whether this machine has a device for which memory is registered: RDMA, a GPU, or a module of the kernel for
+    copies between processes."""
+    facts = read_host_facts()
+    return bool(facts.rdma_devices or facts.gpus) or any((_DEV / name).exists() for name in REGISTERING)
 
 
 def host_id() -> str:

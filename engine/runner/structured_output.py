@@ -132,7 +132,12 @@ class GrammarCompiler:
 
     def prepare(self) -> None:
         """Starts to build the vocabulary that the first grammar would wait for, half a second for 50,000 tokens."""
-        self._thread.executor().submit(self._vocabulary)
+        if self._tokenizer is None:
+            self._thread.executor().submit(self._vocabulary)
+
+    def prepare_here(self) -> None:
+        """Builds it on this thread. Raises InvalidArgumentError as `compile`."""
+        self._vocabulary()
 
     async def compiled(self, sampling: generation_pb2.SamplingParams) -> CompiledGrammar | None:
         """The compiled grammar of sampling parameters, None without one; see `compile`. Call it on the event loop."""

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from engine.backends.cpu.int8_linears import check_quantization
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cuda.forward import prepare_device
 from engine.backends.select import choose_backend
+from engine.core.types import ModelFacts
 from engine.kv_cache.kv_dtype import kv_dtype
 from engine.model.loaded_model import LoadedModel
 from engine.runner.device import choose_device
@@ -27,7 +27,7 @@ from kv_transfer.wire_format import check_wire_dtype
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import SplitserveError, UnavailableError
 from splitserve.logs import log_event, recorded_events, repeat_events
-from splitserve.models.sources import ModelSource, resolve_model
+from splitserve.models.sources import FileStamp, ModelSource, file_stamps, resolve_model
 from splitserve.runtime.process import environment_with
 
 SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -58,19 +58,16 @@ class _WeightsKey(NamedTuple):
     quantization: str
     device: str
     cpu_kernels: str
-    files: tuple[tuple[str, int, int, int], ...]
-    """Name, size, time of the last change in ns, and inode."""
+    files: tuple[FileStamp, ...]
 
     @classmethod
     def of(cls, config: EngineConfig, source: ModelSource, dtype: str, device: torch.device) -> _WeightsKey:
-        stats = [(path.name, path.stat()) for path in sorted(Path(source.path).iterdir()) if path.is_file()]
-        files = tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
-        return cls(source, dtype, config.quantization, str(device), config.cpu_kernels, files)
+        return cls(source, dtype, config.quantization, str(device), config.cpu_kernels, file_stamps(source))
 
     @property
     def most_bytes(self) -> int:
         """Memory that they take; files hold two bytes a parameter at least, unless they are quantized."""
-        return sum(size for _, size, _, _ in self.files) * (2 if self.dtype == "float32" else 1)
+        return sum(file.num_bytes for file in self.files) * (2 if self.dtype == "float32" else 1)
 
 
 class _KeptWeights(NamedTuple):
@@ -84,9 +81,9 @@ class _KeptWeights(NamedTuple):
 _kept: list[_KeptWeights] = []
 
 
-def keep_weights(config: EngineConfig, model: str, wire_dtype: str = SAME) -> None:
+def keep_weights(config: EngineConfig, model: str, wire_dtype: str = SAME) -> ModelFacts | None:
     """Loads a model's weights for processes that are forked from this one later: a worker with such settings takes
-    them. Computes on one thread, and leaves none behind.
+    them. Computes on one thread, and leaves none behind. Returns what the model is; None: its weights are not kept.
 
     A model that is large, not on this machine or cannot be loaded is left to the workers, who say why.
     """
@@ -94,18 +91,20 @@ def keep_weights(config: EngineConfig, model: str, wire_dtype: str = SAME) -> No
         with recorded_events() as events, environment_with({SYNCHRONOUS: "1"}):
             source = resolve_model(model)
             if not source.is_local or source.gguf_file:
-                return
+                return None
             device = choose_device(config.device)
             dtype = choose_dtype(config, device, wire_dtype)
             key = _WeightsKey.of(config, source, dtype, device)
             if key.most_bytes > MAX_KEPT_BYTES:
-                return
+                return None
             torch.set_num_threads(1)
+            gc.freeze()  # a collection of what loading leaves behind looks at nothing else
             weights = _load(config, source, dtype, device, lambda _fraction: None)
     except Exception:  # of whatever kind: libraries raise many, and this process has to live
-        return
+        return None
     _kept[:] = [_KeptWeights(key, weights, events)]
     gc.collect()  # what loading left behind would be copied by each process
+    return weights.model.facts
 
 
 def _take(config: EngineConfig, source: ModelSource, dtype: str, device: torch.device) -> Weights | None:

@@ -24,6 +24,7 @@ from engine.speculation.drafter import Drafter
 from engine.speculation.settings import check_drafts, make_drafter, warm_up_drafts
 from engine.tiers.build import check_tiers, make_tiers
 from engine.tiers.kv_tiers import KvTiers
+from engine.worker.kept_vocabulary import load_vocabulary
 from engine.worker.start_phases import StartClock, StartPhases
 from engine.worker.warm_up.decode_steps import measure_decode_steps
 from engine.worker.warm_up.idle_work import IdleWork
@@ -212,8 +213,7 @@ def _own(
     runner, draft_runner, served = (
         _simulated(config, clock) if config.engine.kind == SIMULATED else _torch(config, clock, peer)
     )
-    tokenizer = load_tokenizer(served.tokenizer_source)
-    grammars = GrammarCompiler(tokenizer, runner.facts)
+    tokenizer, grammars = load_vocabulary(served.tokenizer_source, runner.facts)
     if config.engine.kind != SIMULATED:
         grammars.prepare()
     prompt_tokens = warm_up(runner, config.engine.max_step_tokens, drafts=warm_up_drafts(config.engine))

@@ -30,6 +30,9 @@ from splitserve.errors import (
 from splitserve.rpc.status import known_error
 
 READY_POLL_S = 0.1
+SAID_READY_POLL_S = 0.02
+"""The same once every process says that it is ready, for QUICK_LOOKS: they connect in some milliseconds."""
+QUICK_LOOKS = 50
 READY_EVENTS = frozenset({"coordinator.ready", "worker.ready"})
 LOADING_EVENT = "worker.loading"
 COMPILING_EVENT = "engine.compiling_kernels"
@@ -114,6 +117,8 @@ class LocalCluster:
         self._times = times or ClusterTimes()
         self._policy = policy or RestartPolicy()
         self._stop = asyncio.Event()
+        self._silent = set(self._processes)
+        self._all_said_ready = asyncio.Event()
         self.was_ready = asyncio.Event()
         self.was_killed = False
 
@@ -210,6 +215,9 @@ class LocalCluster:
         if event is None:
             return
         if event["event"] in READY_EVENTS:
+            self._silent.discard(spec.name)
+            if not self._silent:
+                self._all_said_ready.set()
             if process := self._processes.get(spec.name):
                 process.deaths.clear()
             if spec.role != "coordinator":
@@ -300,12 +308,18 @@ class LocalCluster:
         self._observer.ready(model)
 
     async def _wait_ready(self) -> str:
+        quick = QUICK_LOOKS
         while True:
             with suppress(UnavailableError, DeadlineExceededError):
                 model = await self._probe()
                 if model is not None:
                     return model
-            await asyncio.sleep(READY_POLL_S)
+            if self._all_said_ready.is_set():
+                await asyncio.sleep(SAID_READY_POLL_S if quick > 0 else READY_POLL_S)
+                quick -= 1
+            else:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._all_said_ready.wait(), READY_POLL_S)
 
     async def _drain(self, drain_s: float) -> None:
         self._stop.set()

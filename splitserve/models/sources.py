@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from splitserve.errors import NotFoundError, UnavailableError
 
@@ -58,6 +59,15 @@ class ModelSource:
             return self.path
         folder = Path(self.path).resolve()
         return str(folder / self.gguf_file if self.gguf_file else folder)
+
+
+class FileStamp(NamedTuple):
+    """What tells that a file is not the one that was read."""
+
+    name: str
+    num_bytes: int
+    changed_ns: int
+    inode: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +148,12 @@ def _local_model(name: str) -> ModelSource | None:
             raise NotFoundError(f"model: {name} is neither a folder nor a .gguf file")
         return ModelSource(str(path.parent), path.name, path.stem)
     return None
+
+
+def file_stamps(source: ModelSource) -> tuple[FileStamp, ...]:
+    """Those of a local model's files. Raises OSError."""
+    stats = [(path.name, path.stat()) for path in sorted(Path(source.path).iterdir()) if path.is_file()]
+    return tuple(FileStamp(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
 
 
 def read_ahead(source: ModelSource) -> None:

@@ -9,12 +9,14 @@ import os
 import resource
 import signal
 import sys
+import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import NoReturn, TypeVar
 
 from splitserve.logs import log_event
-from splitserve.runtime.children.ending import CHILD_S, end_children
+from splitserve.runtime.children.ending import CHILD_S, KILLED_S, end_children
 
 T = TypeVar("T")
 
@@ -22,6 +24,8 @@ SECOND_SIGNAL_EXIT_CODE = 130
 END_S = 120.0
 """How long a service may take to end beyond its drain; its own deadlines add up to less than that. A machine that
 stands still meanwhile counts."""
+LAST_S = CHILD_S + KILLED_S + 1.0
+"""How long ending the children and writing the stacks may take."""
 
 
 DEVICE_ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
@@ -59,9 +63,19 @@ def stop_signal(limit_s: float) -> asyncio.Event:
 
 
 def end_in_any_case(limit_s: float) -> None:
-    """Ends the process in `limit_s` seconds, with code 1, if it has not ended by itself; before, the Python stacks of
-    all threads are written to stderr. It needs neither the event loop nor the interpreter's lock."""
-    faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__ or 2)
+    """Ends the process in `limit_s` seconds, with code 1, if it has not ended by itself. The Python stacks of all
+    threads are written to stderr then, and its children end; see `end_children`. It does not need the event loop.
+
+    Where the interpreter's lock is not to be had, or an output is not read, the process alone ends LAST_S later."""
+    stderr = sys.__stderr__ or 2
+    faulthandler.dump_traceback_later(limit_s + LAST_S, exit=True, file=stderr)
+
+    def end() -> None:
+        time.sleep(limit_s)
+        faulthandler.dump_traceback(stderr, all_threads=True)
+        _end(1, CHILD_S)
+
+    threading.Thread(target=end, name="end-in-any-case", daemon=True).start()
 
 
 def leave_at_once(code: int = 0) -> NoReturn:

@@ -19,6 +19,11 @@ the progress thread, which on a worker with one core competes with the writer: o
 to post over TCP and takes 0.05 ms over shared memory. Segments are marked for removal when attached, so a
 killed process leaves none. Without a common IPC namespace UCX falls back to TCP.
 
+UCX replaces libc's functions for memory by ones that tell its caches of registrations what has been unmapped. It
+spins for 5 ms at each of some 80 changes of code, lest a thread be in the midst of it: 0.4 s of a core when a
+process makes its first agent. Where no device has memory registered there are no such caches, and
+`UCX_MEM_EVENTS` turns it off: 0.01 s.
+
 For memory of a device there is no progress thread (ai-dynamo/nixl#2102): the engine's thread polls instead, also while
 it waits for a step.
 """
@@ -36,6 +41,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitserve.errors import TransferError, UnavailableError
+from splitserve.host_facts import MEMORY_HOOKS_VARIABLE, keeps_registrations
 
 PROGRESS_SLEEP_US = 10_000
 _PACKAGES = ("nixl_cu13", "nixl")
@@ -86,7 +92,10 @@ class NixlAgent:
         config.useProgThread = progress_thread
         if progress_thread:
             config.pthrDelay = PROGRESS_SLEEP_US
-        os.environ.setdefault(_SHARED_MEMORY_VARIABLE, "y")  # UCX reads it when the backend is created
+        # UCX reads them when the backend is created.
+        os.environ.setdefault(_SHARED_MEMORY_VARIABLE, "y")
+        if not keeps_registrations():
+            os.environ.setdefault(MEMORY_HOOKS_VARIABLE, "n")
         try:
             self._agent: Any = nixl.nixlAgent(agent_id, config)
             self._agent.createBackend(_BACKEND, {})

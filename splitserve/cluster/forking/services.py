@@ -1,4 +1,4 @@
-"""What the services of a local cluster have in common, made once: modules and weights, and which service needs them.
+"""What the services of a local cluster have in common, made once: modules and a model, and which service needs them.
 
 Why processes are forked here and nowhere else: docs/decisions/0056-services-are-forked.md.
 """
@@ -22,6 +22,7 @@ SHARED = ("uvloop", "splitserve.cli.services", "splitserve.rpc.server", "splitse
 """What a coordinator and the workers import; the former imports the rest by itself, at the same time."""
 WORKERS = ("prefill_worker.service", "decode_worker.service", "neutral_worker.service")
 WEIGHTS = "engine.runner.weights"
+VOCABULARY = "engine.worker.kept_vocabulary"
 TORCH = ("engine.model.lean_torch", "engine.runner.torch_runner")
 
 
@@ -54,7 +55,7 @@ def fork_services(config: ClusterConfig, run: Callable[[list[str]], int]) -> Ser
     on_cpu = config.engine.device == "cpu" or not read_host_facts().gpus
     if kind == "simulated" or (kind == "torch" and on_cpu):
         if kind == "torch":
-            steps += [load_ahead, *WORKERS, finish_loading, *TORCH, partial(_keep_weights, config)]
+            steps += [load_ahead, *WORKERS, finish_loading, *TORCH, partial(_keep_model, config)]
         else:
             steps += WORKERS
         needs |= {"prefill": len(steps), "decode": len(steps), "worker": len(steps)}
@@ -62,6 +63,8 @@ def fork_services(config: ClusterConfig, run: Callable[[list[str]], int]) -> Ser
     return None if server is None else ServiceForks(server, needs)
 
 
-def _keep_weights(config: ClusterConfig) -> None:
-    # The engine is above this package; a worker's own code is what loads its weights.
-    importlib.import_module(WEIGHTS).keep_weights(config.engine, config.model, config.wire_dtype)
+def _keep_model(config: ClusterConfig) -> None:
+    # The engine is above this package; a worker's own code is what loads its model.
+    facts = importlib.import_module(WEIGHTS).keep_weights(config.engine, config.model, config.wire_dtype)
+    if facts is not None:
+        importlib.import_module(VOCABULARY).keep_vocabulary(config.model, facts)

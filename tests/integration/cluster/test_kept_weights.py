@@ -1,4 +1,4 @@
-"""Workers that are forked from a process that has their weights compute what a worker that loads them does."""
+"""Workers that are forked from a process that has their model compute what a worker that loads it does."""
 
 from __future__ import annotations
 
@@ -61,5 +61,54 @@ def test_a_forked_worker_gives_the_same_tokens(family: str | None, threads: int,
         command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr
+    first, second, alone = done.stdout.splitlines()
+    assert first == second == alone
+
+
+VOCABULARY = """
+import os, sys
+from engine.core.types import ModelFacts
+from engine.worker import kept_vocabulary
+from splitserve.models.sources import resolve_model
+from splitserve.v1.generation_pb2 import Grammar
+
+source = resolve_model(sys.argv[1])
+facts = ModelFacts(8192, 49152, frozenset({2}))
+def answer():
+    tokenizer, grammars = kept_vocabulary.load_vocabulary(source.tokenizer_source, facts)
+    prepared, before = grammars._tokenizer is not None, len(os.listdir("/proc/self/task"))
+    grammars.prepare()
+    matcher = grammars.compile(Grammar(regex="(yes|no|[a-f]{3,})!")).matcher()
+    prompt = tokenizer.encode("Hello world, " * 400)
+    matcher.advance(ids := tokenizer.encode("no"), 0)
+    import numpy as np
+    mask = np.zeros(49152 // 32, np.int32)
+    matcher.fill(mask)
+    return prepared, [hash(tuple(prompt)), ids, hash(mask.tobytes())]
+
+kept_vocabulary.keep_vocabulary(sys.argv[1], facts)
+assert len(os.listdir("/proc/self/task")) == 1
+for _ in range(2):
+    if not os.fork():
+        prepared, found = answer()
+        assert prepared
+        print(found, flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+kept_vocabulary._kept.clear()
+prepared, found = answer()
+assert not prepared
+print(found)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_forked_worker_has_the_same_vocabulary() -> None:
+    command = [sys.executable, "-c", VOCABULARY, "smollm2-135m-instruct"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment
+    )
+    assert (done.returncode, done.stderr) == (0, "")
     first, second, alone = done.stdout.splitlines()
     assert first == second == alone

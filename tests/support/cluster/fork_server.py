@@ -32,11 +32,14 @@ EMBEDDED = "smollm2-135m-instruct"
 def keep_embedded() -> None:
     """Most workers with real weights have these, and those of a cluster share them (decision 61)."""
     from engine.runner.weights import keep_weights
+    from engine.worker.kept_vocabulary import keep_vocabulary
     from splitserve.config.engine import EngineConfig
     from splitserve.models.sources import resolve_model
 
     with suppress(NotFoundError):  # the tests say so
-        keep_weights(EngineConfig(dtype="float32"), str(resolve_model(EMBEDDED).path))
+        model = resolve_model(EMBEDDED).path
+        if (facts := keep_weights(EngineConfig(dtype="float32"), model)) is not None:
+            keep_vocabulary(model, facts)
 
 
 BESIDE: Mapping[str, tuple[Step, ...]] = {

@@ -76,6 +76,22 @@ def test_who_leaves_takes_its_children_with_it_and_removes_what_they_would_leave
     assert not any(map(runs, map(int, pids.split())))
 
 
+def test_who_ends_at_the_limit_of_a_stop_takes_its_children_with_it() -> None:
+    ended = run_python(
+        "import asyncio, time\n"
+        "async def main():\n"
+        "    stop = stop_signal(0.2)\n"
+        f"    print(*start({GRANDCHILD!r}), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    await stop.wait()\n"
+        "    time.sleep(3600)\n"
+        "asyncio.run(main())\n"
+    )
+    assert ended.returncode == 1
+    assert "in main" in ended.stderr
+    assert not any(map(runs, map(int, ended.stdout.split())))
+
+
 @pytest.mark.parametrize("program", [GRANDCHILD, STUBBORN])
 def test_a_second_signal_ends_them_at_once(program: str) -> None:
     ended = run_python(

@@ -139,6 +139,22 @@ def test_a_process_that_stands_still_ends_and_says_where() -> None:
     assert "in stands_still" in ended.stderr
 
 
+def test_one_that_holds_the_interpreters_lock_ends_a_little_later() -> None:
+    ended = run_python(
+        "import asyncio, ctypes, os, signal\n"
+        "from splitserve.runtime import process\n"
+        "process.LAST_S = 0.2\n"
+        "async def main():\n"
+        "    stop = process.stop_signal(0.1)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    await stop.wait()\n"
+        "    ctypes.PyDLL(None).sleep(3600)\n"
+        "asyncio.run(main())\n"
+    )
+    assert ended.returncode == 1
+    assert "in main" in ended.stderr
+
+
 def test_a_thread_in_a_long_call_does_not_hold_up_who_leaves_at_once() -> None:
     ended = run_python(
         "import concurrent.futures, time\n"
