@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ from splitserve.cluster.child_process import (
     RestartPolicy,
     describe_exit,
 )
+from splitserve.cluster.readiness import Probe, Readiness
 from splitserve.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -29,18 +29,11 @@ from splitserve.errors import (
 )
 from splitserve.rpc.status import known_error
 
-READY_POLL_S = 0.1
-SAID_READY_POLL_S = 0.02
-"""The same once every process says that it is ready, for QUICK_LOOKS: they connect in some milliseconds."""
-QUICK_LOOKS = 50
 READY_EVENTS = frozenset({"coordinator.ready", "worker.ready"})
 LOADING_EVENT = "worker.loading"
 COMPILING_EVENT = "engine.compiling_kernels"
 WRONG_SETTING = 2
 """Exit code of a service that was given a wrong setting, as the command line's."""
-
-Probe = Callable[[], Awaitable[str | None]]
-"""Returns the served model's name once the whole cluster is ready, else None. UnavailableError means not yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +105,11 @@ class LocalCluster:
         self._environment, self._files, self._fork = dict(environment or {}), files, fork
         self._processes = {spec.name: SupervisedProcess(self._child(spec)) for spec in specs}
         self._group: asyncio.TaskGroup | None = None
-        self._probe = probe
         self._observer = observer
         self._times = times or ClusterTimes()
         self._policy = policy or RestartPolicy()
         self._stop = asyncio.Event()
-        self._silent = set(self._processes)
-        self._all_said_ready = asyncio.Event()
+        self._readiness = Readiness(self._processes, probe)
         self.was_ready = asyncio.Event()
         self.was_killed = False
 
@@ -215,9 +206,7 @@ class LocalCluster:
         if event is None:
             return
         if event["event"] in READY_EVENTS:
-            self._silent.discard(spec.name)
-            if not self._silent:
-                self._all_said_ready.set()
+            self._readiness.said_ready(spec.name)
             if process := self._processes.get(spec.name):
                 process.deaths.clear()
             if spec.role != "coordinator":
@@ -300,26 +289,12 @@ class LocalCluster:
     async def _watch_ready(self) -> None:
         try:
             async with asyncio.timeout(self._times.ready_s):
-                model = await self._wait_ready()
+                model = await self._readiness.wait()
         except TimeoutError:
             message = f"the cluster was not ready within {self._times.ready_s:g} s"
             raise DeadlineExceededError(message, reason="NOT_READY") from None
         self.was_ready.set()
         self._observer.ready(model)
-
-    async def _wait_ready(self) -> str:
-        quick = QUICK_LOOKS
-        while True:
-            with suppress(UnavailableError, DeadlineExceededError):
-                model = await self._probe()
-                if model is not None:
-                    return model
-            if self._all_said_ready.is_set():
-                await asyncio.sleep(SAID_READY_POLL_S if quick > 0 else READY_POLL_S)
-                quick -= 1
-            else:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._all_said_ready.wait(), READY_POLL_S)
 
     async def _drain(self, drain_s: float) -> None:
         self._stop.set()

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from splitserve.cluster import supervisor
+from splitserve.cluster import readiness
 from splitserve.cluster.child_process import ChildSpec, Role
 from splitserve.cluster.supervisor import LocalCluster
 from splitserve.errors import UnavailableError
@@ -20,7 +20,7 @@ def saying(name: str, role: Role, event: str) -> ChildSpec:
 
 
 async def test_a_cluster_is_ready_when_its_processes_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "READY_POLL_S", 3600.0)
+    monkeypatch.setattr(readiness, "READY_POLL_S", 3600.0)
     looks = 0
 
     async def probe() -> str | None:
@@ -45,8 +45,8 @@ async def test_a_cluster_is_ready_when_its_processes_say_so(monkeypatch: pytest.
 async def test_one_whose_processes_do_not_say_so_is_asked_again_and_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(supervisor, "READY_POLL_S", 0.001)
-    monkeypatch.setattr(supervisor, "SAID_READY_POLL_S", 3600.0)
+    monkeypatch.setattr(readiness, "READY_POLL_S", 0.001)
+    monkeypatch.setattr(readiness, "SAID_READY_POLL_S", 3600.0)
     looks = 0
 
     async def probe() -> str | None:
