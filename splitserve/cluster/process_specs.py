@@ -11,7 +11,7 @@ from splitserve.addresses import join_address, reachable_host
 from splitserve.client import AsyncClient
 from splitserve.cluster.child_process import ChildSpec, Role
 from splitserve.cluster.placement import GpuWish, Inventory, Place, make_inventory
-from splitserve.cluster.supervisor import Probe
+from splitserve.cluster.readiness import Probe
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.command_line import arguments
 from splitserve.config.coordinator import CoordinatorConfig
