@@ -107,7 +107,8 @@ def merge_settings(kind: type[S], values: dict[str, Any], *layers: Mapping[str, 
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
-    """The unvalidated mapping in a YAML settings file, read before there is an event loop. Raises ConfigError if it cannot be read or is no mapping."""
+    """The unvalidated mapping in a YAML settings file. Call it before there is an event loop. Raises ConfigError if it
+    cannot be read or is no mapping."""
     return read_yaml_file(path, pipe_wait_s=SETTINGS_PIPE_WAIT_S).values
 
 
