@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import stat
 import threading
@@ -104,7 +105,7 @@ class HistoryFile:
         `history_s` seconds. What cannot be used is left out with one line in the log.
 
         Raises ConfigError (`history_file`) for what would be lost if it were replaced: a device or a pipe, such as
-        /dev/null, and a text that does not begin as JSON does, such as a policy."""
+        /dev/null, a text that does not begin as JSON does, such as a policy, and a JSON object without a version."""
         self._observer = observer
         try:
             history = self._read(observer.history().model, history_s)
@@ -174,7 +175,12 @@ class HistoryFile:
             raise ValueError(f"longer than {MAX_BYTES} bytes") from None
         if _is_other_text(content):
             raise self._another("it holds another text, which would be replaced")
-        history = ForecastHistory.model_validate_json(content)
+        try:
+            history = ForecastHistory.model_validate_json(content)
+        except ValidationError:
+            if _is_other_object(content):
+                raise self._another("it holds another JSON object, which would be replaced") from None
+            raise
         age_s = self._wall_clock() - history.saved_wall_s
         if history.model != model:
             raise ValueError(f"model: {history.model!r} in the file, {model!r} here")
@@ -197,12 +203,16 @@ class HistoryFile:
 
 
 def _is_other_text(content: bytes) -> bool:
-    begin = content.lstrip()[:4096]
-    try:
-        text = begin.decode("utf-8", errors="strict" if len(begin) < 4096 else "ignore")
-    except UnicodeDecodeError:
-        return False
+    text = content.lstrip()[:4096].decode("utf-8", errors="replace")
     return bool(text) and text[0] not in "{[" and "\0" not in text
+
+
+def _is_other_object(content: bytes) -> bool:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "version" not in found
 
 
 def _said(error: Exception) -> str:

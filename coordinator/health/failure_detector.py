@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,14 +40,22 @@ class _Departed:
 
     worker: Worker
     give_up_s: float
+    again: asyncio.Event
+    """Set when it has left once more, after it was back."""
 
 
 class FailureDetector:
     """Probes every worker that writes KV, once it leaves the registry, until it is back, has provably ended, or
     GIVE_UP_S pass."""
 
-    def __init__(self, registry: Registry, loops: LoopRunner | None = None) -> None:
-        self._registry = registry
+    def __init__(
+        self,
+        registry: Registry,
+        loops: LoopRunner | None = None,
+        refused: Callable[[str], Awaitable[bool]] | None = None,
+    ) -> None:
+        """`refused`: in place of `is_refused`."""
+        self._registry, self._refused = registry, refused or is_refused
         self._loops = loops or LoopRunner()
         self._known: dict[WorkerKey, Worker] = {}
         self._departed: dict[WorkerKey, _Departed] = {}
@@ -72,18 +81,24 @@ class FailureDetector:
                 workers = self._registry.snapshot().workers
                 present = {worker.key: worker for worker in workers if worker.sends_kv}
                 for key in self._known.keys() - present.keys():
-                    is_probed = key in self._departed
-                    self._departed[key] = _Departed(self._known[key], time.monotonic() + GIVE_UP_S)
-                    if not is_probed:
+                    probed = self._departed.get(key)
+                    again = asyncio.Event() if probed is None else probed.again
+                    self._departed[key] = _Departed(self._known[key], time.monotonic() + GIVE_UP_S, again)
+                    if probed is None:
                         probe = partial(self._probe_until_ended, key)
                         group.create_task(self._loops.run("probe", probe))
+                    else:
+                        again.set()
                 self._known = present
 
     async def _probe_until_ended(self, key: WorkerKey) -> None:
-        pause_s = FIRST_PAUSE_S
+        pause_s, again = FIRST_PAUSE_S, self._departed[key].again
         while not await self._is_over(self._departed[key]):
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await again.wait()
+            pause_s = FIRST_PAUSE_S if again.is_set() else min(2 * pause_s, LAST_PAUSE_S)
+            again.clear()
         del self._departed[key]
 
     async def _is_over(self, departed: _Departed) -> bool:
@@ -96,7 +111,7 @@ class FailureDetector:
         if self._replaced(worker):
             self._conclude(worker, "replaced")
             return True
-        if await is_refused(worker.address) and not self._registry.has_ended(worker):
+        if await self._refused(worker.address) and not self._registry.has_ended(worker):
             self._conclude(worker, "refused")
             return True
         return False

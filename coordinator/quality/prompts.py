@@ -37,14 +37,13 @@ def read_prompts(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return BUILT_IN
     try:
-        read = read_small_file(path, MAX_PROMPT_BYTES)
-        texts = tuple(line.strip() for line in read.decode().splitlines() if line.strip())
+        lines = read_small_file(path, MAX_PROMPT_BYTES).decode().splitlines()
+        texts = tuple(line.strip() for line in lines if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"quality.prompts: {path}: {error}", field="quality.prompts") from None
-    if len(read) > MAX_PROMPT_BYTES or not 1 <= len(texts) <= MAX_PROMPTS:
-        message = (
-            f"quality.prompts: {path}: needs 1 to {MAX_PROMPTS} lines in at most {MAX_PROMPT_BYTES} bytes"
-        )
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"quality.prompts: {path}: {why}", field="quality.prompts") from None
+    if not 1 <= len(texts) <= MAX_PROMPTS:
+        message = f"quality.prompts: {path}: needs 1 to {MAX_PROMPTS} lines"
         raise ConfigError(message, field="quality.prompts")
     return texts
 

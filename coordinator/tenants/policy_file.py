@@ -25,6 +25,8 @@ Rate = Annotated[float, Field(gt=0, le=1e9)]
 LEAST_SECRET_BYTES = 16
 SALT_BYTES = 16
 SECRET_FIELD = "cache_salt_secret_file"
+MAX_TENANTS_BYTES = 64 * 2**20
+"""Room for the most tenants, each with the most key hashes."""
 
 
 class _Section(BaseModel):
@@ -142,7 +144,7 @@ def new_secret() -> bytes:
 
 def load_tenants(path: Path, fallback_secret: bytes) -> TenantsConfig:
     """Reads the file and its secret. Raises ConfigError naming line, field and bound, without repeating key hashes."""
-    yaml_file = read_yaml_file(path, "tenants")
+    yaml_file = read_yaml_file(path, "tenants", most_bytes=MAX_TENANTS_BYTES)
     with yaml_file.naming_lines():
         file = yaml_file.validated(TenantsFile, "tenants")
         if file.cache_salt_secret_file is None:

@@ -69,8 +69,9 @@ items of a list. An empty variable is as good as none, and so is one that Kubern
 What `splitserve up` starts gets its settings from `splitserve up` alone.
 
 A wrong value ends the command with one line that names the setting and its bound. YAML files have each key of a mapping
-once. They and files of secrets and certificates have at most 4 MiB; one that is not followed may be a pipe that ends
-within 5 s, as the shell's `<(command)` is.
+once. They and files of secrets and certificates have at most 4 MiB, a tenants file 64 MiB; one that is not followed may
+be a pipe that ends within 5 s, as the shell's `<(command)` is, and one of settings (`--config`) within 60 s. /dev/null
+is an empty file.
 """
 
 

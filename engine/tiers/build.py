@@ -51,8 +51,7 @@ def check_tiers(config: EngineConfig) -> None:
 
 def make_tiers(config: EngineConfig, memory: KvMemoryRegion, wire_dtype: str) -> KvTiers | None:
     """The tiers below a pool of this memory; None if the settings ask for none. Raises ConfigError as `check_tiers` and
-    `open_disk_store`, and if host memory for one block is not even asked for,
-    or more than there is."""
+    `open_disk_store`, and if host memory for one block is not even asked for, or more than there is."""
     if config.kv_host_tier_bytes is None:
         return None
     block_bytes = memory.layout.block_bytes
@@ -64,8 +63,9 @@ def make_tiers(config: EngineConfig, memory: KvMemoryRegion, wire_dtype: str) ->
     copier = _pool_copier(memory)
     try:
         host = HostStore(copier.host_memory(slots * block_bytes), block_bytes)
-    except OSError as error:
-        message = f"{field}: {config.kv_host_tier_bytes} bytes cannot be had: {error.strerror}"
+    except (OSError, RuntimeError) as error:  # torch's, for pinned memory
+        why = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+        message = f"{field}: {config.kv_host_tier_bytes} bytes cannot be had: {why}"
         raise ConfigError(message, field=field) from None
     disk = _below_host(config, identity_of(memory.layout, wire_dtype), block_bytes)
     if disk is not None:

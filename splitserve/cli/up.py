@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ import typer
 
 from splitserve.addresses import claim_port
 from splitserve.cli.options import DEFAULT_TARGET
-from splitserve.errors import ConfigError, NotFoundError
+from splitserve.errors import ConfigError, FailedPreconditionError, NotFoundError
 
 if TYPE_CHECKING:
     from autoscaler.local_scaling import LocalScaling
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 EXIT_KILLED = 130
 MAX_PORT = 65535
+CHOICES = 10
+"""How often free ports are chosen until they fit together."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SHOWN = (
     "model",
@@ -127,16 +129,31 @@ def _forking(config: ClusterConfig) -> Iterator[ServiceForks | None]:
 
 
 def _claim_ports(settings: ClusterConfig) -> ClusterConfig:
-    """The settings with free ports in place of 0. Raises UnavailableError naming one in use."""
+    """The settings with free ports in place of 0. Raises ConfigError, and FailedPreconditionError naming one in use."""
+    if settings.coordinators > 1 and settings.autoscale is not None:
+        raise ConfigError("coordinators: an autoscaled local cluster has one", field="coordinators")
+    front = settings.coordinator
+    if settings.tls is not None and front.cluster_port is None:
+        ports = {"cluster_port": front.grpc_port + 1 if front.grpc_port else 0}
+        settings = settings.model_copy(update={"coordinator": front.model_copy(update=ports)})
     _check_ports(settings)
+    if 0 in (front.grpc_port, front.http_port, settings.coordinator.cluster_port):
+        for _ in range(
+            CHOICES - 1
+        ):  # ports that were chosen may be each other's, or not have the next ones free
+            with suppress(ConfigError, FailedPreconditionError):
+                return _with_free_ports(settings)
+    return _with_free_ports(settings)
+
+
+def _with_free_ports(settings: ClusterConfig) -> ClusterConfig:
     front = settings.coordinator
     ports = {"grpc_port": claim_port(front.host, front.grpc_port)}
     if front.http_port is not None:
         ports["http_port"] = claim_port(front.host, front.http_port, "http_port")
     if settings.tls is not None:
-        after = front.grpc_port + 1 if front.grpc_port else 0
-        wanted = after if front.cluster_port is None else front.cluster_port
-        ports["cluster_port"] = claim_port(front.host, wanted)
+        assert front.cluster_port is not None
+        ports["cluster_port"] = claim_port(front.host, front.cluster_port)
     settings = settings.model_copy(update={"coordinator": front.model_copy(update=ports)})
     _claim_further_ports(settings)
     return settings
@@ -157,8 +174,6 @@ def _claim_further_ports(config: ClusterConfig) -> None:
     """Checks the ports of further coordinators. Raises UnavailableError naming one in use."""
     from splitserve.cluster.process_specs import each_coordinator
 
-    if config.coordinators > 1 and config.autoscale is not None:
-        raise ConfigError("coordinators: an autoscaled local cluster has one", field="coordinators")
     _check_ports(config)
     for seen in each_coordinator(config)[1:]:
         front = seen.coordinator
@@ -179,8 +194,9 @@ def _check_ports(config: ClusterConfig) -> None:
                 continue
             owner = f"{setting} of coordinator {number}"
             if port > MAX_PORT:
-                message = f"coordinators: {owner} would be {port}; ports are at most {MAX_PORT}"
-                raise ConfigError(message, field="coordinators")
+                field = "coordinators" if number else f"coordinator.{setting}"
+                message = f"{field}: {owner} would be {port}; ports are at most {MAX_PORT}"
+                raise ConfigError(message, field=field)
             if port in owners:
                 message = f"coordinator.{setting}: port {port} is that of {owners[port]} and of {owner}"
                 raise ConfigError(message, field=f"coordinator.{setting}")

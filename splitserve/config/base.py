@@ -20,6 +20,10 @@ from splitserve.addresses import check_address
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError
 
+SETTINGS_PIPE_WAIT_S = 60.0
+"""How long a pipe with settings has, such as `--config <(gpg -d ...)`, which asks for a passphrase. A signal ends the
+process meanwhile."""
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -103,8 +107,9 @@ def merge_settings(kind: type[S], values: dict[str, Any], *layers: Mapping[str, 
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
-    """The unvalidated mapping in a YAML settings file. Raises ConfigError if it cannot be read or is no mapping."""
-    return read_yaml_file(path).values
+    """The unvalidated mapping in a YAML settings file. Call it before there is an event loop. Raises ConfigError if it
+    cannot be read or is no mapping."""
+    return read_yaml_file(path, pipe_wait_s=SETTINGS_PIPE_WAIT_S).values
 
 
 def _merge(into: dict[str, Any], overrides: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from splitserve.errors import ConfigError
-from splitserve.runtime.bounded_file import read_small_text
+from splitserve.runtime.bounded_file import PIPE_WAIT_S, SMALL_FILE_BYTES, read_small_text
 
 M = TypeVar("M", bound=BaseModel)
 SCALAR_ERRORS = (ValueError, OverflowError, RecursionError, TypeError)
@@ -21,18 +21,20 @@ SCALAR_ERRORS = (ValueError, OverflowError, RecursionError, TypeError)
 
 
 _BOOL_TAG = "tag:yaml.org,2002:bool"
+_MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 class _LineLoader(yaml.SafeLoader):
     """Reports the line of a value that cannot be constructed, and of a key that is there twice, of which YAML would
-    silently take the last. Only `true` and `false` are booleans, as in YAML 1.2: a setting may be `on` or `off`."""
+    silently take the last; `<<`, which merges, may be there several times. Only `true` and `false` are booleans, as in
+    YAML 1.2: a setting may be `on` or `off`."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         """See yaml."""
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE_TAG:
                 name = (key.tag, key.value)
                 if name in lines:
                     problem = f"the key {key.value[:80]!r} is there already, in line {lines[name] + 1}"
@@ -94,11 +96,17 @@ class YamlFile:
             raise ConfigError(f"{place}: {first['msg']}", field=place) from None
 
 
-def read_yaml_file(path: Path, setting: str = "config") -> YamlFile:
+def read_yaml_file(
+    path: Path,
+    setting: str = "config",
+    *,
+    most_bytes: int = SMALL_FILE_BYTES,
+    pipe_wait_s: float = PIPE_WAIT_S,
+) -> YamlFile:
     """Raises ConfigError, naming the `setting` that led to the file and the line where there is one, if the file cannot
-    be read or holds no mapping."""
+    be read or holds no mapping. `most_bytes` and `pipe_wait_s`: see `read_small_file`."""
     try:
-        loader = _LineLoader(read_small_text(path))
+        loader = _LineLoader(read_small_text(path, most_bytes, pipe_wait_s=pipe_wait_s))
         try:
             root = loader.get_single_node()
             data = None if root is None else loader.construct_document(root)

@@ -16,43 +16,50 @@ from pathlib import Path
 SMALL_FILE_BYTES = 4 * 2**20
 """Most bytes of a file of settings: tenants, policies, routes, keys, certificates."""
 PIPE_WAIT_S = 5.0
-"""How long a pipe, such as the shell's `<(command)`, has to give all that it holds."""
+"""How long a pipe, such as the shell's `<(command)`, has to give all that it holds. Whoever reads may be an event loop,
+which takes no signal meanwhile."""
 _PIECE_BYTES = 2**20
+_NULL_DEVICE = os.makedev(1, 3)
 
 
 def read_small_file(
     path: Path, most_bytes: int = SMALL_FILE_BYTES, *, pipe_wait_s: float = PIPE_WAIT_S
 ) -> bytes:
-    """The content of a file, or of a pipe that ends within `pipe_wait_s`. Raises OSError, also for anything else
-    (a device, a socket, a folder) and for more than `most_bytes`."""
+    """The content of a file, or of a pipe that ends within `pipe_wait_s`; /dev/null is an empty file. Raises OSError,
+    also for anything else (a device, a socket, a folder) and for more than `most_bytes`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:  # a NUL in the path
         raise OSError(errno.EINVAL, str(error)) from None
     try:
-        kind = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(kind):
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not stat.S_ISREG(kind) and not stat.S_ISFIFO(kind):
+        is_pipe = stat.S_ISFIFO(found.st_mode)
+        if not is_pipe and not stat.S_ISREG(found.st_mode) and found.st_rdev != _NULL_DEVICE:
             raise OSError(errno.EINVAL, "it is neither a file nor a pipe")
-        return _read(descriptor, most_bytes, time.monotonic() + pipe_wait_s, pipe_wait_s)
+        return _read(descriptor, most_bytes, pipe_wait_s if is_pipe else None)
     finally:
         os.close(descriptor)
 
 
-def read_small_text(path: Path, most_bytes: int = SMALL_FILE_BYTES) -> str:
+def read_small_text(
+    path: Path, most_bytes: int = SMALL_FILE_BYTES, *, pipe_wait_s: float = PIPE_WAIT_S
+) -> str:
     """The same as UTF-8 text, line ends as they are. Raises OSError and UnicodeDecodeError."""
-    return read_small_file(path, most_bytes).decode("utf-8")
+    return read_small_file(path, most_bytes, pipe_wait_s=pipe_wait_s).decode("utf-8")
 
 
-def _read(descriptor: int, most_bytes: int, until_s: float, pipe_wait_s: float) -> bytes:
+def _read(descriptor: int, most_bytes: int, pipe_wait_s: float | None) -> bytes:
+    """`pipe_wait_s`: None for a file, which is read however slow its disk is."""
     pieces: list[bytes] = []
     room = most_bytes + 1
+    until_s = time.monotonic() + (pipe_wait_s or 0.0)
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     while room > 0:
         left_s = until_s - time.monotonic()
-        if left_s <= 0 or not poll.poll(left_s * 1000):  # a regular file is always ready
+        if pipe_wait_s is not None and (left_s <= 0 or not poll.poll(left_s * 1000)):
             raise TimeoutError(errno.ETIMEDOUT, f"the pipe has not ended within {pipe_wait_s:g} s")
         try:
             piece = os.read(descriptor, min(room, _PIECE_BYTES))

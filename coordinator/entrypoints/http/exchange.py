@@ -29,6 +29,8 @@ ERROR_WRITE_S = 5.0
 """How long an error may wait for a client that does not read."""
 JSON_TYPE = b"application/json"
 EVENTS_TYPE = b"text/event-stream; charset=utf-8"
+COMPRESSED = frozenset(("gzip", "x-gzip", "deflate", "compress", "x-compress", "br", "zstd"))
+"""Content encodings that are refused. Others change nothing: some clients name their charset there."""
 CHOICE_DIGITS = 5
 """Characters reserved in a request id for the index of a choice."""
 
@@ -96,7 +98,8 @@ class HttpExchange:
         body = await self.body(self._limits.request_bytes)
         if kind.encode() != JSON_TYPE:
             raise HttpError(415, "content-type must be application/json", "UNSUPPORTED_MEDIA_TYPE")
-        if (self.header(b"content-encoding") or "identity").strip().lower() != "identity":
+        encodings = (self.joined(b"content-encoding") or "").lower().split(",")
+        if not COMPRESSED.isdisjoint(encoding.strip() for encoding in encodings):
             message = "content-encoding must be identity: bodies are not decompressed"
             raise HttpError(415, message, "UNSUPPORTED_MEDIA_TYPE")
         return body

@@ -119,7 +119,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                     return
                 self._declines_upgrade = False
                 data = self._head_without_offer() + data[upgrade.args[0] :]
-                self.parser = HttpRequestParser(self)
+                self.parser = self._new_parser()
+
+    def _new_parser(self) -> HttpRequestParser:
+        """As uvicorn makes its first: what comes behind a last request does not keep that one from its response."""
+        parser = HttpRequestParser(self)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
 
     def _head_without_offer(self) -> bytes:
         version = self.parser.get_http_version().encode()
@@ -127,7 +133,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         for name, value in self.headers:
             if name == b"connection":
                 options = (option.strip() for option in value.split(b","))
-                kept = b", ".join(option for option in options if option.lower() not in _OFFER)
+                kept = b",".join(option for option in options if option.lower() not in _OFFER)
                 lines.append(b"connection: %b" % kept)
             elif name not in _OFFER:
                 lines.append(b"%b: %b" % (name, value))
@@ -158,7 +164,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = False
         self._head_over()
         self._declines_upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
-        if not self._declines_upgrade:
+        if self._declines_upgrade:
+            self._in_head = True  # which comes again, and is no trailer
+        else:
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:

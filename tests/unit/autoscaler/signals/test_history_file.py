@@ -115,11 +115,20 @@ def swapped(path: Path) -> None:
     changed(path, arrivals=content["arrivals"][::-1])
 
 
+def what_is_there(path: Path) -> tuple[object, ...]:
+    """Without the time of access, which reading changes."""
+    found = path.lstat()
+    content = path.read_bytes() if path.is_file() else b""
+    return found.st_ino, found.st_mode, found.st_size, found.st_mtime_ns, content
+
+
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     ("make", "why"),
     [
         (lambda path: path.write_text("prefill:\n  target_ms: 1000\n"), "holds another text"),
+        (lambda path: path.write_bytes("größe: 1\n".encode("latin-1")), "holds another text"),
+        (lambda path: path.write_text('{"auths": {"registry": {}}}'), "holds another JSON object"),
         (os.mkfifo, "no regular file"),
         (lambda path: path.symlink_to("/dev/null"), "no regular file"),
     ],
@@ -129,11 +138,11 @@ async def test_what_would_be_lost_is_refused(
 ) -> None:
     path = tmp_path / "history.json"
     make(path)
-    before = path.lstat()
+    before = what_is_there(path)
     with pytest.raises(ConfigError, match=why) as caught:
         await Life(path, Clock(EPOCH_S), EPOCH_S).look()
     assert caught.value.field == "history_file"
-    assert path.lstat() == before
+    assert what_is_there(path) == before
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from itertools import pairwise
 
-from coordinator.health.failure_detector import FailureDetector, is_refused
+import pytest
+
+from coordinator.health.failure_detector import LAST_PAUSE_S, FailureDetector, is_refused
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker
 from splitserve.runtime.loops import LoopRunner
 from splitserve.v1 import registry_pb2
 from tests.support.cluster.registrations import registration
 from tests.support.journal import settled
+from tests.support.virtual_time import run_in_virtual_time
 from tests.support.waiting import PATIENCE_S
 
 PREFILL, DECODE = registry_pb2.POOL_PREFILL, registry_pb2.POOL_DECODE
@@ -36,12 +40,14 @@ async def watched() -> AsyncIterator[tuple[Registry, Worker]]:
 
 
 @asynccontextmanager
-async def detecting() -> AsyncIterator[tuple[Registry, Worker, FailureDetector]]:
+async def detecting(
+    refused: Callable[[str], Awaitable[bool]] | None = None,
+) -> AsyncIterator[tuple[Registry, Worker, FailureDetector]]:
     """As `watched`, with the detector."""
     registry = Registry(5.0)
     decode = registry.register(registration("d", DECODE), 0.0)
     loops = LoopRunner()
-    detector = FailureDetector(registry, loops)
+    detector = FailureDetector(registry, loops, refused)
     watching = asyncio.create_task(detector.run())
     try:
         yield registry, decode, detector
@@ -94,19 +100,34 @@ async def test_one_that_comes_back_is_not_ended() -> None:
         assert registry.ended_writers_for(decode) == []
 
 
-async def test_one_that_comes_back_and_leaves_again_is_probed_on() -> None:
-    async with watched() as (registry, decode):
-        with listening() as address:
-            request = registration("p", PREFILL, address)
-            for _ in range(2):  # the first probe pauses meanwhile
+def test_one_that_comes_back_and_leaves_again_is_probed_as_at_first() -> None:
+    looks: list[float] = []
+    is_gone = False
+
+    async def look(address: str) -> bool:
+        looks.append(asyncio.get_running_loop().time())
+        return is_gone
+
+    async def leaves_twice() -> None:
+        nonlocal is_gone
+        async with detecting(look) as (registry, decode, _):
+            request = registration("p", PREFILL, "127.0.0.1:2")
+            for _ in range(2):
                 worker = registry.register(request, 0.0)
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.01)  # of virtual time, the probe's pauses as well
+                begin, looked = asyncio.get_running_loop().time(), len(looks)
                 registry.drop(worker.key, "its report stream ended")
-                await asyncio.sleep(0.02)
-            await asyncio.sleep(0.3)  # some looks
+                await asyncio.sleep(30.0)
+                pauses = [later - before for before, later in pairwise(looks[looked:])]
+                assert looks[looked] == begin
+                assert pauses[:6] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2])
+                assert pauses[6:] == pytest.approx([LAST_PAUSE_S] * 4), "one probe, not two"
             assert registry.ended_writers_for(decode) == []
-        await settled(lambda: registry.ended_writers_for(decode) == [worker.agent_id])
-        await asyncio.sleep(0.3)  # the next look of a second probe
+            is_gone = True
+            await asyncio.sleep(LAST_PAUSE_S)
+            assert registry.ended_writers_for(decode) == [worker.agent_id]
+
+    run_in_virtual_time(leaves_twice())
 
 
 VANISHED = "3f2a91c0d4e7.invalid:50061"

@@ -15,7 +15,7 @@ from coordinator.request.inference_request import InferenceRequest, check_length
 from coordinator.request.observer import RequestEvents
 from coordinator.request.state import RequestEstimate, RequestState
 from coordinator.tenants.access_control import CLUSTER, QuotaAdmission
-from coordinator.tenants.policy_file import TenantPolicy, load_tenants
+from coordinator.tenants.policy_file import MAX_TENANTS_BYTES, TenantPolicy, load_tenants
 from coordinator.tenants.tenants import Tenants
 from coordinator.tenants.usage import TenantUsage
 from coordinator.workers.catalog import Model
@@ -121,6 +121,15 @@ def test_invalid_files(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError):
         load_tenants(path, SECRET)
+
+
+def test_the_file_may_be_as_long_as_its_bounds_allow(tmp_path: Path) -> None:
+    entry = len("    - " + key_hash("key") + "\n")
+    assert 10_000 * (64 * entry + 1024) < MAX_TENANTS_BYTES
+    with (tmp_path / "tenants.yaml").open("wb") as file:
+        file.truncate(MAX_TENANTS_BYTES + 1)
+    with pytest.raises(ConfigError, match=f"more than {MAX_TENANTS_BYTES} bytes"):
+        load_tenants(tmp_path / "tenants.yaml", SECRET)
 
 
 def test_one_key_has_one_tenant(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.runner.simulated_runner import SimulatedRunner
+from engine.tiers import build
 from engine.tiers.build import check_tiers, identity_of, make_tiers
 from engine.tiers.device_copier import TensorPoolCopier
 from engine.tiers.pool_copier import HostPoolCopier, PoolCopier
@@ -61,6 +62,17 @@ def test_memory_that_no_machine_has_is_one_error(setting: str) -> None:
     with pytest.raises(ConfigError, match="cannot be had") as caught:
         make_tiers(config, SimulatedRunner(config).pool_memory, SAME)
     assert caught.value.field == f"engine.{setting}"
+
+
+def test_pinned_memory_that_cannot_be_had_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = SimulatedRunner(EngineConfig(num_blocks=4))
+    monkeypatch.setattr(build, "_pool_copier", lambda memory: TensorPoolCopier(torch.from_numpy(runner.pool)))
+    config = EngineConfig(kv_host_tier_bytes=2**50)
+    # torch raises a RuntimeError of several lines.
+    with pytest.raises(ConfigError, match=r"cannot be had: .*memory") as caught:
+        make_tiers(config, runner.pool_memory, SAME)
+    assert caught.value.field == "engine.kv_host_tier_bytes"
+    assert "\n" not in caught.value.message
 
 
 def test_bounds_are_named() -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from splitserve import __version__
+from splitserve.cli import up
 from splitserve.cli.main import exit_code_of, main
+from splitserve.config.cluster import ClusterConfig
 from splitserve.errors import ResourceExhaustedError, SplitserveError, TransferError, UnsupportedModelError
 
 NOBODY = "127.0.0.1:1"
@@ -100,6 +102,10 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
             ("--grpc-port", "21160", "--http-port", "21161", "--coordinators", "2"),
             "port 21161 is that of http_port of coordinator 0 and of grpc_port of coordinator 1",
         ),
+        (
+            ("--grpc-port", "65535", "--tls", "certificates"),
+            "coordinator.cluster_port: cluster_port of coordinator 0 would be 65536",
+        ),
     ],
 )
 def test_ports_that_are_none_or_doubled(
@@ -108,6 +114,19 @@ def test_ports_that_are_none_or_doubled(
     code, line = failure(capsys, "up", *options, "--model", "simulated", "--engine", "simulated")
     assert code == 2
     assert part in line
+
+
+def test_free_ports_that_overlap_are_chosen_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([21160, 21161, 21162, 21164])  # the second coordinator has the next ones
+
+    def claim(host: str, port: int, setting: str = "grpc_port") -> int:
+        return port or next(free)
+
+    monkeypatch.setattr(up, "claim_port", claim)
+    front = {"grpc_port": 0, "http_port": 0}
+    config = ClusterConfig.model_validate({"coordinators": 2, "coordinator": front})
+    chosen = up._claim_ports(config).coordinator
+    assert (chosen.grpc_port, chosen.http_port) == (21162, 21164)
 
 
 @pytest.mark.parametrize("model", ["a" * 5000, "~nobody-of-this-name/model"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,17 @@ def test_merged_keys_are_no_doubled_ones(tmp_path: Path) -> None:
     path = tmp_path / "file.yaml"
     path.write_text("one: &one {a: 1, b: 2}\ntwo: &two {<<: *one, b: 3}\nthree: {<<: [*two, *one], b: 4}\n")
     assert read_yaml_file(path).values["three"] == {"a": 1, "b": 4}
+    path.write_text("one: &one {a: 1}\ntwo: &two {b: 2}\nthree:\n  <<: *one\n  <<: *two\n  c: 3\n")
+    assert read_yaml_file(path).values["three"] == {"a": 1, "b": 2, "c": 3}
+
+
+def test_bounds_may_be_others(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a: 1234")
+    with pytest.raises(ConfigError, match="more than 6 bytes"):
+        read_yaml_file(tmp_path / "a", most_bytes=6)
+    os.mkfifo(tmp_path / "b")
+    with pytest.raises(ConfigError, match=r"has not ended within 0\.05 s"):
+        read_yaml_file(tmp_path / "b", pipe_wait_s=0.05)
 
 
 def test_neither_a_huge_file_nor_a_device_is_read(tmp_path: Path) -> None:

@@ -43,6 +43,15 @@ def test_a_file_and_a_link_to_it_are_read(tmp_path: Path) -> None:
     assert read_small_text(tmp_path / "a", 64).startswith("ä\r\n")
 
 
+def test_a_file_is_read_however_slow_its_disk_is(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x")
+    assert read_small_file(tmp_path / "a", 64, pipe_wait_s=0.0) == b"x"
+
+
+def test_the_null_device_is_an_empty_file() -> None:
+    assert read_small_file(Path("/dev/null")) == b""
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
