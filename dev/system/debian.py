@@ -1,5 +1,7 @@
-"""Packages of Debian that tests need, installed where this runs as root: `python -m dev.system.debian PACKAGE ...`, which
-says so where it cannot. Tests that need them are skipped there."""
+"""Packages of Debian that tests need, installed where this runs as root: `python -m dev.system.debian PACKAGE ...`.
+
+It says so where it cannot; tests that need them are skipped there.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,9 @@ def mooncake_store(
 def _start_master() -> tuple[subprocess.Popen[bytes], str]:
     try:
         package = importlib.import_module("mooncake.store")
-    except ImportError as error:  # not installed, or a library that it needs: `make test` installs libibverbs1
+    except (
+        ImportError
+    ) as error:  # not installed, or a library that it needs: `make test` installs libibverbs1
         pytest.skip(f"mooncake-transfer-engine-non-cuda cannot be used: {error}")
     program = shutil.which("mooncake_master", path=str(Path(str(package.__file__)).parent))
     if program is None:
