@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from math import isfinite
+from math import exp2, isfinite
 from statistics import median
 
 from coordinator.workers.snapshot import WorkerKey
@@ -221,7 +221,7 @@ def _quick(seconds: Iterable[float]) -> float:
 
 def _freshness(sample: _Sample, now: float) -> float:
     """A weight; of a sample that is new, 1."""
-    return 2.0 ** (-max(0.0, now - sample.at_s) / HALF_LIFE_S)
+    return exp2(-max(0.0, now - sample.at_s) / HALF_LIFE_S)
 
 
 def _within(bounds: tuple[float, float], value: float) -> float:
