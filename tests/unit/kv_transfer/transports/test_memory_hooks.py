@@ -53,6 +53,8 @@ class FakeNixl:
     """Of its binding module what makes an agent."""
 
     DRAM_SEG, VRAM_SEG = 0, 1
+    hooks: str | None = None
+    """As the backend finds them."""
 
     class nixlAgentConfig:
         pass
@@ -62,14 +64,14 @@ class FakeNixl:
             pass
 
         def createBackend(self, *_: Any) -> None:
-            pass
+            FakeNixl.hooks = os.environ.get("UCX_MEM_EVENTS")
 
 
 @pytest.mark.parametrize(
-    ("has_device", "given", "found"), [(True, None, None), (False, None, "n"), (False, "y", "y")]
+    ("has_device", "given", "found"), [(True, None, "y"), (False, None, "n"), (False, "y", "y")]
 )
 def test_the_hooks_stay_where_a_device_has_memory_registered(
-    has_device: bool, given: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch
+    has_device: bool, given: str | None, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("UCX_MEM_EVENTS", "UCX_SYSV_ERROR_HANDLING"):
         monkeypatch.setenv(name, given or "")  # put back in the end
@@ -78,7 +80,8 @@ def test_the_hooks_stay_where_a_device_has_memory_registered(
     monkeypatch.setattr(binding, "load_nixl", lambda: FakeNixl)
     monkeypatch.setattr(binding, "keeps_registrations", lambda: has_device)
     NixlAgent("agent")
-    assert os.environ.get("UCX_MEM_EVENTS") == found
+    assert FakeNixl.hooks == found
+    assert os.environ.get("UCX_MEM_EVENTS") == given, "others in this process have their own"
 
 
 @pytest.mark.parametrize(
