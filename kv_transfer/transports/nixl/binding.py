@@ -95,11 +95,10 @@ class NixlAgent:
             config.pthrDelay = PROGRESS_SLEEP_US
         # UCX reads them when the backend is created.
         os.environ.setdefault(_SHARED_MEMORY_VARIABLE, "y")
-        hooks = os.environ.get(MEMORY_HOOKS_VARIABLE) or ("y" if keeps_registrations() else "n")
+        keeps_hooks = MEMORY_HOOKS_VARIABLE in os.environ or keeps_registrations()
         try:
-            with environment_with(
-                {MEMORY_HOOKS_VARIABLE: hooks}
-            ):  # UCXX in this process has its own copy of UCX
+            # No longer than that: UCXX in the same process has its own copy of UCX.
+            with environment_with({} if keeps_hooks else {MEMORY_HOOKS_VARIABLE: "n"}):
                 self._agent: Any = nixl.nixlAgent(agent_id, config)
                 self._agent.createBackend(_BACKEND, {})
         except self._errors as error:

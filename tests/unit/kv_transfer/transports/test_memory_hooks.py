@@ -68,10 +68,10 @@ class FakeNixl:
 
 
 @pytest.mark.parametrize(
-    ("has_device", "given", "found"), [(True, None, "y"), (False, None, "n"), (False, "y", "y")]
+    ("has_device", "given", "found"), [(True, None, None), (False, None, "n"), (False, "y", "y")]
 )
 def test_the_hooks_stay_where_a_device_has_memory_registered(
-    has_device: bool, given: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+    has_device: bool, given: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("UCX_MEM_EVENTS", "UCX_SYSV_ERROR_HANDLING"):
         monkeypatch.setenv(name, given or "")  # put back in the end
