@@ -19,7 +19,7 @@ PACKAGES := splitserve coordinator prefill_worker decode_worker neutral_worker k
 # Images often set it. Without it each module is compiled once, not in every process that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-vllm model demo test test-all test-vllm test-vllm-all e2e-docker e2e-docker-image wheels check check-types check-rules proto docs docs-check peer-vllm peer-dynamo clean help
+.PHONY: setup setup-vllm model libraries demo test test-all test-vllm test-vllm-all e2e-docker e2e-docker-image wheels check check-types check-rules proto docs docs-check peer-vllm peer-dynamo clean help
 .DEFAULT_GOAL := help
 
 help: ## What can be made
@@ -44,11 +44,15 @@ model: setup ## The embedded model, in the local cache
 demo: setup model ## One prefill and one decode worker, one streamed answer, clean exit
 	$(BIN)/python -m dev.demo
 
-test: setup model ## The tests that need neither Docker nor a GPU, without the long ones
+# Outside of tests' time limits.
+libraries: setup
+	$(BIN)/python -m dev.system.debian libibverbs1
+
+test: setup model libraries ## The tests that need neither Docker nor a GPU, without the long ones
 	$(PYTEST) $(SIDE_BY_SIDE) -m 'not docker and not vllm and not slow and not alone'
 	$(PYTEST) $(ALONE) -m 'alone and not docker and not vllm and not slow'
 
-test-all: setup model ## All tests that need neither Docker nor a GPU, with searches for new examples
+test-all: setup model libraries ## All tests that need neither Docker nor a GPU, with searches for new examples
 	$(SEARCHING) $(PYTEST) $(SIDE_BY_SIDE) -m 'not docker and not vllm and not short and not alone'
 	$(SEARCHING) $(PYTEST) $(ALONE) -m 'alone and not docker and not vllm'
 

@@ -144,11 +144,8 @@ class Attempt:
         reserve_s = time.monotonic() - started_s
         report = self._record.report
         report.reserve_ms, report.reserve_wait_ms = reserve_s * 1e3, response.wait_ms
-        # For a local prefill the response comes once computing has begun, so the worker reports its wait itself.
-        self._events.emit(
-            RequestObserver.reserve_ended,
-            reserve_s if response.HasField("ticket") else response.wait_ms / 1e3,
-        )
+        # A local prefill's wait is in its own figure, with that for its first step.
+        self._events.emit(RequestObserver.reserve_ended, reserve_s if response.HasField("ticket") else 0.0)
         if response.HasField("ticket"):
             self._enter(AttemptEvent.TICKET)
             self._ticket = response.ticket

@@ -11,8 +11,9 @@ from pathlib import Path
 
 _PROC, _SYS, _DEV = Path("/proc"), Path("/sys"), Path("/dev")
 TRANSPORT_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
-REGISTERING = ("kfd", "xpmem", "knem")
-"""Devices in /dev that have memory registered: GPUs of AMD, and two modules for copies between processes."""
+REGISTERING = ("kfd", "dxg", "nvmap", "dri/renderD*", "xpmem", "knem")
+"""Devices in /dev that have memory registered: GPUs of AMD, those of Windows below WSL2, of Tegra, of any maker with a
+driver for rendering, and two modules for copies between processes."""
 MAX_HOST_ID_LENGTH = 64
 
 
@@ -41,7 +42,7 @@ def read_host_facts() -> HostFacts:
         memlock_bytes=_memlock_bytes(),
         in_container=(Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()),
         rdma_devices=rdma_devices(),
-        gpus=sum(path.name[6:].isdecimal() for path in _DEV.glob("nvidia[0-9]*")),
+        gpus=_gpus(),
         ptrace_scope=_number(_PROC / "sys/kernel/yama/ptrace_scope"),
         variables={name: os.environ[name] for name in TRANSPORT_VARIABLES if os.environ.get(name)},
     )
@@ -59,9 +60,13 @@ MEMORY_HOOKS_VARIABLE = "UCX_MEM_EVENTS"
 
 def keeps_registrations() -> bool:
     """Whether this machine has a device for which memory is registered: RDMA, a GPU, or a module of the kernel for
-    copies between processes."""
-    facts = read_host_facts()
-    return bool(facts.rdma_devices or facts.gpus) or any((_DEV / name).exists() for name in REGISTERING)
+    copies between processes. What cannot be read may be one."""
+    try:
+        if rdma_devices() or _gpus():
+            return True
+        return any(next(_DEV.glob(name), None) is not None for name in REGISTERING)
+    except OSError:
+        return True
 
 
 def host_id() -> str:
@@ -83,6 +88,10 @@ def network_bytes_sent() -> int | None:
         return None
     # Columns after the interface's name: eight of received traffic, then those of sent traffic, bytes first.
     return sum(int(line.partition(":")[2].split()[8]) for line in lines)
+
+
+def _gpus() -> int:
+    return sum(path.name[6:].isdecimal() for path in _DEV.glob("nvidia[0-9]*"))
 
 
 def _shared_memory_bytes() -> int | None:

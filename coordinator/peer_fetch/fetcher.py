@@ -13,9 +13,9 @@ from prometheus_client.core import Metric
 from coordinator.background_tasks import BackgroundTasks
 from coordinator.peer_fetch.fetch_times import FetchTimes, beyond_idle_s
 from coordinator.peer_fetch.hot_prefixes import HotPrefixes, Prefix
-from coordinator.peer_fetch.policy import FetchPlan, Wanted, offer_of, plan_fetch
+from coordinator.peer_fetch.policy import FetchPlan, Wanted, offer_of, plan_fetch, step_seconds
 from coordinator.peer_fetch.prefix_fetch import FETCH_RANK, SEED_RANK, TOO_SLOW, FetchParts, fetch_prefix
-from coordinator.peer_fetch.prefix_offer import PrefixOffer, lane_seconds
+from coordinator.peer_fetch.prefix_offer import PrefixOffer, lane_seconds, lane_seconds_of_bytes
 from coordinator.peer_fetch.under_way import FetchesUnderWay, UnderWay
 from coordinator.request.candidates import FetchedPrefix
 from coordinator.request.inference_request import InferenceRequest
@@ -31,6 +31,7 @@ from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.errors import SplitserveError
 from splitserve.logs import log_event
 from splitserve.metrics import counter, counters
+from splitserve.v1 import prefill_pb2
 
 LEAST_TIMEOUT_S = 0.05
 """However short computing would be, a fetch may take so long."""
@@ -112,7 +113,7 @@ class PrefixFetcher:
                 tokens = (*request.prompt, *events.state.token_ids)[: plan.tokens]
                 keys = request.block_keys.get(plan.taker.block_size_tokens, ())
                 keys = keys[: plan.tokens // plan.taker.block_size_tokens]
-                lane_s = self.times.pace(time.monotonic()) * plan.lane_s
+                lane_s = plan.pace * plan.lane_s
                 under_way = self._begin(plan, _prefix_of(request, tokens), keys, limit_s, lane_s, parts)
             moved = await under_way.wait(limit_s)
         except SplitserveError as error:
@@ -142,7 +143,7 @@ class PrefixFetcher:
         lane_s, now = lane_seconds(holder, taker, len(prefix.token_ids)) or 0.0, time.monotonic()
         due_s = now + self.times.predicted_s((holder.key, taker.key), lane_s, now)
         seed = UnderWay(holder, taker, keys, now, due_s, lane_s, is_seed=True)
-        bring = partial(self._bring, holder, taker, prefix, limit_s, SEED_RANK, lane_s, FetchParts())
+        bring = partial(self._bring, holder, taker, prefix, limit_s, SEED_RANK, FetchParts())
         moved = await self.under_way.begin(seed, bring).wait(limit_s)
         self.counts.seeded_tokens += moved * taker.block_size_tokens
         return moved
@@ -171,7 +172,7 @@ class PrefixFetcher:
         now = time.monotonic()
         fetch = UnderWay(plan.holder, plan.taker, keys, now, now + plan.fetch_s, lane_s)
         who = plan.holder, plan.taker, prefix
-        bring = partial(self._bring, *who, limit_s, FETCH_RANK, plan.lane_s, parts)
+        bring = partial(self._bring, *who, limit_s, FETCH_RANK, parts)
         return self.under_way.begin(fetch, bring)
 
     async def _bring(
@@ -181,17 +182,27 @@ class PrefixFetcher:
         prefix: Prefix,
         limit_s: float,
         rank: int,
-        lane_s: float,
         parts: FetchParts,
     ) -> int:
-        def written(took_s: float) -> None:
-            self.times.record_write((holder.key, taker.key), lane_s, took_s, time.monotonic())
+        def written(done: prefill_pb2.HandoffDone) -> None:
+            if rank == FETCH_RANK:  # seeds give way to others
+                self._learn_write(holder, taker, done)
 
         source, target = self._clients.client_for(holder), self._clients.client_for(taker)
         owner = self._background
         return await fetch_prefix(
             source, target, prefix, owner, limit_s, rank=rank, parts=parts, on_written=written
         )
+
+    def _learn_write(self, holder: Worker, taker: Worker, done: prefill_pb2.HandoffDone) -> None:
+        """Of a holder that computes the end of a write is noticed after a step only, which is not the lane's time."""
+        there = self._registry.get(holder.key)
+        if any(step_seconds(each) for each in (holder, there) if each is not None):
+            return
+        lane_s = lane_seconds_of_bytes(holder, taker, done.written_bytes)
+        if lane_s is not None and done.written_bytes:
+            pair = holder.key, taker.key
+            self.times.record_write(pair, lane_s, done.transfer_ms / 1e3, time.monotonic())
 
     def metrics(self) -> list[Metric]:
         """The counts, for a Prometheus scrape."""
@@ -238,7 +249,7 @@ class PrefixFetcher:
     def _count(
         self, plan: FetchPlan, moved_tokens: int, parts: FetchParts, failure: SplitserveError | None
     ) -> None:
-        counts, tokens, pace = self.counts, plan.tokens - plan.held_tokens, self.times.pace(time.monotonic())
+        counts, tokens = self.counts, plan.tokens - plan.held_tokens
         log_event(
             "prefix.fetched",
             holder=plan.holder.worker_id,
@@ -248,7 +259,7 @@ class PrefixFetcher:
             predicted_ms=round(plan.fetch_s * 1e3, 3),
             wait_ms=round(plan.wait_s * 1e3, 3),
             lane_ms=round(plan.lane_s * 1e3, 3),
-            pace=round(pace, 3),
+            pace=round(plan.pace, 3),
             compute_ms=round(plan.compute_s * 1e3, 3),
             took_ms=round(parts.took_s * 1e3, 3),
             reserve_ms=round(parts.reserve_s * 1e3, 3),
@@ -259,14 +270,16 @@ class PrefixFetcher:
             counts.joined += 1  # the fetch itself is counted where it was begun
             return
         pair, now, reason = (plan.holder.key, plan.taker.key), time.monotonic(), failure and failure.reason
+        # One that the taker has kept waiting throughout says nothing of the pair: computing would have waited, too.
+        waited_only = reason == TOO_SLOW and not parts.reserve_s
         # One that was too slow would have taken longer yet. If some were there already, it says little of the lane.
-        if reason == TOO_SLOW or (failure is None and moved_tokens >= tokens):
-            self.times.record(
-                pair, plan.lane_s, parts.took_s - max(plan.wait_s, beyond_idle_s(parts.waited_s)), now
-            )
+        if (reason == TOO_SLOW and not waited_only) or (failure is None and moved_tokens >= tokens):
+            step_s = step_seconds(plan.taker)
+            wait_s = plan.wait_s - step_s + max(step_s, beyond_idle_s(parts.waited_s))
+            self.times.record(pair, plan.lane_s, parts.took_s - wait_s, now)
         if failure is not None:
             counts.outcomes["failed"] += 1
-            if reason not in BUSY:
+            if reason not in BUSY and not waited_only:
                 self._resting[pair] = now + REST_S
             return
         counts.outcomes["completed"] += 1

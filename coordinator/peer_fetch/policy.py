@@ -46,10 +46,13 @@ class FetchPlan:
     held_tokens: int
     """Those that it is expected to have before."""
     lane_s: float
+    """By its probe,"""
+    pace: float
+    """of which it is taken to need so many times."""
     wait_s: float
     """For steps, lanes, and what the holder reads."""
     fetch_s: float
-    """All of the fetch, the two before included; of one under way what is left."""
+    """All of the fetch, lane and wait included; of one under way what is left."""
     compute_s: float
     """Computing the same tokens, which is also how long the fetch may take."""
     joined: UnderWay | None = None
@@ -164,9 +167,10 @@ def offer_of(
     if holder is None or tokens < holder.block_size_tokens:
         return None
     busy_s = under_way.busy_s(holder.key, NO_WORKER, now) + step_seconds(holder) / 2
-    fixed_s = busy_s + read_s + times.calls_s((holder.key, NO_WORKER), now)
+    pair = holder.key, NO_WORKER
+    fixed_s = busy_s + read_s + times.calls_s(pair, now)
     tired = frozenset(taker for sender, taker in resting if sender == holder.key)
-    return PrefixOffer(holder, whole_tokens(tokens, holder, holder), fixed_s, times.pace(now), tired)
+    return PrefixOffer(holder, whole_tokens(tokens, holder, holder), fixed_s, times.pace(pair, now), tired)
 
 
 def whole_tokens(tokens: int, holder: Worker, taker: Worker) -> int:
@@ -228,8 +232,9 @@ def _plan(
         return None
     wait_s = step_seconds(holder) / 2 + step_seconds(taker) + near.read_s
     wait_s += under_way.busy_s(holder.key, taker.key, now)
-    fetch_s = wait_s + times.predicted_s((holder.key, taker.key), lane_s, now)
-    return FetchPlan(holder, taker, tokens, held, lane_s, wait_s, fetch_s, compute_s)
+    pair = holder.key, taker.key
+    fetch_s = wait_s + times.predicted_s(pair, lane_s, now)
+    return FetchPlan(holder, taker, tokens, held, lane_s, times.pace(pair, now), wait_s, fetch_s, compute_s)
 
 
 def _join(fetch: UnderWay, wanted: Wanted, now: float) -> FetchPlan | None:
@@ -244,4 +249,4 @@ def _join(fetch: UnderWay, wanted: Wanted, now: float) -> FetchPlan | None:
     if compute_s is None:
         return None
     left_s = max(fetch.due_s - now, _LEAST_LEFT * (fetch.due_s - fetch.began_s))
-    return FetchPlan(fetch.holder, taker, tokens, held, 0.0, left_s, left_s, compute_s, fetch)
+    return FetchPlan(fetch.holder, taker, tokens, held, 0.0, 1.0, left_s, left_s, compute_s, fetch)

@@ -51,11 +51,11 @@ async def fetch_prefix(
     *,
     rank: int,
     parts: FetchParts,
-    on_written: Callable[[float], object],
+    on_written: Callable[[prefill_pb2.HandoffDone], object],
 ) -> int:
     """Brings a prefix into the taker's cache within `limit_s`; the blocks that travelled.
 
-    Fills in `parts`. `on_written` gets the seconds of the holder's write, maybe after the fetch has ended.
+    Fills in `parts`. `on_written` gets the holder's word of its write, once, maybe after the fetch has ended.
 
     Raises SplitserveError: of either worker, or DeadlineExceededError (FETCH_TOO_SLOW).
     """
@@ -88,7 +88,7 @@ class _PrefixFetch:
         deadline_s: float,
         rank: int,
         parts: FetchParts,
-        on_written: Callable[[float], object],
+        on_written: Callable[[prefill_pb2.HandoffDone], object],
     ) -> None:
         self._parts, self._on_written = parts, on_written
         self._holder, self._taker, self._prefix = holder, taker, prefix
@@ -156,8 +156,9 @@ class _PrefixFetch:
                         if self._failed.reason != WRITER_GAVE_UP:
                             raise self._failed
                 case prefill_pb2.HandoffDone():
-                    self._written = True
-                    self._on_written(event.transfer_ms / 1e3)
+                    if not self._written:
+                        self._written = True
+                        self._on_written(event)
                 case WorkerFailed():
                     raise event.error
                 case prefill_pb2.FirstToken():

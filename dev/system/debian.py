@@ -1,4 +1,7 @@
-"""Packages of Debian that tests need, installed where this runs as root."""
+"""Packages of Debian that tests need, installed where this runs as root: `python -m dev.system.debian PACKAGE ...`.
+
+It says so where it cannot; tests that need them are skipped there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import fcntl
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 LOCK = Path(__file__).parents[2] / "build/debian.lock"
@@ -34,3 +38,8 @@ def _run(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{command[0]}: {error}"
     return "" if done.returncode == 0 else f"{' '.join(command)}: {done.stderr.strip()[-300:]}"
+
+
+if __name__ == "__main__":
+    if why := install(*sys.argv[1:]):
+        print(f"not installed: {' '.join(sys.argv[1:])}: {why}", file=sys.stderr)

@@ -6,6 +6,7 @@ Half of a forked worker's own start was that, for 50,000 tokens.
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from engine.core.types import ModelFacts
@@ -13,6 +14,7 @@ from engine.runner.structured_output import GrammarCompiler
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.sources import FileStamp, ModelSource, file_stamps, resolve_model
 from splitserve.models.tokenizer import Tokenizer
+from splitserve.models.tokenizer_files import is_plain
 
 
 class _Key(NamedTuple):
@@ -40,9 +42,12 @@ _kept: list[_Kept] = []
 
 def keep_vocabulary(model: str, facts: ModelFacts) -> None:
     """Loads a local model's tokenizer, and builds its vocabulary for grammars, for processes that are forked from this
-    one later. Leaves no thread behind. What cannot be loaded is left to the workers, who say why."""
+    one later. Leaves no thread behind. What cannot be loaded is left to the workers, who say why; and so is what has to
+    be converted first, which may take longer than anybody waits for this process."""
     try:
         source = resolve_model(model)
+        if not is_plain(Path(source.path)):
+            return
         key = _Key.of(source, facts)
         tokenizer = load_tokenizer(source.tokenizer_source)
         grammars = GrammarCompiler(tokenizer, facts)

@@ -66,7 +66,8 @@ def end_in_any_case(limit_s: float) -> None:
     """Ends the process in `limit_s` seconds, with code 1, if it has not ended by itself. The Python stacks of all
     threads are written to stderr then, and its children end; see `end_children`. It does not need the event loop.
 
-    Where the interpreter's lock is not to be had, or an output is not read, the process alone ends LAST_S later."""
+    Where the interpreter's lock is not to be had, or an output is not read, the process alone ends LAST_S later; and so
+    it may where it stood still (SIGSTOP) until then: its children are not ended before it."""
     stderr = sys.__stderr__ or 2
     faulthandler.dump_traceback_later(limit_s + LAST_S, exit=True, file=stderr)
 

@@ -34,8 +34,8 @@ class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType
     PHASE_ADMIT: _Phase.ValueType  # 1
     """Receipt until workers were chosen: tokenization, and waiting for a worker if there is none."""
     PHASE_RESERVE: _Phase.ValueType  # 2
-    """Waiting for KV blocks on the decode worker, and for reads from its lower tiers before; also of requests that did not get
-    any in time. The decode pool's.
+    """Reserving KV blocks on the decode worker: waiting for the end of a step, for reads from lower tiers and for blocks; also of
+    requests that did not get any in time. 0 where the prompt is computed there. The decode pool's.
     """
     PHASE_PREFILL_QUEUE: _Phase.ValueType  # 3
     """Waiting on the prefill worker."""
@@ -64,8 +64,8 @@ PHASE_UNSPECIFIED: Phase.ValueType  # 0
 PHASE_ADMIT: Phase.ValueType  # 1
 """Receipt until workers were chosen: tokenization, and waiting for a worker if there is none."""
 PHASE_RESERVE: Phase.ValueType  # 2
-"""Waiting for KV blocks on the decode worker, and for reads from its lower tiers before; also of requests that did not get
-any in time. The decode pool's.
+"""Reserving KV blocks on the decode worker: waiting for the end of a step, for reads from lower tiers and for blocks; also of
+requests that did not get any in time. 0 where the prompt is computed there. The decode pool's.
 """
 PHASE_PREFILL_QUEUE: Phase.ValueType  # 3
 """Waiting on the prefill worker."""

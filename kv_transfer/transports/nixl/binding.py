@@ -42,6 +42,7 @@ import numpy.typing as npt
 
 from splitserve.errors import TransferError, UnavailableError
 from splitserve.host_facts import MEMORY_HOOKS_VARIABLE, keeps_registrations
+from splitserve.runtime.process import environment_with
 
 PROGRESS_SLEEP_US = 10_000
 _PACKAGES = ("nixl_cu13", "nixl")
@@ -94,11 +95,12 @@ class NixlAgent:
             config.pthrDelay = PROGRESS_SLEEP_US
         # UCX reads them when the backend is created.
         os.environ.setdefault(_SHARED_MEMORY_VARIABLE, "y")
-        if not keeps_registrations():
-            os.environ.setdefault(MEMORY_HOOKS_VARIABLE, "n")
+        keeps_hooks = MEMORY_HOOKS_VARIABLE in os.environ or keeps_registrations()
         try:
-            self._agent: Any = nixl.nixlAgent(agent_id, config)
-            self._agent.createBackend(_BACKEND, {})
+            # No longer than that: UCXX in the same process has its own copy of UCX.
+            with environment_with({} if keeps_hooks else {MEMORY_HOOKS_VARIABLE: "n"}):
+                self._agent: Any = nixl.nixlAgent(agent_id, config)
+                self._agent.createBackend(_BACKEND, {})
         except self._errors as error:
             message = f"transport nixl: no UCX backend: {error}"
             raise UnavailableError(message, reason="NIXL_MISSING") from error

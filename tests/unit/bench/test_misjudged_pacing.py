@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.engine.pacing import Row, misjudged_rows, misjudging_meter
+from bench.engine.pacing import Row, main, misjudged_rows, misjudging_meter
 
 
 def test_rows_alternate_and_add_up_answers() -> None:
@@ -22,6 +22,14 @@ def test_rows_alternate_and_add_up_answers() -> None:
         (1.5, 0.875, 40),  # of 5 and 30 of 40, not the mean of both turns
     ]
     assert rows[0]["gap_max_ms"] == 30.5
+
+
+@pytest.mark.parametrize("factors", ["0", "-1", "nan", "inf", "1 1.0"])
+def test_factors_that_are_none_are_refused(factors: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["--misjudged", *factors.split()])
+    assert refused.value.code == 2
+    assert "--misjudged: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("factor", [1 / 1.5, 1.0, 1.5])

@@ -76,9 +76,9 @@ class Rig:
             "r", Model("words", "words", 64, 100), (1, 2, 3), generation_pb2.SamplingParams(),
             generation_pb2.StopParams(max_tokens=8), 0, time.monotonic() + 60, time.monotonic(),
         )  # fmt: skip
-        self.events_seen: list[str] = []
+        self.events_seen, self.waits_seen = list[str](), list[float]()
         self.events = RequestEvents(
-            RequestState(request, RequestEstimate(8.0, 3.0)), [Decoded(self.events_seen)]
+            RequestState(request, RequestEstimate(8.0, 3.0)), [Decoded(self.events_seen, self.waits_seen)]
         )
         self.events.routed(prefill, decode if with_decode else None, 0, time.monotonic())
         self.prefill, self.decode = ScriptedClient(prefill), ScriptedClient(decode)
@@ -101,10 +101,13 @@ class Rig:
 
 
 class Decoded(RequestObserver):
-    """Records the end of decode's part."""
+    """Records the end of decode's part, and what reservations are said to have waited."""
 
-    def __init__(self, events_seen: list[str]) -> None:
-        self._events_seen = events_seen
+    def __init__(self, events_seen: list[str], waits_seen: list[float]) -> None:
+        self._events_seen, self._waits_seen = events_seen, waits_seen
+
+    def reserve_ended(self, state: RequestState, waited_s: float) -> None:
+        self._waits_seen.append(waited_s)
 
     def decoded(self, state: RequestState) -> None:
         self._events_seen.append("decoded")
@@ -250,6 +253,8 @@ async def test_decode_computes_the_prompt_itself() -> None:
         one.decode.reserve_answer = decode_pb2.ReserveResponse(wait_ms=4.0)
         await one.start()
         assert one.state is AttemptState.LOCAL
+        assert one.waits_seen == [0.0], "its wait is part of the local prefill's"
+        assert one.events.state.attempt.report.reserve_wait_ms == 4.0
         one.prefill.say(WorkerFailed(one.prefill.worker.key, LOST))
         one.decode.say(output(0, local_prefill=decode_pb2.LocalPrefill(compute_ms=5.0)))
         assert await one.read() == [0, 1]

@@ -13,6 +13,14 @@ A, B, C = ("a", 1), ("b", 1), ("c", 1)
 PAIR, OTHER = (A, B), (C, B)
 
 
+def taught_by_handoffs() -> FetchTimes:
+    """A pace of 1.6."""
+    times = FetchTimes()
+    for lane_s in (0.002, 0.004, 0.008, 0.016):
+        times.record_handoff(PAIR, lane_s, 0.001 + 1.6 * lane_s, 0.0)
+    return times
+
+
 def test_the_first_fetch_is_what_it_is_made_of() -> None:
     times = FetchTimes()
     assert times.predicted_s(PAIR, 0.004, 0.0) == pytest.approx(2 * FIRST_CALL_S + 0.004)
@@ -28,29 +36,46 @@ def test_the_first_fetch_is_what_it_is_made_of() -> None:
 
 
 def test_requests_handoffs_say_how_slow_a_lane_is_beside_its_probe() -> None:
-    times = FetchTimes()
-    for lane_s in (0.002, 0.004, 0.008, 0.016):
-        times.record_handoff(PAIR, lane_s, 0.001 + 1.6 * lane_s, 0.0)
-    assert times.pace(0.0) == pytest.approx(1.6)
+    times = taught_by_handoffs()
+    assert times.pace(PAIR, 0.0) == pytest.approx(1.6)
     assert times.predicted_s(PAIR, 0.01, 0.0) == pytest.approx(2 * FIRST_CALL_S + 0.001 + 0.016), (
         "two calls and a handoff"
     )
-    assert times.pace(3600.0) == 1.0, "an hour later it says nothing any more"
+    assert times.pace(PAIR, 3600.0) == 1.0, "an hour later it says nothing any more"
 
 
 def test_a_fetch_s_own_write_says_it_better_from_the_first_on() -> None:
-    times = FetchTimes()
-    for lane_s in (0.002, 0.004, 0.008, 0.016):
-        times.record_handoff(PAIR, lane_s, 0.001 + 1.6 * lane_s, 0.0)
+    times = taught_by_handoffs()
     times.record(PAIR, 0.001, 0.012, 0.0)
     times.record_write(PAIR, 0.001, 0.001 + 4 * 0.001, 0.0)
-    assert times.pace(0.0) == pytest.approx(4.0), "of memory that is not in a cache"
+    assert times.pace(PAIR, 0.0) == pytest.approx(4.0), "of memory that is not in a cache"
     for number in range(3):
         times.record(PAIR, 0.01, 0.008 + 5 * 0.01, float(number))
-    assert times.pace(3.0) == pytest.approx((0.058 - 0.012) / 0.009), "then fetches of other sizes"
+    assert times.pace(PAIR, 3.0) == pytest.approx((0.058 - 0.012) / 0.009), "then fetches of other sizes"
 
 
-@pytest.mark.parametrize("told_s", [float("nan"), float("inf"), -1.0])
+def test_one_slow_write_does_not_end_all_fetches() -> None:
+    """Its process stood still for 0.2 s; no other fetch is tried after it."""
+    times = taught_by_handoffs()
+    times.record_write(PAIR, 0.004, 0.2, 0.0)
+    assert times.pace(PAIR, 1.0) == pytest.approx(3 * 1.6), "it counts as three times as long as predicted"
+    assert times.pace(OTHER, 60.0) == pytest.approx(1.6), "and not for long"
+    for at_s in (61.0, 62.0):
+        times.record_write(PAIR, 0.004, 0.001 + 2 * 0.004, at_s)
+    assert times.pace(PAIR, 63.0) == pytest.approx(2.0)
+
+
+def test_a_pair_s_own_writes_count_for_it_alone() -> None:
+    times = taught_by_handoffs()
+    for _ in range(3):
+        times.record_write(PAIR, 0.004, 0.001 + 2 * 0.004, 0.0)
+    for _ in range(5):
+        times.record_write(OTHER, 0.004, 60.0, 0.0)
+    assert times.pace(PAIR, 1.0) == pytest.approx(2.0)
+    assert times.pace(OTHER, 1.0) > 4
+
+
+@pytest.mark.parametrize("told_s", [float("nan"), float("inf"), 1e305, 60.1, -1.0])
 def test_what_no_write_can_take_says_nothing(told_s: float) -> None:
     times = FetchTimes()
     times.record_write(PAIR, 0.001, told_s, 0.0)
@@ -58,10 +83,17 @@ def test_what_no_write_can_take_says_nothing(told_s: float) -> None:
     assert times.predicted_s(PAIR, 0.001, 0.0) == pytest.approx(2 * FIRST_CALL_S + 0.001)
 
 
+@pytest.mark.parametrize("told_s", [float("nan"), float("inf"), float("-inf")])
+def test_nor_does_what_no_call_can_take(told_s: float) -> None:
+    times = FetchTimes()
+    times.reserves.record(B, told_s)
+    assert times.predicted_s(PAIR, 0.001, 0.0) == pytest.approx(2 * FIRST_CALL_S + 0.001)
+
+
 def test_what_is_written_in_pieces_says_nothing_of_the_lane() -> None:
     times = FetchTimes()
     times.record_write(PAIR, ONE_PIECE_S + 0.001, 0.001, 0.0)
-    assert times.pace(0.0) == 1.0
+    assert times.pace(PAIR, 0.0) == 1.0
 
 
 @pytest.mark.parametrize(("calls_s", "pace"), [(0.002, 1.0), (0.05, 1.4), (0.02, 5.0), (0.005, 0.6)])
@@ -113,7 +145,8 @@ def played(
     """How many of 24 are within a quarter. Six requests before, then eight fetches each of 128, 512 and 1,024 tokens
     between three workers, calls and lanes as measured, each some more or less at random; the real lane carries 0.7 of
     what its probe says. `cold`: what a fetch's bytes take of that, which are in no cache; `first`: how many times as
-    long the first fetch takes as it would; `starting_s`: what six in ten of the calls before wait longer, on average.
+    long the first fetch and its write take as they would; `starting_s`: what six in ten of the calls before wait
+    longer, on average.
     """
     pick, times, within = random.Random(seed), FetchTimes(), 0
 
@@ -133,7 +166,8 @@ def played(
         took_s = noisy(0.0075 + cold * lane_s / 0.7) * (first if number == 0 else 1.0)
         within += 0.75 <= took_s / times.predicted_s(pair, lane_s, now) <= 1.25
         times.record(pair, lane_s, took_s, now)
-        times.record_write(pair, lane_s, noisy(0.001 + cold * lane_s / 0.7), now)
+        write_s = noisy(0.001 + cold * lane_s / 0.7) * (first if number == 0 else 1.0)
+        times.record_write(pair, lane_s, write_s, now)
     return within
 
 

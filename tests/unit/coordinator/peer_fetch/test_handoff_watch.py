@@ -53,7 +53,7 @@ def test_handoffs_of_one_chunk_say_what_the_lane_takes() -> None:
         events = begun(times, D)
         events.state.attempt.report.chunks = chunks
         events.transferred(prefill_pb2.HandoffDone(written_bytes=size, transfer_ms=3e3 * size / 1e9))
-    assert times.pace(time.monotonic()) == pytest.approx(3.0)
+    assert times.pace((P.key, D.key), time.monotonic()) == pytest.approx(3.0)
 
 
 def test_a_fetch_that_failed_is_booked_as_work_where_it_was_to_spare_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +16,11 @@ from engine.core.types import ModelFacts
 from engine.worker import kept_vocabulary
 from engine.worker.kept_vocabulary import keep_vocabulary, load_vocabulary
 from splitserve.errors import NotFoundError
+from splitserve.models import hf_tokenizer
 from splitserve.models.hf_tokenizer import ByteTokenizer
+from splitserve.models.tokenizer_files import FAMILY_RULES, read_tokenizer
 
+RULED = next(iter(FAMILY_RULES))
 FACTS = ModelFacts(64, 3, frozenset({2}))
 
 
@@ -79,6 +83,17 @@ def test_what_cannot_be_loaded_is_left_to_the_worker(folder: Path, tmp_path: Pat
     assert not kept_vocabulary._kept
     with pytest.raises(NotFoundError):
         load_vocabulary(str(folder), FACTS)
+
+
+@pytest.mark.parametrize("config", ["tokenizer_config.json", "config.json"])
+def test_what_has_to_be_converted_first_is_left_to_the_worker(
+    folder: Path, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_tokenizer, "converted_tokenizer", lambda _: read_tokenizer(folder))
+    content = {"tokenizer_config.json": {"tokenizer_class": "Own"}, "config.json": {"model_type": RULED}}
+    (folder / config).write_text(json.dumps(content[config]))
+    keep_vocabulary(str(folder), FACTS)
+    assert not kept_vocabulary._kept
 
 
 def test_files_that_are_gone_are_missed_where_they_are_loaded(folder: Path) -> None:

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kv_transfer.transports.nixl.binding import load_nixl
+from kv_transfer.transports.nixl import binding
+from kv_transfer.transports.nixl.binding import NixlAgent, load_nixl
 from splitserve import host_facts
 from splitserve.errors import UnavailableError
 from tests.support.waiting import PATIENCE_S
@@ -47,7 +49,44 @@ def test_libc_stays_as_it_is_unless_somebody_wants_otherwise(variable: str | Non
     assert (ended.returncode, ended.stdout) == (0, f"{unchanged}\n"), ended.stderr
 
 
-@pytest.mark.parametrize("device", ["nvidia0", "kfd", "xpmem", "knem", "rdma"])
+class FakeNixl:
+    """Of its binding module what makes an agent."""
+
+    DRAM_SEG, VRAM_SEG = 0, 1
+    hooks: str | None = None
+    """As the backend finds them."""
+
+    class nixlAgentConfig:
+        pass
+
+    class nixlAgent:
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def createBackend(self, *_: Any) -> None:
+            FakeNixl.hooks = os.environ.get("UCX_MEM_EVENTS")
+
+
+@pytest.mark.parametrize(
+    ("has_device", "given", "found"), [(True, None, None), (False, None, "n"), (False, "y", "y")]
+)
+def test_the_hooks_stay_where_a_device_has_memory_registered(
+    has_device: bool, given: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("UCX_MEM_EVENTS", "UCX_SYSV_ERROR_HANDLING"):
+        monkeypatch.setenv(name, given or "")  # put back in the end
+        if given is None:
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(binding, "load_nixl", lambda: FakeNixl)
+    monkeypatch.setattr(binding, "keeps_registrations", lambda: has_device)
+    NixlAgent("agent")
+    assert FakeNixl.hooks == found
+    assert os.environ.get("UCX_MEM_EVENTS") == given, "others in this process have their own"
+
+
+@pytest.mark.parametrize(
+    "device", ["nvidia0", "kfd", "dxg", "nvmap", "dri/renderD128", "xpmem", "knem", "rdma"]
+)
 def test_a_device_that_has_memory_registered(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,5 +97,14 @@ def test_a_device_that_has_memory_registered(
     if device == "rdma":
         (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
     else:
+        (tmp_path / "dev/dri").mkdir()
         (tmp_path / "dev" / device).touch()
+    assert host_facts.keeps_registrations()
+
+
+def test_devices_that_cannot_be_read_may_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable() -> tuple[str, ...]:
+        raise PermissionError("/sys/class/infiniband")
+
+    monkeypatch.setattr(host_facts, "rdma_devices", unreadable)
     assert host_facts.keeps_registrations()
