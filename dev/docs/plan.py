@@ -165,7 +165,7 @@ SHORT: Mapping[str, str] = {
         "splitserve simulate --trace diurnal --policy policy.yaml --preemptions 0.5 --duration 300 --no-bound"
     ),
     "splitserve plan --model": (
-        "splitserve plan --model smollm2-135m-instruct --gpu L4 --rate 40 --prompt-tokens p50=800,p95=4000"
+        "splitserve plan --model smollm2-135m-instruct --gpu L4 --rate 40 --prompt-tokens p50=800,p95=2500"
         " --output-tokens 250 --slo-ttft 1000 --slo-tpot 40 --price 0.8"
     ),
     "splitserve plan --params": (
