@@ -11,9 +11,6 @@ from pathlib import Path
 
 _PROC, _SYS, _DEV = Path("/proc"), Path("/sys"), Path("/dev")
 TRANSPORT_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
-REGISTERING = ("kfd", "dxg", "nvmap", "dri/renderD*", "xpmem", "knem")
-"""Devices in /dev that have memory registered: GPUs of AMD, those of Windows below WSL2, of Tegra, of any maker with a
-driver for rendering, and two modules for copies between processes."""
 MAX_HOST_ID_LENGTH = 64
 
 
@@ -42,7 +39,7 @@ def read_host_facts() -> HostFacts:
         memlock_bytes=_memlock_bytes(),
         in_container=(Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()),
         rdma_devices=rdma_devices(),
-        gpus=_gpus(),
+        gpus=sum(path.name[6:].isdecimal() for path in _DEV.glob("nvidia[0-9]*")),
         ptrace_scope=_number(_PROC / "sys/kernel/yama/ptrace_scope"),
         variables={name: os.environ[name] for name in TRANSPORT_VARIABLES if os.environ.get(name)},
     )
@@ -52,21 +49,6 @@ def rdma_devices() -> tuple[str, ...]:
     """Names of the RDMA devices."""
     folder = _SYS / "class/infiniband"
     return tuple(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else ()
-
-
-MEMORY_HOOKS_VARIABLE = "UCX_MEM_EVENTS"
-"""Whether UCX replaces libc's functions for memory, which takes 0.4 s; for caches that need a device to be there."""
-
-
-def keeps_registrations() -> bool:
-    """Whether this machine has a device for which memory is registered: RDMA, a GPU, or a module of the kernel for
-    copies between processes. What cannot be read may be one."""
-    try:
-        if rdma_devices() or _gpus():
-            return True
-        return any(next(_DEV.glob(name), None) is not None for name in REGISTERING)
-    except OSError:
-        return True
 
 
 def host_id() -> str:
@@ -88,10 +70,6 @@ def network_bytes_sent() -> int | None:
         return None
     # Columns after the interface's name: eight of received traffic, then those of sent traffic, bytes first.
     return sum(int(line.partition(":")[2].split()[8]) for line in lines)
-
-
-def _gpus() -> int:
-    return sum(path.name[6:].isdecimal() for path in _DEV.glob("nvidia[0-9]*"))
 
 
 def _shared_memory_bytes() -> int | None:

@@ -19,11 +19,6 @@ the progress thread, which on a worker with one core competes with the writer: o
 to post over TCP and takes 0.05 ms over shared memory. Segments are marked for removal when attached, so a
 killed process leaves none. Without a common IPC namespace UCX falls back to TCP.
 
-UCX replaces libc's functions for memory by ones that tell its caches of registrations what has been unmapped. It
-spins for 5 ms at each of some 80 changes of code, lest a thread be in the midst of it: 0.4 s of a core when a
-process makes its first agent. Where no device has memory registered there are no such caches, and
-`UCX_MEM_EVENTS` turns it off: 0.01 s.
-
 For memory of a device there is no progress thread (ai-dynamo/nixl#2102): the engine's thread polls instead, also while
 it waits for a step.
 """
@@ -41,8 +36,6 @@ import numpy as np
 import numpy.typing as npt
 
 from splitserve.errors import TransferError, UnavailableError
-from splitserve.host_facts import MEMORY_HOOKS_VARIABLE, keeps_registrations
-from splitserve.runtime.process import environment_with
 
 PROGRESS_SLEEP_US = 10_000
 _PACKAGES = ("nixl_cu13", "nixl")
@@ -93,14 +86,10 @@ class NixlAgent:
         config.useProgThread = progress_thread
         if progress_thread:
             config.pthrDelay = PROGRESS_SLEEP_US
-        # UCX reads them when the backend is created.
-        os.environ.setdefault(_SHARED_MEMORY_VARIABLE, "y")
-        keeps_hooks = MEMORY_HOOKS_VARIABLE in os.environ or keeps_registrations()
+        os.environ.setdefault(_SHARED_MEMORY_VARIABLE, "y")  # UCX reads it when the backend is created
         try:
-            # No longer than that: UCXX in the same process has its own copy of UCX.
-            with environment_with({} if keeps_hooks else {MEMORY_HOOKS_VARIABLE: "n"}):
-                self._agent: Any = nixl.nixlAgent(agent_id, config)
-                self._agent.createBackend(_BACKEND, {})
+            self._agent: Any = nixl.nixlAgent(agent_id, config)
+            self._agent.createBackend(_BACKEND, {})
         except self._errors as error:
             message = f"transport nixl: no UCX backend: {error}"
             raise UnavailableError(message, reason="NIXL_MISSING") from error
