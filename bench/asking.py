@@ -30,6 +30,13 @@ class AskedAnswer:
     compute_s: float = 0.0
     """Of the prompt, as its worker measured it."""
     token_ids: tuple[int, ...] = ()
+    cached_tokens: int = 0
+    """Of the prompt, as the workers say."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.token_s[0]
 
     @property
     def around_s(self) -> float:
@@ -64,7 +71,7 @@ async def ask(client: AsyncClient, prompt: Sequence[int], max_tokens: int) -> As
     request_id = f"bench-{next(_NUMBERS)}"
     token_s: list[float] = []
     token_ids: list[int] = []
-    compute_s = 0.0
+    compute_s, cached = 0.0, 0
     began = time.monotonic()
     stream = client.stream(
         prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, request_id=request_id
@@ -76,4 +83,5 @@ async def ask(client: AsyncClient, prompt: Sequence[int], max_tokens: int) -> As
                 token_ids += item.token_ids
             else:
                 compute_s = item.timings.prefill_ms / 1e3
-    return AskedAnswer(request_id, tuple(token_s), compute_s, tuple(token_ids))
+                cached = item.usage.cached_prompt_tokens
+    return AskedAnswer(request_id, tuple(token_s), compute_s, tuple(token_ids), cached)

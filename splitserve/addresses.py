@@ -16,6 +16,7 @@ _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?\Z")
 """A label of a host name as in RFC 1123, with the underscores that container names have."""
 _SCOPE = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 MAX_HOST_CHARACTERS = 253
+MAX_PORT = 65535
 QUIET_PORTS = range(10_000, 32_768)
 """From here services get a port that is not named: systems give connections theirs from above."""
 _TRIES = 100
@@ -26,7 +27,7 @@ def check_address(address: str, field: str) -> str:
     """Returns the address. Raises InvalidArgumentError naming `field` unless it is "host:port" with a host name
     (RFC 1123), an IPv4 address or an IPv6 address in brackets, and a port of 1..65535."""
     match = _ADDRESS.match(address)
-    if match is None or not 1 <= int(match["port"]) <= 65535:
+    if match is None or not 1 <= int(match["port"]) <= MAX_PORT:
         raise _bad_address(field, address, '"host:port" with a port of 1..65535')
     if match["ipv6"] is not None:
         if not _is_ipv6(match["ipv6"]):

@@ -20,7 +20,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from statistics import median, quantiles
@@ -180,12 +180,12 @@ class _PromptTimes(PromptTimeFit):
 
 
 def misjudged_rows(
-    turns: int, engines: Mapping[float, _Engine], run: Callable[[_Engine, int], Row]
+    turns: int, engines: dict[float, _Engine], run: Callable[[_Engine, int], Row]
 ) -> list[dict[str, Any]]:
     """A row for each factor: its engine's turns, which alternate with the others' (A B C C B A ...)."""
     found: dict[float, list[Row]] = {factor: [] for factor in engines}
     for turn in range(turns):
-        for factor in list(engines) if turn % 2 == 0 else list(reversed(list(engines))):
+        for factor in engines if turn % 2 == 0 else reversed(engines):
             found[factor].append(run(engines[factor], turn))
     return [{"factor": factor, **_pooled(rows)} for factor, rows in found.items()]
 

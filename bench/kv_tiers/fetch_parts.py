@@ -59,7 +59,7 @@ def times_of(fetched: Mapping[str, Any], written: Mapping[str, Any] | None) -> F
         "rest": max(0.0, fetched["took_ms"] - fetched["reserve_ms"] - write_ms),
     }
     return FetchTimesRow(
-        pace=round(fetched["pace"], 2), **{name: round(value, 2) for name, value in values.items()}
+        pace=round(fetched["pace"], 2), **{name: round(value, 3) for name, value in values.items()}
     )
 
 

@@ -54,7 +54,7 @@ class FetchRow:
     predicted_ms: float
     predicted_compute_ms: float
     within_quarter: int
-    """Fetches that took from 0.75 to 1.25 of what was predicted."""
+    """Fetches that were near what was predicted; see `bench.kv_tiers.fetch_parts`."""
     ratios: list[float]
     """What each took over what was predicted, in order."""
     sooner: int
@@ -111,18 +111,17 @@ async def _row(client: AsyncClient, dice: random.Random, tokens: int, turns: int
             fetched.append(second.token_s[0])
             chosen.append((fetches[-1], first.token_s[0]))
             parts.append(times_of(fetches[-1], seen.written))
-    took = [(event["took_ms"], event["predicted_ms"]) for event, _ in chosen]
     return FetchRow(
         tokens,
         turns,
         len(chosen),
         _median_ms(computed),
         _median_ms(fetched),
-        round(median([t for t, _ in took] or [0.0]), 1),
-        round(median([p for _, p in took] or [0.0]), 1),
+        round(median([part.took for part in parts] or [0.0]), 1),
+        round(median([part.predicted for part in parts] or [0.0]), 1),
         round(median([event["compute_ms"] for event, _ in chosen] or [0.0]), 1),
-        sum(0.75 <= t / p <= 1.25 for t, p in took),
-        [round(t / p, 2) for t, p in took],
+        sum(part.is_near for part in parts),
+        [round(part.ratio, 2) for part in parts],
         sum(event["took_ms"] / 1e3 < computed_s for event, computed_s in chosen),
         spreads(parts) if parts else {},
         misses(parts),

@@ -12,18 +12,16 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from bench.asking import random_prompt
+from bench.asking import AskedAnswer, ask, random_prompt
 from bench.cluster import running_cluster
 from bench.kv_tiers.trace_replay import FRONT, PATIENT, block_bytes
-from splitserve.client import AsyncClient, Delta
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.engine import EngineConfig
 from splitserve.generation.kv_blocks import blocks_for
@@ -41,15 +39,6 @@ PROMPTS = FILLING + 4
 """Of each conversation, its own included."""
 SETTLE_S = 2.0
 """After this the workers have copied what they have computed, and their reports have come."""
-
-
-@dataclass(frozen=True)
-class TurnAnswer:
-    """What a client saw of a prompt, and the tokens of its answer."""
-
-    ttft_s: float
-    cached_tokens: int
-    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -78,7 +67,7 @@ class SecondTurnRow:
     holds: bool
 
 
-Ask = Callable[[Sequence[int], int], Awaitable[TurnAnswer]]
+Ask = Callable[[Sequence[int], int], Awaitable[AskedAnswer]]
 """A prompt, and how many tokens its answer shall have."""
 
 
@@ -147,24 +136,24 @@ async def _rows_of_length(config: ClusterConfig, tokens: int, turns: int) -> lis
     dice, kept = random.Random(tokens), []
     taken: dict[Place, list[SecondTurn]] = {"pool": [], "host": [], "disk": []}
     async with running_cluster(config, {FRONT: PATIENT}, lambda _event: None) as cluster:
-        ask = _asking(cluster.clients[FRONT])
+        asking = partial(ask, cluster.clients[FRONT])
         for _ in range(turns + 1):
-            conversation = Conversation(ask, dice, tokens)
+            conversation = Conversation(asking, dice, tokens)
             await conversation.first_turn()
             await asyncio.sleep(SETTLE_S)
             taken["pool"].append(await conversation.second_turn("pool"))
             await asyncio.sleep(SETTLE_S)
-            await fill_pools(ask, dice, tokens)
+            await fill_pools(asking, dice, tokens)
             await asyncio.sleep(SETTLE_S)
             taken["host"].append(await conversation.second_turn("host"))
             kept.append(conversation)
         await asyncio.sleep(SETTLE_S)
     async with running_cluster(config, {FRONT: PATIENT}, lambda _event: None) as cluster:
-        ask = _asking(cluster.clients[FRONT])
-        await fill_pools(ask, dice, tokens)  # every kind of step has been computed
+        asking = partial(ask, cluster.clients[FRONT])
+        await fill_pools(asking, dice, tokens)  # every kind of step has been computed
         for conversation in kept:
             await asyncio.sleep(SETTLE_S)
-            taken["disk"].append(await conversation.second_turn("disk", ask))
+            taken["disk"].append(await conversation.second_turn("disk", asking))
     return [row_of(place, tokens, each[1:]) for place, each in taken.items()]
 
 
@@ -181,20 +170,3 @@ def _config(model: str, dtype: str, tokens: int, turns: int, folder: Path) -> Cl
         }
     )
     return ClusterConfig(model=model, engine=engine)
-
-
-def _asking(client: AsyncClient) -> Ask:
-    async def ask(prompt: Sequence[int], max_tokens: int) -> TurnAnswer:
-        began_s, first_s, cached = time.monotonic(), 0.0, 0
-        token_ids: list[int] = []
-        stream = client.stream(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        async with aclosing(stream) as items:
-            async for item in items:
-                if isinstance(item, Delta):
-                    first_s = first_s or time.monotonic() - began_s
-                    token_ids += item.token_ids
-                else:
-                    cached = item.usage.cached_prompt_tokens
-        return TurnAnswer(first_s, cached, tuple(token_ids))
-
-    return ask

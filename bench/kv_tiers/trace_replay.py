@@ -12,18 +12,17 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS, TraceRequest, load_trace
 from autoscaler.sizing.model_shape import GivenShape, read_config, shape_of
-from bench.asking import HIGHEST_TOKEN, LOWEST_TOKEN, ask, random_prompt
+from bench.asking import HIGHEST_TOKEN, LOWEST_TOKEN, AskedAnswer, ask, random_prompt
 from bench.cluster import running_cluster
 from bench.kv_tiers.shares import ReplayedPrompt, share_of
 from bench.kv_tiers.ttft import TraceRow
-from splitserve.client import AsyncClient, Delta
+from splitserve.client import AsyncClient
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.coordinator import AdmissionConfig, CoordinatorConfig
 from splitserve.config.engine import EngineConfig
@@ -47,14 +46,6 @@ class ScaledPrompt:
     arrival_s: float
     tokens: tuple[int, ...]
     hashes: tuple[bytes, ...]
-
-
-@dataclass(frozen=True)
-class ReplayedAnswer:
-    """What a client saw of one prompt."""
-
-    ttft_s: float
-    cached_tokens: int
 
 
 def sampled(requests: Sequence[TraceRequest], count: int, seed: int = 1) -> list[TraceRequest]:
@@ -156,13 +147,13 @@ async def _warmed_up(client: AsyncClient, prompts: Sequence[ScaledPrompt]) -> fl
     return median(found[1:])
 
 
-async def _replayed(client: AsyncClient, prompts: Sequence[ScaledPrompt]) -> list[ReplayedAnswer]:
+async def _replayed(client: AsyncClient, prompts: Sequence[ScaledPrompt]) -> list[AskedAnswer]:
     """Sends every prompt at its time."""
     began_s = time.monotonic()
 
-    async def one(prompt: ScaledPrompt) -> ReplayedAnswer:
+    async def one(prompt: ScaledPrompt) -> AskedAnswer:
         await asyncio.sleep(max(0.0, began_s + prompt.arrival_s - time.monotonic()))
-        return await _asked(client, prompt.tokens)
+        return await ask(client, prompt.tokens, MAX_TOKENS)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -170,15 +161,3 @@ async def _replayed(client: AsyncClient, prompts: Sequence[ScaledPrompt]) -> lis
     except* SplitserveError as failed:
         raise RuntimeError(f"a request failed: {failed.exceptions[0]}") from failed
     return [task.result() for task in tasks]
-
-
-async def _asked(client: AsyncClient, tokens: Sequence[int]) -> ReplayedAnswer:
-    began_s, first_s, cached = time.monotonic(), 0.0, 0
-    stream = client.stream(tokens, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
-    async with aclosing(stream) as items:
-        async for item in items:
-            if isinstance(item, Delta):
-                first_s = first_s or time.monotonic() - began_s
-            else:
-                cached = item.usage.cached_prompt_tokens
-    return ReplayedAnswer(first_s, cached)

@@ -144,11 +144,14 @@ class FetchTimes:
 
     def predicted_s(self, pair: Pair, lane_s: float, now: float) -> float:
         """Of a fetch whose bytes the lane alone carries in `lane_s`."""
-        return self.calls_s(pair, now) + self.pace(pair, now) * lane_s
+        pace = self.pace(pair, now)
+        return self._calls_s(pair, pace, now) + pace * lane_s
 
     def calls_s(self, pair: Pair, now: float) -> float:
         """The fixed part."""
-        pace = self.pace(pair, now)
+        return self._calls_s(pair, self.pace(pair, now), now)
+
+    def _calls_s(self, pair: Pair, pace: float, now: float) -> float:
         weighed = [(self._untried_s(pair) + self._measured(now).handoff_s, UNTRIED)]
         for age, sample in enumerate(reversed(self._fetches)):
             weight = 2.0 ** (-age / HALF_LIFE) * _freshness(sample, now)

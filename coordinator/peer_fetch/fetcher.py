@@ -113,8 +113,7 @@ class PrefixFetcher:
                 tokens = (*request.prompt, *events.state.token_ids)[: plan.tokens]
                 keys = request.block_keys.get(plan.taker.block_size_tokens, ())
                 keys = keys[: plan.tokens // plan.taker.block_size_tokens]
-                lane_s = plan.pace * plan.lane_s
-                under_way = self._begin(plan, _prefix_of(request, tokens), keys, limit_s, lane_s, parts)
+                under_way = self._begin(plan, _prefix_of(request, tokens), keys, limit_s, parts)
             moved = await under_way.wait(limit_s)
         except SplitserveError as error:
             failure = error
@@ -166,13 +165,11 @@ class PrefixFetcher:
         prefix: Prefix,
         keys: Sequence[int],
         limit_s: float,
-        lane_s: float,
         parts: FetchParts,
     ) -> UnderWay:
-        now = time.monotonic()
-        fetch = UnderWay(plan.holder, plan.taker, keys, now, now + plan.fetch_s, lane_s)
-        who = plan.holder, plan.taker, prefix
-        bring = partial(self._bring, *who, limit_s, FETCH_RANK, parts)
+        now, holder, taker = time.monotonic(), plan.holder, plan.taker
+        fetch = UnderWay(holder, taker, keys, now, now + plan.fetch_s, plan.pace * plan.lane_s)
+        bring = partial(self._bring, holder, taker, prefix, limit_s, FETCH_RANK, parts)
         return self.under_way.begin(fetch, bring)
 
     async def _bring(
@@ -189,9 +186,15 @@ class PrefixFetcher:
                 self._learn_write(holder, taker, done)
 
         source, target = self._clients.client_for(holder), self._clients.client_for(taker)
-        owner = self._background
         return await fetch_prefix(
-            source, target, prefix, owner, limit_s, rank=rank, parts=parts, on_written=written
+            source,
+            target,
+            prefix,
+            self._background,
+            limit_s,
+            rank=rank,
+            parts=parts,
+            on_written=written,
         )
 
     def _learn_write(self, holder: Worker, taker: Worker, done: prefill_pb2.HandoffDone) -> None:

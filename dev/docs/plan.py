@@ -151,6 +151,10 @@ SCENES = (
     ),
 )
 
+_PLAN = (
+    "splitserve plan --model smollm2-135m-instruct --gpu L4 --rate 40 --prompt-tokens p50=800,p95=2500"
+    " --output-tokens 250 --slo-ttft 1000 --slo-tpot 40 --price 0.8"
+)
 SHORT: Mapping[str, str] = {
     "make docs": "make docs",
     "make proto": "make proto",
@@ -164,10 +168,7 @@ SHORT: Mapping[str, str] = {
     "splitserve simulate --trace diurnal": (
         "splitserve simulate --trace diurnal --policy policy.yaml --preemptions 0.5 --duration 300 --no-bound"
     ),
-    "splitserve plan --model": (
-        "splitserve plan --model smollm2-135m-instruct --gpu L4 --rate 40 --prompt-tokens p50=800,p95=2500"
-        " --output-tokens 250 --slo-ttft 1000 --slo-tpot 40 --price 0.8"
-    ),
+    _PLAN: _PLAN,
     "splitserve plan --params": (
         "splitserve plan --params 70B --layers 80 --heads 64 --kv-heads 8 --head-dim 128 --gpu H100 --rate 3 --json"
     ),

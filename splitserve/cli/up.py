@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from splitserve.addresses import claim_port
+from splitserve.addresses import MAX_PORT, claim_port
 from splitserve.cli.options import DEFAULT_TARGET
 from splitserve.errors import ConfigError, FailedPreconditionError, NotFoundError
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from splitserve.rpc.credentials import ClusterCredentials
 
 EXIT_KILLED = 130
-MAX_PORT = 65535
 CHOICES = 10
 """How often free ports are chosen until they fit together."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -138,9 +137,8 @@ def _claim_ports(settings: ClusterConfig) -> ClusterConfig:
         settings = settings.model_copy(update={"coordinator": front.model_copy(update=ports)})
     _check_ports(settings)
     if 0 in (front.grpc_port, front.http_port, settings.coordinator.cluster_port):
-        for _ in range(
-            CHOICES - 1
-        ):  # ports that were chosen may be each other's, or not have the next ones free
+        # Ports that were chosen may be each other's, or not have the next ones free.
+        for _ in range(CHOICES - 1):
             with suppress(ConfigError, FailedPreconditionError):
                 return _with_free_ports(settings)
     return _with_free_ports(settings)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from splitserve.addresses import check_address
+from splitserve.addresses import MAX_PORT, check_address
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError
 
@@ -74,7 +74,7 @@ def option_of(field: FieldInfo) -> Option:
 
 _NO_OVERRIDES = Option()
 
-Port = Annotated[int, Field(ge=0, le=65535)]
+Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
 Cost = Annotated[float, Field(ge=0)]
 CoordinatorAddress = Annotated[str, AfterValidator(lambda address: check_address(address, "coordinator"))]
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from bench.asking import AskedAnswer
 from bench.kv_tiers.second_turn import (
     ANSWER_TOKENS,
     BLOCK,
     TAIL_TOKENS,
     Conversation,
     SecondTurn,
-    TurnAnswer,
     fill_pools,
     pool_blocks,
     row_of,
@@ -30,7 +30,7 @@ class OneWorker:
         self._blocks = blocks
         self._kept: dict[tuple[int, ...], None] = {}
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int) -> TurnAnswer:
+    async def ask(self, prompt: Sequence[int], max_tokens: int) -> AskedAnswer:
         answer = tuple(range(max_tokens))
         names = [tuple(prompt[: end + BLOCK]) for end in range(0, len(prompt) - BLOCK + 1, BLOCK)]
         found = next((number for number, name in enumerate(names) if name not in self._kept), len(names))
@@ -39,7 +39,8 @@ class OneWorker:
             self._kept[name] = None
         while len(self._kept) > self._blocks:
             del self._kept[next(iter(self._kept))]
-        return TurnAnswer((len(prompt) - found * BLOCK) * TOKEN_S, found * BLOCK, answer)
+        ttft_s = (len(prompt) - found * BLOCK) * TOKEN_S
+        return AskedAnswer("", (ttft_s,), token_ids=answer, cached_tokens=found * BLOCK)
 
 
 async def test_a_second_turn_is_the_history_and_a_new_end_beside_a_prompt_as_long() -> None:

@@ -75,7 +75,7 @@ class Rig:
         return FetchPlan(holder, taker, tokens, 0, LANE_S, 1.5, wait_s, 0.05, 1.0)
 
     async def fetch(self, plan: FetchPlan) -> None:
-        under_way = self.fetcher._begin(plan, PREFIX, (), 1.0, plan.lane_s, FetchParts())
+        under_way = self.fetcher._begin(plan, PREFIX, (), 1.0, FetchParts())
         await under_way.wait(1.0)
 
 
