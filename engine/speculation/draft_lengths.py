@@ -27,8 +27,8 @@ LEAST_GAIN = 1.05
 """Tokens a second, over those without drafts, that a step with drafts must be expected to give."""
 PROBE_EVERY = 48
 """After so many steps whose drafts were left out, one token of a draft is checked all the same, to measure anew."""
-MAX_PROBE_COST = 1.2
-"""Unless it makes the step longer than this multiple."""
+PROBE_COST = 1.2
+"""As seldom in proportion where that makes the step longer than this multiple."""
 
 
 class Share(NamedTuple):

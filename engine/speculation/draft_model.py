@@ -26,6 +26,8 @@ _SMOOTHING = 0.2
 _SINGLES = 2
 """Up to so many tokens are computed one at a time, as decode rows of all sequences: such steps are captured."""
 _WARM_UP = "warm-up"
+_WARM_UP_PASSES = 3
+"""Of which the fastest counts: the others compiled, or something else computed meanwhile."""
 _NO_GUESS = 0
 
 
@@ -129,6 +131,10 @@ class DraftModel(ComputingDrafter):
         """See `ComputingDrafter.chunk_s`."""
         return tokens * self._chunk_token_s
 
+    def forget_times(self) -> None:
+        """See `ComputingDrafter.forget_times`."""
+        self._costs, self._chunk_token_s = RowCosts(), 0.0
+
     def take_spent_s(self) -> float:
         """See `ComputingDrafter.take_spent_s`."""
         spent_s, self._spent_s = self._spent_s, 0.0
@@ -152,14 +158,25 @@ class DraftModel(ComputingDrafter):
         blocks = range(blocks_for(count, self._block_size))
         request = DraftRequest(_WARM_UP, [0] * count, 1, 1, block_ids=blocks, table_id=-1)
         self.catch_up(request, self.behind(request))
-        for rows in range(1, sequences + 1):
-            self._decode([self._row(request, (), sample=True)] * rows)
+        passes = [self._passed(request, sequences) for _ in range(_WARM_UP_PASSES)]
+        self._costs = RowCosts()
+        for rows, seconds in enumerate(map(min, zip(*passes, strict=True)), start=1):
+            self._costs.record(rows, seconds)
         self.forget(_WARM_UP)
         self.take_spent_s()
 
     def close(self) -> None:
         """Closes the runner."""
         self._runner.close()
+
+    def _passed(self, request: DraftRequest, sequences: int) -> list[float]:
+        """Seconds of a guess for each number of sequences."""
+        found = []
+        for rows in range(1, sequences + 1):
+            began_s = self._clock()
+            self._decode([self._row(request, (), sample=True)] * rows)
+            found.append(self._clock() - began_s)
+        return found
 
     def _decode(self, rows: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
         """The tokens of rows of one token each; None for those that fail."""

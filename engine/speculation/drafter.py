@@ -87,5 +87,9 @@ class ComputingDrafter(Drafter):
         """Seconds that `catch_up` takes for so many tokens; 0 before any was measured."""
 
     @abstractmethod
+    def forget_times(self) -> None:
+        """What `token_s` and `chunk_s` tell is out of date."""
+
+    @abstractmethod
     def take_spent_s(self) -> float:
         """Seconds that it has computed since this was last asked."""

@@ -22,10 +22,10 @@ from engine.core.types import RequestLimits
 from engine.speculation.acceptance import Acceptance, SequenceAcceptance
 from engine.speculation.draft_lengths import (
     MAX_DRAFT,
-    MAX_PROBE_COST,
     MAX_ROWS,
     MAX_SEQUENCES,
     NOTHING_OWED,
+    PROBE_COST,
     PROBE_EVERY,
     choose_guesses,
     choose_lengths,
@@ -34,7 +34,10 @@ from engine.speculation.draft_lengths import (
 from engine.speculation.draft_room import DraftRoom, StreamAccount
 from engine.speculation.drafter import OF_A_MODEL, ComputingDrafter, Draft, Drafter, DraftRequest
 from engine.speculation.prompt_reading import MIN_CHUNK, READY, ReadingChance, ahead_s
-from engine.speculation.row_costs import RowCosts
+from engine.speculation.row_costs import FORGET_AFTER, RowCosts
+
+_FIRST_GUESS_COST = 0.25
+"""Plain steps that a computed guess takes before any was measured."""
 
 
 @dataclass(slots=True)
@@ -60,6 +63,8 @@ class Speculator:
         self._computing = drafter if isinstance(drafter, ComputingDrafter) else None
         self._guessing_s = 0.0
         """How long a computing drafter took before the step that was planned last."""
+        self._unasked = 0
+        """Steps in a row before which a computing drafter computed nothing."""
         self._costs = RowCosts()
         self._everywhere = Acceptance()
         self._streams: dict[Sequence, DraftedStream] = {}
@@ -74,6 +79,12 @@ class Speculator:
         if self._computing is not None:
             self._guessing_s = self._computing.take_spent_s()
             self._meter.guessed(self._guessing_s)
+            self._unasked = 0 if self._guessing_s else self._unasked + 1
+            if (
+                self._unasked >= FORGET_AFTER
+            ):  # it seems too slow, and shows nothing else as long as it is not asked
+                self._computing.forget_times()
+                self._unasked = 0
         return drafts
 
     def stepped(
@@ -280,11 +291,12 @@ class Speculator:
         for sequence in candidates:
             self._streams[sequence].left_out += 1
         longest = max(candidates, key=lambda sequence: self._streams[sequence].left_out)
-        if self._streams[longest].left_out < PROBE_EVERY or batch >= max_rows:
+        cost = self._costs.ratio(batch, 1) + before
+        every = PROBE_EVERY * max(1.0, (cost - 1.0) / (PROBE_COST - 1.0))
+        if self._streams[longest].left_out < every or batch >= max_rows:
             return {}
         self._checked(candidates)
-        cost = self._costs.ratio(batch, 1) + before
-        return {longest: 1} if cost <= min(MAX_PROBE_COST, room.longest) else {}
+        return {longest: 1} if cost <= room.longest else {}
 
     def _room(self, step: SchedulerOutput, batch: list[Sequence]) -> DraftRoom:
         paces = [sequence.pace for sequence in batch]
@@ -293,7 +305,9 @@ class Speculator:
     def _guess_cost(self, batch: int) -> float:
         """What one more guess for each of so many sequences takes, in plain steps."""
         plain_s = self._costs.step_s(batch)
-        return self._computing.token_s(batch) / plain_s if self._computing is not None and plain_s else 0.0
+        if self._computing is None or not plain_s:
+            return 0.0
+        return (self._computing.token_s(batch) or _FIRST_GUESS_COST * plain_s) / plain_s
 
     def _stream(self, sequence: Sequence) -> DraftedStream:
         stream = self._streams.get(sequence)

@@ -58,6 +58,7 @@ async def test_every_loop_that_fails_is_started_again(monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(kind, method, raises_once)
 
+    monkeypatch.setattr(failure_detector, "is_refused", raising_once(failure_detector.is_refused, failed))
     async with fake_cluster(heartbeat_timeout_s=4.0) as cluster:
         coordinator = cluster.coordinator
         for kind, method in (
@@ -67,7 +68,6 @@ async def test_every_loop_that_fails_is_started_again(monkeypatch: pytest.Monkey
             (type(coordinator.loop_lag), "add"),
         ):
             failing(kind, method)
-        monkeypatch.setattr(failure_detector, "is_refused", raising_once(failure_detector.is_refused, failed))
         await cluster.add_prefill("p9")
         await settled(lambda: "p9" in {w.worker_id for w in coordinator.registry.snapshot().workers})
         await cluster.prefills.pop().stop()

@@ -202,7 +202,8 @@ class NeutralModels:
 
 def all_fit(models: Mapping[str, NeutralModel], limits: Mapping[str, float]) -> bool:
     """Whether some workers within the limits carry what all want. By trying everything."""
-    names = sorted({name for one in models.values() for name in one.kinds})
+    kinds = {name: kind for one in models.values() for name, kind in one.kinds.items()}
+    names = sorted(kinds)
     states = {(0,) * len(names)}
     for one in models.values():
         able = [
@@ -212,7 +213,6 @@ def all_fit(models: Mapping[str, NeutralModel], limits: Mapping[str, float]) -> 
             )
             if one.may_have({n: c for n, c in zip(names, counts, strict=True) if n in one.kinds})
         ]
-        kinds = {**{n: Kind() for n in names}, **one.kinds}
         states = {
             after
             for before in states

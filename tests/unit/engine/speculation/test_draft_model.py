@@ -6,6 +6,7 @@ sequence shows as a wrong guess.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -58,10 +59,13 @@ class DraftRig:
 
     def run(self) -> dict[str, list[int]]:
         while self.core.has_work():
-            for output in self.core.step().outputs:
-                self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
-                self.times.setdefault(output.request_id, []).extend([self.clock.now] * len(output.token_ids))
+            self.step()
         return dict(sorted(self.tokens.items()))
+
+    def step(self) -> None:
+        for output in self.core.step().outputs:
+            self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            self.times.setdefault(output.request_id, []).extend([self.clock.now] * len(output.token_ids))
 
     def answers(self, requests: Sequence[EngineRequest]) -> dict[str, list[int]]:
         for one in requests:
@@ -123,6 +127,61 @@ def test_what_costs_as_much_as_the_model_is_left_alone() -> None:
     plain, rig = DraftRig(None), DraftRig(cost=1.0)
     assert rig.answers(asked) == plain.answers(asked)
     assert rig.elapsed_s <= plain.elapsed_s / 0.97
+
+
+class SlowAtFirst(VirtualRunner):
+    """Takes as long as the model as long as something else computes on its cores."""
+
+    slow_steps = math.inf
+
+    def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
+        self.slow_steps -= 1
+        before = self._virtual.now
+        found = super().execute(batch)
+        if self.slow_steps >= 0:
+            self._virtual.now = before + 10 * (self._virtual.now - before)
+        return found
+
+
+def long_answers(count: int, tokens: int) -> list[EngineRequest]:
+    asked = prompts(1, count, longest=12, tpot_s=3 * STEP_S)
+    return [replace(each, stop=replace(each.stop, max_tokens=tokens)) for each in asked]
+
+
+@pytest.mark.parametrize("slow_steps", [10, math.inf])
+def test_times_of_a_start_that_was_disturbed_do_not_close_it_for_good(
+    monkeypatch: pytest.MonkeyPatch, slow_steps: float
+) -> None:
+    """Where the whole warm-up was, it is measured anew after FORGET_AFTER steps in which it was not asked."""
+    monkeypatch.setattr(SlowAtFirst, "slow_steps", slow_steps)
+    asked = long_answers(1, 3000)
+    plain, rig = DraftRig(None), DraftRig(SlowAtFirst)
+    assert isinstance(rig.draft_runner, SlowAtFirst)
+    rig.draft_runner.slow_steps = 0
+    assert rig.answers(asked) == plain.answers(asked)
+    assert rig.elapsed_s < (0.9 if slow_steps == math.inf else 0.6) * plain.elapsed_s
+
+
+def test_a_stretch_that_cannot_be_guessed_does_not_close_an_answer_for_good() -> None:
+    """Later guesses would be right. Each costs a third of a step, so they are tried again, but seldom."""
+
+    class RightLater(VirtualRunner):
+        wrong = True
+
+        def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
+            found = super().execute(batch)
+            return [SampledToken(1) if each is not None and self.wrong else each for each in found]
+
+    rig = DraftRig(RightLater, cost=0.33)
+    assert isinstance(rig.draft_runner, RightLater)
+    (asked,) = long_answers(1, 3000)
+    rig.core.add_request(asked)
+    while len(rig.tokens.get(asked.request_id, ())) < 600:
+        rig.step()
+    assert rig.accepted[1] == 0
+    rig.draft_runner.wrong = False
+    rig.run()
+    assert rig.accepted[1] > 500
 
 
 def test_a_long_prompt_is_read_within_what_the_stream_is_ahead() -> None:
