@@ -150,7 +150,11 @@ class UcxEndpoint:
         return worker.post("send", data, lambda array: self._endpoint.tag_send(array, worker.tag(tag)))
 
     def close(self) -> None:
-        """Closes the connection without waiting for the peer; operations in flight on it fail."""
+        """Closes the connection without waiting for the peer; operations in flight on it fail.
+
+        With error handling UCXX closes by force here, and UCX then returns no request to wait for. UCXX's `close` does
+        not: it leaves out that its flags count, so UCX flushes first, for which the peer must make progress.
+        """
         if self._endpoint is not None:
             endpoint, self._endpoint = self._endpoint, None
             endpoint.close_blocking()

@@ -23,7 +23,11 @@ from splitserve.errors import TransferError
 MAX_RUNS = 2**16
 """Most runs of one write, limited by the tag's 16 bits."""
 MAX_WRITES = 2**12
-"""Most writes in flight in one session, limited by the tag's 12 bits."""
+"""Numbers of writes in one session, limited by the tag's 12 bits."""
+MAX_RESENT = 32
+"""Most replies that an owner sends again, over another connection."""
+MAX_FLIGHTS = MAX_WRITES - MAX_RESENT - 1
+"""Most writes in flight in one session: a reply that comes again never meets the next write of its number."""
 MAX_NOTIFICATION_BYTES = 2**16
 MAX_CONTROL_BYTES = 2**20
 """Longest control message; large enough for an `Announce` of `MAX_RUNS` runs."""

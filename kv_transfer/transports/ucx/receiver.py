@@ -5,15 +5,23 @@ length was checked. A write is refused for blocks out of range, a wrong byte cou
 twice or with another length; it is then not acknowledged, so no notification follows. The session of a fenced
 agent is closed at once, so a caller that was silent for longer than its quarantine can no longer write once
 its owner has disconnected it.
+
+Replies go over a connection of their own, which may break while the caller's stands: UCX joins a connection that is
+being set up with one of the peer's, even if the peer has closed that meanwhile (decision 89). So a connection that has
+carried few replies is set up again, and they are sent again. And a session's end is said over its connection before
+that is closed, so that none is closed in the middle of its handshake.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kv_transfer.transports.ucx.binding import Operation, RegionBytes, UcxEndpoint, UcxWorker, to_memory
 from kv_transfer.transports.ucx.inbox import UcxInbox
 from kv_transfer.transports.ucx.messages import (
+    MAX_RESENT,
     WRITE_MASK,
     Ack,
     Announce,
@@ -34,6 +42,10 @@ from splitserve.logs import log_event
 
 MAX_CALLERS = 4096
 MAX_FENCED = 4096
+MAX_RENEWALS = 3
+"""Most times that a session's connection for replies is set up again."""
+PARTING_S = 5.0
+"""How long the connection of an ended session stays for the word of its end to leave, in seconds."""
 
 
 @dataclass(slots=True)
@@ -48,15 +60,44 @@ class _Incoming:
 class _Caller:
     agent_id: str
     session: int
+    address: bytes
     endpoint: UcxEndpoint
     incoming: dict[int, _Incoming] = field(default_factory=dict)
     replies: list[Operation] = field(default_factory=list)
+    """Replies that UCX has not sent yet."""
+    resent: list[Message] | None = field(default_factory=list)
+    """All replies, for a connection that takes this one's place; None once there are too many."""
+    renewals: int = 0
+
+
+@dataclass(slots=True)
+class _Parting:
+    """A session that has ended, and whose connection is still open."""
+
+    caller: _Caller
+    until_s: float
+    for_peer: bool
+    """The peer is to close the connection: UCX may have joined it with the one that this side writes through, which
+    would end as well."""
+
+    def over(self, now: float) -> bool:
+        """Whether the connection can be closed."""
+        said = not self.for_peer and all(reply.done for reply in self.caller.replies)
+        return said or now >= self.until_s or not self.caller.endpoint.alive
 
 
 class UcxReceiver:
     """All callers that write to one memory. Call `poll` after the UCX worker made progress."""
 
-    def __init__(self, agent_id: str, worker: UcxWorker, inbox: UcxInbox, memory: RegionBytes) -> None:
+    def __init__(
+        self,
+        agent_id: str,
+        worker: UcxWorker,
+        inbox: UcxInbox,
+        memory: RegionBytes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._agent_id = agent_id
         self._worker = worker
         self._inbox = inbox
@@ -65,9 +106,7 @@ class UcxReceiver:
         self._fenced: dict[str, None] = {}
         self._abandoned: list[Operation] = []
         self._notifications: list[tuple[str, bytes]] = []
-        self._refused: list[_Caller] = []
-        """Ended sessions whose connection the peer is to close: UCX may have joined it with the one that this side
-        writes through, which would end as well."""
+        self._partings: list[_Parting] = []
 
     def fence(self, agent_id: str) -> None:
         """Closes an agent's sessions and refuses new ones."""
@@ -75,7 +114,7 @@ class UcxReceiver:
         while len(self._fenced) > MAX_FENCED:
             del self._fenced[next(iter(self._fenced))]
         for caller in self._callers_of(agent_id):
-            self._end(caller, notify=True, keep=True)
+            self._end(caller, for_peer=True)
         self._notifications = [item for item in self._notifications if item[0] != agent_id]
 
     def unfence(self, agent_id: str) -> None:
@@ -95,18 +134,18 @@ class UcxReceiver:
         except TransferError as error:
             log_event("transport.peer_malformed", session=session, error=error.message)
             if caller is not None:
-                self._end(caller, notify=True)
+                self._end(caller)
 
     def poll(self) -> list[tuple[str, bytes]]:
         """Receives announced runs, acknowledges complete writes and returns arrived notifications."""
         for caller in list(self._callers.values()):
             if not caller.endpoint.alive:
-                self._end(caller, notify=False)
+                self._renew(caller)
                 continue
             for write in list(caller.incoming):
                 self._advance(caller, write)
             caller.replies = [operation for operation in caller.replies if not operation.done]
-        self._close_refused(MAX_FENCED)
+        self._close_parted(MAX_FENCED)
         self._discard_orphans()
         self._abandoned = [operation for operation in self._abandoned if not operation.done]
         arrived, self._notifications = self._notifications, []
@@ -115,8 +154,8 @@ class UcxReceiver:
     def close(self) -> None:
         """Closes all sessions and notifies their callers."""
         for caller in list(self._callers.values()):
-            self._end(caller, notify=True)
-        self._close_refused(0)
+            self._end(caller)
+        self._close_parted(0)
         self._abandoned.clear()
 
     def _callers_of(self, agent_id: str) -> list[_Caller]:
@@ -127,11 +166,11 @@ class UcxReceiver:
         if agent_id == self._agent_id or len(self._callers) >= MAX_CALLERS:
             raise malformed(f"a session of {agent_id} cannot be opened")
         for older in self._callers_of(agent_id):
-            self._end(older, notify=False)
-        caller = _Caller(agent_id, session, self._worker.connect(address))
+            self._end(older)
+        caller = _Caller(agent_id, session, address, self._worker.connect(address))
         self._callers[session] = caller
         if agent_id in self._fenced:
-            self._end(caller, notify=True, keep=True)
+            self._end(caller, for_peer=True)
 
     def _handle(self, caller: _Caller, message: Message) -> None:
         match message:
@@ -140,7 +179,7 @@ class UcxReceiver:
             case Notice(data):
                 self._notifications.append((caller.agent_id, data))
             case Gone():
-                self._end(caller, notify=False)
+                self._end(caller)
             case _:
                 raise malformed("a message that callers do not send")
 
@@ -188,40 +227,67 @@ class UcxReceiver:
         self._reply(caller, Ack(write) if incoming.problem is None else Refused(write, incoming.problem))
 
     def _reply(self, caller: _Caller, message: Message) -> None:
-        tag = Tag(Kind.REPLY, caller.session).value
+        if caller.resent is not None:
+            caller.resent.append(message)
+            if len(caller.resent) > MAX_RESENT:
+                caller.resent = None
         try:
-            caller.replies.append(caller.endpoint.send(to_memory(encode(message)), tag))
+            self._send(caller, message)
         except TransferError:
-            self._end(caller, notify=False)
+            self._renew(caller)
 
-    def _end(self, caller: _Caller, *, notify: bool, keep: bool = False) -> None:
-        """Ends a session: its writes in flight fail, and data that still arrives is discarded. `keep`: its connection
-        stays until the peer closes it."""
+    def _send(self, caller: _Caller, message: Message) -> None:
+        tag = Tag(Kind.REPLY, caller.session).value
+        caller.replies.append(caller.endpoint.send(to_memory(encode(message)), tag))
+
+    def _renew(self, caller: _Caller) -> None:
+        """Sets a broken connection up again; ends the session if that was tried often or replies may be lost."""
+        if caller.resent is None or caller.renewals == MAX_RENEWALS:
+            self._end(caller)
+            return
+        caller.renewals += 1
+        log_event("transport.replies_renewed", agent_id=caller.agent_id, renewals=caller.renewals)
+        self._abandon(caller)
+        try:
+            caller.endpoint = self._worker.connect(caller.address)
+            for message in caller.resent:
+                self._send(caller, message)
+        except TransferError as error:
+            log_event("transport.peer_not_told", agent_id=caller.agent_id, error=error.message)
+            self._end(caller)
+
+    def _end(self, caller: _Caller, *, for_peer: bool = False) -> None:
+        """Ends a session: its writes in flight fail, and data that still arrives is discarded. Its connection is closed
+        once the peer was told, or with `for_peer` once the peer has closed it."""
         if self._callers.pop(caller.session, None) is None:
             return
         for incoming in caller.incoming.values():
             self._abandoned += incoming.receives
         caller.incoming.clear()
-        if notify and caller.endpoint.alive:
+        if caller.endpoint.alive:
             try:
-                caller.replies.append(
-                    caller.endpoint.send(to_memory(encode(Gone())), Tag(Kind.REPLY, caller.session).value)
-                )
+                self._send(caller, Gone())
                 self._worker.progress()
             except TransferError as error:
                 log_event("transport.peer_not_told", agent_id=caller.agent_id, error=error.message)
-        if keep:
-            self._refused.append(caller)
-        else:
-            caller.endpoint.close()
+        until_s = float("inf") if for_peer else self._clock() + PARTING_S
+        self._partings.append(_Parting(caller, until_s, for_peer))
 
-    def _close_refused(self, most: int) -> None:
-        """Closes the connections of refused sessions that their peers have closed, and the oldest beyond `most`."""
-        over = len(self._refused) - most
-        gone = [one for number, one in enumerate(self._refused) if number < over or not one.endpoint.alive]
-        for caller in gone:
-            self._refused.remove(caller)
-            caller.endpoint.close()
+    def _close_parted(self, most: int) -> None:
+        """Closes the connections of ended sessions that are over, and the oldest beyond `most`."""
+        if not self._partings:
+            return
+        now, over = self._clock(), len(self._partings) - most
+        gone = [one for number, one in enumerate(self._partings) if number < over or one.over(now)]
+        for parting in gone:
+            self._partings.remove(parting)
+            self._abandon(parting.caller)
+
+    def _abandon(self, caller: _Caller) -> None:
+        """Closes a caller's connection; buffers of replies that UCX has not given back are kept."""
+        caller.endpoint.close()
+        self._abandoned += [reply for reply in caller.replies if not reply.done]
+        caller.replies = []
 
     def _discard_orphans(self) -> None:
         """Discards data of refused writes and of closed sessions."""

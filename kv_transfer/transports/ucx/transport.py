@@ -44,6 +44,7 @@ from kv_transfer.transports.transport import (
 from kv_transfer.transports.ucx.binding import Operation, RegionBytes, UcxEndpoint, UcxWorker, to_memory
 from kv_transfer.transports.ucx.inbox import UcxInbox
 from kv_transfer.transports.ucx.messages import (
+    MAX_FLIGHTS,
     MAX_NOTIFICATION_BYTES,
     MAX_RUNS,
     MAX_WRITES,
@@ -68,6 +69,8 @@ IDLE_POLL_S = 0.01
 """Time between polls of an idle owner, so that first messages are answered."""
 BUSY_POLL_S = 0.1
 """How long an owner keeps polling after a peer's message."""
+ANSWER_S = 60.0
+"""How long an owner may answer nothing while writes to it are in flight; then they have failed. A step is shorter."""
 
 
 @dataclass(slots=True)
@@ -90,6 +93,8 @@ class _Peer:
     """Control messages that UCX has not sent yet."""
     answered: bool = False
     """The peer has replied at least once."""
+    waits_since_s: float = 0.0
+    """Since when a reply is missing, if any write is in flight."""
 
 
 class UcxTransport(Transport):
@@ -109,6 +114,8 @@ class UcxTransport(Transport):
         self._metadata = encode_metadata(self._agent_id, self._worker.address)
         self._peers: dict[str, _Peer] = {}
         self._completed: list[WriteResult] = []
+        self._abandoned: list[Operation] = []
+        """Sends over closed connections whose buffers UCX has not given back."""
         self._next_handle = 1
         self._descriptors = 0
 
@@ -123,7 +130,9 @@ class UcxTransport(Transport):
                 field="layer_stride",
             )
         self._memory = RegionBytes(memory)
-        self._receiver = UcxReceiver(self._agent_id, self._require_worker(), self._inbox, self._memory)
+        self._receiver = UcxReceiver(
+            self._agent_id, self._require_worker(), self._inbox, self._memory, self._clock
+        )
         self._endpoint = TransferEndpoint(self._agent_id, self.kind, self._metadata, memory)
         return self._endpoint
 
@@ -183,6 +192,8 @@ class UcxTransport(Transport):
             self._completed.append(WriteResult(handle, error.message, in_doubt=True))
             return handle
         self._descriptors += len(runs)
+        if not peer.flights:
+            peer.waits_since_s = self._clock()
         peer.flights[peer.next_write] = _WriteInFlight(handle, notification, sends)
         peer.next_write = (peer.next_write + 1) % MAX_WRITES
         return handle
@@ -248,8 +259,8 @@ class UcxTransport(Transport):
 
     def _send_runs(self, peer: _Peer, runs: list[Run]) -> list[Operation]:
         memory, write = self._memory, peer.next_write
-        if memory is None or write in peer.flights:
-            raise TransferError(f"{MAX_WRITES} writes to agent {peer.agent_id} are in flight")
+        if memory is None or write in peer.flights or len(peer.flights) >= MAX_FLIGHTS:
+            raise TransferError(f"{len(peer.flights)} writes to agent {peer.agent_id} are in flight")
         total = sum(run.length for run in runs) * memory.block_bytes
         self._send(peer, Announce(write, total, tuple((run.remote, run.length) for run in runs)))
         return [
@@ -272,7 +283,7 @@ class UcxTransport(Transport):
         except TransferError as error:
             self._drop_peer(peer.agent_id, error.message)
             return
-        peer.answered = True
+        peer.answered, peer.waits_since_s = True, self._clock()
         match message:
             case Ack(write) if write in peer.flights:
                 peer.flights[write].acknowledged = True
@@ -287,6 +298,9 @@ class UcxTransport(Transport):
         """Completes acknowledged writes after posting their notifications; drops a peer that is gone."""
         if not peer.endpoint.alive:
             self._drop_peer(peer.agent_id, f"the connection to agent {peer.agent_id} is broken")
+            return
+        if peer.flights and self._clock() - peer.waits_since_s >= ANSWER_S:
+            self._drop_peer(peer.agent_id, f"agent {peer.agent_id} has answered nothing for {ANSWER_S:g} s")
             return
         peer.sends = [operation for operation in peer.sends if not operation.done]
         for write, flight in list(peer.flights.items()):
@@ -313,8 +327,10 @@ class UcxTransport(Transport):
             except TransferError as error:
                 why = f"{why} ({error.message})"
         peer.endpoint.close()
-        # The owner may be in the middle of receiving.
         flights = peer.flights.values()
+        sends = [*peer.sends, *(send for flight in flights for send in flight.sends)]
+        self._abandoned = [send for send in (*self._abandoned, *sends) if not send.done]
+        # The owner may be in the middle of receiving.
         self._completed += [WriteResult(flight.handle, why, in_doubt=True) for flight in flights]
 
     def _require_worker(self) -> UcxWorker:
