@@ -8,14 +8,11 @@ its owner has disconnected it.
 
 Replies go over a connection of their own, which may break while the caller's stands: UCX joins a connection that is
 being set up with one of the peer's, even if the peer has closed that meanwhile (decision 89). So a connection that has
-carried few replies is set up again, and they are sent again. And a session's end is said over its connection before
-that is closed, so that none is closed in the middle of its handshake.
+carried few replies is set up again, and they are sent again.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kv_transfer.transports.ucx.binding import Operation, RegionBytes, UcxEndpoint, UcxWorker, to_memory
@@ -37,6 +34,7 @@ from kv_transfer.transports.ucx.messages import (
     encode,
     malformed,
 )
+from kv_transfer.transports.ucx.partings import Partings
 from splitserve.errors import TransferError
 from splitserve.logs import log_event
 
@@ -44,8 +42,6 @@ MAX_CALLERS = 4096
 MAX_FENCED = 4096
 MAX_RENEWALS = 3
 """Most times that a session's connection for replies is set up again."""
-PARTING_S = 5.0
-"""How long the connection of an ended session stays for the word of its end to leave, in seconds."""
 
 
 @dataclass(slots=True)
@@ -70,43 +66,20 @@ class _Caller:
     renewals: int = 0
 
 
-@dataclass(slots=True)
-class _Parting:
-    """A session that has ended, and whose connection is still open."""
-
-    caller: _Caller
-    until_s: float
-    for_peer: bool
-    """The peer is to close the connection: UCX may have joined it with the one that this side writes through, which
-    would end as well."""
-
-    def over(self, now: float) -> bool:
-        """Whether the connection can be closed."""
-        said = not self.for_peer and all(reply.done for reply in self.caller.replies)
-        return said or now >= self.until_s or not self.caller.endpoint.alive
-
-
 class UcxReceiver:
     """All callers that write to one memory. Call `poll` after the UCX worker made progress."""
 
     def __init__(
-        self,
-        agent_id: str,
-        worker: UcxWorker,
-        inbox: UcxInbox,
-        memory: RegionBytes,
-        clock: Callable[[], float] = time.monotonic,
+        self, agent_id: str, worker: UcxWorker, inbox: UcxInbox, memory: RegionBytes, partings: Partings
     ) -> None:
-        self._clock = clock
         self._agent_id = agent_id
         self._worker = worker
         self._inbox = inbox
         self._memory = memory
         self._callers: dict[int, _Caller] = {}
         self._fenced: dict[str, None] = {}
-        self._abandoned: list[Operation] = []
         self._notifications: list[tuple[str, bytes]] = []
-        self._partings: list[_Parting] = []
+        self._partings = partings
 
     def fence(self, agent_id: str) -> None:
         """Closes an agent's sessions and refuses new ones."""
@@ -145,9 +118,7 @@ class UcxReceiver:
             for write in list(caller.incoming):
                 self._advance(caller, write)
             caller.replies = [operation for operation in caller.replies if not operation.done]
-        self._close_parted(MAX_FENCED)
         self._discard_orphans()
-        self._abandoned = [operation for operation in self._abandoned if not operation.done]
         arrived, self._notifications = self._notifications, []
         return arrived
 
@@ -155,8 +126,6 @@ class UcxReceiver:
         """Closes all sessions and notifies their callers."""
         for caller in list(self._callers.values()):
             self._end(caller)
-        self._close_parted(0)
-        self._abandoned.clear()
 
     def _callers_of(self, agent_id: str) -> list[_Caller]:
         return [caller for caller in self._callers.values() if caller.agent_id == agent_id]
@@ -247,7 +216,8 @@ class UcxReceiver:
             return
         caller.renewals += 1
         log_event("transport.replies_renewed", agent_id=caller.agent_id, renewals=caller.renewals)
-        self._abandon(caller)
+        self._partings.cut(caller.endpoint, caller.replies)
+        caller.replies = []
         try:
             caller.endpoint = self._worker.connect(caller.address)
             for message in caller.resent:
@@ -262,7 +232,7 @@ class UcxReceiver:
         if self._callers.pop(caller.session, None) is None:
             return
         for incoming in caller.incoming.values():
-            self._abandoned += incoming.receives
+            self._partings.keep(incoming.receives)
         caller.incoming.clear()
         if caller.endpoint.alive:
             try:
@@ -270,24 +240,7 @@ class UcxReceiver:
                 self._worker.progress()
             except TransferError as error:
                 log_event("transport.peer_not_told", agent_id=caller.agent_id, error=error.message)
-        until_s = float("inf") if for_peer else self._clock() + PARTING_S
-        self._partings.append(_Parting(caller, until_s, for_peer))
-
-    def _close_parted(self, most: int) -> None:
-        """Closes the connections of ended sessions that are over, and the oldest beyond `most`."""
-        if not self._partings:
-            return
-        now, over = self._clock(), len(self._partings) - most
-        gone = [one for number, one in enumerate(self._partings) if number < over or one.over(now)]
-        for parting in gone:
-            self._partings.remove(parting)
-            self._abandon(parting.caller)
-
-    def _abandon(self, caller: _Caller) -> None:
-        """Closes a caller's connection; buffers of replies that UCX has not given back are kept."""
-        caller.endpoint.close()
-        self._abandoned += [reply for reply in caller.replies if not reply.done]
-        caller.replies = []
+        self._partings.part(caller.endpoint, caller.replies, for_peer=for_peer)
 
     def _discard_orphans(self) -> None:
         """Discards data of refused writes and of closed sessions."""

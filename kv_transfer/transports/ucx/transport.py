@@ -62,6 +62,7 @@ from kv_transfer.transports.ucx.messages import (
     encode,
     encode_metadata,
 )
+from kv_transfer.transports.ucx.partings import Partings
 from kv_transfer.transports.ucx.receiver import UcxReceiver
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, TransferError
 
@@ -114,8 +115,7 @@ class UcxTransport(Transport):
         self._metadata = encode_metadata(self._agent_id, self._worker.address)
         self._peers: dict[str, _Peer] = {}
         self._completed: list[WriteResult] = []
-        self._abandoned: list[Operation] = []
-        """Sends over closed connections whose buffers UCX has not given back."""
+        self._partings = Partings(clock)
         self._next_handle = 1
         self._descriptors = 0
 
@@ -131,7 +131,7 @@ class UcxTransport(Transport):
             )
         self._memory = RegionBytes(memory)
         self._receiver = UcxReceiver(
-            self._agent_id, self._require_worker(), self._inbox, self._memory, self._clock
+            self._agent_id, self._require_worker(), self._inbox, self._memory, self._partings
         )
         self._endpoint = TransferEndpoint(self._agent_id, self.kind, self._metadata, memory)
         return self._endpoint
@@ -224,6 +224,7 @@ class UcxTransport(Transport):
         for peer in list(self._peers.values()):
             self._advance(peer)
         worker.progress()
+        self._partings.poll()
         result = PollResult(writes=self._completed, notifications=notifications)
         self._completed = []
         return result
@@ -238,6 +239,7 @@ class UcxTransport(Transport):
             self._drop_peer(agent_id, "the transport was closed")
         if self._receiver is not None:
             self._receiver.close()
+        self._partings.close()
         self._completed.clear()
         self._inbox.close()
         self._worker = self._receiver = None
@@ -326,12 +328,15 @@ class UcxTransport(Transport):
                 self._worker.progress()
             except TransferError as error:
                 why = f"{why} ({error.message})"
-        peer.endpoint.close()
-        flights = peer.flights.values()
-        sends = [*peer.sends, *(send for flight in flights for send in flight.sends)]
-        self._abandoned = [send for send in (*self._abandoned, *sends) if not send.done]
+        data = [send for flight in peer.flights.values() for send in flight.sends]
+        if all(send.done for send in data):
+            self._partings.part(peer.endpoint, peer.sends)
+        else:  # nobody reads these blocks any more once this returns
+            self._partings.cut(peer.endpoint, [*peer.sends, *data])
         # The owner may be in the middle of receiving.
-        self._completed += [WriteResult(flight.handle, why, in_doubt=True) for flight in flights]
+        self._completed += [
+            WriteResult(flight.handle, why, in_doubt=True) for flight in peer.flights.values()
+        ]
 
     def _require_worker(self) -> UcxWorker:
         if self._worker is None:
