@@ -334,9 +334,7 @@ class UcxTransport(Transport):
         else:  # nobody reads these blocks any more once this returns
             self._partings.cut(peer.endpoint, [*peer.sends, *data])
         # The owner may be in the middle of receiving.
-        self._completed += [
-            WriteResult(flight.handle, why, in_doubt=True) for flight in peer.flights.values()
-        ]
+        self._completed += [WriteResult(one.handle, why, in_doubt=True) for one in peer.flights.values()]
 
     def _require_worker(self) -> UcxWorker:
         if self._worker is None:

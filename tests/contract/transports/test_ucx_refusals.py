@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,13 +27,23 @@ from kv_transfer.transports.ucx.messages import (
     encode,
     encode_metadata,
 )
-from kv_transfer.transports.ucx.transport import UcxTransport
+from kv_transfer.transports.ucx.receiver import MAX_RENEWALS
+from kv_transfer.transports.ucx.transport import ANSWER_S, UcxTransport
+from splitserve.errors import TransferError
 from tests.support.engine.numpy_pool import LAYOUT, NumpyPool
 from tests.support.transfer.ucx import require_ucx
 from tests.support.waiting import PATIENCE_S
 
 BLOCKS, SESSION = 8, 77
 SIZE = LAYOUT.block_bytes
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class RawPeer:
@@ -77,6 +89,12 @@ class Owner:
         self.endpoint = self.transport.register_memory(self.pool.memory)
         self.received: list[tuple[str, bytes]] = []
         self.address = bytes(self.endpoint.metadata[56:])
+
+    @property
+    def sessions(self) -> dict[int, Any]:
+        """Callers by their session, as the transport keeps them."""
+        assert self.transport._receiver is not None
+        return self.transport._receiver._callers
 
     def poll(self) -> None:
         self.received += self.transport.poll().notifications
@@ -188,6 +206,77 @@ def test_nothing_is_taken_from_a_session_without_a_beginning(owner: Owner, raw_p
     assert (owner.pool.data == 0xEE).all()
     assert raw_peer.received == []
     other.close()
+
+
+def broken(worker: UcxWorker, address: bytes) -> UcxEndpoint:
+    """A connection that is broken from the first. None is made: one closed at once might break the peer's own."""
+    return UcxEndpoint(None, worker)
+
+
+def test_replies_come_over_another_connection_if_theirs_breaks(
+    owner: Owner, raw_peer: RawPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(UcxWorker, "connect", broken)
+    raw_peer.hello()
+    raw_peer.send(Announce(1, SIZE, ((3, 1),)))
+    settle(lambda: bool(owner.sessions), owner, raw_peer)
+    monkeypatch.undo()
+    raw_peer.data(1, 0, SIZE)
+    settle(lambda: bool(raw_peer.received), owner, raw_peer)
+    assert raw_peer.received == [Ack(1)]
+    assert (owner.pool.data[3] == 0x55).all()
+
+
+def test_what_a_broken_connection_may_have_lost_is_said_again(owner: Owner, raw_peer: RawPeer) -> None:
+    raw_peer.hello()
+    for write in range(3):
+        raw_peer.send(Announce(write, SIZE, ((write, 1),)))
+        raw_peer.data(write, 0, SIZE)
+    settle(lambda: len(raw_peer.received) == 3, owner, raw_peer)
+    owner.sessions[SESSION].endpoint.close()
+    settle(lambda: len(raw_peer.received) == 6, owner, raw_peer)
+    assert raw_peer.received == [Ack(0), Ack(1), Ack(2)] * 2
+    owner.sessions[SESSION].resent = None
+    owner.sessions[SESSION].endpoint.close()
+    owner.poll()
+    assert not owner.sessions, "more than is kept may be lost"
+
+
+def test_a_caller_that_cannot_be_reached_is_given_up(
+    owner: Owner, raw_peer: RawPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[bytes] = []
+
+    def counted(worker: UcxWorker, address: bytes) -> UcxEndpoint:
+        tries.append(address)
+        return broken(worker, address)
+
+    monkeypatch.setattr(UcxWorker, "connect", counted)
+    raw_peer.hello()
+    settle(lambda: len(tries) == 1 + MAX_RENEWALS, owner, raw_peer)
+    for _ in range(50):
+        owner.poll()
+    assert len(tries) == 1 + MAX_RENEWALS
+
+
+def test_writes_to_an_owner_that_never_answers_fail(owner: Owner) -> None:
+    clock = Clock()
+    writer, pool = UcxTransport(clock), NumpyPool(BLOCKS)
+    writer.register_memory(pool.memory)
+    writer.connect(owner.endpoint)
+    clock.now = 2 * ANSWER_S  # nothing was written yet
+    first = writer.write(owner.endpoint.agent_id, [0], [0], b"done")
+    clock.now += ANSWER_S - 1
+    second = writer.write(owner.endpoint.agent_id, [1], [1], b"done")
+    assert writer.poll().writes == []
+    clock.now += 1
+    writes = writer.poll().writes
+    assert [(write.handle, write.in_doubt) for write in writes] == [(first, True), (second, True)]
+    assert all("answered nothing for 60 s" in (write.error or "") for write in writes)
+    assert writer.connected() == frozenset()
+    with pytest.raises(TransferError):
+        writer.write(owner.endpoint.agent_id, [0], [0])
+    writer.close()
 
 
 def test_a_fenced_agent_cannot_write_any_more(owner: Owner, raw_peer: RawPeer) -> None:
