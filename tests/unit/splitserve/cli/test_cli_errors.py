@@ -132,7 +132,7 @@ def test_free_ports_that_overlap_are_chosen_again(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("model", ["a" * 5000, "~nobody-of-this-name/model"])
 def test_a_model_that_no_path_can_name(capsys: pytest.CaptureFixture[str], model: str) -> None:
     code, line = failure(capsys, "up", "--grpc-port", "0", "--http-port", "off", "--model", model)
-    assert code == 1
+    assert code == 2
     assert "cannot be looked up" in line
     assert len(line) < 300
 
@@ -140,7 +140,7 @@ def test_a_model_that_no_path_can_name(capsys: pytest.CaptureFixture[str], model
 def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     ports = ("--grpc-port", "0", "--http-port", "off")
     code, line = failure(capsys, "up", *ports, "--model", "./no/such/folder")
-    assert code == 1
+    assert code == 2
     assert "no such folder" in line
     code, line = failure(capsys, "model", "fetch", "gpt-17")
     assert code == 1
