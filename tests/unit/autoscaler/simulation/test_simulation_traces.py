@@ -79,7 +79,7 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
         load_trace(tmp_path / "none")
     path = tmp_path / "binary"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InvalidArgumentError, match="not UTF-8"):
+    with pytest.raises(InvalidArgumentError, match="no UTF-8 text"):
         load_trace(path)
 
 

@@ -113,7 +113,7 @@ def test_decode_is_by_the_batch_that_keeps_the_target() -> None:
         ({"engine_model": "long.json"}, r"prefill.classes.1.engine_model: .* more than 65536 bytes"),
         (
             {"engine_model": "pipe"},
-            r"prefill.classes.1.engine_model: .*cannot read .*: no regular file",
+            r"prefill.classes.1.engine_model: .*cannot read .*no regular file",
         ),
         (
             {"engine_model": "swift.json"},
