@@ -95,7 +95,7 @@ def test_a_wall_clock_that_is_set_back_forgets_only_what_is_now_to_come() -> Non
     back = hour(3 * SEASON + 2)
     _, memory = recommend_predictive(pool, "prefill", memory, back, status)
     assert memory.interval == math.floor(back.wall_s / 600)
-    assert memory.forecast[0] == pytest.approx(rate(2), abs=4.0)
+    assert memory.forecast[0] == pytest.approx(1000 * rate(2), rel=0.1)
     assert len(memory.rates) <= len(right.rates) + 3
     # A clock that is corrected by seconds changes nothing.
     _, nudged = recommend_predictive(
