@@ -42,7 +42,7 @@ def read_small_file(
         if not is_pipe and not stat.S_ISREG(found.st_mode) and found.st_rdev != _NULL_DEVICE:
             raise OSError(errno.EINVAL, "it is neither a file nor a pipe")
         if is_pipe and not pipe_wait_s:
-            raise OSError(errno.EINVAL, "it is a pipe, and no regular file")
+            raise OSError(errno.EINVAL, "it is no regular file but a pipe")
         return _read(descriptor, most_bytes, pipe_wait_s if is_pipe else None)
     finally:
         os.close(descriptor)
