@@ -46,6 +46,8 @@ from splitserve.gpus.inventory import GpuInventory
 from splitserve.gpus.placement import GpuUse, choose_gpus, taken
 from splitserve.logs import log_event
 
+MAX_DRAIN_S = 86_400.0
+"""As a policy may say. A name that was written by a wall clock far ahead is believed no longer."""
 LOG_LINES = 20
 """Log lines of a failed replica that are copied to the autoscaler's log before its container is removed."""
 
@@ -104,6 +106,8 @@ class DockerActuator(RoomActuator):
         """How much of the inventory's capacity replicas of other models have."""
         self._facts: dict[str, _Facts] = {}
         """By container id; they never change."""
+        self._drain_ends: dict[str, float] = {}
+        """By container id, on the monotonic clock: a wall clock that is set meanwhile neither kills nor spares any."""
 
     async def replicas(self) -> tuple[ActualReplica, ...]:
         """See Actuator. Also removes containers that ended and kills those that overran their drain."""
@@ -147,6 +151,7 @@ class DockerActuator(RoomActuator):
         living = []
         everything = self._containers(client)
         self._facts = {c.id: self._facts[c.id] for c in everything if c.id in self._facts}
+        self._drain_ends = {c.id: self._drain_ends[c.id] for c in everything if c.id in self._drain_ends}
         if self._gpus.gpus and self._model:
             others = [container for container in everything if container.model != self._model]
             self._taken_by_others = taken(self._gpus, self._uses(client, others))
@@ -181,12 +186,20 @@ class DockerActuator(RoomActuator):
                     if container is not template:
                         self._remove(client, container)
                     continue
-                if container.drain_until_s is not None and container.drain_until_s < time.time():
+                if self._has_overrun(container):
                     log_event("replica.overran", level=logging.WARNING, container=container.name)
                     with _may_be_gone():
                         client.kill(container.id)
                 living.append(container)
         return living
+
+    def _has_overrun(self, container: Container) -> bool:
+        """Whether a container is past its drain deadline: that which this process set, else that in its name."""
+        if container.drain_until_s is None:
+            return False
+        left_s = min(container.drain_until_s - time.time(), MAX_DRAIN_S)
+        now_s = time.monotonic()
+        return self._drain_ends.setdefault(container.id, now_s + left_s) < now_s
 
     def _facts_of(self, client: APIClient, container: Container) -> _Facts | None:
         if container.id not in self._facts:
@@ -305,6 +318,7 @@ class DockerActuator(RoomActuator):
             with _may_be_gone():
                 client.kill(container.id, signal)
                 client.rename(container.id, container.draining_name(time.time() + drain_s))
+                self._drain_ends[container.id] = time.monotonic() + drain_s
 
 
 def _pulled(client: APIClient, image: str) -> None:

@@ -17,8 +17,8 @@ from autoscaler.simulation.outcome import Slo
 from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.traces.trace import Trace
 from autoscaler.sizing.engine_model import EngineModel
-from splitserve.errors import InvalidArgumentError, NotFoundError
-from splitserve.runtime.bounded_file import read_small_text
+from splitserve.errors import InvalidArgumentError
+from splitserve.runtime.bounded_file import read_named_text
 
 FORMAT = 1
 
@@ -98,9 +98,10 @@ def save_advice(path: Path, advice: Advice, scenario: Scenario) -> None:
 
 
 def load_advice(path: Path) -> SavedAdvice:
-    """Raises NotFoundError, InvalidArgumentError."""
+    """Raises InvalidArgumentError."""
+    text = read_named_text(path, "check")
     try:
-        data = json.loads(read_small_text(path))
+        data = json.loads(text)
         if data["advice"] != FORMAT:
             raise ValueError(data["advice"])
         saved = SavedAdvice(
@@ -115,10 +116,7 @@ def load_advice(path: Path) -> SavedAdvice:
             raise ValueError(counts)
         if not all(math.isfinite(target) and target > 0 for target in (saved.slo.ttft_s, saved.slo.tpot_s)):
             raise ValueError(saved.slo)
-    except OSError as error:
-        message = f"check: cannot read {path}: {error.strerror}"
-        raise NotFoundError(message, reason="NO_ADVICE", field="check") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         message = f"check: {path} was not written by `splitserve advise --save`"
         raise InvalidArgumentError(message, field="check") from None
     return saved

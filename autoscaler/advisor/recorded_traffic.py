@@ -11,11 +11,10 @@ from typing import Any
 from autoscaler.simulation.outcome import Slo
 from autoscaler.simulation.traces.columns import ColumnMap
 from autoscaler.simulation.traces.line_checks import lines_of
-from autoscaler.simulation.traces.trace import Trace, load_trace
+from autoscaler.simulation.traces.trace import Trace, read_trace, trace_of
 from splitserve.errors import InvalidArgumentError
 
 MAX_REQUESTS = 200_000
-MAX_BYTES = 2**29
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +62,19 @@ class RecordedTraffic:
 def load_traffic(path: Path, columns: ColumnMap | None = None) -> RecordedTraffic:
     """A recording, or any trace that the simulator reads; with `columns` any log that has these.
 
-    Raises NotFoundError, and InvalidArgumentError naming the first bad line or the bound.
+    Raises InvalidArgumentError naming the first bad line or the bound.
     """
-    if path.exists() and path.stat().st_size > MAX_BYTES:
-        message = f"trace: {path} has more than {MAX_BYTES >> 20} MiB"
-        raise InvalidArgumentError(message, reason="TRACE_TOO_LONG", field="trace")
-    trace = load_trace(path, columns=columns)
+    return traffic_of(path, read_trace(path), columns)
+
+
+def traffic_of(path: Path, text: str, columns: ColumnMap | None = None) -> RecordedTraffic:
+    """The same of a file that has been read."""
+    trace = trace_of(path, text, columns=columns)
     if len(trace.requests) > MAX_REQUESTS:
         message = f"trace: {len(trace.requests)} requests are more than {MAX_REQUESTS}: cut the file"
         raise InvalidArgumentError(message, reason="TRACE_TOO_LONG", field="trace")
     requests: list[MeasuredRequest] = []
     workers: list[Mapping[str, Any]] = []
-    text = path.read_text(encoding="utf-8-sig")
     if columns is not None or not text.lstrip().startswith("{"):
         return RecordedTraffic(trace)
     for number, line in enumerate(lines_of(text), 1):

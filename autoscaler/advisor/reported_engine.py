@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoscaler.advisor.recorded_traffic import MeasuredRequest, RecordedTraffic, load_traffic
-from autoscaler.simulation.traces.trace import is_recording
+from autoscaler.advisor.recorded_traffic import MeasuredRequest, RecordedTraffic, traffic_of
+from autoscaler.simulation.traces.trace import is_recording, read_trace
 from autoscaler.sizing.engine_model import EngineModel
-from autoscaler.sizing.engine_model_file import load_engine_model
+from autoscaler.sizing.engine_model_file import FIELD, engine_model_of
 from splitserve.errors import FailedPreconditionError
 
 LEAST_PROMPTS = 8
@@ -170,10 +170,9 @@ def _around(requests: Sequence[MeasuredRequest]) -> float:
 def measured_engine(path: Path) -> ReportedEngine:
     """The engine model of a JSON file, or that which a recording of `splitserve record` describes.
 
-    Raises NotFoundError, InvalidArgumentError, FailedPreconditionError.
+    Raises InvalidArgumentError, FailedPreconditionError.
     """
-    try:
-        recorded = is_recording(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError):
-        recorded = False
-    return reported_engine(load_traffic(path)) if recorded else ReportedEngine(load_engine_model(path))
+    text = read_trace(path, FIELD)
+    if is_recording(text):
+        return reported_engine(traffic_of(path, text))
+    return ReportedEngine(engine_model_of(path, text))

@@ -21,6 +21,7 @@ from autoscaler.policies.policy_file import CustomPool, ScalingPolicy
 from autoscaler.policies.recommendation import PoolStatus, Recommend, Recommendation
 from autoscaler.snapshot import DecodeSignals, PrefillSignals, Snapshot
 from splitserve.errors import ConfigError
+from splitserve.runtime.bounded_file import read_small_text
 
 ENTRY_POINTS = "splitserve.scaling_policies"
 """Group of entry points that packages offer policies under."""
@@ -82,7 +83,7 @@ def _run(path: Path) -> Any:
     name = f"splitserve_policy_{path.stem}"
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader=None))  # type: ignore[arg-type]
     module.__file__ = str(path)
-    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
+    exec(compile(read_small_text(path, pipe_wait_s=0.0), str(path), "exec"), module.__dict__)
     return module
 
 

@@ -94,8 +94,12 @@ def _amount(name: PoolName, bucket: ArrivalBucket) -> float:
 
 def _entered(pool: PredictivePool, memory: PredictiveMemory, interval: int) -> PredictiveMemory:
     """The memory at the start of `interval`. Unrecorded intervals repeat the previous season, else the last rate."""
-    if memory.interval is None or interval <= memory.interval:
-        return replace(memory, interval=memory.interval or interval)
+    if memory.interval is None:
+        return replace(memory, interval=interval)
+    if interval < memory.interval - 1:
+        return _set_back(pool, memory, interval)
+    if interval <= memory.interval:  # a clock that is corrected a little
+        return memory
     season, rates, unrecorded = season_intervals(pool), list(memory.rates), interval - memory.interval
     if memory.covered_s > 0 or not rates:
         rates.append(memory.amount / memory.covered_s if memory.covered_s > 0 else 0.0)
@@ -105,6 +109,18 @@ def _entered(pool: PredictivePool, memory: PredictiveMemory, interval: int) -> P
     for _ in range(unrecorded):
         rates.append(rates[-season] if len(rates) >= season else rates[-1])
     kept = tuple(rates[-SEASONS_KEPT * season :])
+    entered = replace(memory, interval=interval, amount=0.0, covered_s=0.0, rates=kept)
+    return replace(entered, forecast=_forecast(pool, entered))
+
+
+def _set_back(pool: PredictivePool, memory: PredictiveMemory, interval: int) -> PredictiveMemory:
+    """The memory after the wall clock was set back: without what is recorded of intervals that are now to come; where
+    that is all, only the phase is set right."""
+    assert memory.interval is not None
+    ahead = memory.interval - interval
+    if ahead >= len(memory.rates):
+        ahead %= season_intervals(pool)
+    kept = memory.rates[: max(0, len(memory.rates) - ahead)]
     entered = replace(memory, interval=interval, amount=0.0, covered_s=0.0, rates=kept)
     return replace(entered, forecast=_forecast(pool, entered))
 

@@ -15,7 +15,7 @@ from typing import Any
 from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.sizing.engine_model_file import load_engine_model
 from autoscaler.snapshot import PoolName
-from splitserve.errors import ConfigError, InvalidArgumentError, NotFoundError
+from splitserve.errors import ConfigError, InvalidArgumentError
 
 DEFAULT_TOKENS = 2048
 """Length of the prompt, or of each stream's context, at which models are compared."""
@@ -90,7 +90,7 @@ def _rate(pool: PoolName, place: int, path: Path, tokens: int, target_s: float |
     field = f"{pool}.classes.{place}.engine_model"
     try:
         rate = work_rate(load_engine_model(path), pool, tokens, target_s)
-    except (InvalidArgumentError, NotFoundError) as error:
+    except InvalidArgumentError as error:
         raise ConfigError(f"{field}: {error.message}", field=field) from None
     if not 0 < rate < math.inf:
         within = "" if target_s is None or pool == "prefill" else f" within target_ms ({target_s * 1e3:g})"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import stat
 from pathlib import Path
 
 from autoscaler.sizing.engine_model import EngineModel
-from splitserve.errors import InvalidArgumentError, NotFoundError
+from splitserve.errors import InvalidArgumentError
+from splitserve.runtime.bounded_file import read_named_text
 
 MOST_BYTES = 64 * 1024
-"""Of one file."""
+"""Of one file, and characters of its text."""
+FIELD = "engine_model"
 MOST = 1e18
 """Of any field: times and lengths beyond it are no machine's, and products of a few of them stay finite."""
 
@@ -20,19 +20,23 @@ MOST = 1e18
 def load_engine_model(path: Path) -> EngineModel:
     """An engine model from a JSON file of the fields of `EngineModel`, those left out with their defaults.
 
-    Raises NotFoundError, InvalidArgumentError naming the field.
+    Raises InvalidArgumentError naming the field.
     """
+    return engine_model_of(path, read_named_text(path, FIELD, MOST_BYTES, pipe_wait_s=0.0))
+
+
+def engine_model_of(path: Path, text: str) -> EngineModel:
+    """The same of a file that has been read. Raises InvalidArgumentError naming the field."""
+    if len(text) > MOST_BYTES:
+        raise InvalidArgumentError(f"{FIELD}: {path} must have at most {MOST_BYTES} bytes", field=FIELD)
     try:
-        values = json.loads(_read(path).decode("utf-8"))
-    except OSError as error:
-        message = f"engine_model: cannot read {path}: {error.strerror}"
-        raise NotFoundError(message, reason="NO_ENGINE_MODEL", field="engine_model") from None
+        values = json.loads(text)
     except (RecursionError, ValueError):
-        raise InvalidArgumentError(f"engine_model: {path} is no JSON", field="engine_model") from None
+        raise InvalidArgumentError(f"engine_model: {path} is no JSON", field=FIELD) from None
     fields = {field.name: field for field in dataclasses.fields(EngineModel)}
     if not isinstance(values, dict) or (unknown := sorted(values.keys() - fields.keys())):
         what = f"unknown: {', '.join(unknown):.80}" if isinstance(values, dict) else "not an object"
-        raise InvalidArgumentError(f"engine_model: {path}: {what}", field="engine_model")
+        raise InvalidArgumentError(f"engine_model: {path}: {what}", field=FIELD)
     for name, value in values.items():
         if isinstance(fields[name].default, bool):
             if not isinstance(value, bool):
@@ -45,16 +49,3 @@ def load_engine_model(path: Path) -> EngineModel:
             message = f"engine_model.{name} must be a number of at least {least:g}, at most {MOST:g}, not {value!r:.40}"
             raise InvalidArgumentError(message, field=f"engine_model.{name}")
     return EngineModel(**values)
-
-
-def _read(path: Path) -> bytes:
-    """Raises OSError, InvalidArgumentError. A pipe is not waited for."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            message = f"engine_model: cannot read {path}: it is no regular file"
-            raise InvalidArgumentError(message, field="engine_model")
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        message = f"engine_model: {path} must have at most {MOST_BYTES} bytes"
-        raise InvalidArgumentError(message, field="engine_model")
-    return content

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from autoscaler.sizing.engine_model import DEFAULT_CONTEXT_TOKENS
-from splitserve.errors import InvalidArgumentError, NotFoundError
-from splitserve.runtime.bounded_file import read_small_text
+from splitserve.errors import InvalidArgumentError
+from splitserve.runtime.bounded_file import read_named_text
 
 WEIGHT_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
 KV_BITS = {"bf16": 16, "fp16": 16, "fp8": 8}
@@ -122,11 +122,10 @@ def shape_of(name: str, config: Mapping[str, Any], given: GivenShape) -> ModelSh
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """A config.json. Raises NotFoundError, InvalidArgumentError."""
+    """A config.json. Raises InvalidArgumentError."""
+    text = read_named_text(path, "model")
     try:
-        found = json.loads(read_small_text(path))
-    except OSError as error:
-        raise NotFoundError(f"model: cannot read {path}: {error.strerror}", field="model") from None
+        found = json.loads(text)
     except (RecursionError, ValueError):
         raise InvalidArgumentError(f"model: {path} is no JSON", field="model") from None
     if not isinstance(found, dict):

@@ -238,6 +238,9 @@ def checked_route(name: str, weights: Weights, field: str) -> ModelRoute:
 def load_routes(path: Path) -> list[ModelRoute]:
     """The routes in a YAML file of "NAME: {MODEL: WEIGHT}". Raises ConfigError naming the line."""
     file = read_yaml_file(path, "model_routes_file")
+    if file.root is None:  # whoever writes it may have been cut short; all routes would be gone
+        message = f"model_routes_file: {path} is empty; no routes are written {{}}"
+        raise ConfigError(message, field="model_routes_file")
     with file.naming_lines():
         return [_route_in_file(name, weights) for name, weights in file.values.items()]
 

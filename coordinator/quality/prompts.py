@@ -6,7 +6,7 @@ from pathlib import Path
 
 from splitserve.errors import ConfigError
 from splitserve.models.tokenizer import Tokenizer
-from splitserve.runtime.bounded_file import read_small_file
+from splitserve.runtime.bounded_file import read_named_text
 
 GOLDEN_TOKENS = 64
 """Leading tokens of a text that are sent: four blocks of the usual size."""
@@ -36,12 +36,8 @@ def read_prompts(path: Path | None) -> tuple[str, ...]:
     """
     if path is None:
         return BUILT_IN
-    try:
-        lines = read_small_file(path, MAX_PROMPT_BYTES).decode().splitlines()
-        texts = tuple(line.strip() for line in lines if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"quality.prompts: {path}: {why}", field="quality.prompts") from None
+    lines = read_named_text(path, "quality.prompts", MAX_PROMPT_BYTES).splitlines()
+    texts = tuple(line.strip() for line in lines if line.strip())
     if not 1 <= len(texts) <= MAX_PROMPTS:
         message = f"quality.prompts: {path}: needs 1 to {MAX_PROMPTS} lines"
         raise ConfigError(message, field="quality.prompts")

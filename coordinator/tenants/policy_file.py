@@ -17,7 +17,7 @@ from coordinator.request.caller import Caller, PriorityClass, RequestTargets
 from splitserve.config.coordinator import OnLate
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError
-from splitserve.runtime.bounded_file import read_small_file
+from splitserve.runtime.bounded_file import read_named_file
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 KeyHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
@@ -154,11 +154,7 @@ def load_tenants(path: Path, fallback_secret: bytes) -> TenantsConfig:
 
 
 def _read_secret(path: Path) -> bytes:
-    try:
-        secret = read_small_file(path).strip()
-    except OSError as error:
-        message = f"{SECRET_FIELD}: cannot read {path}: {error.strerror}"
-        raise ConfigError(message, field=SECRET_FIELD) from None
+    secret = read_named_file(path, SECRET_FIELD).strip()
     if len(secret) < LEAST_SECRET_BYTES:
         message = f"{SECRET_FIELD}: {path} must hold at least {LEAST_SECRET_BYTES} bytes"
         raise ConfigError(message, field=SECRET_FIELD)

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from splitserve.errors import ConfigError, UnsupportedModelError
 from splitserve.generation.kv_blocks import Adapter
+from splitserve.runtime.bounded_file import read_named_file
 
 FIELD = "engine.adapters"
 CONFIG_FILE = "adapter_config.json"
@@ -102,15 +103,9 @@ def bad_adapter(name: str, why: str) -> ConfigError:
 
 def _config(name: str, folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
+    content = read_named_file(path, f"{FIELD}.{name}", MAX_CONFIG_BYTES, pipe_wait_s=0.0)
     try:
-        _check_regular(path)
-        with path.open("rb") as file:
-            content = file.read(MAX_CONFIG_BYTES + 1)
-        if len(content) > MAX_CONFIG_BYTES:
-            raise bad_adapter(name, f"{path} must have at most {MAX_CONFIG_BYTES} bytes")
         config = json.loads(content)
-    except OSError as error:
-        raise bad_adapter(name, f"cannot read {path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise bad_adapter(name, f"{path} is no JSON: {error}") from None
     if not isinstance(config, dict):

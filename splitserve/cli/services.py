@@ -83,6 +83,7 @@ def _run_autoscaler(settings: AutoscalerConfig) -> None:
 
 
 def _run_coordinator(settings: CoordinatorConfig) -> None:
+    settings.check_effects()
     _configure_logging("coordinator")
     from coordinator.service import serve
 
@@ -90,6 +91,7 @@ def _run_coordinator(settings: CoordinatorConfig) -> None:
 
 
 def _run_worker(kind: Kind, settings: WorkerConfig) -> None:
+    settings.check_effects(is_neutral=kind == "worker")
     _configure_logging(settings.worker_id)
     from splitserve.gpus.worker_gpus import claim_gpus
 

@@ -99,11 +99,12 @@ def register(app: typer.Typer) -> None:
 def up(settings: ClusterConfig, log_dir: Path | None = None) -> None:
     """Runs a cluster with these settings. Removes the parts' variables from the environment.
 
-    Raises UnavailableError or FailedPreconditionError for a port that is taken, NotFoundError without the model.
+    Raises UnavailableError or FailedPreconditionError for a port that is taken, ConfigError without the model.
     """
     from splitserve.cluster.process_specs import check_workers
 
     check_workers(settings)
+    settings.check_effects()
     _leave_settings_to_options()
     with _forking(settings) as forks:
         settings = _claim_ports(settings)

@@ -119,7 +119,7 @@ def _own_tokenizer(config: ClusterConfig) -> tuple[str, ...]:
         return ()
     try:
         source = resolve_model(config.model)
-    except NotFoundError:
+    except (ConfigError, NotFoundError):
         return ()
     return (source.tokenizer_source,) if source.is_local else ()
 

@@ -106,6 +106,15 @@ def merge_settings(kind: type[S], values: dict[str, Any], *layers: Mapping[str, 
         raise ConfigError(f"{field}: {first['msg']}{given}", field=field) from None
 
 
+def refuse_idle(**settings: tuple[bool, str]) -> None:
+    """Raises ConfigError for the first of these settings that was given and can have no effect beside the others, for
+    whoever gives it expects one. By name, with `__` for dots: whether it is such a setting, and without what."""
+    for name, (is_idle, why) in settings.items():
+        if is_idle:
+            field = name.replace("__", ".")
+            raise ConfigError(f"{field}: has no effect {why}", field=field)
+
+
 def read_settings_file(path: Path) -> dict[str, Any]:
     """The unvalidated mapping in a YAML settings file. Call it before there is an event loop. Raises ConfigError if it
     cannot be read or is no mapping."""

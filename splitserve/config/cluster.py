@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from splitserve.config.base import Option, Settings
+from splitserve.config.base import Option, Settings, refuse_idle
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.config.engine import EngineConfig, EngineSection
+from splitserve.config.security import TlsConfig
 
 
 class ClusterConfig(Settings):
@@ -72,4 +73,24 @@ class ClusterConfig(Settings):
     engine: EngineSection = EngineConfig()
     """Section `engine`, the same for all workers."""
     coordinator: CoordinatorConfig = CoordinatorConfig()
-    """Section `coordinator`."""
+    """Section `coordinator`. Its `tls` and `cluster_token_file` are those of the cluster."""
+
+    def check_effects(self) -> None:
+        """Raises ConfigError for a setting that the others leave without effect."""
+        given, front = self.model_fields_set, self.coordinator
+        fixed, pinned, neutral = self.autoscale is None, self.workers is None, "beside neutral workers"
+        refuse_idle(
+            coordinator__tls=(front.tls is not None, "in a local cluster: give tls"),
+            coordinator__cluster_token_file=(
+                front.cluster_token_file is not None,
+                "in a local cluster: give cluster_token_file",
+            ),
+            autoscale_interval_s=(fixed and self.autoscale_interval_s is not None, "without autoscale"),
+            autoscale_window_s=(fixed and "autoscale_window_s" in given, "without autoscale"),
+            worker_gpus=(fixed and pinned and "worker_gpus" in given, "without workers"),
+            prefill_gpus=(fixed and not pinned and "prefill_gpus" in given, neutral),
+            decode_gpus=(fixed and not pinned and "decode_gpus" in given, neutral),
+            **self.engine.idle_measurements("in a local cluster, whose workers have no metrics_port"),
+        )
+        tls = None if self.tls is None else TlsConfig(directory=self.tls)
+        front.model_copy(update={"tls": tls}).check_effects()

@@ -167,7 +167,8 @@ class EngineConfig(Settings):
         Annotated[float, Field(gt=0, le=1e6), Option(flag="measured-memory", metavar="GB/S")] | None
     ) = None
     """Memory rate of the device in GB/s, as `splitserve doctor --device` measured it. It changes nothing but the
-    metrics, which then tell the share of it that steps reach. Default: unknown."""
+    metrics, which then tell the share of it that steps reach, so it needs the worker's `metrics_port`. Default:
+    unknown."""
     measured_matmul_tflops: (
         Annotated[float, Field(gt=0, le=1e6), Option(flag="measured-matmul", metavar="TFLOP/S")] | None
     ) = None
@@ -189,6 +190,14 @@ class EngineConfig(Settings):
     """Simulated engine: seconds per decode step for each context token in the batch."""
     simulated_sequence_s: Annotated[Cost, Option(flag="simulated-sequence-s", hidden=True)] = 50e-6
     """Simulated engine: seconds per decode step for each sequence in the batch."""
+
+    def idle_measurements(self, silent: str) -> dict[str, tuple[bool, str]]:
+        """What `refuse_idle` is to know of settings that only metrics tell; `silent`: why there are none, or empty."""
+        given = {
+            "engine__measured_memory_gb_per_s": self.measured_memory_gb_per_s,
+            "engine__measured_matmul_tflops": self.measured_matmul_tflops,
+        }
+        return {name: (bool(silent) and rate is not None, silent) for name, rate in given.items()}
 
     @property
     def stop_in_start_s(self) -> float:

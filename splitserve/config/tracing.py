@@ -11,6 +11,8 @@ from pydantic import AfterValidator, Field
 from splitserve.addresses import check_address
 from splitserve.config.base import Option, Settings
 
+IDLE_AUTHORITY = "without a tracing.endpoint of https"
+
 
 def _checked_endpoint(url: str) -> str:
     parts = urlsplit(url)
@@ -31,6 +33,11 @@ class TracingConfig(Settings):
     and nothing is traced."""
     authority: Annotated[Path | None, Option(flag="tracing-authority")] = None
     """With `https`: certificates of the authority that signed the receiver's. Default: the system's authorities."""
+
+    @property
+    def has_idle_authority(self) -> bool:
+        """Whether `authority` has no effect."""
+        return self.authority is not None and not (self.endpoint or "").startswith("https:")
 
 
 class RequestTracingConfig(TracingConfig):

@@ -9,12 +9,12 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 
 from splitserve.addresses import check_address
-from splitserve.config.base import CoordinatorAddress, Option, Port, Settings
+from splitserve.config.base import CoordinatorAddress, Option, Port, Settings, refuse_idle
 from splitserve.config.engine import EngineConfig, EngineSection
 from splitserve.config.faults import Faults
 from splitserve.config.gpu_list import Gpus
 from splitserve.config.security import CeilingConfig, SecuritySettings
-from splitserve.config.tracing import TracingConfig
+from splitserve.config.tracing import IDLE_AUTHORITY, TracingConfig
 from splitserve.core_list import Cores
 
 SpotProvider = Literal["aws", "gcp", "azure"]
@@ -139,6 +139,18 @@ class WorkerConfig(SecuritySettings):
     """Section `tracing`."""
     engine: EngineSection = EngineConfig()
     """Section `engine`."""
+
+    def check_effects(self, *, is_neutral: bool) -> None:
+        """Raises ConfigError for a setting that the others, or the kind of worker, leave without effect."""
+        pinned = "leaning" in self.model_fields_set and not is_neutral
+        silent = "without metrics_port" if self.metrics_port is None else ""
+        no_provider = self.spot.metadata_url is not None and self.spot.provider is None
+        refuse_idle(
+            leaning=(pinned, "but on a neutral worker"),
+            spot__metadata_url=(no_provider, "without spot.provider"),
+            tracing__authority=(self.tracing.has_idle_authority, IDLE_AUTHORITY),
+            **self.engine.idle_measurements(silent),
+        )
 
     @property
     def trades_prefixes(self) -> bool:

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from splitserve.errors import ConfigError
-from splitserve.runtime.bounded_file import PIPE_WAIT_S, SMALL_FILE_BYTES, read_small_text
+from splitserve.runtime.bounded_file import PIPE_WAIT_S, SMALL_FILE_BYTES, read_named_text
 
 M = TypeVar("M", bound=BaseModel)
 SCALAR_ERRORS = (ValueError, OverflowError, RecursionError, TypeError)
@@ -105,21 +105,20 @@ def read_yaml_file(
 ) -> YamlFile:
     """Raises ConfigError, naming the `setting` that led to the file and the line where there is one, if the file cannot
     be read or holds no mapping. `most_bytes` and `pipe_wait_s`: see `read_small_file`."""
+    text = read_named_text(path, setting, most_bytes, pipe_wait_s=pipe_wait_s)
     try:
-        loader = _LineLoader(read_small_text(path, most_bytes, pipe_wait_s=pipe_wait_s))
+        loader = _LineLoader(text)
         try:
             root = loader.get_single_node()
             data = None if root is None else loader.construct_document(root)
         finally:
             loader.dispose()
-    except OSError as error:
-        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}", field=setting) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}" if mark is not None else ""
         why = error.problem or error.context or "cannot be parsed"
         raise ConfigError(f"{setting}: {path}{where}: not valid YAML: {why}", field=setting) from None
-    except (yaml.YAMLError, *SCALAR_ERRORS) as error:  # UnicodeDecodeError is a ValueError
+    except (yaml.YAMLError, *SCALAR_ERRORS) as error:
         why = str(error) or type(error).__name__
         raise ConfigError(f"{setting}: {path} is not valid YAML: {why}", field=setting) from None
     if data is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from splitserve.errors import InvalidArgumentError, NotFoundError
+from splitserve.errors import ConfigError, InvalidArgumentError, NotFoundError
 from splitserve.models.chat_template import ChatTemplates
 from splitserve.models.sources import SIMULATED, ModelSource, localize_model, resolve_model
 from splitserve.models.tokenizer import Tokenizer, TooManyTokensError, Turn
@@ -183,7 +183,11 @@ def load_tokenizer(source: str) -> Tokenizer:
     """
     if source == SIMULATED:
         return ByteTokenizer()
-    return HfTokenizer(_read(localize_model(resolve_model(source), weights=False)))
+    try:
+        found = localize_model(resolve_model(source), weights=False)
+    except ConfigError as error:  # here a peer gives the name, and no setting of this process
+        raise NotFoundError(error.message) from None
+    return HfTokenizer(_read(found))
 
 
 def _read(source: ModelSource) -> TokenizerDefinition:

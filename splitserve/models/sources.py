@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from splitserve.errors import NotFoundError, UnavailableError
+from splitserve.errors import ConfigError, NotFoundError, UnavailableError
 
 Progress = Callable[[str, float], None]
 """Called with the current activity and the fraction done, 0..1."""
@@ -115,7 +115,8 @@ def models_dir() -> Path:
 def resolve_model(name: str) -> ModelSource:
     """Resolves a model name. Reads the disk, never the network.
 
-    Raises NotFoundError if no model can have that name, or if an embedded model is not fetched yet.
+    Raises ConfigError (field `model`) if no model can have that name, NotFoundError if an embedded one is not fetched
+    yet.
     """
     if name == SIMULATED:
         return ModelSource(SIMULATED, None, SIMULATED)
@@ -127,27 +128,33 @@ def resolve_model(name: str) -> ModelSource:
     if (local := _local_model(name)) is not None:
         return local
     if not _HUB_ID.match(name) or name.endswith(".gguf"):
-        raise NotFoundError(f"model: no such folder or file: {name}")
+        raise _no_model(f"no such folder or file: {name}")
     return ModelSource(name, None, name.rsplit("/", 1)[-1])
 
 
 def _local_model(name: str) -> ModelSource | None:
-    """The folder or file of that name; None where there is none. Raises NotFoundError for one that is no model."""
+    """The folder or file of that name; None where there is none. Raises ConfigError for one that is no model."""
     try:
         path = Path(name).expanduser()
-        folder, file = path.is_dir(), path.is_file()
+        folder, file, other = path.is_dir(), path.is_file(), os.path.lexists(path)
     except (OSError, RuntimeError) as error:  # no path has such a name, or a user of another one has no home
         why = error.strerror if isinstance(error, OSError) else error
-        raise NotFoundError(f"model: {name[:80]!r} cannot be looked up: {why}") from None
+        raise _no_model(f"{name[:80]!r} cannot be looked up: {why}") from None
     if folder:
         if not (path / "config.json").is_file():
-            raise NotFoundError(f"model: the folder {name} has no config.json")
+            raise _no_model(f"the folder {name} has no config.json")
         return ModelSource(str(path), None, path.resolve().name)
     if file:
         if path.suffix != ".gguf":
-            raise NotFoundError(f"model: {name} is neither a folder nor a .gguf file")
+            raise _no_model(f"{name} is neither a folder nor a .gguf file")
         return ModelSource(str(path.parent), path.name, path.stem)
+    if other:
+        raise _no_model(f"{name} is neither a folder nor a .gguf file")
     return None
+
+
+def _no_model(why: str) -> ConfigError:
+    return ConfigError(f"model: {why}", field="model")
 
 
 def file_stamps(source: ModelSource) -> tuple[FileStamp, ...]:
@@ -176,7 +183,7 @@ def localize_model(source: ModelSource, *, weights: bool = True) -> ModelSource:
     """Ensures that a model's files are on this machine; downloads a Hugging Face model if needed.
 
     Without `weights`, only configuration and tokenizer. First queries the hub with a timeout of `HUB_TIMEOUT_S`, so
-    that a missing network fails fast. Raises NotFoundError for an id unknown to the hub, UnavailableError if the
+    that a missing network fails fast. Raises ConfigError for an id unknown to the hub, UnavailableError if the
     hub is unreachable and nothing is cached.
     """
     if source.is_local:
@@ -194,8 +201,9 @@ def localize_model(source: ModelSource, *, weights: bool = True) -> ModelSource:
         return ModelSource(path, None, source.short_name)
     except (RepositoryNotFoundError, HFValidationError):
         names = ", ".join(EMBEDDED)
-        message = f"model {source.path} is no embedded model ({names}), no folder and not on Hugging Face"
-        raise NotFoundError(message) from None
+        raise _no_model(
+            f"{source.path} is no embedded model ({names}), no folder and not on Hugging Face"
+        ) from None
     except Exception as error:  # httpx, hub or OS errors: the hub is unreachable
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return _cached(source, patterns, reason)

@@ -15,7 +15,7 @@ from splitserve.config.security import TlsConfig
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
 from splitserve.rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, make_blocking_channel, make_channel
-from splitserve.runtime.bounded_file import read_small_file
+from splitserve.runtime.bounded_file import read_named_file
 from splitserve.security.authorizer import TOKEN_KEY, RpcAuthorizer, Rules
 from splitserve.security.server_tls import ServerTls
 from splitserve.security.tls import Role, TlsFiles, part_files
@@ -90,10 +90,7 @@ def read_token(path: Path | None) -> str | None:
 def read_token_file(path: Path, setting: str) -> str:
     """The secret in the file that a setting names. Raises ConfigError naming the setting."""
     try:
-        token = read_small_file(path).decode("ascii").strip()
-    except OSError as error:
-        message = f"{setting}: cannot read {path}: {error.strerror}"
-        raise ConfigError(message, field=setting) from None
+        token = read_named_file(path, setting).decode("ascii").strip()
     except UnicodeDecodeError:
         token = ""
     return _checked_token(token, str(path), setting)

@@ -1,7 +1,8 @@
 """Reads whole files that somebody else wrote: of a bounded size, and without waiting for ever.
 
-A setting may name anything: a device without an end, a pipe that nobody writes to, or the wrong, huge file. All small
-files of the settings are read here, so each of them fails alike, with an OSError that says why.
+A setting or an option may name anything: a device without an end, a pipe that nobody writes to, or the wrong, huge
+file. All files that a user names are read here, so each of them fails alike: with an OSError that says why, or with a
+ConfigError that also names the setting.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import stat
 import time
 from pathlib import Path
 
+from splitserve.errors import ConfigError
+
 SMALL_FILE_BYTES = 4 * 2**20
 """Most bytes of a file of settings: tenants, policies, routes, keys, certificates."""
 PIPE_WAIT_S = 5.0
-"""How long a pipe, such as the shell's `<(command)`, has to give all that it holds. Whoever reads may be an event loop,
-which takes no signal meanwhile."""
+"""How long a pipe, such as the shell's `<(command)`, has to give all that it holds, unless whoever reads has more time;
+and how long it may have no writer at all. Whoever reads may be an event loop, which takes no signal meanwhile."""
 _PIECE_BYTES = 2**20
 _NULL_DEVICE = os.makedev(1, 3)
 
@@ -25,8 +28,8 @@ _NULL_DEVICE = os.makedev(1, 3)
 def read_small_file(
     path: Path, most_bytes: int = SMALL_FILE_BYTES, *, pipe_wait_s: float = PIPE_WAIT_S
 ) -> bytes:
-    """The content of a file, or of a pipe that ends within `pipe_wait_s`; /dev/null is an empty file. Raises OSError,
-    also for anything else (a device, a socket, a folder) and for more than `most_bytes`."""
+    """The content of a file, or of a pipe that ends within `pipe_wait_s` (0: of no pipe); /dev/null is an empty file.
+    Raises OSError, also for anything else (a device, a socket, a folder) and for more than `most_bytes`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:  # a NUL in the path
@@ -38,6 +41,8 @@ def read_small_file(
         is_pipe = stat.S_ISFIFO(found.st_mode)
         if not is_pipe and not stat.S_ISREG(found.st_mode) and found.st_rdev != _NULL_DEVICE:
             raise OSError(errno.EINVAL, "it is neither a file nor a pipe")
+        if is_pipe and not pipe_wait_s:
+            raise OSError(errno.EINVAL, "it is no regular file but a pipe")
         return _read(descriptor, most_bytes, pipe_wait_s if is_pipe else None)
     finally:
         os.close(descriptor)
@@ -50,6 +55,33 @@ def read_small_text(
     return read_small_file(path, most_bytes, pipe_wait_s=pipe_wait_s).decode("utf-8")
 
 
+def read_named_file(
+    path: Path, setting: str, most_bytes: int = SMALL_FILE_BYTES, *, pipe_wait_s: float = PIPE_WAIT_S
+) -> bytes:
+    """`read_small_file` of what a setting or an option names. Raises ConfigError (field `setting`)."""
+    try:
+        return read_small_file(path, most_bytes, pipe_wait_s=pipe_wait_s)
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}", field=setting) from None
+
+
+def read_named_text(
+    path: Path,
+    setting: str,
+    most_bytes: int = SMALL_FILE_BYTES,
+    *,
+    pipe_wait_s: float = PIPE_WAIT_S,
+    encoding: str = "utf-8",
+) -> str:
+    """The same as text in UTF-8 (`encoding` utf-8-sig: without a byte order mark). Raises ConfigError."""
+    content = read_named_file(path, setting, most_bytes, pipe_wait_s=pipe_wait_s)
+    try:
+        return content.decode(encoding)
+    except UnicodeDecodeError as error:
+        message = f"{setting}: {path} is no UTF-8 text, at byte {error.start}"
+        raise ConfigError(message, field=setting) from None
+
+
 def _read(descriptor: int, most_bytes: int, pipe_wait_s: float | None) -> bytes:
     """`pipe_wait_s`: None for a file, which is read however slow its disk is."""
     pieces: list[bytes] = []
@@ -58,13 +90,18 @@ def _read(descriptor: int, most_bytes: int, pipe_wait_s: float | None) -> bytes:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     while room > 0:
-        left_s = until_s - time.monotonic()
-        if pipe_wait_s is not None and (left_s <= 0 or not poll.poll(left_s * 1000)):
-            raise TimeoutError(errno.ETIMEDOUT, f"the pipe has not ended within {pipe_wait_s:g} s")
+        heard = True
+        if pipe_wait_s is not None:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(errno.ETIMEDOUT, f"the pipe has not ended within {pipe_wait_s:g} s")
+            heard = bool(poll.poll(min(left_s, PIPE_WAIT_S) * 1000))
         try:
             piece = os.read(descriptor, min(room, _PIECE_BYTES))
-        except BlockingIOError:  # a writer came and has written nothing yet
+        except BlockingIOError:  # there is a writer, which has written nothing yet
             continue
+        if not piece and not heard:
+            raise TimeoutError(errno.ETIMEDOUT, "nobody writes to the pipe")
         if not piece:
             return b"".join(pieces)
         pieces.append(piece)

@@ -11,8 +11,8 @@ import hashlib
 import secrets
 from pathlib import Path
 
-from splitserve.errors import ConfigError, InvalidArgumentError
-from splitserve.runtime.bounded_file import read_small_text
+from splitserve.errors import InvalidArgumentError
+from splitserve.runtime.bounded_file import read_named_text
 
 KEY_PREFIX = "ss-"
 """Lets secret scanners recognize a leaked key."""
@@ -45,12 +45,7 @@ def read_key(path: Path | None) -> str | None:
     """The key in a file; None without a path. Raises ConfigError or InvalidArgumentError naming the setting."""
     if path is None:
         return None
-    try:
-        return checked_key(read_small_text(path).strip())
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "no UTF-8 text"
-        message = f"api_key_file: cannot read {path}: {why}"
-        raise ConfigError(message, field="api_key_file") from None
+    return checked_key(read_named_text(path, "api_key_file").strip())
 
 
 def key_metadata(key: str | None) -> tuple[tuple[str, str], ...]:

@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from splitserve.errors import ConfigError, FailedPreconditionError
+from splitserve.runtime.bounded_file import read_small_file
 from splitserve.security.tls import AUTHORITY_FILE, ROLES, Role, TlsFiles, files_in, role_name, role_uri
 
 AUTHORITY_KEY_FILE = "ca-key.pem"
@@ -64,7 +65,7 @@ def write_certificates(
 
     Returns the certificate files. Without `force`, raises FailedPreconditionError (FILE_EXISTS) if there are
     certificates already. With `force` it replaces them but keeps the authority, so that components with old and new
-    certificates trust each other. Raises ConfigError for an unreadable authority.
+    certificates trust each other. Raises ConfigError for an unreadable authority and for a folder that is none.
     """
     now = now or datetime.now(UTC)
     named = [(role, None, files_in(directory, role)) for role in ROLES]
@@ -76,14 +77,19 @@ def write_certificates(
     if present and not force:
         message = f"{present[0]} exists already; --force replaces the certificates and keeps the authority"
         raise FailedPreconditionError(message, reason="FILE_EXISTS")
-    directory.mkdir(parents=True, exist_ok=True)
-    authority = _authority(directory, now)
-    for role, worker_id, files in wanted:
-        assert files.certificate is not None
-        assert files.key is not None
-        # Only the coordinator is addressed by host name, so only its certificate names hosts.
-        names = hosts if role == "coordinator" else ()
-        issue(authority, role, names, now, days, worker_id).write(files.certificate, files.key)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        authority = _authority(directory, now)
+        for role, worker_id, files in wanted:
+            assert files.certificate is not None
+            assert files.key is not None
+            # Only the coordinator is addressed by host name, so only its certificate names hosts.
+            names = hosts if role == "coordinator" else ()
+            issue(authority, role, names, now, days, worker_id).write(files.certificate, files.key)
+    except OSError as error:
+        raise ConfigError(
+            f"directory: cannot write {directory}: {error.strerror}", field="directory"
+        ) from None
     return [directory / AUTHORITY_FILE, *(files.certificate for _, _, files in wanted if files.certificate)]
 
 
@@ -141,8 +147,8 @@ def _authority(directory: Path, now: datetime) -> Issued:
         made.write(certificate, key)
         return made
     try:
-        loaded = serialization.load_pem_private_key(key.read_bytes(), password=None)
-        known = x509.load_pem_x509_certificate(certificate.read_bytes())
+        loaded = serialization.load_pem_private_key(read_small_file(key, pipe_wait_s=0.0), password=None)
+        known = x509.load_pem_x509_certificate(read_small_file(certificate, pipe_wait_s=0.0))
     except (OSError, ValueError, TypeError) as error:
         message = f"cannot use the authority in {directory}: {error}"
         raise ConfigError(message, field="directory") from None

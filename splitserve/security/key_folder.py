@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 
 from splitserve.errors import ConfigError
+from splitserve.runtime.bounded_file import read_named_text, read_small_file
 from splitserve.security.api_keys import key_hash, new_key
 
 CLUSTER_TOKEN = "cluster_token"
@@ -28,7 +29,7 @@ def make_key_folder(folder: Path, *, token: str = "", key: str = "") -> list[str
 
     def put(name: str, content: bytes, *, replace: bool = False) -> None:
         path = folder / name
-        if path.exists() and (not replace or path.read_bytes() == content):
+        if path.exists() and (not replace or read_small_file(path, pipe_wait_s=0.0) == content):
             return
         fresh = folder / f".{name}.new"
         fresh.unlink(missing_ok=True)
@@ -45,7 +46,8 @@ def make_key_folder(folder: Path, *, token: str = "", key: str = "") -> list[str
         put(GRAFANA_PASSWORD, secrets.token_urlsafe(18).encode())
         # The operator may add tenants to the file: it is made anew only with another key.
         if API_KEY in written or not (folder / TENANTS).exists():
-            put(TENANTS, _tenants((folder / API_KEY).read_text().strip()).encode(), replace=True)
+            kept = read_named_text(folder / API_KEY, "folder", pipe_wait_s=0.0)
+            put(TENANTS, _tenants(kept.strip()).encode(), replace=True)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot write the keys: {error.strerror}", field="folder") from None
     return written

@@ -23,7 +23,7 @@ import grpc
 
 from splitserve.config.security import TlsConfig
 from splitserve.errors import ConfigError
-from splitserve.runtime.bounded_file import read_small_file
+from splitserve.runtime.bounded_file import read_named_file, read_small_file
 
 Role = Literal["coordinator", "prefill", "decode", "worker", "autoscaler", "admin", "client"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -105,10 +105,12 @@ def check_files(files: TlsFiles) -> None:
     """Raises ConfigError for an unreadable, invalid or expired file, or if certificate and key do not match."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if files.authority is not None:
+        _read("authority", files.authority)
         with _config_errors("authority", files.authority):
             context.load_verify_locations(cafile=files.authority)
     if files.certificate is None or files.key is None:
         return
+    _read("certificate", files.certificate)
     _read("key", files.key)
     with _config_errors("certificate", files.certificate):
         context.load_cert_chain(files.certificate, files.key, password=lambda: b"")  # no password prompt
@@ -193,8 +195,5 @@ def _config_errors(field: str, path: Path) -> Iterator[None]:
 
 def _read(field: str, path: Path | None) -> bytes:
     assert path is not None, field
-    try:
-        return read_small_file(path)
-    except OSError as error:
-        message = f"tls.{field}: cannot read {path}: {error.strerror}"
-        raise ConfigError(message, field=f"tls.{field}") from None
+    # Of no pipe: OpenSSL opens the file again, and would wait for another writer.
+    return read_named_file(path, f"tls.{field}", pipe_wait_s=0.0)

@@ -20,9 +20,8 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from splitserve import __version__
-from splitserve.errors import ConfigError
 from splitserve.logs import log_exception
-from splitserve.runtime.bounded_file import read_small_file
+from splitserve.runtime.bounded_file import read_named_file
 from splitserve.tracing.context import TraceContext
 from splitserve.tracing.finished_span import FinishedSpan
 
@@ -130,8 +129,4 @@ def _span_context(context: TraceContext, span_id: str) -> trace.SpanContext:
 def _credentials(authority: Path | None) -> grpc.ChannelCredentials:
     if authority is None:
         return grpc.ssl_channel_credentials()
-    try:
-        return grpc.ssl_channel_credentials(read_small_file(authority))
-    except OSError as error:
-        message = f"tracing.authority: cannot read {authority}: {error.strerror}"
-        raise ConfigError(message, field="tracing.authority") from None
+    return grpc.ssl_channel_credentials(read_named_file(authority, "tracing.authority"))

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from autoscaler.simulation.traces.columns import ColumnMap
 from autoscaler.simulation.traces.line_checks import bad_line, lines_of, token_count
-from splitserve.errors import InvalidArgumentError, NotFoundError
+from splitserve.errors import InvalidArgumentError
+from splitserve.runtime.bounded_file import read_named_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ csv.field_size_limit(2**24)
 """Logs have prompts beside the numbers."""
 MOST_BYTES = 2**29
 """Of a file. It is read as a whole."""
+PIPE_WAIT_S = 60.0
+"""How long a pipe with a trace has, such as `--trace <(zcat FILE)`. A signal ends the process meanwhile."""
 MOST_REQUESTS = 2_000_000
 """Of a trace. The simulator keeps each of them, about a kilobyte, until the end of the run."""
 _MOST_MS = 1e15
@@ -63,10 +66,20 @@ def load_trace(path: Path, seed: int = 0, columns: ColumnMap | None = None) -> T
     """The trace in a file; its first character tells the format. With `columns` it is any log that has these.
 
     `seed` decides how arrivals are spread inside the ticks of a Mooncake trace; a recording has exact times.
-    Raises NotFoundError without the file, InvalidArgumentError (TRACE_TOO_LONG) for more than `MOST_BYTES` or
-    `MOST_REQUESTS`, and InvalidArgumentError (BAD_TRACE) with the number of the first bad line.
+    Raises what `read_trace` and `trace_of` do.
     """
-    text = _text_of(path)
+    return trace_of(path, read_trace(path), seed, columns)
+
+
+def read_trace(path: Path, setting: str = "trace") -> str:
+    """The text of a file that may be a trace. Raises ConfigError naming the setting, also for more than
+    `MOST_BYTES`."""
+    return read_named_text(path, setting, MOST_BYTES, pipe_wait_s=PIPE_WAIT_S, encoding="utf-8-sig")
+
+
+def trace_of(path: Path, text: str, seed: int = 0, columns: ColumnMap | None = None) -> Trace:
+    """The trace of a text; see `load_trace`. Raises InvalidArgumentError (BAD_TRACE) with the number of the first bad
+    line, and (TRACE_TOO_LONG) for more than `MOST_REQUESTS`."""
     mooncake = columns is None and text.lstrip().startswith("{")
     recorded = mooncake and is_recording(text)
     try:
@@ -80,32 +93,13 @@ def load_trace(path: Path, seed: int = 0, columns: ColumnMap | None = None) -> T
     if not found:
         raise bad_line(path, 1, "no requests")
     if len(found) > MOST_REQUESTS:
-        raise _too_long(path, f"{MOST_REQUESTS} requests")
+        what = f"trace: {path} has more than {MOST_REQUESTS} requests; cut it, or replay it in parts"
+        raise InvalidArgumentError(what, reason="TRACE_TOO_LONG", field="trace")
     found.sort(key=lambda request: request.arrival_s)
     if mooncake and not recorded:
         found = _spread(found, seed)
     first_s = found[0].arrival_s
     return Trace(path.stem, [_shifted(request, -first_s) for request in found])
-
-
-def _text_of(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            # Not by the file's size: a pipe has none.
-            data = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise NotFoundError(f"trace: cannot read {path}: {error.strerror}", reason="NO_TRACE") from None
-    if len(data) > MOST_BYTES:
-        raise _too_long(path, f"{MOST_BYTES} bytes")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise bad_line(path, 1, f"not UTF-8 text ({error.reason})") from None
-
-
-def _too_long(path: Path, most: str) -> InvalidArgumentError:
-    what = f"trace: {path} has more than {most}; cut it, or replay it in parts"
-    return InvalidArgumentError(what, reason="TRACE_TOO_LONG", field="trace")
 
 
 def is_recording(text: str) -> bool:

@@ -36,9 +36,13 @@ def _prompts(value: Any) -> list[Prompt]:
     """The four forms of a prompt as a list. Raises ValueError."""
     if isinstance(value, str) or _is_ids(value):
         return [value]
-    if isinstance(value, list) and value and all(isinstance(one, str) or _is_ids(one) for one in value):
-        return value
-    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
+    if isinstance(value, list) and value:
+        texts = isinstance(value[0], str)
+        if all(isinstance(one, str) if texts else _is_ids(one) for one in value):
+            return value
+    raise ValueError(
+        "must be a string, a list of strings, a list of token ids, or a list of such lists: of one form alone"
+    )
 
 
 def _is_ids(value: Any) -> bool:

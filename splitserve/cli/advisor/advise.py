@@ -18,6 +18,7 @@ from splitserve.cli.output import shown_progress, write
 from splitserve.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from autoscaler.advisor.achieved import SavedAdvice
     from autoscaler.advisor.candidates import ClusterShape
     from autoscaler.advisor.recorded_traffic import RecordedTraffic
     from autoscaler.advisor.reported_engine import ReportedEngine
@@ -73,8 +74,8 @@ class _Wanted:
     ttft_ms: float
     tpot_ms: float
     cold_start_s: float
-    engine_model: Path | None
-    engine_preset: str | None
+    engine: ReportedEngine | None
+    """None: as the traffic tells."""
 
 
 def advise(
@@ -100,6 +101,7 @@ def advise(
     cluster_token_file: options.ClusterTokenFile = None,
 ) -> None:
     """Say which split of the workers a recorded traffic asks for, and why."""
+    from autoscaler.advisor.achieved import load_advice
     from autoscaler.advisor.advice import AdviceTerms
     from autoscaler.advisor.recorded_traffic import load_traffic
 
@@ -108,16 +110,20 @@ def advise(
     if engine_model is not None and engine_preset is not None:
         message = "engine_model and engine_preset exclude each other"
         raise InvalidArgumentError(message, field="engine_model")
+    if live and columns is not None:
+        raise InvalidArgumentError("columns: there is no --trace to read", field="columns")
     terms = AdviceTerms(budget, goal, not all_workers, limit)
+    # What may be wrong with other files is said before traffic is recorded, which may take a day.
+    saved = None if check is None else load_advice(check)
+    wanted = _Wanted(ttft_ms, tpot_ms, cold_start, _given_engine(engine_model, engine_preset))
     with tempfile.TemporaryDirectory() as scratch:
         if trace is None:
             trace = Path(scratch) / "live.jsonl"
             record_to(trace, RecordingAccess.of(target, api_key, tls, cluster_token_file), seconds)
         traffic = load_traffic(trace, options.column_map(columns))
-    if check is not None:
-        _check(check, traffic, as_json=as_json)
+    if saved is not None:
+        _check(saved, traffic, as_json=as_json)
         return
-    wanted = _Wanted(ttft_ms, tpot_ms, cold_start, engine_model, engine_preset)
     _advise(traffic, terms, wanted, save, as_json=as_json)
 
 
@@ -127,9 +133,10 @@ def _advise(
     from autoscaler.advisor.achieved import save_advice, traffic_figures
     from autoscaler.advisor.advice import advise as find
     from autoscaler.advisor.candidates import policy_values
+    from autoscaler.advisor.reported_engine import reported_engine
     from autoscaler.simulation.outcome import Slo
 
-    engine = _engine(traffic, wanted)
+    engine = reported_engine(traffic) if wanted.engine is None else wanted.engine
     slo = Slo(wanted.ttft_ms / 1e3, wanted.tpot_ms / 1e3)
     scenario = _scenario(traffic, engine.model, slo, wanted.cold_start_s)
     with shown_progress("advise", lines=False) as progress:
@@ -160,15 +167,13 @@ def _advise(
     write(f"{json.dumps(found)}\n" if as_json else advice_text(advice, scenario, notes, policy))
 
 
-def _engine(traffic: RecordedTraffic, wanted: _Wanted) -> ReportedEngine:
-    from autoscaler.advisor.reported_engine import ReportedEngine, measured_engine, reported_engine
+def _given_engine(file: Path | None, name: str | None) -> ReportedEngine | None:
+    from autoscaler.advisor.reported_engine import ReportedEngine, measured_engine
     from autoscaler.sizing.engine_model import preset
 
-    if wanted.engine_model is not None:
-        return measured_engine(wanted.engine_model)
-    if wanted.engine_preset is not None:
-        return ReportedEngine(preset(wanted.engine_preset))
-    return reported_engine(traffic)
+    if file is not None:
+        return measured_engine(file)
+    return None if name is None else ReportedEngine(preset(name))
 
 
 def _scenario(traffic: RecordedTraffic, engine: Any, slo: Slo, cold_start_s: float) -> Scenario:
@@ -178,9 +183,8 @@ def _scenario(traffic: RecordedTraffic, engine: Any, slo: Slo, cold_start_s: flo
     return Scenario(traffic.trace, engine, slo, cold_start_s, admission=AdmissionConfig())
 
 
-def _check(path: Path, traffic: RecordedTraffic, *, as_json: bool) -> None:
-    from autoscaler.advisor.achieved import achieved, load_advice
+def _check(saved: SavedAdvice, traffic: RecordedTraffic, *, as_json: bool) -> None:
+    from autoscaler.advisor.achieved import achieved
 
-    saved = load_advice(path)
     found = achieved(saved, traffic, _scenario(traffic, saved.engine, saved.slo, 60.0))
     write(f"{json.dumps(found.to_json())}\n" if as_json else achieved_text(found))

@@ -16,7 +16,7 @@ import typer
 from splitserve.cli import options
 from splitserve.cli.output import write
 from splitserve.errors import InvalidArgumentError, NotFoundError, UnavailableError
-from splitserve.runtime.bounded_file import read_small_text
+from splitserve.runtime.bounded_file import read_named_text
 
 if TYPE_CHECKING:
     from splitserve.client import AsyncClient, Completion, GenerateOptions, Prompt
@@ -138,10 +138,7 @@ def _file_or_text(given: str, option: str) -> str:
     """The text itself, or the content of the file of that name. With a brace or a colon it is no file name."""
     if "{" in given or ":" in given:
         return given
-    try:
-        return read_small_text(Path(given))
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"{option}: file {given} cannot be read: {error}", field=option) from None
+    return read_named_text(Path(given), option)
 
 
 def _read_stdin() -> str:

@@ -66,6 +66,9 @@ class Replayed:
         from autoscaler.simulation.traces.trace import load_trace
 
         if self.trace in SYNTHETIC:
+            if self.columns is not None:
+                message = f"columns: trace {self.trace} is made, and there is no file to read"
+                raise InvalidArgumentError(message, field="columns")
             rates = self.rate, self.peak_rate, self.duration, self.burst
             lengths = self.prompt_tokens, self.output_tokens
             return synthetic(TraceShape(self.trace, *rates, *lengths, seed=self.seed))

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from autoscaler.actuators import docker as docker_module
 from autoscaler.actuators.actuator import ReplicaKind
 from autoscaler.actuators.docker import DockerActuator, HostLimits
 from autoscaler.actuators.docker_engine import DockerEngine
@@ -281,3 +282,36 @@ async def test_the_last_container_of_each_class_is_kept_as_its_pattern() -> None
         "big",
         "small",
     ]
+
+
+@pytest.mark.parametrize("jump_s", [86_400.0, -86_400.0])
+async def test_a_wall_clock_that_is_set_neither_kills_nor_spares_a_draining_replica(
+    monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    clocks = {"wall": 1e9, "own": 50.0}
+    monkeypatch.setattr(docker_module, "time", FakeTime(clocks))
+    docker = FakeDocker()
+    ours = docker.runs("prefill", "prefill")
+    scaled = actuator(docker)
+    await scaled.stop("prefill", [ours], 30.0)
+    asked = list(docker.killed)
+    clocks["wall"] += jump_s
+    clocks["own"] += 29.0
+    await scaled.replicas()
+    assert docker.killed == asked
+    clocks["own"] += 2.0
+    await scaled.replicas()
+    assert len(docker.killed) == len(asked) + 1
+
+
+class FakeTime:
+    """Both clocks, as the module `time` has them."""
+
+    def __init__(self, clocks: dict[str, float]) -> None:
+        self._clocks = clocks
+
+    def time(self) -> float:
+        return self._clocks["wall"]
+
+    def monotonic(self) -> float:
+        return self._clocks["own"]

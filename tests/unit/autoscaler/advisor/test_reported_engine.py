@@ -13,7 +13,7 @@ from autoscaler.advisor.recorded_traffic import load_traffic
 from autoscaler.advisor.reported_engine import reported_engine
 from autoscaler.simulation.outcome import Slo
 from autoscaler.sizing.engine_model_file import load_engine_model
-from splitserve.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 
 STEP_S, TOKEN_S, SQUARE_S = 4e-3, 50e-6, 2e-9
 PREFILL = {
@@ -126,7 +126,7 @@ def test_engine_model_files_are_checked(tmp_path: Path, text: str, words: str) -
     path.write_text(text)
     with pytest.raises(InvalidArgumentError, match=words):
         load_engine_model(path)
-    with pytest.raises(NotFoundError):
+    with pytest.raises(InvalidArgumentError, match="engine_model: cannot read"):
         load_engine_model(tmp_path / "none.json")
 
 

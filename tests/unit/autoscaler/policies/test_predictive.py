@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from autoscaler.decide import make_decide
-from autoscaler.policies.policy_file import parse_policy
-from autoscaler.policies.predictive import forecast_rates
+from autoscaler.policies.policy_file import PredictivePool, parse_policy
+from autoscaler.policies.predictive import forecast_rates, recommend_predictive
+from autoscaler.policies.recommendation import PoolStatus
 from autoscaler.snapshot import ArrivalBucket, Snapshot
 from tests.support.scaling.snapshots import snapshot
 
@@ -72,3 +73,32 @@ def test_replicas_are_ordered_before_the_peak_and_slo_is_the_floor() -> None:
         if index >= 3 * SEASON:  # The rising flank.
             more += within.prefill.desired > without.prefill.desired and "forecast" in within.prefill.reason
     assert more >= 2
+
+
+def test_a_wall_clock_that_is_set_back_forgets_only_what_is_now_to_come() -> None:
+    pool = parse_policy(
+        {"prefill": {"kind": "predictive", "target_ms": 1000, "season_s": 600 * SEASON, "interval_s": 600}}
+        | {"decode": {"target_ms": 50}}
+    ).prefill
+    assert isinstance(pool, PredictivePool)
+    memory, status = None, PoolStatus(2, 2, 0)
+    for index in range(3 * SEASON):
+        _, memory = recommend_predictive(pool, "prefill", memory, hour(index), status)
+    assert memory is not None
+    right = memory
+    ten_days = 86_400 * 10  # a whole number of seasons
+    for index in range(3 * SEASON, 3 * SEASON + 2):  # ahead for 20 minutes
+        seen = hour(index)
+        _, memory = recommend_predictive(
+            pool, "prefill", memory, replace(seen, wall_s=seen.wall_s + ten_days), status
+        )
+    back = hour(3 * SEASON + 2)
+    _, memory = recommend_predictive(pool, "prefill", memory, back, status)
+    assert memory.interval == math.floor(back.wall_s / 600)
+    assert memory.forecast[0] == pytest.approx(1000 * rate(2), rel=0.1)
+    assert len(memory.rates) <= len(right.rates) + 3
+    # A clock that is corrected by seconds changes nothing.
+    _, nudged = recommend_predictive(
+        pool, "prefill", memory, replace(back, wall_s=back.wall_s - 595.0, arrivals=()), status
+    )
+    assert nudged.interval == memory.interval

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.models.model_routes import ModelRoute, ModelRoutes, checked_route
+from coordinator.models.model_routes import ModelRoute, ModelRoutes, checked_route, load_routes
 from coordinator.models.routes_service import checked_routes
 from coordinator.request.caller import ANYONE, Caller
 from coordinator.workers.registry import Registry
@@ -208,3 +209,15 @@ def test_shown_shares() -> None:
     assert [state.share(model) for model in (V1, V2, "v3", "x")] == [0.95, 0.05, 0.0, 0.0]
     alone = RouteState("a", {V1: 95, V2: 5}, None, frozenset({V2}))
     assert [alone.share(V1), alone.share(V2)] == [0.0, 1.0]
+
+
+def test_a_file_cut_short_removes_no_routes(tmp_path: Path) -> None:
+    path = tmp_path / "routes.yaml"
+    path.write_text("smollm2: {v1: 1}\n")
+    assert [route.name for route in load_routes(path)] == ["smollm2"]
+    for text in ("", "# nothing\n"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"is empty; no routes are written \{\}"):
+            load_routes(path)
+    path.write_text("{}")
+    assert load_routes(path) == []

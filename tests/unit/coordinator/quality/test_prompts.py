@@ -22,7 +22,7 @@ def test_each_line_is_a_prompt(tmp_path: Path) -> None:
         (b"\n", f"needs 1 to {MAX_PROMPTS} lines"),
         (b"a\n" * (MAX_PROMPTS + 1), f"needs 1 to {MAX_PROMPTS} lines"),
         (b"a" * (MAX_PROMPT_BYTES + 1), f"it has more than {MAX_PROMPT_BYTES} bytes"),
-        (b"\xff", "can't decode"),
+        (b"\xff", "no UTF-8 text, at byte 0"),
         (None, "No such file or directory"),
     ],
 )

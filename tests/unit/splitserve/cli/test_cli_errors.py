@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from splitserve.cli import up
 from splitserve.cli.main import exit_code_of, main
 from splitserve.config.cluster import ClusterConfig
 from splitserve.errors import ResourceExhaustedError, SplitserveError, TransferError, UnsupportedModelError
+from splitserve.runtime import bounded_file
 
 NOBODY = "127.0.0.1:1"
 
@@ -51,6 +53,13 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (["decode-worker", "--model", "m", "--coordinator", "host"], "coordinator must be"),
         (["decode-worker", "--model", "m", "--lease", "0"], "lease_s"),
         (["coordinator", "--drain", "-1"], "drain_s"),
+        (["coordinator", "--cluster-port", "1"], "cluster_port: has no effect without tls"),
+        (["decode-worker", "--model", "m", "--leaning", "decode"], "leaning: has no effect"),
+        (["up", "--cluster-port", "1"], "cluster_port: has no effect without tls"),
+        (["advise", "--live", "--check", "/none"], "check: cannot read /none"),  # before anything is recorded
+        (["advise", "--live", "--engine-model", "/none"], "engine_model: cannot read /none"),
+        (["advise", "--live", "--columns", "timestamp=a"], "columns: there is no --trace"),
+        (["certs", "/dev/null"], "directory: cannot write /dev/null"),
         (["frobnicate"], "frobnicate"),
     ],
 )
@@ -132,15 +141,56 @@ def test_free_ports_that_overlap_are_chosen_again(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("model", ["a" * 5000, "~nobody-of-this-name/model"])
 def test_a_model_that_no_path_can_name(capsys: pytest.CaptureFixture[str], model: str) -> None:
     code, line = failure(capsys, "up", "--grpc-port", "0", "--http-port", "off", "--model", model)
-    assert code == 1
+    assert code == 2
     assert "cannot be looked up" in line
     assert len(line) < 300
+
+
+@pytest.mark.parametrize("kind", ["folder", "itself", "pipe", "bytes"])
+@pytest.mark.parametrize(
+    ("command", "field"),
+    [
+        ("simulate --no-bound --trace", "trace"),
+        ("simulate --trace constant --policy", "policy"),
+        ("simulate --trace constant --models", "models"),
+        ("advise --trace", "trace"),
+        ("plan --rate 1 --engine-model", "engine_model"),
+        ("plan --rate 1 --gpu H100 --model", "model"),
+        ("up --model", "model"),
+        ("up --config", "config"),
+        ("up --tls", "tls"),
+        ("generate hi --tls", "tls"),
+    ],
+)
+def test_a_file_that_is_none(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    field: str,
+    kind: str,
+) -> None:
+    monkeypatch.setattr(bounded_file, "PIPE_WAIT_S", 0.01)
+    path = tmp_path / "a"
+    match kind:
+        case "folder":
+            path.mkdir()
+        case "itself":
+            path.symlink_to(path)
+        case "pipe":
+            os.mkfifo(path)
+        case "bytes":
+            path.write_bytes(b"\xff\x00")
+    code, line = failure(capsys, *command.split(), str(path))
+    assert code == 2, line
+    assert line.startswith(f"error: {field}"), line
+    assert str(path) in line
 
 
 def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     ports = ("--grpc-port", "0", "--http-port", "off")
     code, line = failure(capsys, "up", *ports, "--model", "./no/such/folder")
-    assert code == 1
+    assert code == 2
     assert "no such folder" in line
     code, line = failure(capsys, "model", "fetch", "gpt-17")
     assert code == 1

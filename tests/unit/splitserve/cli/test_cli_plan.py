@@ -95,7 +95,7 @@ def test_prices_and_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (("--rate", "1", *SHAPE, "--gpu", "TPU"), 2, "gpu: not known: 'TPU'"),
         (
             ("--rate", "1", "--gpu", "H100", "--model", "/none/config.json"),
-            1,
+            2,
             "cannot read /none/config.json",
         ),
         (("--rate", "1", "--gpu", "H100", "--params", "8B"), 2, "layers is not known"),
@@ -112,7 +112,7 @@ def test_prices_and_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (("--rate", "1", *SHAPE, "--gpu", "H100", "--price", "1", "--prices", "x"), 2, "exclude each other"),
         (("--rate", "1", *SHAPE, "--gpu", "H100", "--goal", "2"), 2, "goal must be"),
         (("--rate", "1", *SHAPE, "--gpu", "H100", "--efficiency", "x=1"), 2, "efficiency: no such part"),
-        (("--rate", "1", "--engine-model", "/none"), 1, "engine_model: cannot read /none"),
+        (("--rate", "1", "--engine-model", "/none"), 2, "engine_model: cannot read /none"),
         (("--rate", "1e-9", *SHAPE, "--gpu", "H100"), 2, "fewer than two requests"),
         (
             ("--rate", "1", "--scale", "1e6", *SHAPE, "--gpu", "H100"),

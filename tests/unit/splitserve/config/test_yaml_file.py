@@ -44,7 +44,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot read"):
             read_yaml_file(path)
     (tmp_path / "bytes").write_bytes(b"a: \xff\xfe")
-    with pytest.raises(ConfigError, match="not valid YAML"):
+    with pytest.raises(ConfigError, match="no UTF-8 text, at byte 3"):
         read_yaml_file(tmp_path / "bytes")
 
 
@@ -61,7 +61,7 @@ def test_bounds_may_be_others(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="more than 6 bytes"):
         read_yaml_file(tmp_path / "a", most_bytes=6)
     os.mkfifo(tmp_path / "b")
-    with pytest.raises(ConfigError, match=r"has not ended within 0\.05 s"):
+    with pytest.raises(ConfigError, match="nobody writes to the pipe"):
         read_yaml_file(tmp_path / "b", pipe_wait_s=0.05)
 
 

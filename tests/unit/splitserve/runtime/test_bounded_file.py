@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.runtime.bounded_file import read_small_file, read_small_text
+from splitserve.errors import ConfigError
+from splitserve.runtime import bounded_file
+from splitserve.runtime.bounded_file import read_named_file, read_named_text, read_small_file, read_small_text
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -60,7 +62,7 @@ def test_the_null_device_is_an_empty_file() -> None:
         (zeros, "neither a file nor a pipe"),
         (itself, "Too many levels"),
         (large, "more than 64 bytes"),
-        (os.mkfifo, "has not ended within 0.1 s"),
+        (os.mkfifo, "nobody writes to the pipe"),
         (lambda path: None, "No such file"),
     ],
 )
@@ -91,6 +93,38 @@ def test_a_pipe_is_read_to_its_end(written: bytes, why: str | None) -> None:
     finally:
         writer.join()
         os.close(reads)
+
+
+def test_a_pipe_without_a_writer_is_waited_for_only_shortly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_file, "PIPE_WAIT_S", 0.05)
+    os.mkfifo(tmp_path / "a")
+    with pytest.raises(TimeoutError, match="nobody writes"):
+        read_small_file(tmp_path / "a", 64, pipe_wait_s=60.0)
+    reads, writes = os.pipe()  # one with a writer has all of its time
+    writer = threading.Timer(0.2, lambda: (os.write(writes, b"late"), os.close(writes)))
+    writer.start()
+    assert read_small_file(Path(f"/dev/fd/{reads}"), 64, pipe_wait_s=60.0) == b"late"
+    writer.join()
+    os.close(reads)
+
+
+def test_a_pipe_may_be_no_choice(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a")
+    with pytest.raises(OSError, match="no regular file"):
+        read_small_file(tmp_path / "a", 64, pipe_wait_s=0.0)
+
+
+def test_a_named_file_fails_with_its_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trace: cannot read .*a: No such file") as caught:
+        read_named_file(tmp_path / "a", "trace")
+    assert caught.value.field == "trace"
+    (tmp_path / "a").write_bytes(b"\xef\xbb\xbfab\xff")
+    with pytest.raises(ConfigError, match=r"trace: .*a is no UTF-8 text, at byte 5"):
+        read_named_text(tmp_path / "a", "trace")
+    (tmp_path / "a").write_bytes(b"\xef\xbb\xbfab")
+    assert read_named_text(tmp_path / "a", "trace", encoding="utf-8-sig") == "ab"
 
 
 def test_a_pipe_that_stays_open_is_not_waited_for(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import stat
 from collections.abc import AsyncIterator, Callable
@@ -29,7 +30,16 @@ from splitserve.rpc.server import make_server
 from splitserve.rpc.status import error_from_rpc
 from splitserve.security.certificates import issue, make_authority, worker_files, write_certificates
 from splitserve.security.server_tls import ServerTls
-from splitserve.security.tls import ROLES, Role, TlsFiles, client_files, files_in, part_files, peer_identity
+from splitserve.security.tls import (
+    ROLES,
+    Role,
+    TlsFiles,
+    check_files,
+    client_files,
+    files_in,
+    part_files,
+    peer_identity,
+)
 from splitserve.v1 import prefill_pb2
 from splitserve.v1.prefill_pb2_grpc import (
     PrefillServiceServicer,
@@ -142,6 +152,15 @@ def test_wrong_files_are_named(certs: Path, tmp_path: Path) -> None:
     write_certificates(tmp_path / "old", [], 1, force=True, now=datetime.now(UTC) - timedelta(days=2))
     with pytest.raises(ConfigError, match="expired on"):
         part_files(TlsConfig(directory=tmp_path / "old"), "prefill")
+
+
+@pytest.mark.parametrize("name", ["ca.pem", "decode.pem", "decode-key.pem"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(certs: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(certs, tmp_path / "certs")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(ConfigError, match="no regular file"):
+        check_files(files_in(folder, "decode"))
 
 
 async def test_only_the_right_role_gets_through(certs: Path) -> None:

@@ -1,0 +1,108 @@
+"""A setting that can have no effect beside the others is refused, with its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from splitserve.config.base import load_settings
+from splitserve.config.cluster import ClusterConfig
+from splitserve.config.coordinator import CoordinatorConfig
+from splitserve.config.worker import WorkerConfig
+from splitserve.errors import ConfigError
+
+NAMED = {"worker_id": "a", "model": "simulated"}
+URL = "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("given", "others", "field"),
+    [
+        ({"cluster_port": 0}, {"tls": {"directory": Path("certs")}}, "cluster_port"),
+        ({"page_token_file": Path("a"), "page": "off"}, {"page": "on"}, "page_token_file"),
+        ({"page_token_file": Path("a"), "http_port": "off"}, {"http_port": 0}, "page_token_file"),
+        (
+            {"tracing": {"authority": Path("a"), "endpoint": "http://a:1"}},
+            {"tracing": {"endpoint": "https://a:1"}},
+            "tracing.authority",
+        ),
+    ],
+)
+def test_of_a_coordinator(given: dict[str, Any], others: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field}: has no effect without") as caught:
+        CoordinatorConfig.model_validate(given).check_effects()
+    assert caught.value.field == field
+    load_settings(CoordinatorConfig, **_merged(given, others)).check_effects()
+
+
+@pytest.mark.parametrize(
+    ("given", "others", "field"),
+    [
+        ({"spot": {"metadata_url": URL}}, {"spot": {"provider": "aws"}}, "spot.metadata_url"),
+        (
+            {"tracing": {"authority": Path("a")}},
+            {"tracing": {"endpoint": "https://a:1"}},
+            "tracing.authority",
+        ),
+        (
+            {"engine": {"measured_memory_gb_per_s": 9.0}},
+            {"metrics_port": 0},
+            "engine.measured_memory_gb_per_s",
+        ),
+        ({"engine": {"measured_matmul_tflops": 9.0}}, {"metrics_port": 0}, "engine.measured_matmul_tflops"),
+    ],
+)
+def test_of_a_worker(given: dict[str, Any], others: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field}: has no effect without") as caught:
+        load_settings(WorkerConfig, **NAMED, **given).check_effects(is_neutral=True)
+    assert caught.value.field == field
+    load_settings(WorkerConfig, **NAMED, **_merged(given, others)).check_effects(is_neutral=True)
+
+
+@pytest.mark.parametrize("leaning", ["prefill", "decode"])
+def test_only_a_neutral_worker_leans(leaning: str) -> None:
+    config = load_settings(WorkerConfig, **NAMED, leaning=leaning)
+    config.check_effects(is_neutral=True)
+    with pytest.raises(ConfigError, match="leaning: has no effect but on a neutral worker"):
+        config.check_effects(is_neutral=False)
+    load_settings(WorkerConfig, **NAMED).check_effects(is_neutral=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "others", "field"),
+    [
+        ({"coordinator": {"cluster_port": 9}}, {"tls": Path("certs")}, "cluster_port"),
+        ({"coordinator": {"tls": {"directory": Path("certs")}}}, None, "coordinator.tls"),
+        ({"coordinator": {"cluster_token_file": Path("a")}}, None, "coordinator.cluster_token_file"),
+        ({"autoscale_interval_s": 1.0}, {"autoscale": Path("policy")}, "autoscale_interval_s"),
+        ({"autoscale_window_s": 60.0}, {"autoscale": Path("policy")}, "autoscale_window_s"),
+        ({"worker_gpus": 1}, {"workers": 2}, "worker_gpus"),
+        ({"prefill_gpus": 1, "workers": 2}, {"autoscale": Path("policy")}, "prefill_gpus"),
+        ({"decode_gpus": 1, "workers": 2}, {"autoscale": Path("policy")}, "decode_gpus"),
+        ({"engine": {"measured_memory_gb_per_s": 9.0}}, None, "engine.measured_memory_gb_per_s"),
+    ],
+)
+def test_of_a_local_cluster(given: dict[str, Any], others: dict[str, Any] | None, field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field}: has no effect") as caught:
+        ClusterConfig.model_validate(given).check_effects()
+    assert caught.value.field == field
+    if others is not None:
+        ClusterConfig.model_validate(given | others).check_effects()
+
+
+def test_defaults_are_never_idle() -> None:
+    CoordinatorConfig().check_effects()
+    ClusterConfig().check_effects()
+    ClusterConfig(workers=2).check_effects()
+
+
+def _merged(given: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """`others` on top, section by section."""
+    sections = {
+        name: given[name] | value
+        for name, value in others.items()
+        if isinstance(value, dict) and isinstance(given.get(name), dict)
+    }
+    return given | others | sections
