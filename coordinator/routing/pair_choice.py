@@ -2,6 +2,9 @@
 
     ready(w) = (work ahead + own work) / share(w)        left = 0.9 (due - now)
 
+0. a decode worker that shares its cores with the prefill worker, where that has no prompt, the step stays within the
+   0.72 of rule 2, and it is in time on its own cores: it computes on both's, mixes with its streams, and hands nothing
+   off. Otherwise it computes none of what its cores would compute for the prefill worker;
 1. the prefill worker, if it is ready within 0.3 of what is left: prompts on decode workers cost their streams;
 2. else the decode worker that is ready first, if it is in time, though the prefill worker be sooner; of those that are
    less pressed than the prefill worker, and where a step with this stream and those that join before the prompt is due
@@ -12,7 +15,8 @@ So the fixed split (a prefill worker that is always in time) and colocated worke
 of one rule. A prefill worker is pressed by what ready(p) is of what is left, a decode worker by what that step is of
 0.9 of the TPOT target: time goes from the side that has more of it. `share` is what streams leave of a worker's time;
 its token clock keeps them whatever is believed here.
-See docs/decisions/0028-who-computes-a-prompt.md. With neutral workers "prefill" and "decode" are where they lean, and
+See docs/decisions/0028-who-computes-a-prompt.md and 0090 (rule 0). With neutral workers "prefill" and "decode" are
+where they lean, and
 
 4. the answer of a prompt that the prefill worker computes is decoded where the clock has room for it: by the router's
    choice, else by the decode-leaning worker of the shortest step, else by any neutral one, the one that has computed
@@ -60,6 +64,9 @@ class PromptPlace:
     """Of a step with its streams, all that join soon and this one, over what their strictest target allows; 0: it has
     no streams with targets, nothing is known, or its streams are not to be spared."""
 
+    lends: bool = False
+    """Whether this decode worker's cores compute the prompt for the prefill worker while it rests."""
+
     @property
     def ready_s(self) -> float:
         """From now until the first token."""
@@ -105,10 +112,19 @@ def choose_place(prefill: PromptPlace, decodes: Sequence[PromptPlace], left_s: f
     """
     left_s *= MARGIN
     prefill_s = prefill.ready_s
+    lending = [index for index, place in enumerate(decodes) if place.lends and place.has_room]
+    if lending:
+        first = min(lending, key=lambda index: decodes[index].ready_s)
+        if decodes[first].ready_s <= left_s:
+            return first
     if prefill_s <= SOON_SHARE * left_s or not decodes:
         return None
     pressed = prefill_s / left_s if prefill_s < left_s else 1.0
-    able = [index for index, place in enumerate(decodes) if place.has_room and place.pressure < pressed]
+    able = [
+        index
+        for index, place in enumerate(decodes)
+        if not place.lends and place.has_room and place.pressure < pressed
+    ]
     if not able:
         return None
     first = min(able, key=lambda index: decodes[index].ready_s)

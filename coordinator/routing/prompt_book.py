@@ -62,6 +62,10 @@ class PromptBook:
         """Where a prompt is booked."""
         return self._places.get(name)
 
+    def has_prompts(self, worker: WorkerKey) -> bool:
+        """Whether any is booked at a worker."""
+        return worker in self._pages
+
     def ahead_s(self, worker: WorkerKey, due_s: float, class_rank: int, fit: PromptFit, now: float) -> float:
         """Seconds of work at a worker before a prompt of that class that is due then."""
         page = self._pages.get(worker)

@@ -76,7 +76,12 @@ class PromptPlacement:
         asked = _Asked(request, snapshot, due_s, tpot_s, now, fit)
         pair, prefill = self._least_ready(pair, decode, asked)
         decodes = self._decodes(pair, decode, asked)
-        places = [self._place(worker, asked, cached_tokens(worker, request)) for worker in decodes]
+        places = [
+            self._place(
+                worker, asked, cached_tokens(worker, request), lends=self._lends_for(worker, pair, request)
+            )
+            for worker in decodes
+        ]
         left_s = due_s - now
         chosen = choose_place(prefill, places, left_s)
         if chosen is None:
@@ -158,11 +163,23 @@ class PromptPlacement:
         step_s = fit.step_s(streams + 1, context_tokens + asked.request.prompt_tokens)
         return StreamPlace(step_s, worker.pool == "decode", self._strictest_s(worker, asked))
 
-    def _place(self, worker: Worker, asked: _Asked, held: int) -> PromptPlace:
-        """A worker that has not computed prompts yet is taken for as fast as the router's prefill worker."""
+    def _lends_for(self, decode: Worker, pair: Pair, request: RoutingRequest) -> bool:
+        """Whether what a decode worker lacks of the prompt is so much that lent cores would compute it."""
+        missing = request.prompt_tokens - cached_tokens(decode, request)
+        return missing >= MIN_LENT_TOKENS and self._lends(decode, pair.prefill)
+
+    def _takes_over(self, decode: Worker, pair: Pair, asked: _Asked) -> bool:
+        """Whether a decode worker that lends its cores may compute the prompt on those of the prefill worker instead:
+        no prompt is there, and it would compute nothing that the prefill worker has."""
+        idle = not self._book.has_prompts(pair.prefill.key) and not pair.queued_tokens
+        return idle and cached_tokens(decode, asked.request) + MIN_LENT_TOKENS > pair.cost.cached_tokens
+
+    def _place(self, worker: Worker, asked: _Asked, held: int, *, lends: bool = False) -> PromptPlace:
+        """A worker that has not computed prompts yet is taken for as fast as the router's prefill worker. One that
+        `lends` cores counts as alone: it is to be in time also where the prefill worker gets prompts meanwhile."""
         own, request = self._fit_of(worker, asked), asked.request
         ahead_s = self._book.ahead_s(worker.key, asked.due_s, request.class_rank, own, asked.now)
-        speedup = max(1.0, self._lent_speedup(worker))
+        speedup = 1.0 if lends else max(1.0, self._lent_speedup(worker))
         read_s, work_s = _work_s(worker, request, own, held, speedup)
         ahead_s = max(ahead_s / speedup, read_s)  # a prompt keeps its place while it is read for
         if not worker.decodes:
@@ -175,7 +192,7 @@ class PromptPlacement:
         share = share_left(fit, streams, context_tokens, tpot_s, own)
         # Where a neutral worker's answers are decoded has a rule of its own.
         pressure = 0.0 if worker.neutral else pressure_on_streams(step_s, tpot_s)
-        return PromptPlace(ahead_s, work_s, share, pressure)
+        return PromptPlace(ahead_s, work_s, share, pressure, lends)
 
     def _strictest_s(self, worker: Worker, asked: _Asked) -> float | None:
         """The strictest target of the request and of the streams that this coordinator has on a worker: the engine's
@@ -211,12 +228,14 @@ class PromptPlacement:
             # Streams may have a pace where this request has none.
             if asked.may_mix(worker)
             and (worker.paces_prompts or not self._loads.decode[worker.key].targets_s)
-            and not (self._lends(worker, pair.prefill) and _is_long(worker, asked.request))
+            and not (
+                self._lends_for(worker, pair, asked.request) and not self._takes_over(worker, pair, asked)
+            )
         ]
 
     def _lends(self, decode: Worker, prefill: Worker) -> bool:
-        """Whether a decode worker's cores compute the prefill worker's prompts while it rests, which it does as long as
-        all of its streams have targets and it has no prompts."""
+        """Whether a decode worker and the prefill worker compute prompts on each other's cores: the decode worker rests
+        for that as long as all of its streams have targets and it has no prompts."""
         load = self._loads.decode[decode.key]
         share = min(load.report.lent_speedup, self._lent_speedup(prefill)) > 0
         one_host = decode.host_id == prefill.host_id != ""
@@ -245,11 +264,6 @@ def _kept(pair: Pair) -> Pair:
     """The answer is decoded where its prompt is computed."""
     cost = replace(pair.cost, decode_cached_tokens=pair.cost.cached_tokens, transfer_s=0.0)
     return replace(pair, decode=pair.prefill, cost=cost, local_tokens=NO_LIMIT)
-
-
-def _is_long(worker: Worker, request: RoutingRequest) -> bool:
-    """Whether what a worker lacks of the prompt is so much that lent cores would compute it."""
-    return request.prompt_tokens - cached_tokens(worker, request) >= MIN_LENT_TOKENS
 
 
 def _work_s(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from engine.pacing.token_clock import StreamPace, TokenClock
 
 MIN_LENT_TOKENS = 64
-"""A shorter chunk is over before another core is of use."""
+"""For a shorter chunk nobody is asked to rest: it is over soon. It uses cores that rest anyway."""
 MAX_REST_S = 0.25
 """Streams stand still for no longer than this at a time, whatever they are ahead of their targets."""
 MIN_REST_S = 0.03

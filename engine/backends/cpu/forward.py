@@ -55,11 +55,7 @@ class CpuForward(Forward):
         self.speedup = 1.0
         self.take_cores()
         step = flatten(batch)
-        if step.decode_only:
-            wanted: bool | None = False
-        else:
-            wanted = True if len(step.token_ids) >= MIN_LENT_TOKENS else None
-        logits = self._captured(step, wanted)
+        logits = self._captured(step, not step.decode_only and len(step.token_ids) >= MIN_LENT_TOKENS)
         self.prepared = self.step_graphs.prepared
         return self._step_logits(self._run_model(step) if logits is None else logits, step.sample_order)
 
@@ -101,11 +97,11 @@ class CpuForward(Forward):
             self._exchange.close()
             self._exchange = None
 
-    def _captured(self, step: FlatStep, wanted: bool | None) -> torch.Tensor | None:
+    def _captured(self, step: FlatStep, wanted: bool) -> torch.Tensor | None:
         """What graphs compute, if there is one, with the cores of neighbours while these rest: `wanted` ones, or those
-        that rest anyway; None: with its own."""
+        that rest anyway."""
         exchange, kernels = self._exchange, self._kernels
-        if exchange is None or wanted is None or not (lent := exchange.borrow(wanted)).cores:
+        if exchange is None or not (lent := exchange.borrow(wanted)).cores:
             return self.step_graphs.logits(step)
         try:
             if not kernels.use(lent):

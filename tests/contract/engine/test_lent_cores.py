@@ -67,14 +67,17 @@ def neighbour(tmp_path: Path, runner: TorchRunner) -> Iterator[CoreExchange]:
     exchange.close()
 
 
-def step(runner: TorchRunner, tokens: int, decode: bool = False) -> torch.Tensor:
-    """Logits of the last token of a prompt, or of a decode step after one of 20."""
+def step(
+    runner: TorchRunner, tokens: int, decode: bool = False, between: Callable[[], object] = lambda: None
+) -> torch.Tensor:
+    """Logits of the last token of a prompt, or of a decode step after one of 20 and `between`."""
     sequence: Sequence_ = make_sequences([prompt_of(20 + tokens if decode else tokens)], 0, 1)[0]
     if decode:
         sequence.prompt_tokens = 20
         with torch.inference_mode():
             runner._forward.logits([sequence.scheduled(20)])
         sequence.computed = 20
+        between()
     with torch.inference_mode():
         return runner._forward.logits([sequence.scheduled(tokens)]).values.clone()
 
@@ -104,11 +107,15 @@ def test_an_owner_learns_that_its_cores_are_wanted_while_a_chunk_is_computed(
     assert used[-1] > used[0] + len(used) / 4
 
 
-def test_short_chunks_stay_at_home(runner: TorchRunner, neighbour: CoreExchange) -> None:
-    neighbour.rest()
-    step(runner, MIN_LENT_TOKENS - 1)
-    step(runner, MIN_LENT_TOKENS - 1)
+def test_for_a_short_chunk_nobody_is_asked_to_rest(runner: TorchRunner, neighbour: CoreExchange) -> None:
+    alone = step(runner, MIN_LENT_TOKENS - 1)
     assert runner.speedup == 1
+    neighbour.rest()
+    seen: list[int | None] = []
+    computing(runner, lambda at: seen.append(neighbour.demand()))
+    assert torch.equal(step(runner, MIN_LENT_TOKENS - 1), alone)
+    assert runner.speedup == 2
+    assert set(seen) == {None}
 
 
 def test_a_decode_step_uses_cores_that_rest_anyway(runner: TorchRunner, neighbour: CoreExchange) -> None:
@@ -131,10 +138,9 @@ def test_a_decode_step_gives_cores_back_at_any_time(
     runner: TorchRunner, neighbour: CoreExchange, seed: int
 ) -> None:
     alone = step(runner, 1, decode=True)
-    neighbour.rest()
     pick = random.Random(seed)
     computing(runner, lambda at: pick.choice((neighbour.rest, neighbour.work, lambda: None))())
-    assert torch.equal(step(runner, 1, decode=True), alone)
+    assert torch.equal(step(runner, 1, decode=True, between=neighbour.rest), alone)
     assert 1 < runner.speedup < 2
 
 

@@ -87,14 +87,14 @@ class CoreSlot:
             self.borrower.look(now_s)
 
     def compute(
-        self, now_s: float, alone_s: float, borrows: Borrows | None, ended: Callable[[float], None]
+        self, now_s: float, alone_s: float, borrows: Borrows, ended: Callable[[float], None]
     ) -> None:
         """Begins a step that takes `alone_s` seconds alone; calls `ended` with the time. `borrows`: whose cores it can
         use."""
         self.rests = False
         if self.borrower is not None:
             self.borrower.look(now_s)
-        self._lent = self._cores.borrow(self, borrows == "wanted") if borrows else []
+        self._lent = self._cores.borrow(self, borrows == "wanted")
         self._left_s = self._whole_s = alone_s
         self._helped_s, self._since_s, self._ended = 0.0, now_s, ended
         self._plan(now_s)

@@ -83,7 +83,7 @@ class VirtualEngine:
             self._look_later()
             return
         self._stepping, self._began_s = True, now_s
-        self._runner.took_s, self._runner.borrows = 0.0, None
+        self._runner.took_s = 0.0
         self.core.begin_step()
         if self._slot is None:
             self._events.at(now_s + self._runner.took_s, self._end)
@@ -120,7 +120,7 @@ class VirtualRunner(ModelRunner):
         self._model, self._slot, self._clock = model, slot, clock
         self.took_s = 0.0
         """Of the steps begun since this was last set to 0, seconds, on the replica's own cores."""
-        self.borrows: Borrows | None = None
+        self.borrows: Borrows = "idle"
         """What the latest step can use of neighbours' cores."""
         self.facts = ModelFacts(model.context_tokens, VOCABULARY_SIZE, frozenset())
         self.layout = KvLayout("virtual", "uint8", KV_BLOCK_TOKENS, 1, 1, 1)
@@ -150,10 +150,9 @@ class VirtualRunner(ModelRunner):
             [(each.num_computed, each.num_computed + each.num_new) for each in batch if not _decodes(each)],
             [each.num_computed + 1 for each in batch if _decodes(each)],
         )
-        if all(_decodes(each) for each in batch):
-            self.borrows = "idle"
-        elif sum(each.num_new for each in batch) >= MIN_LENT_TOKENS:
-            self.borrows = "wanted"
+        has_prompts = not all(_decodes(each) for each in batch)
+        is_long = has_prompts and sum(each.num_new for each in batch) >= MIN_LENT_TOKENS
+        self.borrows = "wanted" if is_long else "idle"
         sampled: list[SampledToken | None] = [SampledToken(TOKEN) if each.sample else None for each in batch]
         return lambda: sampled
 

@@ -16,12 +16,13 @@ from coordinator.request.observer import RequestEvents
 from coordinator.request.state import RequestEstimate, RequestState
 from coordinator.routing.prompt_book import PromptBook, PromptBookkeeper, due_of
 from coordinator.routing.prompt_placement import PromptPlacement
-from coordinator.routing.router import Pair, RoutingRequest
+from coordinator.routing.router import NO_COST, Pair, RoutingRequest
 from coordinator.workers.catalog import Model
 from coordinator.workers.load import Flight
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.prefix_index.hits import PrefixHits
 from coordinator.workers.snapshot import PoolName, PoolSnapshot, Worker
+from engine.pacing.lending import MIN_LENT_TOKENS
 from engine.pacing.step_time_fit import PromptFit
 from splitserve.errors import UnavailableError
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2, registry_pb2
@@ -30,6 +31,7 @@ MODEL = Model("m", "m", 100_000, 100)
 FIT = registry_pb2.PromptFit(token_ms=1.0)
 SECONDS = PromptFit(0.0, 1e-3, 0.0)
 STEP = registry_pb2.DecodeStepFit(base_ms=20, sequence_ms=1)
+FULL_STEPS = registry_pb2.DecodeStepFit(base_ms=12, sequence_ms=6)
 TARGETS = RequestTargets(1.0, 0.05)
 
 
@@ -96,15 +98,19 @@ class Bench:
         )
         return RequestEvents(RequestState(request, RequestEstimate(8.0, float(tokens))), (self.keeper,))
 
-    def pair(self, events: RequestEvents, **changed: Any) -> Pair:
+    def pair(self, events: RequestEvents, *, cached: int = 0, **changed: Any) -> Pair:
         prefill, *decodes = self.workers
         state = events.state
-        pair = Pair(prefill, decodes[0], 0.0)
+        pair = Pair(prefill, decodes[0], 0.0, cost=replace(NO_COST, cached_tokens=cached))
         request = replace(RoutingRequest("m", len(state.request.prompt)), **changed)
         now, targets = self.clock.now_s, state.request.targets
         tpot_s = targets.tpot_s if targets is not None else None
         due_s = due_of(state, now)
         return self.placement.placed(pair, request, PoolSnapshot(self.workers), due_s, tpot_s, now)
+
+    def pair_of(self, tokens: int, *, cached: int = 0, **changed: Any) -> Pair:
+        """Of a prompt of so many tokens, of which the prefill worker has `cached`."""
+        return self.pair(self.request(tokens), cached=cached, **changed)
 
     def queue(self, where: Worker, tokens: int, **fields: Any) -> RequestEvents:
         """A request whose prompt is at a worker."""
@@ -132,21 +138,60 @@ def test_a_busy_one_leaves_the_prompt_to_the_decode_worker_that_is_ready_first(c
     assert pair.prefill == P0
 
 
-def test_a_worker_that_lends_the_prefill_worker_its_cores_computes_no_prompts(clock: Clock) -> None:
-    """A prompt there would end its rests."""
-    lent = replace(worker("p0", "prefill", lent_speedup=1.5), host_id="h")
-    lends = replace(worker("d0", "decode", lent_speedup=1.0), host_id="h")
-    elsewhere, alone = replace(lends, host_id="i"), replace(worker("d0", "decode"), host_id="h")
-    for decode, is_local in ((lends, False), (elsewhere, True), (alone, True)):
-        bench = Bench(clock, lent, decode)
-        bench.queue(lent, 900)
-        assert bool(bench.pair(bench.request(100)).local_tokens) is is_local, decode
-    bench = Bench(clock, lent, lends)
-    bench.queue(lent, 900)
-    bench.loads.decode[lends.key].add_flight(
+LENT = replace(worker("p0", "prefill", lent_speedup=1.0), host_id="h")
+LENDS = replace(worker("d0", "decode", lent_speedup=1.0), host_id="h")
+"""Workers on one host that share their cores."""
+FAST_BY_LENT_CORES = worker("d0", "decode", lent_speedup=1.9).load
+
+
+def test_of_workers_that_share_cores_the_decode_worker_computes_where_no_prompt_waits(clock: Clock) -> None:
+    """An idle prefill worker elsewhere would compute the prompt itself."""
+    elsewhere, alone = replace(LENDS, host_id="i"), replace(worker("d0", "decode"), host_id="h")
+    for decode, is_local in ((LENDS, True), (elsewhere, False), (alone, False)):
+        assert bool(Bench(clock, LENT, decode).pair_of(100).local_tokens) is is_local, decode
+    assert not Bench(clock, LENT, LENDS).pair_of(MIN_LENT_TOKENS - 1).local_tokens, "too short for two cores"
+
+
+def test_what_it_could_not_have_in_time_alone_goes_to_the_prefill_worker(clock: Clock) -> None:
+    """A later prompt may take that one's cores back."""
+    bench = Bench(clock, LENT, replace(LENDS, load=FAST_BY_LENT_CORES))
+    bench.queue(LENDS, 700)
+    assert bench.pair_of(100).local_tokens
+    bench.queue(LENDS, 200)
+    assert not bench.pair_of(100).local_tokens
+
+
+def test_while_the_prefill_worker_has_a_prompt_all_long_ones_go_there(clock: Clock) -> None:
+    """One elsewhere would end the rests in which cores are lent for it."""
+    bench = Bench(clock, LENT, LENDS)
+    bench.queue(LENT, 100)
+    assert not bench.pair_of(100).local_tokens
+    bench.queue(LENT, 950)
+    assert not bench.pair_of(100).local_tokens
+
+
+def test_a_worker_that_shares_cores_and_has_many_streams_computes_no_prompts(clock: Clock) -> None:
+    """It lends its cores to the prefill worker, whose prompts a prompt there would slow down."""
+    few, many = (
+        replace(worker("d0", "decode", lent_speedup=1.0, streams=n, step_fit=FULL_STEPS), host_id="h")
+        for n in (2, 5)
+    )
+    assert Bench(clock, LENT, few).pair_of(100).local_tokens
+    assert not Bench(clock, LENT, many).pair_of(100).local_tokens
+
+
+def test_beside_a_stream_without_a_target_nobody_rests(clock: Clock) -> None:
+    bench = Bench(clock, LENT, LENDS)
+    bench.loads.decode[LENDS.key].add_flight(
         Flight(prompt_tokens=10, uncached_tokens=10, expected_output=10, max_output=10)
     )
-    assert bench.pair(bench.request(100)).local_tokens, "beside a stream without a target nobody rests"
+    assert not bench.pair_of(100).local_tokens
+
+
+def test_what_the_prefill_worker_has_in_its_cache_is_not_computed_anew(clock: Clock) -> None:
+    bench, hits = Bench(clock, replace(LENT, prefix_slot=0), LENDS), PrefixHits.of({0: 20})
+    assert not bench.pair_of(400, cached=320, hits=hits).local_tokens
+    assert bench.pair_of(400, cached=16, hits=PrefixHits.of({0: 1})).local_tokens
 
 
 def test_lent_cores_make_a_prefill_worker_ready_sooner(clock: Clock) -> None:
