@@ -86,9 +86,7 @@ class CoreSlot:
         if self.borrower is not None:
             self.borrower.look(now_s)
 
-    def compute(
-        self, now_s: float, alone_s: float, borrows: Borrows, ended: Callable[[float], None]
-    ) -> None:
+    def compute(self, now_s: float, alone_s: float, borrows: Borrows, ended: Callable[[float], None]) -> None:
         """Begins a step that takes `alone_s` seconds alone; calls `ended` with the time. `borrows`: whose cores it can
         use."""
         self.rests = False
