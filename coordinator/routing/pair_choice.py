@@ -2,9 +2,9 @@
 
     ready(w) = (work ahead + own work) / share(w)        left = 0.9 (due - now)
 
-0. a decode worker that shares its cores with the prefill worker, where that has no prompt, the step stays within the
-   0.72 of rule 2, and it is in time on its own cores: it computes on both's, mixes with its streams, and hands nothing
-   off. Otherwise it computes none of what its cores would compute for the prefill worker;
+0. a decode worker that shares its cores with the prefill worker, both pinned, where no neighbour has a prompt, the step
+   stays within the 0.72 of rule 2, and it is in time on its own cores: it computes on all, mixes with its streams, and
+   hands nothing off. Otherwise it computes none of what its cores would compute for the prefill worker;
 1. the prefill worker, if it is ready within 0.3 of what is left: prompts on decode workers cost their streams;
 2. else the decode worker that is ready first, if it is in time, though the prefill worker be sooner; of those that are
    less pressed than the prefill worker, and where a step with this stream and those that join before the prompt is due
@@ -65,7 +65,7 @@ class PromptPlace:
     no streams with targets, nothing is known, or its streams are not to be spared."""
 
     lends: bool = False
-    """Whether this decode worker's cores compute the prompt for the prefill worker while it rests."""
+    """Whether this decode worker lends the prefill worker its cores. It is in question at all while rule 0 allows."""
 
     @property
     def ready_s(self) -> float:

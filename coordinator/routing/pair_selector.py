@@ -176,6 +176,8 @@ class PairSelector(RequestObserver):
         if pair.local_tokens is not None:
             if pair.local_tokens and self._bookkeeper is not None:
                 self._bookkeeper.expected_locally(state, pair.cost.decode_cached_tokens)
+                if (expected := self._expected.get(state.attempt.attempt_id)) is not None:
+                    expected.suspend()
             return pair.local_tokens
         if not self._lends_decode(now):
             return 0

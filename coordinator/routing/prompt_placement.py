@@ -169,16 +169,32 @@ class PromptPlacement:
         return missing >= MIN_LENT_TOKENS and self._lends(decode, pair.prefill)
 
     def _takes_over(self, decode: Worker, pair: Pair, asked: _Asked) -> bool:
-        """Whether a decode worker that lends its cores may compute the prompt on those of the prefill worker instead:
-        no prompt is there, and it would compute nothing that the prefill worker has."""
-        idle = not self._book.has_prompts(pair.prefill.key) and not pair.queued_tokens
-        return idle and cached_tokens(decode, asked.request) + MIN_LENT_TOKENS > pair.cost.cached_tokens
+        """Whether a decode worker that lends its cores may compute the prompt on its neighbours' instead: none of them
+        has a prompt, and it would compute nothing that the prefill worker has. Of neutral workers the others' streams
+        may take the cores."""
+        workers = asked.snapshot.workers
+        if decode.neutral or pair.prefill.neutral or len(workers) > MAX_DECODES:
+            return False
+        here = [each for each in workers if each.host_id == decode.host_id and each.key != decode.key]
+        if any(self._has_prompts(each) for each in here):
+            return False
+        return cached_tokens(decode, asked.request) + MIN_LENT_TOKENS > pair.cost.cached_tokens
+
+    def _has_prompts(self, worker: Worker) -> bool:
+        """Whether there is any, as far as is booked, reported or expected."""
+        prefill, decode = self._loads.prefill.get(worker.key), self._loads.decode.get(worker.key)
+        queued = 0 if prefill is None else prefill.queued_tokens
+        waiting = 0 if decode is None else decode.waiting_prompt_tokens
+        return self._book.has_prompts(worker.key) or queued > 0 or waiting > 0
 
     def _place(self, worker: Worker, asked: _Asked, held: int, *, lends: bool = False) -> PromptPlace:
         """A worker that has not computed prompts yet is taken for as fast as the router's prefill worker. One that
-        `lends` cores counts as alone: it is to be in time also where the prefill worker gets prompts meanwhile."""
+        `lends` cores counts as alone, with what other coordinators have sent: it is to be in time also where the
+        prefill worker gets prompts meanwhile."""
         own, request = self._fit_of(worker, asked), asked.request
         ahead_s = self._book.ahead_s(worker.key, asked.due_s, request.class_rank, own, asked.now)
+        if lends:
+            ahead_s = max(ahead_s, own.token_s * self._loads.decode[worker.key].waiting_prompt_tokens)
         speedup = 1.0 if lends else max(1.0, self._lent_speedup(worker))
         read_s, work_s = _work_s(worker, request, own, held, speedup)
         ahead_s = max(ahead_s / speedup, read_s)  # a prompt keeps its place while it is read for

@@ -7,12 +7,13 @@ agent is closed at once, so a caller that was silent for longer than its quarant
 its owner has disconnected it.
 
 Replies go over a connection of their own, which may break while the caller's stands: UCX joins a connection that is
-being set up with one of the peer's, even if the peer has closed that meanwhile (decision 89). So a connection that has
-carried few replies is set up again, and they are sent again.
+being set up with one of the peer's, even if the peer has closed that meanwhile (decision 89). So a connection that
+breaks soon and has carried few replies is set up again, and they are sent again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kv_transfer.transports.ucx.binding import Operation, RegionBytes, UcxEndpoint, UcxWorker, to_memory
@@ -42,6 +43,8 @@ MAX_CALLERS = 4096
 MAX_FENCED = 4096
 MAX_RENEWALS = 3
 """Most times that a session's connection for replies is set up again."""
+RENEW_S = 5.0
+"""And only if it breaks so soon after it was set up, in seconds."""
 
 
 @dataclass(slots=True)
@@ -63,6 +66,7 @@ class _Caller:
     """Replies that UCX has not sent yet."""
     resent: list[Message] | None = field(default_factory=list)
     """All replies, for a connection that takes this one's place; None once there are too many."""
+    connected_s: float = 0.0
     renewals: int = 0
 
 
@@ -70,8 +74,16 @@ class UcxReceiver:
     """All callers that write to one memory. Call `poll` after the UCX worker made progress."""
 
     def __init__(
-        self, agent_id: str, worker: UcxWorker, inbox: UcxInbox, memory: RegionBytes, partings: Partings
+        self,
+        agent_id: str,
+        worker: UcxWorker,
+        inbox: UcxInbox,
+        memory: RegionBytes,
+        partings: Partings,
+        clock: Callable[[], float],
     ) -> None:
+        """`clock`: in seconds."""
+        self._clock = clock
         self._agent_id = agent_id
         self._worker = worker
         self._inbox = inbox
@@ -116,7 +128,8 @@ class UcxReceiver:
                 self._renew(caller)
                 continue
             for write in list(caller.incoming):
-                self._advance(caller, write)
+                if write in caller.incoming:  # an answer that fails may end the session
+                    self._advance(caller, write)
             caller.replies = [operation for operation in caller.replies if not operation.done]
         self._discard_orphans()
         arrived, self._notifications = self._notifications, []
@@ -136,7 +149,8 @@ class UcxReceiver:
             raise malformed(f"a session of {agent_id} cannot be opened")
         for older in self._callers_of(agent_id):
             self._end(older)
-        caller = _Caller(agent_id, session, address, self._worker.connect(address))
+        endpoint = self._worker.connect(address)
+        caller = _Caller(agent_id, session, address, endpoint, connected_s=self._clock())
         self._callers[session] = caller
         if agent_id in self._fenced:
             self._end(caller, for_peer=True)
@@ -210,11 +224,15 @@ class UcxReceiver:
         caller.replies.append(caller.endpoint.send(to_memory(encode(message)), tag))
 
     def _renew(self, caller: _Caller) -> None:
-        """Sets a broken connection up again; ends the session if that was tried often or replies may be lost."""
-        if caller.resent is None or caller.renewals == MAX_RENEWALS:
+        """Sets a connection up again that broke soon after it was set up, as by another one of the same handshake; ends
+        the session if that was tried often or replies may be lost. One that breaks later, as where the peer's host has
+        vanished, is not: connecting would wait for that host as long as the system tries."""
+        now = self._clock()
+        if caller.resent is None or caller.renewals == MAX_RENEWALS or now - caller.connected_s > RENEW_S:
             self._end(caller)
             return
         caller.renewals += 1
+        caller.connected_s = now
         log_event("transport.replies_renewed", agent_id=caller.agent_id, renewals=caller.renewals)
         self._partings.cut(caller.endpoint, caller.replies)
         caller.replies = []

@@ -131,7 +131,7 @@ class UcxTransport(Transport):
             )
         self._memory = RegionBytes(memory)
         self._receiver = UcxReceiver(
-            self._agent_id, self._require_worker(), self._inbox, self._memory, self._partings
+            self._agent_id, self._require_worker(), self._inbox, self._memory, self._partings, self._clock
         )
         self._endpoint = TransferEndpoint(self._agent_id, self.kind, self._metadata, memory)
         return self._endpoint

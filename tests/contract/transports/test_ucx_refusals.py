@@ -27,7 +27,7 @@ from kv_transfer.transports.ucx.messages import (
     encode,
     encode_metadata,
 )
-from kv_transfer.transports.ucx.receiver import MAX_RENEWALS
+from kv_transfer.transports.ucx.receiver import MAX_RENEWALS, RENEW_S
 from kv_transfer.transports.ucx.transport import ANSWER_S, UcxTransport
 from splitserve.errors import TransferError
 from tests.support.engine.numpy_pool import LAYOUT, NumpyPool
@@ -240,6 +240,22 @@ def test_what_a_broken_connection_may_have_lost_is_said_again(owner: Owner, raw_
     owner.sessions[SESSION].endpoint.close()
     owner.poll()
     assert not owner.sessions, "more than is kept may be lost"
+
+
+def test_a_connection_that_breaks_late_is_not_set_up_again(
+    owner: Owner, raw_peer: RawPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UCX connects as long as the system tries, and the caller's host may have vanished."""
+    raw_peer.hello()
+    raw_peer.send(Announce(0, SIZE, ((0, 1),)))
+    raw_peer.data(0, 0, SIZE)
+    settle(lambda: len(raw_peer.received) == 1, owner, raw_peer)
+    caller = owner.sessions[SESSION]
+    caller.connected_s -= RENEW_S + 1
+    monkeypatch.setattr(UcxWorker, "connect", lambda worker, address: pytest.fail("connects"))
+    caller.endpoint.close()
+    owner.poll()
+    assert not owner.sessions
 
 
 def test_a_caller_that_cannot_be_reached_is_given_up(

@@ -116,7 +116,8 @@ class Bench:
         """A request whose prompt is at a worker."""
         events = self.request(tokens, **fields)
         local = where.pool == "decode"
-        events.routed(self.workers[0], where if local else self.workers[1], 0, self.clock.now_s)
+        prefill, decode = (self.workers[0], where) if local else (where, self.workers[1])
+        events.routed(prefill, decode, 0, self.clock.now_s)
         if local:
             self.keeper.expected_locally(events.state, 0)
         return events
@@ -178,6 +179,32 @@ def test_a_worker_that_shares_cores_and_has_many_streams_computes_no_prompts(clo
     )
     assert Bench(clock, LENT, few).pair_of(100).local_tokens
     assert not Bench(clock, LENT, many).pair_of(100).local_tokens
+
+
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+def test_no_neighbour_loses_lent_cores_to_a_prompt_elsewhere(clock: Clock, pool: PoolName) -> None:
+    """Any worker on the host may compute on them."""
+    third = replace(worker("x0", pool, lent_speedup=1.0), host_id="h")
+    bench = Bench(clock, LENT, LENDS, third)
+    assert bench.pair_of(100).local_tokens
+    bench.queue(third, 300)
+    assert not bench.pair_of(100).local_tokens
+    elsewhere = Bench(clock, LENT, LENDS, replace(third, host_id="i"))
+    elsewhere.queue(third, 300)
+    assert elsewhere.pair_of(100).local_tokens
+
+
+def test_what_other_coordinators_have_sent_counts(clock: Clock) -> None:
+    full = replace(worker("d0", "decode", lent_speedup=1.0, waiting_tokens=850), host_id="h")
+    assert not Bench(clock, LENT, full).pair_of(100).local_tokens
+    waits = replace(worker("p0", "prefill", lent_speedup=1.0, waiting_tokens=50), host_id="h")
+    assert not Bench(clock, waits, LENDS).pair_of(100).local_tokens
+
+
+def test_neutral_workers_lend_as_before(clock: Clock) -> None:
+    """The streams of one that leans to prefill may take its cores."""
+    prefill, decode = (replace(each, neutral=True, output_open=True) for each in (LENT, LENDS))
+    assert not Bench(clock, prefill, decode).pair_of(100).local_tokens
 
 
 def test_beside_a_stream_without_a_target_nobody_rests(clock: Clock) -> None:
