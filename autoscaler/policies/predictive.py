@@ -115,11 +115,13 @@ def _entered(pool: PredictivePool, memory: PredictiveMemory, interval: int) -> P
 
 def _set_back(pool: PredictivePool, memory: PredictiveMemory, interval: int) -> PredictiveMemory:
     """The memory after the wall clock was set back: without what is recorded of intervals that are now to come; where
-    that is all, only the phase is set right."""
+    too few would be left for a forecast, only the phase is set right."""
     assert memory.interval is not None
-    ahead = memory.interval - interval
-    if ahead >= len(memory.rates):
-        ahead %= season_intervals(pool)
+    ahead, season = memory.interval - interval, season_intervals(pool)
+    if ahead > season:  # as `_entered` fills the gap of a clock that was set forward
+        ahead = season + ahead % season
+    if len(memory.rates) - ahead < _least_rates(season):
+        ahead %= season
     kept = memory.rates[: max(0, len(memory.rates) - ahead)]
     entered = replace(memory, interval=interval, amount=0.0, covered_s=0.0, rates=kept)
     return replace(entered, forecast=_forecast(pool, entered))
@@ -144,13 +146,18 @@ def _forecast(pool: PredictivePool, memory: PredictiveMemory) -> tuple[float, ..
     return forecast_rates(memory.rates, season, season, pool.forecast_percentile)
 
 
+def _least_rates(season: int) -> int:
+    """How many a forecast takes."""
+    return max(2 * season, 10 + 2 * (season // 2))
+
+
 def forecast_rates(rates: Sequence[float], season: int, steps: int, percentile: float) -> tuple[float, ...]:
     """The next `steps` rates, raised so that `percentile` of the model's past errors are covered.
 
     Empty with less than two seasons (or too few values for a first estimate).
     Raises ConfigError when statsmodels is not installed.
     """
-    if len(rates) < max(2 * season, 10 + 2 * (season // 2)):
+    if len(rates) < _least_rates(season):
         return ()
     if max(rates) == min(rates):
         return (float(rates[-1]),) * steps

@@ -61,7 +61,7 @@ def load_model(
     passed; `kernels` are for bfloat16 on cpu. `progress` is called with 0..1 as weights are loaded. With `peer` they
     come from there, and only configuration and tokenizer from files: raises its errors, and FailedPreconditionError
     (WEIGHTS_MISMATCH, WEIGHTS_UNUSABLE) for weights that are not this model's. Raises UnsupportedModelError for a model
-    family or option that the engine refuses, before weights are read where possible; NotFoundError and UnavailableError
+    family or option that the engine refuses, before weights are read where possible; ConfigError and UnavailableError
     as `localize_model`.
     """
     files = localize_model(source, weights=False)

@@ -306,7 +306,7 @@ def build_torch_runner(
     `loaded` is called between the two, with where the weights came from. `beside_bytes`: as for `TorchRunner`; `peer`:
     as for `load_weights`.
 
-    Raises NotFoundError, UnavailableError, UnsupportedModelError and ConfigError as `load_model`, `choose_num_blocks`,
+    Raises UnavailableError, UnsupportedModelError and ConfigError as `load_model`, `choose_num_blocks`,
     `kv_dtype`, `check_wire_dtype`, `choose_backend` and `check_quantization`; the last four before anything is loaded.
     """
     model, kernels, origin = load_weights(config, source, progress, wire_dtype, peer)

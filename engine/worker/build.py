@@ -189,8 +189,8 @@ def build_engine(
     `measure_decode`: its first load has a fit of decode steps. Workers that do not decode need no drafts. `peer`: where
     weights come from, if not from files.
 
-    Raises NotFoundError for a missing model, UnsupportedModelError for one that the engine refuses, ConfigError for
-    settings that contradict each other.
+    Raises ConfigError for a missing model and for settings that contradict each other, NotFoundError for an embedded
+    model that is not fetched, UnsupportedModelError for one that the engine refuses.
     """
     check_tiers(config.engine)
     check_drafts(config.engine)

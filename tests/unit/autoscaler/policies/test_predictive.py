@@ -9,7 +9,7 @@ import pytest
 
 from autoscaler.decide import make_decide
 from autoscaler.policies.policy_file import PredictivePool, parse_policy
-from autoscaler.policies.predictive import forecast_rates, recommend_predictive
+from autoscaler.policies.predictive import PredictiveMemory, forecast_rates, recommend_predictive
 from autoscaler.policies.recommendation import PoolStatus
 from autoscaler.snapshot import ArrivalBucket, Snapshot
 from tests.support.scaling.snapshots import snapshot
@@ -102,3 +102,47 @@ def test_a_wall_clock_that_is_set_back_forgets_only_what_is_now_to_come() -> Non
         pool, "prefill", memory, replace(back, wall_s=back.wall_s - 595.0, arrivals=()), status
     )
     assert nudged.interval == memory.interval
+
+
+def _pool(season: int, interval_s: float) -> PredictivePool:
+    block = {
+        "kind": "predictive",
+        "target_ms": 1000,
+        "season_s": interval_s * season,
+        "interval_s": interval_s,
+    }
+    pool = parse_policy({"prefill": block, "decode": {"target_ms": 50}}).prefill
+    assert isinstance(pool, PredictivePool)
+    return pool
+
+
+@pytest.mark.parametrize("recorded", [48, 60, 96])
+def test_no_jump_of_the_wall_clock_forward_and_back_costs_the_forecast(recorded: int) -> None:
+    pool, status = _pool(24, 3600.0), PoolStatus(2, 2, 0)
+    for jump in range(5, 242):
+        memory = PredictiveMemory(interval=recorded, rates=(20.0,) * recorded)  # steady: needs no fit
+        for index, ahead in ((recorded, 0), (recorded + 1, jump), (recorded + 2, 0)):
+            start = 3600.0 * index
+            bucket = ArrivalBucket(start, 3500.0, 1, 70_000, 70_000, 1.0)
+            now = replace(snapshot(start + 3500.0, prefill=2, decode=2), arrivals=(bucket,))
+            seen = replace(now, wall_s=now.now_s + 3600.0 * ahead)
+            _, memory = recommend_predictive(pool, "prefill", memory, seen, status)
+        assert memory.interval == recorded + 2
+        assert len(memory.rates) >= 48, jump
+        assert memory.forecast == (20.0,) * 24, jump
+
+
+@pytest.mark.parametrize("jump", [5, 9, 17, 20, 23, 24, 31, 80, 83])
+def test_a_wall_clock_set_forward_and_back_keeps_the_phase(jump: int) -> None:
+    pool, status = _pool(SEASON, 600.0), PoolStatus(2, 2, 0)
+    now = 4 * SEASON
+    memory = PredictiveMemory(interval=10**6 + now, rates=tuple(1000 * rate(i) for i in range(now)))
+    for index, ahead in ((now, 0), (now + 1, jump), (now + 2, 0)):
+        seen = hour(index)
+        _, memory = recommend_predictive(
+            pool, "prefill", memory, replace(seen, wall_s=seen.wall_s + 600.0 * ahead), status
+        )
+    assert memory.forecast
+    # The hour that was recorded with the wrong clock may be missing or stand elsewhere.
+    kept = enumerate(memory.rates[-SEASON:])
+    assert sum(abs(was - 1000 * rate(now + 2 + i)) > 1000 for i, was in kept) <= 1

@@ -16,7 +16,13 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from engine.model.loaded_model import model_fingerprint
 from engine.model.support import context_limit, declared_windows, refuse_by_config
-from splitserve.errors import NotFoundError, SplitserveError, UnavailableError, UnsupportedModelError
+from splitserve.errors import (
+    ConfigError,
+    NotFoundError,
+    SplitserveError,
+    UnavailableError,
+    UnsupportedModelError,
+)
 from splitserve.models import fetch as model_fetch
 from splitserve.models.sources import (
     EMBEDDED,
@@ -49,7 +55,7 @@ def test_an_embedded_model_must_be_fetched_first(home: Path) -> None:
 def test_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "my-model"
     folder.mkdir()
-    with pytest.raises(NotFoundError, match=r"config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         resolve_model(str(folder))
     (folder / "config.json").write_text("{}")
     assert resolve_model(str(folder)) == ModelSource(str(folder), None, "my-model")
@@ -59,14 +65,15 @@ def test_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert resolve_model(".").short_name == "my-model"
     assert resolve_model(".").tokenizer_source == str(folder)
     assert resolve_model("small.gguf").tokenizer_source == str(folder / "small.gguf")
-    with pytest.raises(NotFoundError, match="neither"):
+    with pytest.raises(ConfigError, match="neither"):
         resolve_model(str(folder / "config.json"))
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "missing.gguf", "a/b/c", "", "white space"])
 def test_names_that_cannot_exist(name: str) -> None:
-    with pytest.raises(NotFoundError):
+    with pytest.raises(ConfigError) as caught:
         resolve_model(name)
+    assert caught.value.field == "model"
 
 
 def test_hub_ids_need_no_network_to_resolve() -> None:
@@ -93,8 +100,9 @@ def test_an_unreachable_hub_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_unknown_id_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     response: Any = SimpleNamespace(headers={}, request=None)
     _hub(monkeypatch, RepositoryNotFoundError("404", response=response))
-    with pytest.raises(NotFoundError, match=SMOLLM2):
+    with pytest.raises(ConfigError, match=SMOLLM2) as caught:
         localize_model(ModelSource("smollm2", None, "smollm2"))
+    assert caught.value.field == "model"
 
 
 def _embedded(wheel: Path, content: bytes, sha256: str | None = None) -> EmbeddedModel:
