@@ -118,21 +118,21 @@ def _pool(season: int, interval_s: float) -> PredictivePool:
 
 @pytest.mark.parametrize("recorded", [48, 60, 96])
 def test_no_jump_of_the_wall_clock_forward_and_back_costs_the_forecast(recorded: int) -> None:
-    pool, status = _pool(24, 3600.0), PoolStatus(2, 2, 0)
+    pool, status, first = _pool(24, 3600.0), PoolStatus(2, 2, 0), snapshot(0.0, prefill=2, decode=2)
     for jump in range(5, 242):
         memory = PredictiveMemory(interval=recorded, rates=(20.0,) * recorded)  # steady: needs no fit
         for index, ahead in ((recorded, 0), (recorded + 1, jump), (recorded + 2, 0)):
             start = 3600.0 * index
             bucket = ArrivalBucket(start, 3500.0, 1, 70_000, 70_000, 1.0)
-            now = replace(snapshot(start + 3500.0, prefill=2, decode=2), arrivals=(bucket,))
-            seen = replace(now, wall_s=now.now_s + 3600.0 * ahead)
+            now_s = start + 3500.0
+            seen = replace(first, now_s=now_s, arrivals=(bucket,), wall_s=now_s + 3600.0 * ahead)
             _, memory = recommend_predictive(pool, "prefill", memory, seen, status)
         assert memory.interval == recorded + 2
         assert len(memory.rates) >= 48, jump
         assert memory.forecast == (20.0,) * 24, jump
 
 
-@pytest.mark.parametrize("jump", [5, 9, 17, 20, 23, 24, 31, 80, 83])
+@pytest.mark.parametrize("jump", [5, 20, 31])
 def test_a_wall_clock_set_forward_and_back_keeps_the_phase(jump: int) -> None:
     pool, status = _pool(SEASON, 600.0), PoolStatus(2, 2, 0)
     now = 4 * SEASON
