@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import re
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import typer
@@ -83,16 +84,16 @@ def _run_autoscaler(settings: AutoscalerConfig) -> None:
 
 
 def _run_coordinator(settings: CoordinatorConfig) -> None:
-    settings.check_effects()
     _configure_logging("coordinator")
+    _tell_of_idle(settings.idle_settings())
     from coordinator.service import serve
 
     _run(serve(settings))
 
 
 def _run_worker(kind: Kind, settings: WorkerConfig) -> None:
-    settings.check_effects(is_neutral=kind == "worker")
     _configure_logging(settings.worker_id)
+    _tell_of_idle(settings.idle_settings(is_neutral=kind == "worker"))
     from splitserve.gpus.worker_gpus import claim_gpus
 
     _claim_cores(settings)
@@ -144,6 +145,13 @@ def _default_worker_id(kind: Kind) -> str:
     """KIND-HOSTNAME-PID, cut to the length of a worker id."""
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40]
     return f"{kind}-{host}-{os.getpid()}"
+
+
+def _tell_of_idle(settings: Mapping[str, str]) -> None:
+    from splitserve.logs import log_event
+
+    for setting, why in settings.items():
+        log_event("settings.no_effect", level=logging.WARNING, setting=setting, why=why)
 
 
 def _configure_logging(part: str) -> None:

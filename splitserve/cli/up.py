@@ -104,7 +104,9 @@ def up(settings: ClusterConfig, log_dir: Path | None = None) -> None:
     from splitserve.cluster.process_specs import check_workers
 
     check_workers(settings)
-    settings.check_effects()
+    settings.check_own_security()
+    for setting, why in settings.idle_settings().items():
+        print(f"warning: {setting} has no effect {why}", file=sys.stderr, flush=True)
     _leave_settings_to_options()
     with _forking(settings) as forks:
         settings = _claim_ports(settings)

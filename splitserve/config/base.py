@@ -20,10 +20,6 @@ from splitserve.addresses import MAX_PORT, check_address
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError
 
-SETTINGS_PIPE_WAIT_S = 60.0
-"""How long a pipe with settings has, such as `--config <(gpg -d ...)`, which asks for a passphrase. A signal ends the
-process meanwhile."""
-
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -106,19 +102,16 @@ def merge_settings(kind: type[S], values: dict[str, Any], *layers: Mapping[str, 
         raise ConfigError(f"{field}: {first['msg']}{given}", field=field) from None
 
 
-def refuse_idle(**settings: tuple[bool, str]) -> None:
-    """Raises ConfigError for the first of these settings that was given and can have no effect beside the others, for
-    whoever gives it expects one. By name, with `__` for dots: whether it is such a setting, and without what."""
-    for name, (is_idle, why) in settings.items():
-        if is_idle:
-            field = name.replace("__", ".")
-            raise ConfigError(f"{field}: has no effect {why}", field=field)
+def idle_among(**settings: tuple[bool, str]) -> dict[str, str]:
+    """Those of these settings that were given and have no effect beside the others, with the reason. By name, with `__`
+    for dots: whether it is such a setting, and why. They are no error: files and variables are shared by processes."""
+    return {name.replace("__", "."): why for name, (is_idle, why) in settings.items() if is_idle}
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
     """The unvalidated mapping in a YAML settings file. Call it before there is an event loop. Raises ConfigError if it
     cannot be read or is no mapping."""
-    return read_yaml_file(path, pipe_wait_s=SETTINGS_PIPE_WAIT_S).values
+    return read_yaml_file(path, patient=True).values
 
 
 def _merge(into: dict[str, Any], overrides: Mapping[str, Any]) -> None:

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from splitserve.config.base import Option, Settings, refuse_idle
+from splitserve.config.base import Option, Settings, idle_among
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.config.engine import EngineConfig, EngineSection
-from splitserve.config.security import TlsConfig
+from splitserve.errors import ConfigError
 
 
 class ClusterConfig(Settings):
@@ -75,22 +75,22 @@ class ClusterConfig(Settings):
     coordinator: CoordinatorConfig = CoordinatorConfig()
     """Section `coordinator`. Its `tls` and `cluster_token_file` are those of the cluster."""
 
-    def check_effects(self) -> None:
-        """Raises ConfigError for a setting that the others leave without effect."""
-        given, front = self.model_fields_set, self.coordinator
+    def check_own_security(self) -> None:
+        """Raises ConfigError for settings of the coordinator's whose place is with the cluster: whoever gives them
+        expects to be safe."""
+        for name in ("tls", "cluster_token_file"):
+            if getattr(self.coordinator, name) is not None:
+                field = f"coordinator.{name}"
+                raise ConfigError(f"{field}: has no effect in a local cluster: give {name}", field=field)
+
+    def idle_settings(self) -> dict[str, str]:
+        """The settings that the others leave without effect, with the reason; the parts tell of their own."""
+        given = self.model_fields_set
         fixed, pinned, neutral = self.autoscale is None, self.workers is None, "beside neutral workers"
-        refuse_idle(
-            coordinator__tls=(front.tls is not None, "in a local cluster: give tls"),
-            coordinator__cluster_token_file=(
-                front.cluster_token_file is not None,
-                "in a local cluster: give cluster_token_file",
-            ),
+        return idle_among(
             autoscale_interval_s=(fixed and self.autoscale_interval_s is not None, "without autoscale"),
             autoscale_window_s=(fixed and "autoscale_window_s" in given, "without autoscale"),
             worker_gpus=(fixed and pinned and "worker_gpus" in given, "without workers"),
             prefill_gpus=(fixed and not pinned and "prefill_gpus" in given, neutral),
             decode_gpus=(fixed and not pinned and "decode_gpus" in given, neutral),
-            **self.engine.idle_measurements("in a local cluster, whose workers have no metrics_port"),
         )
-        tls = None if self.tls is None else TlsConfig(directory=self.tls)
-        front.model_copy(update={"tls": tls}).check_effects()

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
-from splitserve.config.base import Option, Port, Settings, refuse_idle
+from splitserve.config.base import Option, Port, Settings, idle_among
 from splitserve.config.security import SecuritySettings
 from splitserve.config.tracing import IDLE_AUTHORITY, RequestTracingConfig
 
@@ -291,10 +291,10 @@ class CoordinatorConfig(SecuritySettings):
     """With `tenants`: file of prices, from which the metrics say what each tenant's requests cost in money; see
     docs/operations.md. Reloaded when it changes. Default: none."""
 
-    def check_effects(self) -> None:
-        """Raises ConfigError for a setting that the others leave without effect."""
+    def idle_settings(self) -> dict[str, str]:
+        """The settings that the others leave without effect, with the reason."""
         has_page = self.page == "on" and self.http_port is not None
-        refuse_idle(
+        return idle_among(
             cluster_port=(self.cluster_port is not None and self.tls is None, "without tls"),
             tracing__authority=(self.tracing.has_idle_authority, IDLE_AUTHORITY),
             page_token_file=(self.page_token_file is not None and not has_page, "without page and http_port"),

@@ -192,7 +192,7 @@ class EngineConfig(Settings):
     """Simulated engine: seconds per decode step for each sequence in the batch."""
 
     def idle_measurements(self, silent: str) -> dict[str, tuple[bool, str]]:
-        """What `refuse_idle` is to know of settings that only metrics tell; `silent`: why there are none, or empty."""
+        """What `idle_among` is to know of settings that only metrics tell; `silent`: why there are none, or empty."""
         given = {
             "engine__measured_memory_gb_per_s": self.measured_memory_gb_per_s,
             "engine__measured_matmul_tflops": self.measured_matmul_tflops,

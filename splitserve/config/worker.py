@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 
 from splitserve.addresses import check_address
-from splitserve.config.base import CoordinatorAddress, Option, Port, Settings, refuse_idle
+from splitserve.config.base import CoordinatorAddress, Option, Port, Settings, idle_among
 from splitserve.config.engine import EngineConfig, EngineSection
 from splitserve.config.faults import Faults
 from splitserve.config.gpu_list import Gpus
@@ -140,12 +140,12 @@ class WorkerConfig(SecuritySettings):
     engine: EngineSection = EngineConfig()
     """Section `engine`."""
 
-    def check_effects(self, *, is_neutral: bool) -> None:
-        """Raises ConfigError for a setting that the others, or the kind of worker, leave without effect."""
+    def idle_settings(self, *, is_neutral: bool) -> dict[str, str]:
+        """The settings that the others, or the kind of worker, leave without effect, with the reason."""
         pinned = "leaning" in self.model_fields_set and not is_neutral
         silent = "without metrics_port" if self.metrics_port is None else ""
         no_provider = self.spot.metadata_url is not None and self.spot.provider is None
-        refuse_idle(
+        return idle_among(
             leaning=(pinned, "but on a neutral worker"),
             spot__metadata_url=(no_provider, "without spot.provider"),
             tracing__authority=(self.tracing.has_idle_authority, IDLE_AUTHORITY),

@@ -19,17 +19,23 @@ from splitserve.errors import ConfigError
 SMALL_FILE_BYTES = 4 * 2**20
 """Most bytes of a file of settings: tenants, policies, routes, keys, certificates."""
 PIPE_WAIT_S = 5.0
-"""How long a pipe, such as the shell's `<(command)`, has to give all that it holds, unless whoever reads has more time;
-and how long it may have no writer at all. Whoever reads may be an event loop, which takes no signal meanwhile."""
+"""How long a pipe, such as the shell's `<(command)`, has to give all that it holds. Whoever reads may be an event loop,
+which takes no signal meanwhile."""
+PIPE_SILENCE_S = 60.0
+"""How long a pipe may give nothing, however long it takes in all, where a command reads it before there is an event loop
+and a signal ends the process: `--config <(gpg -d ...)` asks for a passphrase, `--trace <(zcat FILE)` takes its time."""
 _PIECE_BYTES = 2**20
 _NULL_DEVICE = os.makedev(1, 3)
 
 
 def read_small_file(
-    path: Path, most_bytes: int = SMALL_FILE_BYTES, *, pipe_wait_s: float = PIPE_WAIT_S
+    path: Path, most_bytes: int = SMALL_FILE_BYTES, *, pipe_wait_s: float = PIPE_WAIT_S, patient: bool = False
 ) -> bytes:
-    """The content of a file, or of a pipe that ends within `pipe_wait_s` (0: of no pipe); /dev/null is an empty file.
-    Raises OSError, also for anything else (a device, a socket, a folder) and for more than `most_bytes`."""
+    """The content of a file, or of a pipe that ends within `pipe_wait_s` (0: of no pipe; `patient`: that is never silent
+    for `PIPE_SILENCE_S`); /dev/null is an empty file.
+
+    Raises OSError, also for anything else (a device, a socket, a folder) and for more than `most_bytes`.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:  # a NUL in the path
@@ -43,24 +49,31 @@ def read_small_file(
             raise OSError(errno.EINVAL, "it is neither a file nor a pipe")
         if is_pipe and not pipe_wait_s:
             raise OSError(errno.EINVAL, "it is no regular file but a pipe")
-        return _read(descriptor, most_bytes, pipe_wait_s if is_pipe else None)
+        if not is_pipe:
+            return _read(descriptor, most_bytes, None, patient=False)
+        return _read(descriptor, most_bytes, PIPE_SILENCE_S if patient else pipe_wait_s, patient=patient)
     finally:
         os.close(descriptor)
 
 
 def read_small_text(
-    path: Path, most_bytes: int = SMALL_FILE_BYTES, *, pipe_wait_s: float = PIPE_WAIT_S
+    path: Path, most_bytes: int = SMALL_FILE_BYTES, *, pipe_wait_s: float = PIPE_WAIT_S, patient: bool = False
 ) -> str:
     """The same as UTF-8 text, line ends as they are. Raises OSError and UnicodeDecodeError."""
-    return read_small_file(path, most_bytes, pipe_wait_s=pipe_wait_s).decode("utf-8")
+    return read_small_file(path, most_bytes, pipe_wait_s=pipe_wait_s, patient=patient).decode("utf-8")
 
 
 def read_named_file(
-    path: Path, setting: str, most_bytes: int = SMALL_FILE_BYTES, *, pipe_wait_s: float = PIPE_WAIT_S
+    path: Path,
+    setting: str,
+    most_bytes: int = SMALL_FILE_BYTES,
+    *,
+    pipe_wait_s: float = PIPE_WAIT_S,
+    patient: bool = False,
 ) -> bytes:
     """`read_small_file` of what a setting or an option names. Raises ConfigError (field `setting`)."""
     try:
-        return read_small_file(path, most_bytes, pipe_wait_s=pipe_wait_s)
+        return read_small_file(path, most_bytes, pipe_wait_s=pipe_wait_s, patient=patient)
     except OSError as error:
         raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}", field=setting) from None
 
@@ -71,10 +84,11 @@ def read_named_text(
     most_bytes: int = SMALL_FILE_BYTES,
     *,
     pipe_wait_s: float = PIPE_WAIT_S,
+    patient: bool = False,
     encoding: str = "utf-8",
 ) -> str:
     """The same as text in UTF-8 (`encoding` utf-8-sig: without a byte order mark). Raises ConfigError."""
-    content = read_named_file(path, setting, most_bytes, pipe_wait_s=pipe_wait_s)
+    content = read_named_file(path, setting, most_bytes, pipe_wait_s=pipe_wait_s, patient=patient)
     try:
         return content.decode(encoding)
     except UnicodeDecodeError as error:
@@ -82,28 +96,32 @@ def read_named_text(
         raise ConfigError(message, field=setting) from None
 
 
-def _read(descriptor: int, most_bytes: int, pipe_wait_s: float | None) -> bytes:
-    """`pipe_wait_s`: None for a file, which is read however slow its disk is."""
+def _read(descriptor: int, most_bytes: int, wait_s: float | None, *, patient: bool) -> bytes:
+    """`wait_s`: for all of a pipe, or with `patient` for each piece; None for a file, which is read however slow its
+    disk is."""
     pieces: list[bytes] = []
     room = most_bytes + 1
-    until_s = time.monotonic() + (pipe_wait_s or 0.0)
+    until_s = time.monotonic() + (wait_s or 0.0)
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     while room > 0:
-        heard = True
-        if pipe_wait_s is not None:
-            left_s = until_s - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError(errno.ETIMEDOUT, f"the pipe has not ended within {pipe_wait_s:g} s")
-            heard = bool(poll.poll(min(left_s, PIPE_WAIT_S) * 1000))
+        # What is there is read in any case: this process may have been paused.
+        heard = wait_s is None or bool(poll.poll(max(0.0, until_s - time.monotonic()) * 1000))
         try:
             piece = os.read(descriptor, min(room, _PIECE_BYTES))
         except BlockingIOError:  # there is a writer, which has written nothing yet
-            continue
+            if heard:
+                continue
+            why = f"has given nothing for {wait_s:g} s" if patient else f"has not ended within {wait_s:g} s"
+            raise TimeoutError(errno.ETIMEDOUT, f"the pipe {why}") from None
         if not piece and not heard:
             raise TimeoutError(errno.ETIMEDOUT, "nobody writes to the pipe")
         if not piece:
             return b"".join(pieces)
         pieces.append(piece)
         room -= len(piece)
+        if wait_s is not None and patient:
+            until_s = time.monotonic() + wait_s
+        elif wait_s is not None and room > 0 and time.monotonic() >= until_s:
+            raise TimeoutError(errno.ETIMEDOUT, f"the pipe has not ended within {wait_s:g} s")
     raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes")

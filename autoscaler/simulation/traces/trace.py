@@ -52,8 +52,6 @@ csv.field_size_limit(2**24)
 """Logs have prompts beside the numbers."""
 MOST_BYTES = 2**29
 """Of a file. It is read as a whole."""
-PIPE_WAIT_S = 60.0
-"""How long a pipe with a trace has, such as `--trace <(zcat FILE)`. A signal ends the process meanwhile."""
 MOST_REQUESTS = 2_000_000
 """Of a trace. The simulator keeps each of them, about a kilobyte, until the end of the run."""
 _MOST_MS = 1e15
@@ -74,7 +72,7 @@ def load_trace(path: Path, seed: int = 0, columns: ColumnMap | None = None) -> T
 def read_trace(path: Path, setting: str = "trace") -> str:
     """The text of a file that may be a trace. Raises ConfigError naming the setting, also for more than
     `MOST_BYTES`."""
-    return read_named_text(path, setting, MOST_BYTES, pipe_wait_s=PIPE_WAIT_S, encoding="utf-8-sig")
+    return read_named_text(path, setting, MOST_BYTES, patient=True, encoding="utf-8-sig")
 
 
 def trace_of(path: Path, text: str, seed: int = 0, columns: ColumnMap | None = None) -> Trace:

@@ -53,9 +53,6 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (["decode-worker", "--model", "m", "--coordinator", "host"], "coordinator must be"),
         (["decode-worker", "--model", "m", "--lease", "0"], "lease_s"),
         (["coordinator", "--drain", "-1"], "drain_s"),
-        (["coordinator", "--cluster-port", "1"], "cluster_port: has no effect without tls"),
-        (["decode-worker", "--model", "m", "--leaning", "decode"], "leaning: has no effect"),
-        (["up", "--cluster-port", "1"], "cluster_port: has no effect without tls"),
         (["advise", "--live", "--check", "/none"], "check: cannot read /none"),  # before anything is recorded
         (["advise", "--live", "--engine-model", "/none"], "engine_model: cannot read /none"),
         (["advise", "--live", "--columns", "timestamp=a"], "columns: there is no --trace"),

@@ -1,4 +1,4 @@
-"""A setting that can have no effect beside the others is refused, with its name."""
+"""A setting that has no effect beside the others is told of, and is no error: files and variables are shared."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ URL = "http://127.0.0.1:1"
     ],
 )
 def test_of_a_coordinator(given: dict[str, Any], others: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError, match=f"{field}: has no effect without") as caught:
-        CoordinatorConfig.model_validate(given).check_effects()
-    assert caught.value.field == field
-    load_settings(CoordinatorConfig, **_merged(given, others)).check_effects()
+    (told,) = CoordinatorConfig.model_validate(given).idle_settings().items()
+    assert told[0] == field
+    assert told[1].startswith("without ")
+    assert not load_settings(CoordinatorConfig, **_merged(given, others)).idle_settings()
 
 
 @pytest.mark.parametrize(
@@ -55,47 +55,53 @@ def test_of_a_coordinator(given: dict[str, Any], others: dict[str, Any], field: 
     ],
 )
 def test_of_a_worker(given: dict[str, Any], others: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError, match=f"{field}: has no effect without") as caught:
-        load_settings(WorkerConfig, **NAMED, **given).check_effects(is_neutral=True)
-    assert caught.value.field == field
-    load_settings(WorkerConfig, **NAMED, **_merged(given, others)).check_effects(is_neutral=True)
+    (told,) = load_settings(WorkerConfig, **NAMED, **given).idle_settings(is_neutral=True).items()
+    assert told[0] == field
+    assert told[1].startswith("without ")
+    assert not load_settings(WorkerConfig, **NAMED, **_merged(given, others)).idle_settings(is_neutral=True)
 
 
 @pytest.mark.parametrize("leaning", ["prefill", "decode"])
 def test_only_a_neutral_worker_leans(leaning: str) -> None:
     config = load_settings(WorkerConfig, **NAMED, leaning=leaning)
-    config.check_effects(is_neutral=True)
-    with pytest.raises(ConfigError, match="leaning: has no effect but on a neutral worker"):
-        config.check_effects(is_neutral=False)
-    load_settings(WorkerConfig, **NAMED).check_effects(is_neutral=False)
+    assert not config.idle_settings(is_neutral=True)
+    assert config.idle_settings(is_neutral=False) == {"leaning": "but on a neutral worker"}
+    assert not load_settings(WorkerConfig, **NAMED).idle_settings(is_neutral=False)
 
 
 @pytest.mark.parametrize(
     ("given", "others", "field"),
     [
-        ({"coordinator": {"cluster_port": 9}}, {"tls": Path("certs")}, "cluster_port"),
-        ({"coordinator": {"tls": {"directory": Path("certs")}}}, None, "coordinator.tls"),
-        ({"coordinator": {"cluster_token_file": Path("a")}}, None, "coordinator.cluster_token_file"),
         ({"autoscale_interval_s": 1.0}, {"autoscale": Path("policy")}, "autoscale_interval_s"),
         ({"autoscale_window_s": 60.0}, {"autoscale": Path("policy")}, "autoscale_window_s"),
         ({"worker_gpus": 1}, {"workers": 2}, "worker_gpus"),
         ({"prefill_gpus": 1, "workers": 2}, {"autoscale": Path("policy")}, "prefill_gpus"),
         ({"decode_gpus": 1, "workers": 2}, {"autoscale": Path("policy")}, "decode_gpus"),
-        ({"engine": {"measured_memory_gb_per_s": 9.0}}, None, "engine.measured_memory_gb_per_s"),
     ],
 )
-def test_of_a_local_cluster(given: dict[str, Any], others: dict[str, Any] | None, field: str) -> None:
-    with pytest.raises(ConfigError, match=f"{field}: has no effect") as caught:
-        ClusterConfig.model_validate(given).check_effects()
+def test_of_a_local_cluster(given: dict[str, Any], others: dict[str, Any], field: str) -> None:
+    assert list(ClusterConfig.model_validate(given).idle_settings()) == [field]
+    assert not ClusterConfig.model_validate(given | others).idle_settings()
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"tls": {"directory": Path("certs")}}, "coordinator.tls"),
+        ({"cluster_token_file": Path("a")}, "coordinator.cluster_token_file"),
+    ],
+)
+def test_security_of_a_local_cluster_in_the_wrong_place_is_refused(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field}: has no effect in a local cluster") as caught:
+        ClusterConfig.model_validate({"coordinator": given}).check_own_security()
     assert caught.value.field == field
-    if others is not None:
-        ClusterConfig.model_validate(given | others).check_effects()
 
 
 def test_defaults_are_never_idle() -> None:
-    CoordinatorConfig().check_effects()
-    ClusterConfig().check_effects()
-    ClusterConfig(workers=2).check_effects()
+    assert not CoordinatorConfig().idle_settings()
+    assert not ClusterConfig().idle_settings()
+    assert not ClusterConfig(workers=2).idle_settings()
+    ClusterConfig().check_own_security()
 
 
 def _merged(given: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:

@@ -95,19 +95,67 @@ def test_a_pipe_is_read_to_its_end(written: bytes, why: str | None) -> None:
         os.close(reads)
 
 
-def test_a_pipe_without_a_writer_is_waited_for_only_shortly(
+class _Clock:
+    """Each look at it is a second later."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+def test_a_patient_reader_bounds_the_silence_of_a_pipe_and_not_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_file, "PIPE_WAIT_S", 0.05)
+    class Pieces(_Clock):
+        """What writes a byte at each second look, until it has written 50."""
+
+        def __init__(self, writes: int) -> None:
+            self.writes, self.left = writes, 100
+
+        def monotonic(self) -> float:
+            self.left -= 1
+            if self.left > 0 and self.left % 2:
+                os.write(self.writes, b"x")
+            elif self.left == 0:
+                os.close(self.writes)
+            return super().monotonic()
+
+    monkeypatch.setattr(bounded_file, "PIPE_SILENCE_S", 3.0)
+    for patient in (True, False):
+        reads, writes = os.pipe()
+        monkeypatch.setattr(bounded_file, "time", Pieces(writes))
+        path = Path(f"/dev/fd/{reads}")
+        if patient:
+            assert read_small_file(path, 64, patient=True) == b"x" * 50
+        else:
+            with pytest.raises(TimeoutError, match="has not ended within 5 s"):
+                read_small_file(path, 64)
+            os.close(writes)
+        os.close(reads)
+
+
+def test_a_patient_reader_gives_up_on_a_silent_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_file, "PIPE_SILENCE_S", 0.1)
+    reads, writes = os.pipe()
+    os.write(writes, b"half")
+    with pytest.raises(TimeoutError, match=r"has given nothing for 0\.1 s"):
+        read_small_file(Path(f"/dev/fd/{reads}"), 64, patient=True)
+    os.close(reads)
+    os.close(writes)
     os.mkfifo(tmp_path / "a")
     with pytest.raises(TimeoutError, match="nobody writes"):
-        read_small_file(tmp_path / "a", 64, pipe_wait_s=60.0)
-    reads, writes = os.pipe()  # one with a writer has all of its time
-    writer = threading.Timer(0.2, lambda: (os.write(writes, b"late"), os.close(writes)))
-    writer.start()
-    assert read_small_file(Path(f"/dev/fd/{reads}"), 64, pipe_wait_s=60.0) == b"late"
-    writer.join()
-    os.close(reads)
+        read_small_file(tmp_path / "a", 64, patient=True)
+
+
+def test_a_reader_that_is_paused_still_sees_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_file, "time", _Clock())  # over before the first look
+    os.mkfifo(tmp_path / "a")
+    with pytest.raises(TimeoutError, match="nobody writes"):
+        read_small_file(tmp_path / "a", 64, pipe_wait_s=0.5)
 
 
 def test_a_pipe_may_be_no_choice(tmp_path: Path) -> None:
