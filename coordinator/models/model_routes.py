@@ -132,7 +132,10 @@ class ModelRoutes:
         A change replaces the routes that the file names and removes those that it no longer names.
         """
         files: ReloadedFiles[Sequence[ModelRoute]] = ReloadedFiles(
-            "model_routes", lambda: [path], lambda: load_routes(path), self._adopt
+            "model_routes",
+            lambda: [path],
+            lambda: load_routes(path, has_routes=bool(self._names_in_file)),
+            self._adopt,
         )
         files.start()
         return files
@@ -235,10 +238,13 @@ def checked_route(name: str, weights: Weights, field: str) -> ModelRoute:
     return ModelRoute(name, dict(weights))
 
 
-def load_routes(path: Path) -> list[ModelRoute]:
-    """The routes in a YAML file of "NAME: {MODEL: WEIGHT}". Raises ConfigError naming the line."""
+def load_routes(path: Path, *, has_routes: bool = False) -> list[ModelRoute]:
+    """The routes in a YAML file of "NAME: {MODEL: WEIGHT}". Raises ConfigError naming the line, and for an empty file
+    where it `has_routes` now."""
     file = read_yaml_file(path, "model_routes_file")
-    if file.root is None:  # whoever writes it may have been cut short; all routes would be gone
+    if (
+        has_routes and file.root is None
+    ):  # whoever writes it may have been cut short; all routes would be gone
         message = f"model_routes_file: {path} is empty; no routes are written {{}}"
         raise ConfigError(message, field="model_routes_file")
     with file.naming_lines():

@@ -37,12 +37,12 @@ class DraftWeights:
 def load_draft_model(config: EngineConfig, target: ModelSource) -> DraftWeights | None:
     """Loads `config.draft_model`; None without one.
 
-    Raises ConfigError (`engine.draft_model`) if its vocabulary is not that of the `target`, before its weights are
-    read; otherwise as `load_weights`.
+    Raises ConfigError (`engine.draft_model`) if there is none of that name or its vocabulary is not that of the
+    `target`, before its weights are read; otherwise as `load_weights`.
     """
     if config.draft_model is None:
         return None
-    source = localize_model(resolve_model(config.draft_model))
+    source = _found(config.draft_model)
     check_vocabulary(load_tokenizer(target.tokenizer_source), load_tokenizer(source.tokenizer_source))
     own = config.model_copy(
         update={
@@ -57,6 +57,14 @@ def load_draft_model(config: EngineConfig, target: ModelSource) -> DraftWeights 
     )
     weights = load_weights(own, source, lambda _fraction: None)
     return DraftWeights(weights, own.model_copy(update={"context_tokens": _context(weights.model, config)}))
+
+
+def _found(name: str) -> ModelSource:
+    try:
+        return localize_model(resolve_model(name))
+    except ConfigError as error:  # which names the setting of the model
+        why = error.message.removeprefix("model: ")
+        raise ConfigError(f"{FIELD}: {why}", field=FIELD) from None
 
 
 def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:

@@ -149,6 +149,8 @@ def _local_model(name: str) -> ModelSource | None:
             raise _no_model(f"{name} is neither a folder nor a .gguf file")
         return ModelSource(str(path.parent), path.name, path.stem)
     if other:
+        if path.is_symlink():
+            raise _no_model(f"the link {name} leads nowhere")
         raise _no_model(f"{name} is neither a folder nor a .gguf file")
     return None
 

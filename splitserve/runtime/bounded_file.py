@@ -22,8 +22,9 @@ PIPE_WAIT_S = 5.0
 """How long a pipe, such as the shell's `<(command)`, has to give all that it holds. Whoever reads may be an event loop,
 which takes no signal meanwhile."""
 PIPE_SILENCE_S = 60.0
-"""How long a pipe may give nothing, however long it takes in all, where a command reads it before there is an event loop
-and a signal ends the process: `--config <(gpg -d ...)` asks for a passphrase, `--trace <(zcat FILE)` takes its time."""
+"""How long a pipe may give nothing, however long it takes in all, where a command reads it before there is an event
+loop, so that a signal ends the process: `--config <(gpg -d ...)` asks for a passphrase, and `--trace <(zcat FILE)`
+takes its time."""
 _PIECE_BYTES = 2**20
 _NULL_DEVICE = os.makedev(1, 3)
 
@@ -31,8 +32,8 @@ _NULL_DEVICE = os.makedev(1, 3)
 def read_small_file(
     path: Path, most_bytes: int = SMALL_FILE_BYTES, *, pipe_wait_s: float = PIPE_WAIT_S, patient: bool = False
 ) -> bytes:
-    """The content of a file, or of a pipe that ends within `pipe_wait_s` (0: of no pipe; `patient`: that is never silent
-    for `PIPE_SILENCE_S`); /dev/null is an empty file.
+    """The content of a file, or of a pipe that ends within `pipe_wait_s` (0: of no pipe; `patient`: that is never
+    silent for `PIPE_SILENCE_S`); /dev/null is an empty file.
 
     Raises OSError, also for anything else (a device, a socket, a folder) and for more than `most_bytes`.
     """

@@ -214,10 +214,29 @@ def test_shown_shares() -> None:
 def test_a_file_cut_short_removes_no_routes(tmp_path: Path) -> None:
     path = tmp_path / "routes.yaml"
     path.write_text("smollm2: {v1: 1}\n")
-    assert [route.name for route in load_routes(path)] == ["smollm2"]
+    assert [route.name for route in load_routes(path, has_routes=True)] == ["smollm2"]
     for text in ("", "# nothing\n"):
         path.write_text(text)
+        assert load_routes(path) == []
         with pytest.raises(ConfigError, match=r"is empty; no routes are written \{\}"):
-            load_routes(path)
+            load_routes(path, has_routes=True)
     path.write_text("{}")
-    assert load_routes(path) == []
+    assert load_routes(path, has_routes=True) == []
+
+
+def test_an_empty_file_of_routes_is_one_without_routes_at_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "routes.yaml"
+    path.write_text("# none yet\n")
+    routes = ModelRoutes(registry_of(V1), [])
+    file = routes.follow(path)
+    path.write_text("smollm2: {v1: 1}\n")
+    assert file.reload()
+    path.write_text("")
+    assert not file.reload()
+    assert "is empty" in file.problem
+    assert [route.name for route in routes.in_force] == ["smollm2"]
+    path.write_text("{}")
+    assert file.reload()
+    assert not routes.in_force
+    path.write_text("")
+    assert file.reload()

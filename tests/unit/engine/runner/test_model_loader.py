@@ -76,6 +76,13 @@ def test_names_that_cannot_exist(name: str) -> None:
     assert caught.value.field == "model"
 
 
+def test_a_link_that_leads_nowhere_is_told_from_a_wrong_name(tmp_path: Path) -> None:
+    (tmp_path / "current").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"^model: the link .*current leads nowhere") as caught:
+        resolve_model(str(tmp_path / "current"))
+    assert caught.value.field == "model"
+
+
 def test_hub_ids_need_no_network_to_resolve() -> None:
     source = resolve_model("Some-Org/some_model-1.5B")
     assert source == ModelSource("Some-Org/some_model-1.5B", None, "some_model-1.5B")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from engine.core.engine_core import EngineCore
-from engine.runner.draft_runner import check_vocabulary
+from engine.runner.draft_runner import check_vocabulary, load_draft_model
 from engine.speculation.draft_lengths import MAX_ROWS
 from engine.speculation.settings import make_drafter, max_decode_rows, warm_up_drafts
 from engine.worker.build import build_engine
 from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError
+from splitserve.models.sources import ModelSource
 from tests.support.engine.byte_tokenizer import ByteTokenizer
 from tests.support.engine.engine_rig import request
 
@@ -81,6 +84,13 @@ class Named(ByteTokenizer):
 
 class Longer(ByteTokenizer):
     vocabulary_size = 300
+
+
+def test_a_draft_model_that_is_missing_is_named_by_its_own_setting(tmp_path: Path) -> None:
+    config = EngineConfig(speculation="draft-model", draft_model=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"^engine\.draft_model: no such folder") as refusal:
+        load_draft_model(config, ModelSource(str(tmp_path), None, "target"))
+    assert refusal.value.field == "engine.draft_model"
 
 
 @pytest.mark.parametrize("other", [Named(), Longer()])

@@ -9,6 +9,7 @@ import pytest
 
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError
+from splitserve.runtime import bounded_file
 from splitserve.runtime.bounded_file import SMALL_FILE_BYTES
 
 
@@ -56,13 +57,14 @@ def test_merged_keys_are_no_doubled_ones(tmp_path: Path) -> None:
     assert read_yaml_file(path).values["three"] == {"a": 1, "b": 2, "c": 3}
 
 
-def test_bounds_may_be_others(tmp_path: Path) -> None:
+def test_bounds_may_be_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_text("a: 1234")
     with pytest.raises(ConfigError, match="more than 6 bytes"):
         read_yaml_file(tmp_path / "a", most_bytes=6)
     os.mkfifo(tmp_path / "b")
+    monkeypatch.setattr(bounded_file, "PIPE_SILENCE_S", 0.05)
     with pytest.raises(ConfigError, match="nobody writes to the pipe"):
-        read_yaml_file(tmp_path / "b", pipe_wait_s=0.05)
+        read_yaml_file(tmp_path / "b", patient=True)
 
 
 def test_neither_a_huge_file_nor_a_device_is_read(tmp_path: Path) -> None:
