@@ -85,12 +85,14 @@ class ClusterConfig(Settings):
 
     def idle_settings(self) -> dict[str, str]:
         """The settings that the others leave without effect, with the reason; the parts tell of their own."""
-        given = self.model_fields_set
-        fixed, pinned, neutral = self.autoscale is None, self.workers is None, "beside neutral workers"
+        given, fixed = self.model_fields_set, self.autoscale is None
+        policy = "" if fixed else "beside a policy, which has gpus_per_replica"
+        pinned = policy or ("" if self.workers is None else "beside neutral workers")
+        neutral = policy or ("without workers" if self.workers is None else "")
         return idle_among(
             autoscale_interval_s=(fixed and self.autoscale_interval_s is not None, "without autoscale"),
             autoscale_window_s=(fixed and "autoscale_window_s" in given, "without autoscale"),
-            worker_gpus=(fixed and pinned and "worker_gpus" in given, "without workers"),
-            prefill_gpus=(fixed and not pinned and "prefill_gpus" in given, neutral),
-            decode_gpus=(fixed and not pinned and "decode_gpus" in given, neutral),
+            worker_gpus=(bool(neutral) and "worker_gpus" in given, neutral),
+            prefill_gpus=(bool(pinned) and "prefill_gpus" in given, pinned),
+            decode_gpus=(bool(pinned) and "decode_gpus" in given, pinned),
         )

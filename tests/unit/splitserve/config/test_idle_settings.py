@@ -75,8 +75,9 @@ def test_only_a_neutral_worker_leans(leaning: str) -> None:
         ({"autoscale_interval_s": 1.0}, {"autoscale": Path("policy")}, "autoscale_interval_s"),
         ({"autoscale_window_s": 60.0}, {"autoscale": Path("policy")}, "autoscale_window_s"),
         ({"worker_gpus": 1}, {"workers": 2}, "worker_gpus"),
-        ({"prefill_gpus": 1, "workers": 2}, {"autoscale": Path("policy")}, "prefill_gpus"),
-        ({"decode_gpus": 1, "workers": 2}, {"autoscale": Path("policy")}, "decode_gpus"),
+        ({"prefill_gpus": 1, "workers": 2}, {"workers": None}, "prefill_gpus"),
+        ({"decode_gpus": 1, "workers": 2}, {"workers": None}, "decode_gpus"),
+        ({"prefill_gpus": 3, "autoscale": Path("policy")}, {"autoscale": None}, "prefill_gpus"),
     ],
 )
 def test_of_a_local_cluster(given: dict[str, Any], others: dict[str, Any], field: str) -> None:
