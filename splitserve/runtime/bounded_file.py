@@ -30,10 +30,10 @@ _NULL_DEVICE = os.makedev(1, 3)
 
 
 def read_small_file(
-    path: Path, most_bytes: int = SMALL_FILE_BYTES, *, pipe_wait_s: float = PIPE_WAIT_S, patient: bool = False
+    path: Path, most_bytes: int = SMALL_FILE_BYTES, *, pipe_wait_s: float | None = None, patient: bool = False
 ) -> bytes:
-    """The content of a file, or of a pipe that ends within `pipe_wait_s` (0: of no pipe; `patient`: that is never
-    silent for `PIPE_SILENCE_S`); /dev/null is an empty file.
+    """The content of a file, or of a pipe that ends within `pipe_wait_s` (by default `PIPE_WAIT_S`; 0: of no pipe), or
+    with `patient` of one that is never silent for `PIPE_SILENCE_S`; /dev/null is an empty file.
 
     Raises OSError, also for anything else (a device, a socket, a folder) and for more than `most_bytes`.
     """
@@ -48,17 +48,18 @@ def read_small_file(
         is_pipe = stat.S_ISFIFO(found.st_mode)
         if not is_pipe and not stat.S_ISREG(found.st_mode) and found.st_rdev != _NULL_DEVICE:
             raise OSError(errno.EINVAL, "it is neither a file nor a pipe")
-        if is_pipe and not pipe_wait_s:
+        if is_pipe and pipe_wait_s == 0:
             raise OSError(errno.EINVAL, "it is no regular file but a pipe")
         if not is_pipe:
             return _read(descriptor, most_bytes, None, patient=False)
-        return _read(descriptor, most_bytes, PIPE_SILENCE_S if patient else pipe_wait_s, patient=patient)
+        most_s = PIPE_WAIT_S if pipe_wait_s is None else pipe_wait_s
+        return _read(descriptor, most_bytes, PIPE_SILENCE_S if patient else most_s, patient=patient)
     finally:
         os.close(descriptor)
 
 
 def read_small_text(
-    path: Path, most_bytes: int = SMALL_FILE_BYTES, *, pipe_wait_s: float = PIPE_WAIT_S, patient: bool = False
+    path: Path, most_bytes: int = SMALL_FILE_BYTES, *, pipe_wait_s: float | None = None, patient: bool = False
 ) -> str:
     """The same as UTF-8 text, line ends as they are. Raises OSError and UnicodeDecodeError."""
     return read_small_file(path, most_bytes, pipe_wait_s=pipe_wait_s, patient=patient).decode("utf-8")
@@ -69,7 +70,7 @@ def read_named_file(
     setting: str,
     most_bytes: int = SMALL_FILE_BYTES,
     *,
-    pipe_wait_s: float = PIPE_WAIT_S,
+    pipe_wait_s: float | None = None,
     patient: bool = False,
 ) -> bytes:
     """`read_small_file` of what a setting or an option names. Raises ConfigError (field `setting`)."""
@@ -84,7 +85,7 @@ def read_named_text(
     setting: str,
     most_bytes: int = SMALL_FILE_BYTES,
     *,
-    pipe_wait_s: float = PIPE_WAIT_S,
+    pipe_wait_s: float | None = None,
     patient: bool = False,
     encoding: str = "utf-8",
 ) -> str:

@@ -168,6 +168,7 @@ def test_a_file_that_is_none(
     kind: str,
 ) -> None:
     monkeypatch.setattr(bounded_file, "PIPE_WAIT_S", 0.01)
+    monkeypatch.setattr(bounded_file, "PIPE_SILENCE_S", 0.01)
     path = tmp_path / "a"
     match kind:
         case "folder":
