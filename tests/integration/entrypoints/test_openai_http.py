@@ -140,7 +140,7 @@ async def test_a_stop_is_a_stop() -> None:
 
 async def test_several_choices_and_prompts() -> None:
     async with serving() as http:
-        many = TEXT | {"prompt": ["w1", [2, 3]], "n": 2, "seed": 8, "echo": True}
+        many = TEXT | {"prompt": ["w1", "w2 w3"], "n": 2, "seed": 8, "echo": True}
         body = (await http.post(COMPLETIONS, many)).json()
         begins = [choice["text"].removesuffix(words(4)) for choice in body["choices"]]
         assert begins == ["w1", "w1", "w2 w3", "w2 w3"]

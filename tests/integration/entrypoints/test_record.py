@@ -121,7 +121,7 @@ async def test_wrong_input_gives_one_line(tmp_path: Path) -> None:
         (("record", "--out", out, "--seconds", "0"), 2),
         (("advise",), 2),
         (("advise", "--live", "--trace", out), 2),
-        (("advise", "--trace", str(tmp_path / "none")), 1),
+        (("advise", "--trace", str(tmp_path / "none")), 2),
         (("advise", "--trace", out, "--budget", "1"), 2),
     ):
         got, said, err = await run(nobody, *arguments)
