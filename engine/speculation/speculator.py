@@ -80,9 +80,8 @@ class Speculator:
             self._guessing_s = self._computing.take_spent_s()
             self._meter.guessed(self._guessing_s)
             self._unasked = 0 if self._guessing_s else self._unasked + 1
-            if (
-                self._unasked >= FORGET_AFTER
-            ):  # it seems too slow, and shows nothing else as long as it is not asked
+            if self._unasked >= FORGET_AFTER:
+                # It seems too slow, and shows nothing else as long as it is not asked.
                 self._computing.forget_times()
                 self._unasked = 0
         return drafts
