@@ -83,7 +83,7 @@ def _run(path: Path) -> Any:
     name = f"splitserve_policy_{path.stem}"
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader=None))  # type: ignore[arg-type]
     module.__file__ = str(path)
-    exec(compile(read_small_text(path, pipe_wait_s=0.0), str(path), "exec"), module.__dict__)
+    exec(compile(read_small_text(path, pipes="none"), str(path), "exec"), module.__dict__)
     return module
 
 

@@ -22,7 +22,7 @@ def load_engine_model(path: Path) -> EngineModel:
 
     Raises InvalidArgumentError naming the field.
     """
-    return engine_model_of(path, read_named_text(path, FIELD, MOST_BYTES, pipe_wait_s=0.0))
+    return engine_model_of(path, read_named_text(path, FIELD, MOST_BYTES, pipes="none"))
 
 
 def engine_model_of(path: Path, text: str) -> EngineModel:

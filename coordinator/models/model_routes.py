@@ -242,9 +242,8 @@ def load_routes(path: Path, *, has_routes: bool = False) -> list[ModelRoute]:
     """The routes in a YAML file of "NAME: {MODEL: WEIGHT}". Raises ConfigError naming the line, and for an empty file
     where it `has_routes` now."""
     file = read_yaml_file(path, "model_routes_file")
-    if (
-        has_routes and file.root is None
-    ):  # whoever writes it may have been cut short; all routes would be gone
+    if has_routes and file.root is None:
+        # Whoever writes it may have been cut short; all routes would be gone.
         message = f"model_routes_file: {path} is empty; no routes are written {{}}"
         raise ConfigError(message, field="model_routes_file")
     with file.naming_lines():

@@ -155,6 +155,10 @@ class PairSelector(RequestObserver):
         if report.transport and self._computes_locally(state, state.attempt.began_s):
             self._meter.record((report.transfer_ms + report.decode_admit_ms) / 1e3)
 
+    def _suspend(self, state: RequestState) -> None:
+        if (expected := self._expected.get(state.attempt.attempt_id)) is not None:
+            expected.suspend()
+
     def _withdraw(self, state: RequestState) -> None:
         if (expected := self._expected.pop(state.attempt.attempt_id, None)) is not None:
             expected.withdraw()
@@ -176,8 +180,7 @@ class PairSelector(RequestObserver):
         if pair.local_tokens is not None:
             if pair.local_tokens and self._bookkeeper is not None:
                 self._bookkeeper.expected_locally(state, pair.cost.decode_cached_tokens)
-                if (expected := self._expected.get(state.attempt.attempt_id)) is not None:
-                    expected.suspend()
+                self._suspend(state)
             return pair.local_tokens
         if not self._lends_decode(now):
             return 0
@@ -193,8 +196,7 @@ class PairSelector(RequestObserver):
         granted, lacking = local_prefill_tokens(facts), tokens - pair.cost.decode_cached_tokens
         if granted >= lacking and (expected := loads.expect_locally(decode, lacking)) is not None:
             self._granted[state.attempt.attempt_id] = expected
-            if (elsewhere := self._expected.get(state.attempt.attempt_id)) is not None:
-                elsewhere.suspend()
+            self._suspend(state)
         return granted
 
     def _computes_locally(self, state: RequestState, now: float) -> bool:

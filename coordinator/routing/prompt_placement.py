@@ -39,10 +39,14 @@ class _Asked:
     now: float
     fit: PromptFit
 
+    @property
+    def is_small(self) -> bool:
+        """Whether all workers may be looked at."""
+        return len(self.snapshot.workers) <= MAX_DECODES
+
     def others(self, pool: PoolName) -> list[Worker]:
         """The workers of a pool that take requests, where there are not too many."""
-        small = len(self.snapshot.workers) <= MAX_DECODES
-        return self.snapshot.accepting(self.request.model, pool) if small else []
+        return self.snapshot.accepting(self.request.model, pool) if self.is_small else []
 
     def may_mix(self, worker: Worker) -> bool:
         """Whether a worker may compute prompts beside streams: not one that would let them hold up streams that are
@@ -172,11 +176,12 @@ class PromptPlacement:
         """Whether a decode worker that lends its cores may compute the prompt on its neighbours' instead: none of them
         has a prompt, and it would compute nothing that the prefill worker has. Of neutral workers the others' streams
         may take the cores."""
-        workers = asked.snapshot.workers
-        if decode.neutral or pair.prefill.neutral or len(workers) > MAX_DECODES:
+        if decode.neutral or pair.prefill.neutral or not asked.is_small:
             return False
-        here = [each for each in workers if each.host_id == decode.host_id and each.key != decode.key]
-        if any(self._has_prompts(each) for each in here):
+        if any(
+            each.host_id == decode.host_id and each.key != decode.key and self._has_prompts(each)
+            for each in asked.snapshot.workers
+        ):
             return False
         return cached_tokens(decode, asked.request) + MIN_LENT_TOKENS > pair.cost.cached_tokens
 

@@ -103,7 +103,7 @@ def bad_adapter(name: str, why: str) -> ConfigError:
 
 def _config(name: str, folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
-    content = read_named_file(path, f"{FIELD}.{name}", MAX_CONFIG_BYTES, pipe_wait_s=0.0)
+    content = read_named_file(path, f"{FIELD}.{name}", MAX_CONFIG_BYTES, pipes="none")
     try:
         config = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -29,6 +29,11 @@ AGAIN_S = 1.0
 """After that no neighbour's wish counts for so long."""
 
 
+def asks_for_rests(tokens: int, *, decode_only: bool) -> bool:
+    """Whether neighbours are asked to rest for a step of so many tokens; others use cores that rest anyway."""
+    return not decode_only and tokens >= MIN_LENT_TOKENS
+
+
 def spare_until_s(now: float, streams: Collection[StreamPace], clock: TokenClock, step_s: float) -> float:
     """Until when a step that takes `step_s`, with a token for each of these streams, may wait; `now` if it may not."""
     if any(stream.tpot_s <= STEP_TIMES * step_s for stream in streams):

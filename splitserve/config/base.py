@@ -111,7 +111,7 @@ def idle_among(**settings: tuple[bool, str]) -> dict[str, str]:
 def read_settings_file(path: Path) -> dict[str, Any]:
     """The unvalidated mapping in a YAML settings file. Call it before there is an event loop. Raises ConfigError if it
     cannot be read or is no mapping."""
-    return read_yaml_file(path, patient=True).values
+    return read_yaml_file(path, pipes="patient").values
 
 
 def _merge(into: dict[str, Any], overrides: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from splitserve.errors import ConfigError
-from splitserve.runtime.bounded_file import SMALL_FILE_BYTES, read_named_text
+from splitserve.runtime.bounded_file import SMALL_FILE_BYTES, Pipes, read_named_text
 
 M = TypeVar("M", bound=BaseModel)
 SCALAR_ERRORS = (ValueError, OverflowError, RecursionError, TypeError)
@@ -101,11 +101,11 @@ def read_yaml_file(
     setting: str = "config",
     *,
     most_bytes: int = SMALL_FILE_BYTES,
-    patient: bool = False,
+    pipes: Pipes = "brief",
 ) -> YamlFile:
     """Raises ConfigError, naming the `setting` that led to the file and the line where there is one, if the file cannot
-    be read or holds no mapping. `most_bytes` and `patient`: see `read_small_file`."""
-    text = read_named_text(path, setting, most_bytes, patient=patient)
+    be read or holds no mapping. `most_bytes` and `pipes`: see `read_small_file`."""
+    text = read_named_text(path, setting, most_bytes, pipes=pipes)
     try:
         loader = _LineLoader(text)
         try:

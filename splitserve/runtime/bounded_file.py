@@ -13,6 +13,7 @@ import select
 import stat
 import time
 from pathlib import Path
+from typing import Literal
 
 from splitserve.errors import ConfigError
 
@@ -29,11 +30,13 @@ _PIECE_BYTES = 2**20
 _NULL_DEVICE = os.makedev(1, 3)
 
 
-def read_small_file(
-    path: Path, most_bytes: int = SMALL_FILE_BYTES, *, pipe_wait_s: float | None = None, patient: bool = False
-) -> bytes:
-    """The content of a file, or of a pipe that ends within `pipe_wait_s` (by default `PIPE_WAIT_S`; 0: of no pipe), or
-    with `patient` of one that is never silent for `PIPE_SILENCE_S`; /dev/null is an empty file.
+Pipes = Literal["brief", "patient", "none"]
+"""What a pipe may be read as: one that ends within `PIPE_WAIT_S`, one that is never silent for `PIPE_SILENCE_S`, or
+nothing that is read at all."""
+
+
+def read_small_file(path: Path, most_bytes: int = SMALL_FILE_BYTES, *, pipes: Pipes = "brief") -> bytes:
+    """The content of a file, or of a pipe such as `pipes` has it; /dev/null is an empty file.
 
     Raises OSError, also for anything else (a device, a socket, a folder) and for more than `most_bytes`.
     """
@@ -48,34 +51,24 @@ def read_small_file(
         is_pipe = stat.S_ISFIFO(found.st_mode)
         if not is_pipe and not stat.S_ISREG(found.st_mode) and found.st_rdev != _NULL_DEVICE:
             raise OSError(errno.EINVAL, "it is neither a file nor a pipe")
-        if is_pipe and pipe_wait_s == 0:
+        if is_pipe and pipes == "none":
             raise OSError(errno.EINVAL, "it is no regular file but a pipe")
-        if not is_pipe:
-            return _read(descriptor, most_bytes, None, patient=False)
-        most_s = PIPE_WAIT_S if pipe_wait_s is None else pipe_wait_s
-        return _read(descriptor, most_bytes, PIPE_SILENCE_S if patient else most_s, patient=patient)
+        return _read(descriptor, most_bytes, pipes if is_pipe else "none")
     finally:
         os.close(descriptor)
 
 
-def read_small_text(
-    path: Path, most_bytes: int = SMALL_FILE_BYTES, *, pipe_wait_s: float | None = None, patient: bool = False
-) -> str:
+def read_small_text(path: Path, most_bytes: int = SMALL_FILE_BYTES, *, pipes: Pipes = "brief") -> str:
     """The same as UTF-8 text, line ends as they are. Raises OSError and UnicodeDecodeError."""
-    return read_small_file(path, most_bytes, pipe_wait_s=pipe_wait_s, patient=patient).decode("utf-8")
+    return read_small_file(path, most_bytes, pipes=pipes).decode("utf-8")
 
 
 def read_named_file(
-    path: Path,
-    setting: str,
-    most_bytes: int = SMALL_FILE_BYTES,
-    *,
-    pipe_wait_s: float | None = None,
-    patient: bool = False,
+    path: Path, setting: str, most_bytes: int = SMALL_FILE_BYTES, *, pipes: Pipes = "brief"
 ) -> bytes:
     """`read_small_file` of what a setting or an option names. Raises ConfigError (field `setting`)."""
     try:
-        return read_small_file(path, most_bytes, pipe_wait_s=pipe_wait_s, patient=patient)
+        return read_small_file(path, most_bytes, pipes=pipes)
     except OSError as error:
         raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}", field=setting) from None
 
@@ -85,12 +78,11 @@ def read_named_text(
     setting: str,
     most_bytes: int = SMALL_FILE_BYTES,
     *,
-    pipe_wait_s: float | None = None,
-    patient: bool = False,
+    pipes: Pipes = "brief",
     encoding: str = "utf-8",
 ) -> str:
     """The same as text in UTF-8 (`encoding` utf-8-sig: without a byte order mark). Raises ConfigError."""
-    content = read_named_file(path, setting, most_bytes, pipe_wait_s=pipe_wait_s, patient=patient)
+    content = read_named_file(path, setting, most_bytes, pipes=pipes)
     try:
         return content.decode(encoding)
     except UnicodeDecodeError as error:
@@ -98,9 +90,10 @@ def read_named_text(
         raise ConfigError(message, field=setting) from None
 
 
-def _read(descriptor: int, most_bytes: int, wait_s: float | None, *, patient: bool) -> bytes:
-    """`wait_s`: for all of a pipe, or with `patient` for each piece; None for a file, which is read however slow its
-    disk is."""
+def _read(descriptor: int, most_bytes: int, pipes: Pipes) -> bytes:
+    """`pipes` is none for a file, which is read however slow its disk is."""
+    patient = pipes == "patient"
+    wait_s = None if pipes == "none" else PIPE_SILENCE_S if patient else PIPE_WAIT_S
     pieces: list[bytes] = []
     room = most_bytes + 1
     until_s = time.monotonic() + (wait_s or 0.0)

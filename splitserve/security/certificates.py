@@ -147,8 +147,8 @@ def _authority(directory: Path, now: datetime) -> Issued:
         made.write(certificate, key)
         return made
     try:
-        loaded = serialization.load_pem_private_key(read_small_file(key, pipe_wait_s=0.0), password=None)
-        known = x509.load_pem_x509_certificate(read_small_file(certificate, pipe_wait_s=0.0))
+        loaded = serialization.load_pem_private_key(read_small_file(key, pipes="none"), password=None)
+        known = x509.load_pem_x509_certificate(read_small_file(certificate, pipes="none"))
     except (OSError, ValueError, TypeError) as error:
         message = f"cannot use the authority in {directory}: {error}"
         raise ConfigError(message, field="directory") from None

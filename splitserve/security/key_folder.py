@@ -29,7 +29,7 @@ def make_key_folder(folder: Path, *, token: str = "", key: str = "") -> list[str
 
     def put(name: str, content: bytes, *, replace: bool = False) -> None:
         path = folder / name
-        if path.exists() and (not replace or read_small_file(path, pipe_wait_s=0.0) == content):
+        if path.exists() and (not replace or read_small_file(path, pipes="none") == content):
             return
         fresh = folder / f".{name}.new"
         fresh.unlink(missing_ok=True)
@@ -46,7 +46,7 @@ def make_key_folder(folder: Path, *, token: str = "", key: str = "") -> list[str
         put(GRAFANA_PASSWORD, secrets.token_urlsafe(18).encode())
         # The operator may add tenants to the file: it is made anew only with another key.
         if API_KEY in written or not (folder / TENANTS).exists():
-            kept = read_named_text(folder / API_KEY, "folder", pipe_wait_s=0.0)
+            kept = read_named_text(folder / API_KEY, "folder", pipes="none")
             put(TENANTS, _tenants(kept.strip()).encode(), replace=True)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot write the keys: {error.strerror}", field="folder") from None

@@ -196,4 +196,4 @@ def _config_errors(field: str, path: Path) -> Iterator[None]:
 def _read(field: str, path: Path | None) -> bytes:
     assert path is not None, field
     # Of no pipe: OpenSSL opens the file again, and would wait for another writer.
-    return read_named_file(path, f"tls.{field}", pipe_wait_s=0.0)
+    return read_named_file(path, f"tls.{field}", pipes="none")

@@ -72,7 +72,7 @@ def load_trace(path: Path, seed: int = 0, columns: ColumnMap | None = None) -> T
 def read_trace(path: Path, setting: str = "trace") -> str:
     """The text of a file that may be a trace. Raises ConfigError naming the setting, also for more than
     `MOST_BYTES`."""
-    return read_named_text(path, setting, MOST_BYTES, patient=True, encoding="utf-8-sig")
+    return read_named_text(path, setting, MOST_BYTES, pipes="patient", encoding="utf-8-sig")
 
 
 def trace_of(path: Path, text: str, seed: int = 0, columns: ColumnMap | None = None) -> Trace:

@@ -20,7 +20,7 @@ from engine.core.model_runner import StepShape
 from engine.core.types import ScheduledSequence
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.loaded_model import LoadedModel
-from engine.pacing.lending import MIN_LENT_TOKENS
+from engine.pacing.lending import asks_for_rests
 from splitserve.generation.kv_blocks import blocks_for
 from splitserve.logs import log_event
 
@@ -55,7 +55,7 @@ class CpuForward(Forward):
         self.speedup = 1.0
         self.take_cores()
         step = flatten(batch)
-        logits = self._captured(step, not step.decode_only and len(step.token_ids) >= MIN_LENT_TOKENS)
+        logits = self._captured(step, asks_for_rests(len(step.token_ids), decode_only=step.decode_only))
         self.prepared = self.step_graphs.prepared
         return self._step_logits(self._run_model(step) if logits is None else logits, step.sample_order)
 

@@ -15,7 +15,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.model_runner import ModelRunner, PendingStep
 from engine.core.step_stats import StepMeter
 from engine.core.types import ModelFacts, SampledToken, ScheduledSequence, StepResult
-from engine.pacing.lending import MIN_LENT_TOKENS
+from engine.pacing.lending import asks_for_rests
 from engine.worker.warm_up.decode_steps import STREAMS
 from kv_transfer.layout import KvLayout
 from kv_transfer.transports.transport import DRAM, KvMemoryRegion
@@ -150,9 +150,8 @@ class VirtualRunner(ModelRunner):
             [(each.num_computed, each.num_computed + each.num_new) for each in batch if not _decodes(each)],
             [each.num_computed + 1 for each in batch if _decodes(each)],
         )
-        has_prompts = not all(_decodes(each) for each in batch)
-        is_long = has_prompts and sum(each.num_new for each in batch) >= MIN_LENT_TOKENS
-        self.borrows = "wanted" if is_long else "idle"
+        tokens, decode_only = sum(each.num_new for each in batch), all(_decodes(each) for each in batch)
+        self.borrows = "wanted" if asks_for_rests(tokens, decode_only=decode_only) else "idle"
         sampled: list[SampledToken | None] = [SampledToken(TOKEN) if each.sample else None for each in batch]
         return lambda: sampled
 

@@ -47,7 +47,7 @@ def test_a_file_and_a_link_to_it_are_read(tmp_path: Path) -> None:
 
 def test_a_file_is_read_however_slow_its_disk_is(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x")
-    assert read_small_file(tmp_path / "a", 64, pipe_wait_s=0.0) == b"x"
+    assert read_small_file(tmp_path / "a", 64, pipes="none") == b"x"
 
 
 def test_the_null_device_is_an_empty_file() -> None:
@@ -67,11 +67,12 @@ def test_the_null_device_is_an_empty_file() -> None:
     ],
 )
 def test_anything_else_is_refused_with_its_reason(
-    tmp_path: Path, make: Callable[[Path], None], why: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], None], why: str
 ) -> None:
+    monkeypatch.setattr(bounded_file, "PIPE_WAIT_S", 0.1)
     make(tmp_path / "a")
     with pytest.raises(OSError, match=why):
-        read_small_file(tmp_path / "a", 64, pipe_wait_s=0.1)
+        read_small_file(tmp_path / "a", 64)
 
 
 def test_a_name_that_no_path_has_is_an_os_error() -> None:
@@ -128,7 +129,7 @@ def test_a_patient_reader_bounds_the_silence_of_a_pipe_and_not_its_time(
         monkeypatch.setattr(bounded_file, "time", Pieces(writes))
         path = Path(f"/dev/fd/{reads}")
         if patient:
-            assert read_small_file(path, 64, patient=True) == b"x" * 50
+            assert read_small_file(path, 64, pipes="patient") == b"x" * 50
         else:
             with pytest.raises(TimeoutError, match="has not ended within 5 s"):
                 read_small_file(path, 64)
@@ -141,27 +142,28 @@ def test_a_patient_reader_gives_up_on_a_silent_pipe(tmp_path: Path, monkeypatch:
     reads, writes = os.pipe()
     os.write(writes, b"half")
     with pytest.raises(TimeoutError, match=r"has given nothing for 0\.1 s"):
-        read_small_file(Path(f"/dev/fd/{reads}"), 64, patient=True)
+        read_small_file(Path(f"/dev/fd/{reads}"), 64, pipes="patient")
     os.close(reads)
     os.close(writes)
     os.mkfifo(tmp_path / "a")
     with pytest.raises(TimeoutError, match="nobody writes"):
-        read_small_file(tmp_path / "a", 64, patient=True)
+        read_small_file(tmp_path / "a", 64, pipes="patient")
 
 
 def test_a_reader_that_is_paused_still_sees_what_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(bounded_file, "PIPE_WAIT_S", 0.5)
     monkeypatch.setattr(bounded_file, "time", _Clock())  # over before the first look
     os.mkfifo(tmp_path / "a")
     with pytest.raises(TimeoutError, match="nobody writes"):
-        read_small_file(tmp_path / "a", 64, pipe_wait_s=0.5)
+        read_small_file(tmp_path / "a", 64)
 
 
 def test_a_pipe_may_be_no_choice(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a")
     with pytest.raises(OSError, match="no regular file"):
-        read_small_file(tmp_path / "a", 64, pipe_wait_s=0.0)
+        read_small_file(tmp_path / "a", 64, pipes="none")
 
 
 def test_a_named_file_fails_with_its_setting(tmp_path: Path) -> None:
@@ -175,12 +177,13 @@ def test_a_named_file_fails_with_its_setting(tmp_path: Path) -> None:
     assert read_named_text(tmp_path / "a", "trace", encoding="utf-8-sig") == "ab"
 
 
-def test_a_pipe_that_stays_open_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_that_stays_open_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_file, "PIPE_WAIT_S", 0.1)
     reads, writes = os.pipe()
     os.write(writes, b"half")
     try:
         with pytest.raises(TimeoutError, match="has not ended"):
-            read_small_file(Path(f"/dev/fd/{reads}"), 64, pipe_wait_s=0.1)
+            read_small_file(Path(f"/dev/fd/{reads}"), 64)
     finally:
         os.close(reads)
         os.close(writes)
