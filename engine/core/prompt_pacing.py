@@ -170,7 +170,7 @@ class PromptPacing:
             beside or prompt_fit,
             remaining=first.remaining,
             context_tokens=first.num_computed,
-            mixed=not self.separate and beside is None,
+            mixed=not self.separate,
         )
 
     def lend(self, demand: Callable[[], int | None], running: Collection[Sequence], waiting: Sized) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from engine.pacing.two_slope_fit import FittedLine, TwoSlopeFit
 
 _FIT_EVERY_STEPS = 16
-"""Steps between fits."""
+"""Steps between fits, unless one displaces what was known of its kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class StepTimeFit:
         """Records a step of `sequences` sequences that have `context_tokens` tokens together."""
         if sequences < 1 or duration_s <= 0:
             return
-        self._sums.record((sequences.bit_length(),), sequences, context_tokens, duration_s)
+        displaces = self._sums.record((sequences.bit_length(),), sequences, context_tokens, duration_s)
         self._steps += 1
-        if self._steps % _FIT_EVERY_STEPS == 0:
+        if self._steps % _FIT_EVERY_STEPS == 0 or (displaces and self.latest is not None):
             self.refit()
 
     def refit(self) -> None:

@@ -85,14 +85,16 @@ class TokenClock:
         self.margin = ClockMargin()
         self._answer_tokens = answer_tokens
         self._held_since_s: float | None = None
+        self._just_mixed = False
 
-    def due_s(self, stream: StreamPace, step_s: float) -> float:
+    def due_s(self, stream: StreamPace, step_s: float, chunk_steps: int = 1) -> float:
         """When a stream's next token is due, if a step that only decodes takes `step_s`.
 
-        Where decoding alone misses the target, holding prompts back saves nothing: they then get as long as a step.
+        Where decoding alone misses the target, holding prompts back saves nothing: a chunk then gets as long as
+        `chunk_steps` steps.
         """
         if step_s >= stream.tpot_s:
-            return stream.last_s + min(2 * step_s, MAX_GAP_S)
+            return stream.last_s + min((1 + chunk_steps) * step_s, MAX_GAP_S)
         m = self.margin.value
         tokens = m * (stream.tokens + 1) + (1 - m) * self._answer_tokens
         return min(stream.first_s + stream.tpot_s * tokens, stream.last_s + MAX_GAP_S)
@@ -112,9 +114,18 @@ class TokenClock:
 
         `step_s` is the decode step that follows, or is `mixed` with them. The first prompt has `remaining` tokens after
         `context_tokens`. The grant may exceed that prompt.
+
+        Where decoding alone misses a target, every other step decodes alone although prompts are mixed with the others:
+        that it misses may be wrong, and is found out only by such steps.
         """
+        streams = list(streams)
+        in_turns = mixed and any(step_s >= stream.tpot_s for stream in streams)
+        if in_turns and self._just_mixed:
+            self._just_mixed = False
+            return 0
         least = min(remaining, MIN_CHUNK_TOKENS)
-        due_s = min((self.due_s(stream, step_s) for stream in streams), default=float("inf"))
+        due = (self.due_s(stream, step_s, chunk_steps=2 if in_turns else 1) for stream in streams)
+        due_s = min(due, default=float("inf"))
         room_s = due_s - now - step_s - (fit.mixing_s if mixed else 0.0)
         tokens = fit.tokens_within(min(room_s, MAX_GAP_S), context_tokens)
         if tokens < least:
@@ -124,6 +135,7 @@ class TokenClock:
                 return 0
             tokens = least
         self._held_since_s = None
+        self._just_mixed = mixed
         return tokens
 
     @property
@@ -134,3 +146,4 @@ class TokenClock:
     def nothing_waits(self) -> None:
         """No prompt is held any more."""
         self._held_since_s = None
+        self._just_mixed = False

@@ -30,7 +30,8 @@ _OUTLIER = 3.0
 _YOUNG_STEPS = 8
 _OUTDONE = 1.5
 """A step of a bucket with fewer than `_YOUNG_STEPS` displaces those that took more than this multiple of it, whatever
-its size among them: they were slow for a reason that has gone, as a cold cache."""
+its size among them: they were slow for a reason that has gone, as a cold cache. So many such steps in a row displace
+an older bucket: a neighbour has left the cores."""
 _HALF_LIFE_STEPS = 512
 """Steps of any size in which a bucket that does not come weighs half."""
 _LEAST_WEIGHT = 1.0
@@ -78,6 +79,8 @@ class _Moments:
         """The number of its latest step among those of all buckets."""
         self.around: Mapping[_Bucket, _Means] = {}
         """What all buckets had at its latest step."""
+        self._successor: _Moments | None = None
+        """Of the latest steps, if all of them were much shorter than those before."""
 
     def add(self, first: float, second: float, duration_s: float) -> None:
         self.steps += 1
@@ -86,11 +89,21 @@ class _Moments:
         new = (1.0, first, second, *squares, duration_s, first * duration_s, second * duration_s)
         self._sums = [old * keep + term for old, term in zip(self._sums, new, strict=True)]
 
-    def is_outdone(self, first: float, second: float, duration_s: float) -> bool:
-        """Whether such a step is so short that the few ones before were slow."""
+    def displaced_by(self, first: float, second: float, duration_s: float) -> _Moments | None:
+        """What takes the place of these sums, without such a step: it is so short that the ones before were slow."""
         mean = self.means
         share = min(1.0, first / mean.first, second / mean.second if mean.second > 0 else 1.0)
-        return self.steps < _YOUNG_STEPS and duration_s * _OUTDONE < mean.duration_s * share
+        if duration_s * _OUTDONE >= mean.duration_s * share:
+            self._successor = None
+            return None
+        if self.steps < _YOUNG_STEPS:
+            return _Moments()
+        if self._successor is None:
+            self._successor = _Moments()
+        if self._successor.steps + 1 >= _YOUNG_STEPS:
+            return self._successor
+        self._successor.add(first, second, duration_s)
+        return None
 
     def scale(self, factor: float) -> None:
         """All steps until now count as so many times as long."""
@@ -126,18 +139,21 @@ class TwoSlopeFit:
         """How much longer those count that follow others, as of the latest fit."""
         self._line: FittedLine | None = None
 
-    def record(self, bucket: _Bucket, first: float, second: float, duration_s: float) -> None:
-        """Records a step with these inputs, the first above 0, that took `duration_s`, above 0."""
+    def record(self, bucket: _Bucket, first: float, second: float, duration_s: float) -> bool:
+        """Records a step with these inputs, the first above 0, that took `duration_s`, above 0. Returns whether it
+        displaces what was known of such steps."""
         self._steps += 1
-        moments = self._buckets.get(bucket)
+        moments, displacing = self._buckets.get(bucket), None
         if moments is not None:
             moments.scale(self._followed.pop(bucket, 1.0))
             duration_s = min(duration_s, _OUTLIER * moments.means.duration_s)
-        if moments is None or moments.is_outdone(first, second, duration_s):
-            moments = self._buckets[bucket] = _Moments()
+            displacing = moments.displaced_by(first, second, duration_s)
+        if moments is None or displacing is not None:
+            moments = self._buckets[bucket] = displacing or _Moments()
         moments.add(first, second, duration_s)
         moments.latest = self._steps
         self._now = moments.around = {**self._now, bucket: moments.means}
+        return displacing is not None
 
     def means(self) -> tuple[float, float, float]:
         """The means of the duration and of both inputs, in this order."""

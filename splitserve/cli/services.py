@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import typer
 
 from splitserve.errors import ConfigError
+from splitserve.runtime.compute_threads import set_compute_threads, spin_briefly
 
 if TYPE_CHECKING:
     from splitserve.config.autoscaler import AutoscalerConfig
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from splitserve.config.worker import WorkerConfig
 
 PANEL = "Services, one process each"
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 Kind = Literal["prefill", "decode", "worker"]
 
@@ -138,7 +138,9 @@ def _claim_cores(settings: WorkerConfig) -> None:
             ) from None
     threads = settings.engine.threads or (len(settings.cpus) if settings.cpus else None)
     if threads is not None:
-        os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
+        set_compute_threads(threads)
+    if settings.engine.kind != "vllm":  # which has a core for each of its threads
+        spin_briefly()
 
 
 def _default_worker_id(kind: Kind) -> str:

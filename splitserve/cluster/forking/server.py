@@ -27,13 +27,13 @@ from typing import IO, Any, NamedTuple
 
 from splitserve.cluster.forking.process_title import set_process_title
 from splitserve.runtime.children.launch import PROGRAM, end_with_parent
+from splitserve.runtime.compute_threads import set_compute_threads, spin_briefly
 
 OUTPUT_AND_ANSWER = 2
 """Files of a request."""
 MAX_PASSED = 16
 """Files that a process may inherit besides."""
 GO = b"g"
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 ADOPTION_POLL_S = 0.001
 
 
@@ -200,7 +200,8 @@ def fork_here(
         os.environ.update(environment)
         set_process_title([*PROGRAM, "fork-server"])
         # Libraries for arrays would start threads. How many threads compute is set later, by a call.
-        os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
+        set_compute_threads(1)
+        spin_briefly()
         stdin = os.open(os.devnull, os.O_RDONLY)
         os.dup2(stdin, 0)
         os.close(stdin)

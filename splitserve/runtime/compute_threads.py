@@ -1,0 +1,22 @@
+"""The threads that compute in a process: variables that OpenMP and MKL read when they are loaded."""
+
+from __future__ import annotations
+
+import os
+
+_NUMBERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_SPINS, _WAIT_POLICY = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
+_FEW_SPINS = "1000"
+"""About 50 us. libgomp's threads spin for milliseconds at a barrier by default. Where others compute on the same cores
+a thread then spins while the one that it waits for has none, at each of the hundreds of barriers of a step."""
+
+
+def set_compute_threads(threads: int) -> None:
+    """So many threads, for libraries that are loaded from now on."""
+    os.environ.update(dict.fromkeys(_NUMBERS, str(threads)))
+
+
+def spin_briefly() -> None:
+    """Threads that wait for others give up their core soon. What the environment says about that stays."""
+    if _WAIT_POLICY not in os.environ:
+        os.environ.setdefault(_SPINS, _FEW_SPINS)
