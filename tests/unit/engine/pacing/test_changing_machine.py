@@ -192,3 +192,18 @@ def test_whatever_is_recorded_costs_are_finite_and_not_negative(steps: list[tupl
     assert fit.latest is not None
     costs = (fit.latest.base_s, fit.latest.sequence_s, fit.latest.context_token_s)
     assert all(0 <= cost < float("inf") for cost in costs)
+
+
+def test_a_few_steps_in_a_row_displace_many_slow_ones_at_once_and_single_ones_do_not() -> None:
+    fit = StepTimeFit()
+    for _ in range(640):
+        fit.record(4, 1000, 0.4)
+    for _ in range(10):
+        for _ in range(7):
+            fit.record(4, 1000, 0.02)
+        fit.record(4, 1000, 0.4)
+    assert fit.latest is not None
+    assert fit.latest.step_s(4, 1000) > 0.05, "seven of eight steps are short, never eight in a row"
+    for _ in range(8):
+        fit.record(4, 1000, 0.02)
+    assert fit.latest.step_s(4, 1000) == pytest.approx(0.02), "without waiting for the next regular fit"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.pacing.step_time_fit import PromptFit
+from engine.pacing.step_time_fit import PromptFit, StepTimeFit
 from engine.pacing.token_clock import (
     HELD_S,
     MAX_GAP_S,
@@ -180,3 +180,45 @@ def test_the_margin_falls_with_late_tokens_and_comes_back() -> None:
     for window in range(40, 140):
         margin.record(10.0 * window, 0, 0)
     assert margin.value == 0.9
+
+
+def test_a_belief_that_decoding_alone_is_late_is_found_out() -> None:
+    """Steps took 0.4 s while others had the cores. Each one mixes prompts since, of which no end is in sight."""
+    clock, steps = TokenClock(), StepTimeFit()
+    for _ in range(200):
+        steps.record(4, 1000, 0.4)
+    now, alone, stream = 100.0, 0, StreamPace(0.05, 100.0, 100.0)
+    while now < 106:
+        assert steps.latest is not None
+        step_s = steps.latest.step_s(4, 1000)
+        tokens = clock.grant(now, [stream], step_s, FIT, remaining=10**6, context_tokens=0, mixed=True)
+        now += 0.02 + FIT.chunk_s(tokens, 0)
+        if not tokens:
+            alone += 1
+            steps.record(4, 1000, 0.02)
+        stream.emitted(now)
+    assert steps.latest is not None
+    assert steps.latest.step_s(4, 1000) == pytest.approx(0.02)
+    assert 8 <= alone < 100, "then prompts fit between any two tokens"
+    fresh = StreamPace(0.05, now, now)
+    for _ in range(50):
+        tokens = clock.grant(now, [fresh], 0.02, FIT, remaining=10**6, context_tokens=0, mixed=True)
+        now += 0.02 + FIT.chunk_s(tokens, 0)
+        fresh.emitted(now)
+    assert (fresh.last_s - fresh.first_s) / fresh.tokens <= 0.05
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_prompts_get_half_of_the_time_beside_streams_that_are_late_in_any_case(mixed: bool) -> None:
+    clock, stream, step_s = TokenClock(), StreamPace(0.05, 10.0, 10.0), 0.1
+    now, of_prompts_s = 10.0, 0.0
+    while stream.tokens < 100:
+        tokens = clock.grant(now, [stream], step_s, FIT, remaining=10**6, context_tokens=0, mixed=mixed)
+        chunk_s = FIT.chunk_s(tokens, 0)
+        of_prompts_s += chunk_s
+        now += chunk_s
+        if mixed or not tokens:
+            now += step_s
+            assert now - stream.last_s <= 3 * step_s + ROUNDING_S
+            stream.emitted(now)
+    assert of_prompts_s == pytest.approx(0.5 * (now - 10.0), rel=0.05)
