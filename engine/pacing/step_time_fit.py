@@ -33,7 +33,7 @@ class StepTimeFit:
     def __init__(self) -> None:
         self.latest: DecodeStepFit | None = None
         """The latest fit, all costs at least 0; None until there is one."""
-        self._sums = TwoSlopeFit()
+        self._sums = TwoSlopeFit(forgets_slow=True)
         self._steps = 0
 
     def record(self, sequences: int, context_tokens: int, duration_s: float) -> None:

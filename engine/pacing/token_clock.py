@@ -18,6 +18,8 @@ MIN_CHUNK_TOKENS = 32
 """Prompt tokens are granted in at least this many, or up to the end of the prompt: a step has a price of its own."""
 HELD_S = 1.0
 """A prompt that got nothing for so long gets `MIN_CHUNK_TOKENS`, whatever is due."""
+ALONE_EVERY = 4
+"""One of so many steps decodes alone where that is believed to be late."""
 
 _MARGINS = 0.5, 0.9
 _WINDOW_S = 10.0
@@ -85,16 +87,16 @@ class TokenClock:
         self.margin = ClockMargin()
         self._answer_tokens = answer_tokens
         self._held_since_s: float | None = None
-        self._just_mixed = False
+        self._mixed_steps = 0
+        """Since the latest step that only decoded."""
 
-    def due_s(self, stream: StreamPace, step_s: float, chunk_steps: int = 1) -> float:
+    def due_s(self, stream: StreamPace, step_s: float) -> float:
         """When a stream's next token is due, if a step that only decodes takes `step_s`.
 
-        Where decoding alone misses the target, holding prompts back saves nothing: a chunk then gets as long as
-        `chunk_steps` steps.
+        Where decoding alone misses the target, holding prompts back saves nothing: they then get as long as a step.
         """
         if step_s >= stream.tpot_s:
-            return stream.last_s + min((1 + chunk_steps) * step_s, MAX_GAP_S)
+            return stream.last_s + min(2 * step_s, MAX_GAP_S)
         m = self.margin.value
         tokens = m * (stream.tokens + 1) + (1 - m) * self._answer_tokens
         return min(stream.first_s + stream.tpot_s * tokens, stream.last_s + MAX_GAP_S)
@@ -115,27 +117,26 @@ class TokenClock:
         `step_s` is the decode step that follows, or is `mixed` with them. The first prompt has `remaining` tokens after
         `context_tokens`. The grant may exceed that prompt.
 
-        Where decoding alone misses a target, every other step decodes alone although prompts are mixed with the others:
+        Where decoding alone misses a target, one step in `ALONE_EVERY` decodes alone though the others mix prompts in:
         that it misses may be wrong, and is found out only by such steps.
         """
         streams = list(streams)
-        in_turns = mixed and any(step_s >= stream.tpot_s for stream in streams)
-        if in_turns and self._just_mixed:
-            self._just_mixed = False
+        if self._mixed_steps >= ALONE_EVERY - 1 and any(step_s >= stream.tpot_s for stream in streams):
+            self._mixed_steps = 0
             return 0
         least = min(remaining, MIN_CHUNK_TOKENS)
-        due = (self.due_s(stream, step_s, chunk_steps=2 if in_turns else 1) for stream in streams)
-        due_s = min(due, default=float("inf"))
+        due_s = min((self.due_s(stream, step_s) for stream in streams), default=float("inf"))
         room_s = due_s - now - step_s - (fit.mixing_s if mixed else 0.0)
         tokens = fit.tokens_within(min(room_s, MAX_GAP_S), context_tokens)
         if tokens < least:
             if self._held_since_s is None:
                 self._held_since_s = now
             if now - self._held_since_s < HELD_S:
+                self._mixed_steps = 0
                 return 0
             tokens = least
         self._held_since_s = None
-        self._just_mixed = mixed
+        self._mixed_steps = self._mixed_steps + 1 if mixed else 0
         return tokens
 
     @property
@@ -146,4 +147,4 @@ class TokenClock:
     def nothing_waits(self) -> None:
         """No prompt is held any more."""
         self._held_since_s = None
-        self._just_mixed = False
+        self._mixed_steps = 0

@@ -30,8 +30,10 @@ _OUTLIER = 3.0
 _YOUNG_STEPS = 8
 _OUTDONE = 1.5
 """A step of a bucket with fewer than `_YOUNG_STEPS` displaces those that took more than this multiple of it, whatever
-its size among them: they were slow for a reason that has gone, as a cold cache. So many such steps in a row displace
-an older bucket: a neighbour has left the cores."""
+its size among them: they were slow for a reason that has gone, as a cold cache."""
+_REFUTED = 3.0
+"""So many steps in a row displace an older bucket if they are as many times as short: a neighbour has left the cores.
+Between steps with and without one there is less."""
 _HALF_LIFE_STEPS = 512
 """Steps of any size in which a bucket that does not come weighs half."""
 _LEAST_WEIGHT = 1.0
@@ -89,24 +91,30 @@ class _Moments:
         new = (1.0, first, second, *squares, duration_s, first * duration_s, second * duration_s)
         self._sums = [old * keep + term for old, term in zip(self._sums, new, strict=True)]
 
-    def displaced_by(self, first: float, second: float, duration_s: float) -> _Moments | None:
-        """What takes the place of these sums, without such a step: it is so short that the ones before were slow."""
+    def displaced_by(
+        self, first: float, second: float, duration_s: float, *, old_too: bool
+    ) -> _Moments | None:
+        """Sums that take the place of these, to which the step is then added: the steps before were slow, this one is
+        not. `old_too`: they may be many."""
         mean = self.means
         share = min(1.0, first / mean.first, second / mean.second if mean.second > 0 else 1.0)
-        if duration_s * _OUTDONE >= mean.duration_s * share:
+        expected_s = mean.duration_s * share
+        if self.steps < _YOUNG_STEPS:
+            return _Moments() if duration_s * _OUTDONE < expected_s else None
+        if not old_too or duration_s * _REFUTED >= expected_s:
             self._successor = None
             return None
-        if self.steps < _YOUNG_STEPS:
-            return _Moments()
-        if self._successor is None:
-            self._successor = _Moments()
-        if self._successor.steps + 1 >= _YOUNG_STEPS:
-            return self._successor
-        self._successor.add(first, second, duration_s)
+        successor = self._successor or _Moments()
+        if successor.steps + 1 >= _YOUNG_STEPS:
+            return successor
+        successor.add(first, second, duration_s)
+        self._successor = successor
         return None
 
     def scale(self, factor: float) -> None:
         """All steps until now count as so many times as long."""
+        if factor != 1:
+            self._successor = None
         self._sums[6:] = [term * factor for term in self._sums[6:]]
 
     @property
@@ -131,7 +139,9 @@ class _Moments:
 class TwoSlopeFit:
     """Sums by bucket, and the lines through them. Without a step there is no line: ask after the first `record`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, forgets_slow: bool = False) -> None:
+        """`forgets_slow`: many slow steps are forgotten too once much shorter ones refute them."""
+        self._forgets_slow = forgets_slow
         self._buckets: dict[_Bucket, _Moments] = {}
         self._now: Mapping[_Bucket, _Means] = {}
         self._steps = 0
@@ -147,7 +157,7 @@ class TwoSlopeFit:
         if moments is not None:
             moments.scale(self._followed.pop(bucket, 1.0))
             duration_s = min(duration_s, _OUTLIER * moments.means.duration_s)
-            displacing = moments.displaced_by(first, second, duration_s)
+            displacing = moments.displaced_by(first, second, duration_s, old_too=self._forgets_slow)
         if moments is None or displacing is not None:
             moments = self._buckets[bucket] = displacing or _Moments()
         moments.add(first, second, duration_s)
@@ -166,12 +176,28 @@ class TwoSlopeFit:
 
         With a negative base the line goes through the origin instead. A set with a negative slope is passed over.
         """
+        if self._forgets_slow:
+            self._forget_refuted()
         self._follow()
         possible = _telling(np.sum([moments.inputs for moments in self._buckets.values()], axis=0))
         inputs, outputs = self._sums()
         solved = (_solve(inputs, outputs, chosen) for chosen in allowed if chosen in possible)
         self._line = next((line for line in solved if line is not None), None)
         return self._line
+
+    def _forget_refuted(self) -> None:
+        """Forgets the buckets that newer ones of larger inputs refute: more work is not done in much less time."""
+        newer = [each for each in self._buckets.values() if each.steps >= _YOUNG_STEPS]
+        for bucket, old in list(self._buckets.items()):
+            slow = old.means
+            if any(
+                each.latest >= old.latest + _YOUNG_STEPS
+                and each.means.first >= slow.first
+                and each.means.second >= slow.second
+                and each.means.duration_s * _REFUTED < slow.duration_s
+                for each in newer
+            ):
+                del self._buckets[bucket]
 
     def _follow(self) -> None:
         """Finds how much longer the buckets count that did not come since the latest fit. A bucket follows all the

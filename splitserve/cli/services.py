@@ -139,7 +139,7 @@ def _claim_cores(settings: WorkerConfig) -> None:
     threads = settings.engine.threads or (len(settings.cpus) if settings.cpus else None)
     if threads is not None:
         set_compute_threads(threads)
-    if settings.engine.kind != "vllm":  # which has a core for each of its threads
+    if settings.engine.kind != "vllm":  # whose kernels were not measured so
         spin_briefly()
 
 

@@ -7,8 +7,9 @@ import os
 _NUMBERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _SPINS, _WAIT_POLICY = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
 _FEW_SPINS = "1000"
-"""About 50 us. libgomp's threads spin for milliseconds at a barrier by default. Where others compute on the same cores
-a thread then spins while the one that it waits for has none, at each of the hundreds of barriers of a step."""
+"""Some tens of microseconds. libgomp's threads spin for milliseconds at a barrier by default. Where others compute on
+the same cores, a thread then spins while the one that it waits for has none, at each of the hundreds of barriers of a
+step. See docs/decisions/0091-threads-that-wait-give-up-their-core.md."""
 
 
 def set_compute_threads(threads: int) -> None:

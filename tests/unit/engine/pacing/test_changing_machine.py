@@ -207,3 +207,15 @@ def test_a_few_steps_in_a_row_displace_many_slow_ones_at_once_and_single_ones_do
     for _ in range(8):
         fit.record(4, 1000, 0.02)
     assert fit.latest.step_s(4, 1000) == pytest.approx(0.02), "without waiting for the next regular fit"
+
+
+@pytest.mark.parametrize("slow_s", [0.04, 0.055])
+def test_a_neighbour_that_comes_and_goes_leaves_the_mean(slow_s: float) -> None:
+    fit, chance, seen = StepTimeFit(), random.Random(3), []
+    for turn in range(200):
+        for _ in range(chance.randint(8, 14)):
+            fit.record(4, 1000, 0.02 if turn % 2 else slow_s)
+        if turn > 20 and fit.latest is not None:
+            seen.append(fit.latest.step_s(4, 1000))
+    middle_s = (0.02 + slow_s) / 2
+    assert 0.8 * middle_s < min(seen) <= max(seen) < 1.2 * middle_s
