@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import typer
 
+from splitserve.cluster.compute_threads import set_compute_threads, spin_briefly
 from splitserve.errors import ConfigError
-from splitserve.runtime.compute_threads import set_compute_threads, spin_briefly
 
 if TYPE_CHECKING:
     from splitserve.config.autoscaler import AutoscalerConfig

@@ -25,9 +25,9 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
+from splitserve.cluster.compute_threads import set_compute_threads, spin_briefly
 from splitserve.cluster.forking.process_title import set_process_title
 from splitserve.runtime.children.launch import PROGRAM, end_with_parent
-from splitserve.runtime.compute_threads import set_compute_threads, spin_briefly
 
 OUTPUT_AND_ANSWER = 2
 """Files of a request."""

@@ -15,14 +15,14 @@ from splitserve.config.worker import WorkerConfig
 from tests.support.waiting import PATIENCE_S
 
 PROGRAM = """
-from splitserve.runtime.compute_threads import set_compute_threads, spin_briefly
+from splitserve.cluster.compute_threads import set_compute_threads, spin_briefly
 set_compute_threads(3)
 spin_briefly()
 import torch
 """
 
 
-ENVIRONMENT = "splitserve.runtime.compute_threads.os.environ"
+ENVIRONMENT = "splitserve.cluster.compute_threads.os.environ"
 
 
 @pytest.mark.parametrize(("kind", "spins"), [("torch", "1000"), ("simulated", "1000"), ("vllm", None)])
