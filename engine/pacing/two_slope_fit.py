@@ -187,15 +187,15 @@ class TwoSlopeFit:
 
     def _forget_refuted(self) -> None:
         """Forgets the buckets that newer ones of larger inputs refute: more work is not done in much less time."""
-        newer = [each for each in self._buckets.values() if each.steps >= _YOUNG_STEPS]
         for bucket, old in list(self._buckets.items()):
-            slow = old.means
+            slow = self._now[bucket]
             if any(
-                each.latest >= old.latest + _YOUNG_STEPS
-                and each.means.first >= slow.first
-                and each.means.second >= slow.second
-                and each.means.duration_s * _REFUTED < slow.duration_s
-                for each in newer
+                newer.steps >= _YOUNG_STEPS
+                and newer.latest >= old.latest + _YOUNG_STEPS
+                and self._now[other].first >= slow.first
+                and self._now[other].second >= slow.second
+                and self._now[other].duration_s * _REFUTED < slow.duration_s
+                for other, newer in self._buckets.items()
             ):
                 del self._buckets[bucket]
 
