@@ -21,7 +21,7 @@ from itertools import chain
 
 from coordinator.admission.entry import CLASSES, RANK, Entry
 from coordinator.request.caller import PriorityClass
-from coordinator.workers.load import DecodeLoad, Flight
+from coordinator.workers.load import DecodeLoad, Flight, PrefillLoad
 from coordinator.workers.snapshot import WorkerKey
 from splitserve.generation.kv_blocks import watermark_blocks
 from splitserve.v1 import registry_pb2
@@ -56,6 +56,9 @@ class DecodeCapacity:
         self._tpot_slo_s = tpot_slo_s
         self._headroom = headroom
         self._seen_s: dict[PriorityClass, float] = {}
+        self.hybrid = False
+        """Whether the pair policy decides where prompts are computed, and gives streams to neutral workers that lean to
+        prefill where others have no room."""
 
     def set_workers(self, loads: Iterable[DecodeLoad], stand_ins: Iterable[DecodeLoad] = ()) -> None:
         """Replaces the set of workers. `stand_ins`, which lean to prefill, take what has a target and fits nowhere
@@ -96,6 +99,15 @@ class DecodeCapacity:
                 return load
             smaller_may_fit = True
         return NoDecodeCapacity(smaller_may_fit, held_by_late and not smaller_may_fit)
+
+    def host_peer_for(self, entry: Entry) -> PrefillLoad | None:
+        """The prefill worker of a host pair that computes as one. Its engine orders prompts and makes room for them by
+        itself, and what waits here for that comes too late. None: there is no such pair, or the request is refused
+        rather than served late."""
+        if not self.hybrid or entry.ttft_slo_s is not None:
+            return None
+        able = [load for load in self.workers.values() if load.has_host]
+        return min(able, key=_busy).host_peer if able else None
 
     @property
     def place_s(self) -> float:
@@ -141,10 +153,15 @@ class DecodeCapacity:
         """Whether the step time will be within all their TPOT targets when the prompt arrives, with `spare` streams
         more like those that there are."""
         fit = load.fit
-        if fit is None:
+        has_host = self.hybrid and load.has_host
+        # Such a worker computes the prompts of promised streams itself, when those that it has leave it time.
+        if fit is None or (has_host and entry.tpot_slo_s is not None and entry.due_s < float("inf")):
             return True
-        more = 1 + spare / load.requests
-        count, context = load.requests + 1 + spare, load.context_tokens * more + entry.prompt_tokens
+        requests, context_tokens = load.requests, load.context_tokens
+        if has_host:  # its clock holds back the prompts that wait there
+            requests, context_tokens = load.streams, load.computed_context
+        more = 1 + spare / max(1, requests)
+        count, context = requests + 1 + spare, context_tokens * more + entry.prompt_tokens
         least_s = entry.tpot_slo_s or self._tpot_slo_s or float("inf")
         if load.targets_s:
             least_s = min(least_s, load.targets_s[0])

@@ -63,8 +63,6 @@ class ModelAdmission:
         """Whether a pool has no worker, and some are started on demand: what comes waits for them."""
         self._others_may_fit = self._gives_way = False
         self._round = OfferRound(self.prefill, 0.0)
-        self.decodes_anywhere = False
-        """Whether the pair policy gives streams to neutral workers that lean to prefill, where others have no room."""
         self.pinned_decodes = 0
         """Decode workers that are not in the prefill capacity already, as those that lean both ways are."""
         self.bounds_prefill = True
@@ -85,9 +83,7 @@ class ModelAdmission:
         self.prefill.set_workers(loads.prefill[worker.key] for worker in snapshot.serving(model, "prefill"))
         self.decode.set_workers(
             (loads.decode[worker.key] for worker in snapshot.serving(model, "decode")),
-            (loads.decode[w.key] for w in snapshot.stand_ins(model, "decode"))
-            if self.decodes_anywhere
-            else (),
+            (loads.decode[w.key] for w in snapshot.stand_ins(model, "decode")) if self.decode.hybrid else (),
         )
         self.pinned_decodes = len(self.decode.workers.keys() - self.prefill.workers.keys())
 
@@ -241,7 +237,7 @@ class ModelAdmission:
                 return False
             self._start(entry, None, None, now, queued)  # the request flow reports the missing workers
             return True
-        prefill_load = self.prefill.fit(entry, now)
+        prefill_load = self.prefill.fit(entry, now) or self.decode.host_peer_for(entry)
         if prefill_load is None and self.bounds_prefill:
             self._hold("prefill", now)
             self._others_may_fit = self.prefill.held_by_long or self.prefill.held_by_late

@@ -2,6 +2,9 @@
 
     ready(w) = (work ahead + own work) / share(w)        left = 0.9 (due - now)
 
+A decode worker that `has_host`, all cores of its host, the prefill worker's too, computes the prompt; of several the
+one that is ready first. Such a pair is one machine, with one token clock and one triage. Else
+
 0. a decode worker that shares its cores with the prefill worker, both pinned, where no neighbour has a prompt, the step
    stays within the 0.72 of rule 2, and it is in time on its own cores: it computes on all, mixes with its streams, and
    hands nothing off. Otherwise it computes none of what its cores would compute for the prefill worker;
@@ -66,6 +69,8 @@ class PromptPlace:
 
     lends: bool = False
     """Whether this decode worker lends the prefill worker its cores. It is in question at all while rule 0 allows."""
+    has_host: bool = False
+    """Whether this decode worker computes on all cores of its host, the prefill worker's too."""
 
     @property
     def ready_s(self) -> float:
@@ -110,6 +115,9 @@ def choose_place(prefill: PromptPlace, decodes: Sequence[PromptPlace], left_s: f
 
     `left_s`: until the first token is due; at most 0 for one that is late.
     """
+    alone = [index for index, place in enumerate(decodes) if place.has_host]
+    if alone:
+        return min(alone, key=lambda index: decodes[index].ready_s)
     left_s *= MARGIN
     prefill_s = prefill.ready_s
     lending = [index for index, place in enumerate(decodes) if place.lends and place.has_room]

@@ -80,19 +80,16 @@ class PromptPlacement:
         asked = _Asked(request, snapshot, due_s, tpot_s, now, fit)
         pair, prefill = self._least_ready(pair, decode, asked)
         decodes = self._decodes(pair, decode, asked)
-        places = [
-            self._place(
-                worker, asked, cached_tokens(worker, request), lends=self._lends_for(worker, pair, request)
-            )
-            for worker in decodes
-        ]
+        places = [self._decode_place(worker, pair, asked) for worker in decodes]
         left_s = due_s - now
         chosen = choose_place(prefill, places, left_s)
         if chosen is None:
             return self._streamed(pair, decode, asked)
         worker, place = decodes[chosen], places[chosen]
         held, tokens = cached_tokens(worker, request), request.prompt_tokens
-        granted = granted_tokens(place, self._fit_of(worker, asked), tokens - held, held, left_s)
+        granted = NO_LIMIT
+        if not place.has_host:
+            granted = granted_tokens(place, self._fit_of(worker, asked), tokens - held, held, left_s)
         cost = replace(pair.cost, decode_cached_tokens=held)
         return replace(pair, decode=worker, cost=cost, local_tokens=min(granted, NO_LIMIT))
 
@@ -172,10 +169,27 @@ class PromptPlacement:
         missing = request.prompt_tokens - cached_tokens(decode, request)
         return missing >= MIN_LENT_TOKENS and self._lends(decode, pair.prefill)
 
+    def _decode_place(self, worker: Worker, pair: Pair, asked: _Asked) -> PromptPlace:
+        lends = self._lends_for(worker, pair, asked.request)
+        has_host = self._has_host(worker, pair, asked)
+        place = self._place(worker, asked, cached_tokens(worker, asked.request), lends=lends and not has_host)
+        return replace(place, has_host=has_host)
+
+    def _has_host(self, decode: Worker, pair: Pair, asked: _Asked) -> bool:
+        """Whether a decode worker computes the prompt on all cores of its host. That is so for promised streams, which
+        its token clock keeps; where the pair's prefill worker is of a host pair, too; and where that one has no more of
+        the prompt."""
+        load = self._loads.decode[decode.key]
+        if asked.tpot_s is None or not load.has_host or not self._loads.in_host_pair(pair.prefill.key):
+            return False
+        return cached_tokens(decode, asked.request) + MIN_LENT_TOKENS > pair.cost.cached_tokens
+
     def _takes_over(self, decode: Worker, pair: Pair, asked: _Asked) -> bool:
         """Whether a decode worker that lends its cores may compute the prompt on its neighbours' instead: none of them
         has a prompt, and it would compute nothing that the prefill worker has. Of neutral workers the others' streams
         may take the cores."""
+        if self._has_host(decode, pair, asked):
+            return True
         if decode.neutral or pair.prefill.neutral or not asked.is_small:
             return False
         if any(

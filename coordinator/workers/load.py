@@ -86,10 +86,8 @@ class _Load:
 
 @dataclass(eq=False, slots=True)
 class PrefillLoad(_Load):
-    """Load of a prefill worker, with the requests in flight there that have no first token yet.
-
-    The caller decides which prompts are long; see `coordinator.admission.prefill_capacity`.
-    """
+    """Load of a prefill worker, with the requests in flight there that have no first token yet. The caller decides
+    which prompts are long; see `coordinator.admission.prefill_capacity`."""
 
     others: float = 0.0
     """Waiting prompt tokens of other coordinators."""
@@ -209,6 +207,8 @@ class DecodeLoad(_Load):
     context_tokens: int = 0
     expected: float = 0.0
     """Sum of the expected output tokens of the requests in flight."""
+    host_peer: PrefillLoad | None = None
+    """The prefill worker of its host pair; see `LoadLedger`."""
     targets_s: list[float] = field(default_factory=list)
     """Their `tpot_slo_s`, the least first."""
     computed: int = 0
@@ -255,9 +255,16 @@ class DecodeLoad(_Load):
 
     @property
     def streams(self) -> int:
-        """Sequences in its batch. This coordinator knows at once when its own begin and end; without admission all
-        count as others'."""
+        """Sequences in its batch: its own are known at once; without admission all count as others'."""
         return self.computed + self.other_requests
+
+    @property
+    def has_host(self) -> bool:
+        """Whether it has all cores of its host: its peer lends its own, and has no prompts."""
+        peer = self.host_peer
+        if peer is None or peer.queued_tokens:
+            return False
+        return min(self.report.lent_speedup, peer.report.lent_speedup) > 0
 
     @property
     def free_blocks(self) -> int:
@@ -297,11 +304,8 @@ class DecodeLoad(_Load):
         others = report.running_requests - len(self.flights)
         if report.HasField("streams"):  # the others may have prompts in the batch that they decode elsewhere
             others = min(others, report.streams - self.computed)
-        requests, blocks, shared = (
-            max(0, others),
-            max(0, held - round(own_blocks)),
-            min(1.0, max(held / computed_blocks, LEAST_SHARED)) if self.computed and held else 1.0,
-        )
+        requests, blocks = max(0, others), max(0, held - round(own_blocks))
+        shared = min(1.0, max(held / computed_blocks, LEAST_SHARED)) if self.computed and held else 1.0
         self.other_requests = min(requests, self._seen[0])
         self.other_blocks = min(blocks, self._seen[1])
         self.shared = max(shared, self._seen[2])

@@ -2,10 +2,14 @@
 
 The registry reports boots, removals and load reports; the pair selector, what it sends; admission adds and removes
 requests in flight. No clock.
+
+A *host pair* is a prefill and a decode worker of one model, neither neutral, that have their host to themselves. Its
+loads know of each other: where they lend each other cores, they compute as one (decision 92).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from coordinator.workers.load import DecodeLoad, PrefillLoad
@@ -55,6 +59,9 @@ class LoadLedger:
     def __init__(self) -> None:
         self.prefill: dict[WorkerKey, PrefillLoad] = {}
         self.decode: dict[WorkerKey, DecodeLoad] = {}
+        self._hosts: defaultdict[str, dict[WorkerKey, Worker]] = defaultdict(dict)
+        """Boots by `Worker.host_id`, as they registered."""
+        self._host_of: dict[WorkerKey, str] = {}
         self.changes: list[WorkerKey] = []
         """Boots whose report or sent requests changed, in order. Append-only; replaced by a new list when long."""
 
@@ -74,12 +81,18 @@ class LoadLedger:
             self.prefill[key] = PrefillLoad(key, slots, orders_prompts=worker.paces_prompts)
         if worker.decodes:
             self.decode[key] = DecodeLoad(key, slots, block_size=worker.block_size_tokens)
+        if host := worker.host_id:
+            self._hosts[host][key], self._host_of[key] = worker, host
+            self._pair_up(host)
         self._log_change(key)
 
     def remove(self, key: WorkerKey) -> None:
         """Removes a boot with everything in flight there. Unknown boots are ignored."""
         self.prefill.pop(key, None)
         self.decode.pop(key, None)
+        if (host := self._host_of.pop(key, None)) is not None:
+            del self._hosts[host][key]
+            self._pair_up(host)
 
     def on_report(self, key: WorkerKey, report: registry_pb2.WorkerLoad) -> None:
         """Takes a worker's report, which must not be mutated later. Unknown boots are ignored."""
@@ -88,6 +101,11 @@ class LoadLedger:
             load.on_report(report)
         if loads:
             self._log_change(key)
+
+    def in_host_pair(self, prefill: WorkerKey) -> bool:
+        """Whether a prefill worker is one of a host pair."""
+        there = self._hosts.get(self._host_of.get(prefill, ""), ())
+        return any(key in self.decode and self.decode[key].host_peer is not None for key in there)
 
     def count_prompt(self, key: WorkerKey, tokens: int) -> None:
         """Counts a prompt of which `tokens` are to be computed as sent, until the next report. Boots that are unknown
@@ -121,6 +139,18 @@ class LoadLedger:
         """Takes `tokens` off a worker's expected tokens."""
         load.expected_tokens -= tokens
         self._log_change(load.key)
+
+    def _pair_up(self, host: str) -> None:
+        """Tells the loads of a host whether they are those of a host pair."""
+        there = self._hosts[host].values()
+        if not there:
+            del self._hosts[host]
+        pinned = {worker.pool: worker for worker in there if not worker.neutral}
+        models = {worker.model.name for worker in there}
+        is_pair = len(there) == len(pinned) == 2 and len(models) == 1
+        for worker in there:
+            if (load := self.decode.get(worker.key)) is not None:
+                load.host_peer = self.prefill[pinned["prefill"].key] if is_pair else None
 
     def _expect(self, load: PrefillLoad | DecodeLoad | None, tokens: int) -> ExpectedPrompt | None:
         if load is None:

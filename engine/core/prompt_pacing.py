@@ -161,13 +161,13 @@ class PromptPacing:
         decode_fit, prompt_fit = self.meter.fit.latest, self._prompt_fit()
         if not streams or decode_fit is None or prompt_fit is None:
             return None
-        self._step_s = decode_fit.step_s(running, context)
+        self._step_s = decode_fit.step_s(running, context) / self.meter.decode_speed
         beside = None if self.separate else self.meter.prompt_fit.beside
         return self.clock.grant(
             now,
             streams,
             self._step_s,
-            beside or prompt_fit,
+            (beside or prompt_fit).faster(self.meter.prompt_speed),
             remaining=first.remaining,
             context_tokens=first.num_computed,
             mixed=not self.separate,
@@ -306,6 +306,7 @@ class PromptPacing:
         if not paces or fit is None:
             return 1.0
         step_s = fit.step_s(len(paces), sum(sequence.num_computed for sequence in decodes))
+        step_s /= self.meter.decode_speed
         tpot_s = min(pace.tpot_s for pace in paces)
         if step_s >= tpot_s:
             return _SHARE_OF_LATE_STREAMS

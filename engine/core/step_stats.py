@@ -170,9 +170,21 @@ class StepMeter:
         self.prompt_fit = PromptTimeFit()
         self.lent, self.steady = LentSpeed(), SteadySpeed()
         self._lends, self._effects = False, (LentEffect(), LentEffect())
+        self._has_lent_cores = False
+        """Whether the latest step had any."""
         self.totals: TotalsByKind = {"prefill": StepTotals(), "decode": StepTotals()}
         self._busy_since_s: float | None = None
         self._began_s = self._guessing_s = self._ended_s = 0.0
+
+    @property
+    def decode_speed(self) -> float:
+        """How many times as fast as by `fit` the next steps are taken to be, by cores that the latest one had, too."""
+        return self.steady.lower if self._has_lent_cores else 1.0
+
+    @property
+    def prompt_speed(self) -> float:
+        """The same of `prompt_fit`."""
+        return self.lent.value if self._has_lent_cores else 1.0
 
     def expected_s(self, num_new: Mapping[Sequence, int]) -> float | None:
         """The time that a step will take which computes `num_new` tokens of each sequence; None before any was measured
@@ -233,6 +245,7 @@ class StepMeter:
         self.rates.record(
             prefill_tokens, duration_s * decoding / (decoding + accepted) if drafts else duration_s
         )
+        self._has_lent_cores = speedup > 1
         if speedup != 1 or self._lends:
             self._lends = True
             speedup = self._measured_speedup(prefill_tokens, decoding + drafted, duration_s, speedup)

@@ -89,9 +89,13 @@ class SteadySpeed:
             self._alone_s[index] = self._alone_s[index] * kept + duration_s * speedup
 
     @property
-    def value(self) -> float:
-        """At least 1."""
+    def lower(self) -> float:
+        """The lower mean, at least 1."""
         if self._took_s[0] <= 0:
             return 1.0
-        lower = min(alone / took for alone, took in zip(self._alone_s, self._took_s, strict=True))
-        return 1.0 + _COUNTED * max(0.0, lower - 1.0)
+        return max(1.0, min(alone / took for alone, took in zip(self._alone_s, self._took_s, strict=True)))
+
+    @property
+    def value(self) -> float:
+        """What admission counts on, at least 1."""
+        return 1.0 + _COUNTED * (self.lower - 1.0)

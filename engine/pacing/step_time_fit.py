@@ -94,6 +94,14 @@ class PromptFit:
             return 0.0
         return self.base_s + self.token_s * tokens + self.pair_s * pairs_of(tokens, context_tokens)
 
+    def faster(self, speed: float) -> PromptFit:
+        """The fit of a worker that is `speed` times as fast."""
+        if speed == 1:
+            return self
+        return PromptFit(
+            self.base_s / speed, self.token_s / speed, self.pair_s / speed, self.mixing_s / speed
+        )
+
     def joins(self, tokens: int, before: int, behind: int) -> bool:
         """Whether so many tokens of one more prompt pay in a step that has `before` prompts: these wait for it, and
         `behind` prompts, itself included, are spared what a step takes beside its tokens."""
