@@ -17,12 +17,14 @@ from coordinator.routing.pair_choice import (
 from coordinator.routing.prompt_book import PromptBook
 from coordinator.routing.router import Pair, RoutingRequest, cached_tokens, held_prefix
 from coordinator.routing.scores import needed_blocks
+from coordinator.workers.load import DEFAULT_PREFILL_TOKENS_PER_S
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.snapshot import PoolName, PoolSnapshot, Worker
 from engine.pacing.lending import MIN_LENT_TOKENS
 from engine.pacing.step_time_fit import DecodeStepFit, PromptFit
 from splitserve.v1 import registry_pb2
 
+_UNMEASURED = PromptFit(0.0, 1 / DEFAULT_PREFILL_TOKENS_PER_S, 0.0)
 MAX_DECODES = 64
 """Workers that are looked at; of larger clusters only those that the router has chosen."""
 
@@ -75,7 +77,11 @@ class PromptPlacement:
         nothing to decide by. `due_s`: when the first token is due, infinity for never; `tpot_s`: what streams are
         promised."""
         fit, decode = self._prompt_fit(pair.prefill), pair.decode
-        if decode is None or pair.is_own or fit is None or due_s == float("inf"):
+        if decode is None or pair.is_own or due_s == float("inf"):
+            return pair
+        if fit is None and self._loads.decode[decode.key].has_host:
+            fit = self._prompt_fit(decode) or _UNMEASURED  # nobody else is to measure it
+        if fit is None:
             return pair
         asked = _Asked(request, snapshot, due_s, tpot_s, now, fit)
         pair, prefill = self._least_ready(pair, decode, asked)

@@ -13,7 +13,7 @@ from engine.core.step_stats import NO_DRAFTS, DraftOutcome, StepMeter
 from engine.pacing.lending import StepLending, spare_until_s
 from engine.pacing.queue_scan import QueueScan
 from engine.pacing.step_time_fit import PromptFit
-from engine.pacing.token_clock import MAX_GAP_S, MIN_CHUNK_TOKENS, StreamPace, TokenClock
+from engine.pacing.token_clock import MAX_GAP_S, MIN_CHUNK_TOKENS, UNMEASURED_TOKENS, StreamPace, TokenClock
 from engine.pacing.triage import Job, OldestTurn, triage
 
 _LEAST_SHARE = 0.1
@@ -147,7 +147,7 @@ class PromptPacing:
     def grant(self, now: float, decodes: Iterable[Sequence], first: Sequence | None) -> int | None:
         """Prompt tokens of the next step, where `first` is the first prompt; 0: the step only decodes.
 
-        None where nothing is paced: no prompt, no stream with a target, or no measured step times.
+        None where nothing is paced: no prompt, no stream with a target, or no measured step times of decodes.
         """
         if first is None:
             self.clock.nothing_waits()
@@ -159,8 +159,10 @@ class PromptPacing:
             if sequence.pace is not None:
                 streams.append(sequence.pace)
         decode_fit, prompt_fit = self.meter.fit.latest, self._prompt_fit()
-        if not streams or decode_fit is None or prompt_fit is None:
+        if not streams or decode_fit is None:
             return None
+        if prompt_fit is None:
+            return UNMEASURED_TOKENS
         self._step_s = decode_fit.step_s(running, context) / self.meter.decode_speed
         beside = None if self.separate else self.meter.prompt_fit.beside
         return self.clock.grant(
@@ -291,7 +293,7 @@ class PromptPacing:
                 continue
             if self._chunk_before and self._step_s < pace.tpot_s:
                 timed += 1
-                late += now > self.clock.due_s(pace, self._step_s)
+                late += self.clock.is_late(pace, now)
             pace.emitted(now, 1 + drafts[sequence].accepted if sequence in drafts else 1)
         self.clock.margin.record(now, timed, late)
         if any(tokens == 1 for tokens in num_new.values()):

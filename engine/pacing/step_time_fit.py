@@ -159,9 +159,14 @@ class PromptTimeFit:
             self.latest = self._fit()
 
     def record_mixed(self, tokens: int, pairs: float, decode_s: float, duration_s: float) -> None:
-        """Records a step that computes chunks beside decodes, which alone take `decode_s`. Ignored without a fit."""
+        """Records a step that computes chunks beside decodes, which alone take `decode_s`. Until there were steps that
+        only compute chunks, what these add is the fit."""
+        if tokens < 1 or duration_s <= 0:
+            return
         fit = self.latest
-        if fit is None or tokens < 1 or duration_s <= 0:
+        if fit is None:
+            self._record_beside(tokens, pairs, duration_s - decode_s)
+            self.latest = self.beside
             return
         parts_s = fit.base_s + fit.token_s * tokens + fit.pair_s * pairs + decode_s
         taken_s = min(duration_s, _MIXING_OUTLIER * parts_s)

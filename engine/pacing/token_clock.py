@@ -18,6 +18,8 @@ MIN_CHUNK_TOKENS = 32
 """Prompt tokens are granted in at least this many, or up to the end of the prompt: a step has a price of its own."""
 HELD_S = 1.0
 """A prompt that got nothing for so long gets `MIN_CHUNK_TOKENS`, whatever is due."""
+UNMEASURED_TOKENS = 64
+"""Prompt tokens of a step beside streams with targets, while it is not known what prompts take."""
 ALONE_EVERY = 4
 """One of so many steps decodes alone where that is believed to be late."""
 
@@ -100,6 +102,10 @@ class TokenClock:
         m = self.margin.value
         tokens = m * (stream.tokens + 1) + (1 - m) * self._answer_tokens
         return min(stream.first_s + stream.tpot_s * tokens, stream.last_s + MAX_GAP_S)
+
+    def is_late(self, stream: StreamPace, now: float) -> bool:
+        """Whether a stream's next token, which comes `now`, is later than the target has it, without the margin."""
+        return now > stream.first_s + stream.tpot_s * (stream.tokens + 1)
 
     def grant(
         self,

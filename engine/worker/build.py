@@ -178,16 +178,12 @@ class EngineParts:
 
 
 def build_engine(
-    config: WorkerConfig,
-    *,
-    measure_decode: bool = False,
-    decodes: bool = True,
-    peer: WeightsSource | None = None,
+    config: WorkerConfig, *, decodes: bool = True, peer: WeightsSource | None = None
 ) -> EngineParts:
     """Loads the weights, allocates the KV blocks and registers their memory. Takes as long as loading the weights.
 
-    `measure_decode`: its first load has a fit of decode steps. Workers that do not decode need no drafts. `peer`: where
-    weights come from, if not from files.
+    The first load of a worker that `decodes` has a fit of decode steps; others need no drafts. `peer`: where weights
+    come from, if not from files.
 
     Raises ConfigError for a missing model and for settings that contradict each other, NotFoundError for an embedded
     model that is not fetched, UnsupportedModelError for one that the engine refuses.
@@ -198,13 +194,11 @@ def build_engine(
         without = config.engine.model_copy(update={"speculation": "off", "draft_model": None})
         config = config.model_copy(update={"engine": without})
     clock = StartClock()
-    parts = _vllm(config, clock) if config.engine.kind == VLLM else _own(config, measure_decode, clock, peer)
+    parts = _vllm(config, clock) if config.engine.kind == VLLM else _own(config, decodes, clock, peer)
     return replace(parts, start=clock.ready())
 
 
-def _own(
-    config: WorkerConfig, measure_decode: bool, clock: StartClock, peer: WeightsSource | None
-) -> EngineParts:
+def _own(config: WorkerConfig, decodes: bool, clock: StartClock, peer: WeightsSource | None) -> EngineParts:
     if config.engine.engine_args:
         raise ConfigError("engine.engine_args: only engine vllm takes them", field="engine.engine_args")
     if config.engine.adapters and config.engine.kind != SIMULATED:
@@ -218,7 +212,7 @@ def _own(
         grammars.prepare()
     prompt_tokens = warm_up(runner, config.engine.max_step_tokens, drafts=warm_up_drafts(config.engine))
     meter = StepMeter()
-    if measure_decode:
+    if decodes:
         measure_decode_steps(runner, meter.fit, prompt_tokens, config.engine.max_running_requests)
     if runner.pool_memory.memory_kind == VRAM:
         _require_transfer(config.transport, runner.pool_memory.device_index)

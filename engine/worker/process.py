@@ -99,10 +99,9 @@ class WorkerProcess(Generic[C]):
         self._gpus = GpuMetrics(gpus_in_use(config))
 
     def _build(self) -> tuple[Engine, C]:
-        neutral, pool = self._role.neutral, self._role.pool
-        decodes = neutral or pool == registry_pb2.POOL_DECODE
+        decodes = self._role.neutral or self._role.pool == registry_pb2.POOL_DECODE
         peer = weights_peer(self.config, self._security)
-        parts = build_engine(self.config, measure_decode=neutral, decodes=decodes, peer=peer)
+        parts = build_engine(self.config, decodes=decodes, peer=peer)
         self.engine.idle_poll_s = idle_poll_s(self.config.transport, parts.endpoint.memory.memory_kind)
         connector = self._role.make_connector(parts, self.epoch, self.engine_idle)
         self._built = parts, connector
