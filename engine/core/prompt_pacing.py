@@ -115,7 +115,8 @@ def _more_urgent(chosen: Iterable[Sequence], waiting: PrecedenceQueue[Sequence])
 
 class PromptPacing:
     """Paces prompts by the targets of the streams beside them, and orders them by those of their first tokens. Without
-    targets, or before steps are measured, nothing is paced, and the order is that of `engine.core.precedence`."""
+    targets, or before decode steps are measured, nothing is paced; without targets or measured prompts the order is
+    that of `engine.core.precedence`."""
 
     def __init__(self, meter: StepMeter, *, mixes: Callable[[], bool]) -> None:
         """`mixes` is `ModelRunner.mixes_steps`."""
@@ -164,15 +165,11 @@ class PromptPacing:
         if prompt_fit is None:
             return UNMEASURED_TOKENS
         self._step_s = decode_fit.step_s(running, context) / self.meter.decode_speed
-        beside = None if self.separate else self.meter.prompt_fit.beside
+        mixed, left = self._mixes(), first.remaining
+        fit = (self.meter.prompt_fit.beside if mixed else None) or prompt_fit
+        fit = fit.faster(self.meter.prompt_speed)
         return self.clock.grant(
-            now,
-            streams,
-            self._step_s,
-            (beside or prompt_fit).faster(self.meter.prompt_speed),
-            remaining=first.remaining,
-            context_tokens=first.num_computed,
-            mixed=not self.separate,
+            now, streams, self._step_s, fit, remaining=left, context_tokens=first.num_computed, mixed=mixed
         )
 
     def lend(self, demand: Callable[[], int | None], running: Collection[Sequence], waiting: Sized) -> None:

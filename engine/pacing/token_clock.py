@@ -104,8 +104,10 @@ class TokenClock:
         return min(stream.first_s + stream.tpot_s * tokens, stream.last_s + MAX_GAP_S)
 
     def is_late(self, stream: StreamPace, now: float) -> bool:
-        """Whether a stream's next token, which comes `now`, is later than the target has it, without the margin."""
-        return now > stream.first_s + stream.tpot_s * (stream.tokens + 1)
+        """Whether a stream's next token, which comes `now`, is later than its target has it, without the margin; of the
+        first L ones, than it is due."""
+        m, tokens = self.margin.value, stream.tokens + 1
+        return now > stream.first_s + stream.tpot_s * max(tokens, m * tokens + (1 - m) * self._answer_tokens)
 
     def grant(
         self,

@@ -142,6 +142,8 @@ def test_a_busy_one_leaves_the_prompt_to_the_decode_worker_that_is_ready_first(c
 LENT = replace(worker("p0", "prefill", lent_speedup=1.0), host_id="h")
 LENDS = replace(worker("d0", "decode", lent_speedup=1.0), host_id="h")
 """Workers on one host that share their cores."""
+THIRD = replace(worker("x0", "prefill", lent_speedup=1.0), host_id="h")
+"""A third one there, so that the other two are no host pair; see `test_host_pairs.py`."""
 FAST_BY_LENT_CORES = worker("d0", "decode", lent_speedup=1.9).load
 
 
@@ -149,13 +151,15 @@ def test_of_workers_that_share_cores_the_decode_worker_computes_where_no_prompt_
     """An idle prefill worker elsewhere would compute the prompt itself."""
     elsewhere, alone = replace(LENDS, host_id="i"), replace(worker("d0", "decode"), host_id="h")
     for decode, is_local in ((LENDS, True), (elsewhere, False), (alone, False)):
-        assert bool(Bench(clock, LENT, decode).pair_of(100).local_tokens) is is_local, decode
-    assert not Bench(clock, LENT, LENDS).pair_of(MIN_LENT_TOKENS - 1).local_tokens, "too short for two cores"
+        assert bool(Bench(clock, LENT, decode, THIRD).pair_of(100).local_tokens) is is_local, decode
+    assert not Bench(clock, LENT, LENDS, THIRD).pair_of(MIN_LENT_TOKENS - 1).local_tokens, (
+        "too short for two cores"
+    )
 
 
 def test_what_it_could_not_have_in_time_alone_goes_to_the_prefill_worker(clock: Clock) -> None:
     """A later prompt may take that one's cores back."""
-    bench = Bench(clock, LENT, replace(LENDS, load=FAST_BY_LENT_CORES))
+    bench = Bench(clock, LENT, replace(LENDS, load=FAST_BY_LENT_CORES), THIRD)
     bench.queue(LENDS, 700)
     assert bench.pair_of(100).local_tokens
     bench.queue(LENDS, 200)
@@ -164,7 +168,7 @@ def test_what_it_could_not_have_in_time_alone_goes_to_the_prefill_worker(clock: 
 
 def test_while_the_prefill_worker_has_a_prompt_all_long_ones_go_there(clock: Clock) -> None:
     """One elsewhere would end the rests in which cores are lent for it."""
-    bench = Bench(clock, LENT, LENDS)
+    bench = Bench(clock, LENT, LENDS, THIRD)
     bench.queue(LENT, 100)
     assert not bench.pair_of(100).local_tokens
     bench.queue(LENT, 950)
@@ -177,8 +181,8 @@ def test_a_worker_that_shares_cores_and_has_many_streams_computes_no_prompts(clo
         replace(worker("d0", "decode", lent_speedup=1.0, streams=n, step_fit=FULL_STEPS), host_id="h")
         for n in (2, 5)
     )
-    assert Bench(clock, LENT, few).pair_of(100).local_tokens
-    assert not Bench(clock, LENT, many).pair_of(100).local_tokens
+    assert Bench(clock, LENT, few, THIRD).pair_of(100).local_tokens
+    assert not Bench(clock, LENT, many, THIRD).pair_of(100).local_tokens
 
 
 @pytest.mark.parametrize("pool", ["prefill", "decode"])
@@ -196,9 +200,9 @@ def test_no_neighbour_loses_lent_cores_to_a_prompt_elsewhere(clock: Clock, pool:
 
 def test_what_other_coordinators_have_sent_counts(clock: Clock) -> None:
     full = replace(worker("d0", "decode", lent_speedup=1.0, waiting_tokens=850), host_id="h")
-    assert not Bench(clock, LENT, full).pair_of(100).local_tokens
+    assert not Bench(clock, LENT, full, THIRD).pair_of(100).local_tokens
     waits = replace(worker("p0", "prefill", lent_speedup=1.0, waiting_tokens=50), host_id="h")
-    assert not Bench(clock, waits, LENDS).pair_of(100).local_tokens
+    assert not Bench(clock, waits, LENDS, THIRD).pair_of(100).local_tokens
 
 
 def test_neutral_workers_lend_as_before(clock: Clock) -> None:
@@ -208,7 +212,7 @@ def test_neutral_workers_lend_as_before(clock: Clock) -> None:
 
 
 def test_beside_a_stream_without_a_target_nobody_rests(clock: Clock) -> None:
-    bench = Bench(clock, LENT, LENDS)
+    bench = Bench(clock, LENT, LENDS, THIRD)
     bench.loads.decode[LENDS.key].add_flight(
         Flight(prompt_tokens=10, uncached_tokens=10, expected_output=10, max_output=10)
     )

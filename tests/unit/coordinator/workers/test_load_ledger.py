@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from coordinator.workers.load_ledger import LoadLedger
-from coordinator.workers.snapshot import PoolSnapshot
+from coordinator.workers.snapshot import PoolName, PoolSnapshot
 from tests.support.clients.admission_parts import MODEL, admission, entry, load, worker
 
 PREFILL, DECODE = worker("p0", "prefill"), worker("d0", "decode")
@@ -83,3 +83,24 @@ def test_others_are_known_before_the_first_request() -> None:
     model = admission((PREFILL, busy), loads)
     assert not model.arrive(entry(), 0.0).started
     assert model.held_by == "decode"
+
+
+def test_a_host_pair_is_two_workers_alone_on_a_host() -> None:
+    names: tuple[tuple[str, PoolName], ...] = (("p0", "prefill"), ("d0", "decode"), ("d1", "decode"))
+    prefill, decode, third = (dataclasses.replace(worker(name, pool), host_id="h") for name, pool in names)
+    loads = LoadLedger.of([prefill, decode])
+    assert loads.decode[decode.key].host_peer is loads.prefill[prefill.key]
+    assert loads.in_host_pair(prefill.key)
+    loads.add(third)
+    assert {load.host_peer for load in loads.decode.values()} == {None}
+    assert not loads.in_host_pair(prefill.key)
+    loads.remove(decode.key)
+    assert loads.decode[third.key].host_peer is loads.prefill[prefill.key]
+    again = dataclasses.replace(prefill, epoch=2)
+    loads.remove(prefill.key)
+    assert loads.decode[third.key].host_peer is None
+    loads.add(again)
+    assert loads.decode[third.key].host_peer is loads.prefill[again.key]
+    for each in (third, again, third):
+        loads.remove(each.key)
+    assert not loads.in_host_pair(again.key)

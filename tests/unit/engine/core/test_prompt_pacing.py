@@ -14,7 +14,7 @@ import pytest
 
 from engine.core.precedence import Precedence
 from engine.core.types import SampledToken, ScheduledSequence
-from engine.pacing.token_clock import HELD_S, MAX_GAP_S, MIN_CHUNK_TOKENS, ServiceTargets
+from engine.pacing.token_clock import HELD_S, MAX_GAP_S, MIN_CHUNK_TOKENS, UNMEASURED_TOKENS, ServiceTargets
 from engine.runner.simulated_runner import expected_tokens
 from kv_transfer.transports.transport import KvMemoryRegion
 from tests.support.engine.engine_rig import Clock, Rig, Script, hand_over, request
@@ -461,3 +461,33 @@ def test_tokens_are_the_same_whatever_is_paced_and_preempted(seed: int) -> None:
         got = outputs[name].token_ids
         assert got[:-1] == list(expected_tokens(tokens, len(got)))[: len(got) - 1]
     rig.assert_clean()
+
+
+def test_beside_streams_prompts_begin_in_small_chunks_until_they_are_measured() -> None:
+    """Decode steps are measured at the start, prompts are not."""
+    rig = timed(max_step_tokens=2048)
+    for _ in range(8):
+        rig.core._meter.fit.record(1, 100, STEP_S + SEQUENCE_S)
+    rig.core._meter.fit.refit()
+    stream(rig, "a", 1)
+    steps(rig).clear()
+    rig.core.add_request(request("long", prompt(2, 1500), max_tokens=2))
+    rig.step()
+    assert steps(rig)[-1][1]["long"] == UNMEASURED_TOKENS
+    while "long" not in rig.outputs:
+        rig.step()
+    assert rig.core._meter.prompt_fit.latest is not None
+
+
+def test_tokens_within_the_target_cost_no_margin() -> None:
+    """The margin is there for those that come after they are due by it."""
+    rig = measured()
+    stream(rig, "a", 1)
+    assert isinstance(rig.runner, Timed)
+    rig.runner.slower = 1.08
+    for number in range(6):
+        rig.core.add_request(request(f"long-{number}", prompt(2 + number, 1500), max_tokens=2))
+    until_s = rig.clock.now + 12.0
+    while rig.clock.now < until_s and rig.core.has_work():
+        rig.step()
+    assert rig.core._pacing.clock.margin.value == pytest.approx(0.9)

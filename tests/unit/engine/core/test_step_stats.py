@@ -109,3 +109,26 @@ def test_a_step_that_prepared_others_counts_in_no_fit() -> None:
     assert meter.prompt_fit.latest is not None
     assert meter.prompt_fit.latest.chunk_s(100, 0) == pytest.approx(0.1)
     assert meter.totals["decode"].sequences == 20, "it is a step all the same"
+
+
+def test_lent_cores_are_counted_on_while_the_latest_step_had_them() -> None:
+    meter, now = StepMeter(), 0.0
+    stream = Sequence(request("a", [5]), 0, 16)
+
+    def step(tokens: int, speedup: float) -> None:
+        nonlocal now
+        meter.begin(now)
+        now += 0.02
+        meter.end(now, {stream: tokens}, more=True, speedup=speedup)
+
+    assert (meter.decode_speed, meter.prompt_speed) == (1.0, 1.0)
+    for _ in range(20):
+        step(1, 2.0)
+        step(100, 2.0)
+    # What a step brings beyond its own cores was measured for none of them: `PRIOR` of it counts.
+    assert (meter.decode_speed, meter.prompt_speed) == pytest.approx((1.5, 1.5))
+    assert meter.steady.value < meter.decode_speed, "admission counts on less"
+    step(1, 1.0)
+    assert (meter.decode_speed, meter.prompt_speed) == (1.0, 1.0)
+    step(1, 2.0)
+    assert 1.0 < meter.decode_speed <= 1.5

@@ -98,3 +98,25 @@ def test_the_longest_chunk_within_a_time(
     tokens = fit.tokens_within(seconds, context)
     assert fit.chunk_s(tokens, context) <= max(seconds, 0.0) + 1e-9
     assert fit.chunk_s(tokens + 2, context) > seconds
+
+
+def test_steps_beside_streams_give_a_fit_where_there_are_no_others() -> None:
+    """On a worker that always has streams."""
+    fit, chance = PromptTimeFit(), random.Random(1)
+    for _ in range(400):
+        tokens, context = chance.randint(8, 256), chance.choice((0, 0, 512, 2048))
+        fit.record_mixed(
+            tokens, pairs_of(tokens, context), 0.02, 0.02 + TRUE.chunk_s(tokens, context) - TRUE.base_s
+        )
+    assert fit.latest is not None
+    assert fit.latest.chunk_s(100, 500) == pytest.approx(TRUE.chunk_s(100, 500) - TRUE.base_s, rel=0.05)
+    for _ in range(8):
+        for tokens in (50, 100, 200):
+            fit.record(tokens, pairs_of(tokens, 0), TRUE.chunk_s(tokens, 0))
+    assert fit.latest.chunk_s(100, 0) == pytest.approx(TRUE.chunk_s(100, 0), rel=0.05)
+
+
+def test_a_worker_with_more_compute_takes_less_of_all_parts() -> None:
+    fit = PromptFit(1.0, 2.0, 3.0, -0.5)
+    assert fit.faster(2.0) == PromptFit(0.5, 1.0, 1.5, -0.25)
+    assert fit.faster(1.0) is fit

@@ -63,11 +63,10 @@ class Worker:
         else:
             self.clock.nothing_waits()
             self._last_chunk_s = self.now
-        due = [self.clock.due_s(stream, self.step_s) for stream in self.running]
         self.now += self.factor * self.step_s
         if self._chunk_before:
-            late = sum(self.now > each + ROUNDING_S for each in due)
-            self.clock.margin.record(self.now, len(due), late)
+            late = sum(self.clock.is_late(stream, self.now - ROUNDING_S) for stream in self.running)
+            self.clock.margin.record(self.now, len(self.running), late)
         self._chunk_before = False
         for stream in self.running:
             stream.emitted(self.now)
@@ -148,6 +147,13 @@ def test_the_due_times() -> None:
     stream.tokens = 100
     assert clock.due_s(stream, 0.02) == 10.0 + MAX_GAP_S  # it is far ahead
     assert clock.due_s(stream, 0.1) == pytest.approx(10.2)  # decoding alone misses the target
+
+
+def test_a_token_is_late_by_its_target_not_by_the_margin() -> None:
+    clock, stream = TokenClock(), StreamPace(0.1, first_s=10.0, last_s=10.2, tokens=2)
+    assert clock.due_s(stream, 0.02) == pytest.approx(10.27)
+    assert not clock.is_late(stream, 10.29)
+    assert clock.is_late(stream, 10.31)
 
 
 def test_too_few_tokens_are_none_unless_the_prompt_ends_with_them() -> None:
