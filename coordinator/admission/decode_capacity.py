@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from itertools import chain
 
 from coordinator.admission.entry import CLASSES, RANK, Entry
+from coordinator.admission.prefill_capacity import PrefillCapacity
 from coordinator.request.caller import PriorityClass
-from coordinator.workers.load import DecodeLoad, Flight, PrefillLoad
+from coordinator.workers.load import DecodeLoad, Flight
 from coordinator.workers.snapshot import WorkerKey
 from splitserve.generation.kv_blocks import watermark_blocks
 from splitserve.v1 import registry_pb2
@@ -57,8 +58,8 @@ class DecodeCapacity:
         self._headroom = headroom
         self._seen_s: dict[PriorityClass, float] = {}
         self.hybrid = False
-        """Whether the pair policy decides where prompts are computed, and gives streams to neutral workers that lean to
-        prefill where others have no room."""
+        """Whether the pair policy gives prompts to decode workers, and streams to neutral workers that lean to prefill
+        where others have no room."""
 
     def set_workers(self, loads: Iterable[DecodeLoad], stand_ins: Iterable[DecodeLoad] = ()) -> None:
         """Replaces the set of workers. `stand_ins`, which lean to prefill, take what has a target and fits nowhere
@@ -70,8 +71,11 @@ class DecodeCapacity:
         """Records the arrival of a request of this class."""
         self._seen_s[priority_class] = now
 
-    def fit(self, entry: Entry, prefill_s: float, now: float) -> DecodeLoad | NoDecodeCapacity:
-        """The least busy worker with capacity for an entry whose prompt reaches it in `prefill_s` seconds.
+    def fit(
+        self, entry: Entry, prefill_s: float, now: float, *, is_paced: bool = False
+    ) -> DecodeLoad | NoDecodeCapacity:
+        """The least busy worker with capacity for an entry whose prompt reaches it in `prefill_s` seconds. `is_paced`:
+        the worker computes it itself, when the streams that it has leave it time.
 
         An answer holds its place for seconds. A late request that took the last one would make late those that come
         meanwhile, and a first token that is late already loses little by waiting on.
@@ -92,22 +96,13 @@ class DecodeCapacity:
             if load.requests + 1 > max(1.0, load.slots * (1 - headroom)):
                 continue
             spare = int(LATE_SPARE * (load.requests + 1)) if is_late else 0
-            if not self._keeps_pace(load, entry, prefill_s, spare):
+            if not is_paced and not self._keeps_pace(load, entry, prefill_s, spare):
                 held_by_late = held_by_late or (spare > 0 and self._keeps_pace(load, entry, prefill_s, 0))
                 continue
             if self._has_blocks(load, entry, headroom):
                 return load
             smaller_may_fit = True
         return NoDecodeCapacity(smaller_may_fit, held_by_late and not smaller_may_fit)
-
-    def host_peer_for(self, entry: Entry) -> PrefillLoad | None:
-        """The prefill worker of a host pair that computes as one. Its engine orders prompts and makes room for them by
-        itself, and what waits here for that comes too late. None: there is no such pair, or the request is refused
-        rather than served late."""
-        if not self.hybrid or entry.ttft_slo_s is not None:
-            return None
-        able = [load for load in self.workers.values() if load.has_host]
-        return min(able, key=_busy).host_peer if able else None
 
     @property
     def place_s(self) -> float:
@@ -153,13 +148,15 @@ class DecodeCapacity:
         """Whether the step time will be within all their TPOT targets when the prompt arrives, with `spare` streams
         more like those that there are."""
         fit = load.fit
-        has_host = self.hybrid and load.has_host
-        # Such a worker computes the prompts of promised streams itself, when those that it has leave it time.
-        if fit is None or (has_host and entry.tpot_slo_s is not None and entry.due_s < float("inf")):
+        if fit is None:
             return True
         requests, context_tokens = load.requests, load.context_tokens
-        if has_host:  # its clock holds back the prompts that wait there
-            requests, context_tokens = load.streams, load.computed_context
+        if load.host_peer is not None:  # its clock holds back the prompts that it is to compute
+            held = [
+                one for one in load.flights if isinstance(one, Entry) and one.on_host and not one.computed
+            ]
+            requests -= len(held)
+            context_tokens -= sum(one.context_tokens for one in held)
         more = 1 + spare / max(1, requests)
         count, context = requests + 1 + spare, context_tokens * more + entry.prompt_tokens
         least_s = entry.tpot_slo_s or self._tpot_slo_s or float("inf")
@@ -191,6 +188,34 @@ class DecodeCapacity:
         if self._tpot_slo_s is not None and entry.tpot_slo_s not in kept:
             kept.append(self._tpot_slo_s)
         return min(kept, default=None)
+
+
+class PacedTraffic:
+    """Says which requests go to a host pair at once, because the engine there both orders their prompts and paces their
+    streams, and what waits here for that comes too late.
+
+    While there are others (without targets, or refused rather than served late) all wait here for their turns.
+    """
+
+    def __init__(self) -> None:
+        self._others: set[Entry] = set()
+
+    def began(self, entry: Entry) -> None:
+        """It is queued or started."""
+        if not entry.is_paced:
+            self._others.add(entry)
+
+    def ended(self, entry: Entry) -> None:
+        """It is over. Idempotent."""
+        self._others.discard(entry)
+
+    def on_host(self, entry: Entry, prefill: PrefillCapacity, decode: DecodeCapacity) -> bool:
+        """Whether a decode worker is to compute the prompt on all cores of its host, whichever prefill worker it is
+        paired with."""
+        if not decode.hybrid or not entry.is_paced or self._others:
+            return False
+        peers = [load.host_peer for load in prefill.workers.values()]
+        return all(peer is not None and peer.has_host for peer in peers)
 
 
 def _speedup(load: DecodeLoad) -> float:

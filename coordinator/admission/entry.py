@@ -63,6 +63,8 @@ class Entry(Flight):
     """When it is refused if still queued."""
     started: bool = False
     """Whether it was admitted."""
+    on_host: bool = False
+    """Whether a decode worker was to compute it on all cores of its host, so that it is no work of a prefill worker."""
     from_zero: bool = False
     """Whether it came while a pool had no worker, and waits for the first ones."""
     marks: tuple[float, float] = NOT_HELD
@@ -73,6 +75,11 @@ class Entry(Flight):
     def order(self) -> tuple[bool, int, int]:
         """Sort key among the requests of its tenant and class."""
         return not self.resumed, -self.priority, self.number
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether an engine orders its prompt and paces its stream, and it is served however late."""
+        return self.due_s < float("inf") and self.tpot_slo_s is not None and self.ttft_slo_s is None
 
     @property
     def waits(self) -> bool:

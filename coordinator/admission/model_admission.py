@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from itertools import islice
 
-from coordinator.admission.decode_capacity import DecodeCapacity
+from coordinator.admission.decode_capacity import DecodeCapacity, PacedTraffic
 from coordinator.admission.entry import (
     GONE,
     OUTPUT_TOKEN_COST,
@@ -72,6 +72,7 @@ class ModelAdmission:
         self._unlearned: list[tuple[float, int, Entry]] = []
         self._too_long = TooLong()
         self._numbers = 0
+        self._traffic = PacedTraffic()
         self._held_s: dict[Cause, float] = {"prefill": 0.0, "decode": 0.0, "workers": 0.0}
         self._held_since_s = 0.0
         self._deadlines: list[tuple[float, int, Entry]] = []
@@ -158,11 +159,13 @@ class ModelAdmission:
 
     def routed(self, entry: Entry, prefill: WorkerKey, decode: WorkerKey | None, now: float) -> None:
         """An attempt was routed to these workers. A further attempt computes the prompt again."""
-        if entry.prefill == prefill and entry.decode == decode and not entry.computed:
+        computed_here = entry.on_host or entry.prefill == prefill
+        if computed_here and entry.decode == decode and not entry.computed:
             return
         self._remove_flight(entry)
-        entry.computed, entry.prefill, entry.decode = False, prefill, decode
-        if (prefill_load := self._loads.prefill.get(prefill)) is not None:
+        entry.on_host &= not entry.computed
+        entry.computed, entry.prefill, entry.decode = False, None if entry.on_host else prefill, decode
+        if not entry.on_host and (prefill_load := self._loads.prefill.get(prefill)) is not None:
             self.prefill.add_flight(prefill_load, entry, now)
         if decode is not None and (decode_load := self._loads.decode.get(decode)) is not None:
             decode_load.add_flight(entry)
@@ -191,6 +194,7 @@ class ModelAdmission:
 
     def ended(self, entry: Entry) -> None:
         """The request is over, whether it was queued or running."""
+        self._traffic.ended(entry)
         if entry.started:
             self._remove_flight(entry)
         elif entry.number != GONE:
@@ -237,8 +241,9 @@ class ModelAdmission:
                 return False
             self._start(entry, None, None, now, queued)  # the request flow reports the missing workers
             return True
-        prefill_load = self.prefill.fit(entry, now) or self.decode.host_peer_for(entry)
-        if prefill_load is None and self.bounds_prefill:
+        entry.on_host = self.bounds_prefill and self._traffic.on_host(entry, self.prefill, self.decode)
+        prefill_load = None if entry.on_host else self.prefill.fit(entry, now)
+        if prefill_load is None and self.bounds_prefill and not entry.on_host:
             self._hold("prefill", now)
             self._others_may_fit = self.prefill.held_by_long or self.prefill.held_by_late
             return False
@@ -248,7 +253,7 @@ class ModelAdmission:
             if prefill_load is not None:
                 begin_s = max(prefill_load.backlog_s(now), entry.read_s)
                 prefill_s = begin_s + entry.uncached_tokens / prefill_load.rate
-            found = self.decode.fit(entry, prefill_s, now)
+            found = self.decode.fit(entry, prefill_s, now, is_paced=entry.on_host)
             if not isinstance(found, DecodeLoad):
                 self._hold("decode", now)
                 self._others_may_fit, self._gives_way = found.smaller_may_fit, found.held_by_late
@@ -276,6 +281,7 @@ class ModelAdmission:
         else:
             self.queue.pass_by(entry)
         entry.started = True
+        self._traffic.began(entry)
         if prefill is not None:
             entry.prefill = prefill.key
             self.prefill.add_flight(prefill, entry, now)
@@ -303,6 +309,7 @@ class ModelAdmission:
 
     def _begin_wait(self, entry: Entry, predicted: Forecast, now: float) -> None:
         """Sets what a newly queued entry's end of waiting is measured against."""
+        self._traffic.began(entry)
         self._mark(entry, now)
         entry.from_zero = self.awaits_workers
         if entry.from_zero:  # its own deadline bounds it, and a cold start is no wait to learn from

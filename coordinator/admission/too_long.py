@@ -70,7 +70,7 @@ def _least_s(
         if report.disk_tier.shared_id:  # the store has what workers left that are gone
             return None
         if not report.HasField("prompt_fit"):
-            if isinstance(load, PrefillLoad):
+            if isinstance(load, PrefillLoad) and load.host_peer is None:
                 return None
             continue
         compute_s = prompt_fit_of(report.prompt_fit).chunk_s(entry.prompt_tokens - held, held)

@@ -183,10 +183,12 @@ class PromptPlacement:
 
     def _has_host(self, decode: Worker, pair: Pair, asked: _Asked) -> bool:
         """Whether a decode worker computes the prompt on all cores of its host. That is so for promised streams, which
-        its token clock keeps; where the pair's prefill worker is of a host pair, too; and where that one has no more of
-        the prompt."""
-        load = self._loads.decode[decode.key]
-        if asked.tpot_s is None or not load.has_host or not self._loads.in_host_pair(pair.prefill.key):
+        its token clock keeps; where the pair's prefill worker would take the cores from such a one, too; and where that
+        one has no more of the prompt."""
+        peer = self._loads.prefill[pair.prefill.key].host_peer
+        if asked.tpot_s is None or peer is None or not peer.has_host:
+            return False
+        if not self._loads.decode[decode.key].has_host:
             return False
         return cached_tokens(decode, asked.request) + MIN_LENT_TOKENS > pair.cost.cached_tokens
 

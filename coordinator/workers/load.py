@@ -4,7 +4,6 @@ A report does not include requests still on their way, and it does include those
 
 - for choosing a pair: the report plus what was sent since (`queued_tokens`, `free_blocks`, `batch_requests`);
 - for forecasts: each request in flight, plus what reports show beyond those (`others`, `other_blocks`).
-
 No clock: `now` is an argument, in seconds on the coordinator's monotonic clock.
 """
 
@@ -91,6 +90,8 @@ class PrefillLoad(_Load):
 
     others: float = 0.0
     """Waiting prompt tokens of other coordinators."""
+    host_peer: DecodeLoad | None = None
+    """The decode worker of its host pair; see `LoadLedger`."""
     short: dict[Flight, None] = field(default_factory=dict)
     long: dict[Flight, None] = field(default_factory=dict)
     late: dict[Flight, None] = field(default_factory=dict)
@@ -107,13 +108,14 @@ class PrefillLoad(_Load):
 
     @property
     def measured_rate(self) -> float:
-        """Prompt tokens per second as measured by the worker; 0 until it has measured."""
-        return self.report.prefill_tokens_per_second
+        """Prompt tokens per second as measured by the worker, or else by its host peer; 0 until one has measured."""
+        peer = self.host_peer or self
+        return self.report.prefill_tokens_per_second or peer.report.prefill_tokens_per_second
 
     @property
     def rate(self) -> float:
         """Prompt tokens per second, or the default until measured."""
-        return self.report.prefill_tokens_per_second or DEFAULT_PREFILL_TOKENS_PER_S
+        return self.measured_rate or DEFAULT_PREFILL_TOKENS_PER_S
 
     @property
     def queued_tokens(self) -> int:
@@ -306,10 +308,9 @@ class DecodeLoad(_Load):
             others = min(others, report.streams - self.computed)
         requests, blocks = max(0, others), max(0, held - round(own_blocks))
         shared = min(1.0, max(held / computed_blocks, LEAST_SHARED)) if self.computed and held else 1.0
-        self.other_requests = min(requests, self._seen[0])
-        self.other_blocks = min(blocks, self._seen[1])
-        self.shared = max(shared, self._seen[2])
-        self._seen = requests, blocks, shared
+        seen, self._seen = self._seen, (requests, blocks, shared)
+        self.other_requests, self.other_blocks = min(requests, seen[0]), min(blocks, seen[1])
+        self.shared = max(shared, seen[2])
 
     def add_flight(self, flight: Flight) -> None:
         """Counts a request as in flight."""

@@ -102,11 +102,6 @@ class LoadLedger:
         if loads:
             self._log_change(key)
 
-    def in_host_pair(self, prefill: WorkerKey) -> bool:
-        """Whether a prefill worker is one of a host pair."""
-        there = self._hosts.get(self._host_of.get(prefill, ""), ())
-        return any(key in self.decode and self.decode[key].host_peer is not None for key in there)
-
     def count_prompt(self, key: WorkerKey, tokens: int) -> None:
         """Counts a prompt of which `tokens` are to be computed as sent, until the next report. Boots that are unknown
         or compute none are ignored."""
@@ -149,8 +144,10 @@ class LoadLedger:
         models = {worker.model.name for worker in there}
         is_pair = len(there) == len(pinned) == 2 and len(models) == 1
         for worker in there:
-            if (load := self.decode.get(worker.key)) is not None:
-                load.host_peer = self.prefill[pinned["prefill"].key] if is_pair else None
+            if (prefill := self.prefill.get(worker.key)) is not None:
+                prefill.host_peer = self.decode[pinned["decode"].key] if is_pair else None
+            if (decode := self.decode.get(worker.key)) is not None:
+                decode.host_peer = self.prefill[pinned["prefill"].key] if is_pair else None
 
     def _expect(self, load: PrefillLoad | DecodeLoad | None, tokens: int) -> ExpectedPrompt | None:
         if load is None:

@@ -209,7 +209,7 @@ class PromptPacing:
 
         Triage takes each prompt with its own due time. In the turn of a tenant's prompt its most urgent one is served,
         and both trade places and due times then, so that other tenants see no difference. None where no first token
-        has a target, or before steps are measured.
+        has a target, or before prompts are measured.
         """
         classes: defaultdict[int, list[Sequence]] = defaultdict(list)
         fit = self._prompt_fit()

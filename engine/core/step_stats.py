@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from engine.core.sequence import Sequence
 from engine.core.types import EngineLoad
 from engine.kv_cache.block_pool import BlockCounts
-from engine.pacing.lent_effect import STEADY_S, LentEffect, SteadySpeed
+from engine.pacing.lent_effect import STEADY_S, LentEffect, SteadySpeed, speedup_of
 from engine.pacing.step_time_fit import PromptTimeFit, StepTimeFit, pairs_of
 from splitserve.histograms import DurationCounts
 
@@ -170,21 +170,22 @@ class StepMeter:
         self.prompt_fit = PromptTimeFit()
         self.lent, self.steady = LentSpeed(), SteadySpeed()
         self._lends, self._effects = False, (LentEffect(), LentEffect())
-        self._has_lent_cores = False
-        """Whether the latest step had any."""
+        self._compute = 1.0
+        """What the latest step had, over what the worker has itself."""
         self.totals: TotalsByKind = {"prefill": StepTotals(), "decode": StepTotals()}
         self._busy_since_s: float | None = None
         self._began_s = self._guessing_s = self._ended_s = 0.0
 
     @property
     def decode_speed(self) -> float:
-        """How many times as fast as by `fit` the next steps are taken to be, by cores that the latest one had, too."""
-        return self.steady.lower if self._has_lent_cores else 1.0
+        """How many times as fast as by `fit` the next steps are taken to be: as of late, and no faster than what the
+        latest step had of lent cores can make one."""
+        return min(self.steady.lower, speedup_of(self._compute, self._effects[False].share))
 
     @property
     def prompt_speed(self) -> float:
         """The same of `prompt_fit`."""
-        return self.lent.value if self._has_lent_cores else 1.0
+        return min(self.lent.value, speedup_of(self._compute, self._effects[True].share))
 
     def expected_s(self, num_new: Mapping[Sequence, int]) -> float | None:
         """The time that a step will take which computes `num_new` tokens of each sequence; None before any was measured
@@ -245,7 +246,7 @@ class StepMeter:
         self.rates.record(
             prefill_tokens, duration_s * decoding / (decoding + accepted) if drafts else duration_s
         )
-        self._has_lent_cores = speedup > 1
+        self._compute = speedup
         if speedup != 1 or self._lends:
             self._lends = True
             speedup = self._measured_speedup(prefill_tokens, decoding + drafted, duration_s, speedup)

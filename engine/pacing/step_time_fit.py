@@ -164,7 +164,7 @@ class PromptTimeFit:
         if tokens < 1 or duration_s <= 0:
             return
         fit = self.latest
-        if fit is None:
+        if fit is None or not self._steps:
             self._record_beside(tokens, pairs, duration_s - decode_s)
             self.latest = self.beside
             return

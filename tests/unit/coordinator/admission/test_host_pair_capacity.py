@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from coordinator.admission.entry import Entry
 from coordinator.admission.model_admission import ModelAdmission
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.snapshot import PoolName, Worker
@@ -24,6 +27,12 @@ def host_pair(slots: int = 64, *, hybrid: bool = True, **settings: object) -> Mo
     model = admission(workers, LoadLedger.of(workers), prefill_horizon_s=0.1, **settings)
     model.decode.hybrid = hybrid
     return model
+
+
+def finish(model: ModelAdmission, one: Entry, now: float) -> None:
+    model.sent(one, 1, now)
+    model.decoded(one)
+    model.ended(one)
 
 
 def test_prompts_with_targets_start_at_once() -> None:
@@ -55,19 +64,79 @@ def test_while_the_prefill_worker_has_a_prompt_they_wait_too() -> None:
     assert len(model.release(0.0).started) == 1
 
 
-def test_who_is_refused_rather_than_served_late_waits_where_it_is_forecast() -> None:
+@pytest.mark.parametrize("other", [{}, {"tpot_slo_s": 0.05}, {**TARGETS, "ttft_slo_s": 1.0}])
+def test_beside_others_all_wait_for_their_turns(other: dict[str, float]) -> None:
+    """Those without a target, or refused rather than served late. What the decode worker has of the prompts is none of
+    the prefill worker's work."""
     model = host_pair()
-    refusing = {**TARGETS, "ttft_slo_s": 1.0}
-    assert [model.arrive(entry(900, **refusing), 0.0).started for _ in range(2)] == [True, False]
+    assert all(model.arrive(entry(3000, **TARGETS), 0.0).started for _ in range(20))
+    one = entry(900, **other)
+    assert model.arrive(one, 0.0).started
+    assert not model.arrive(entry(900, **other), 0.0).started
+    assert not model.arrive(late := entry(900, **TARGETS), 0.0).started
+    assert late.waits
+    finish(model, one, 0.1)
+    assert len(model.release(0.1).started) == 1, "in turn: the other one of them"
 
 
-def test_a_prompt_without_a_target_is_beside_the_streams_that_there_are() -> None:
+def test_others_that_are_refused_keep_nobody() -> None:
+    model = host_pair(max_queued_requests=1)
+    held = [entry(900) for _ in range(3)]
+    assert [model.arrive(one, 0.0).started for one in held] == [True, False, False]
+    assert held[2].number < 0
+    for one in held:
+        model.ended(one)
+    assert all(model.arrive(entry(900, **TARGETS), 0.0).started for _ in range(3))
+
+
+def test_a_prefill_worker_beside_the_pair_is_sent_what_it_computes() -> None:
+    """The router may choose it, and its streams come whatever the decode worker's clock says."""
+    workers = (
+        on_host("p0", "prefill"),
+        on_host("d0", "decode", step_fit=FIT),
+        replace(worker("p1", "prefill"), host_id="i", paces_prompts=True),
+    )
+    loads = LoadLedger.of(workers)
+    model = admission(workers, loads)
+    model.decode.hybrid = True
+    assert loads.decode["d0", 1].has_host
+    assert [model.arrive(entry(**TARGETS), 0.0).started for _ in range(5)] == [True] * 4 + [False]
+
+
+def test_a_prompt_without_a_target_comes_to_the_streams_that_there_are() -> None:
     """Prompts that wait at the decode worker are no streams: its clock keeps them back."""
     model = host_pair()
     waiting = [entry(**TARGETS) for _ in range(20)]
     assert all(model.arrive(one, 0.0).started for one in waiting)
-    assert model.arrive(entry(), 0.0).started
-    for one in waiting[:4]:
+    for one in waiting[:3]:
         model.sent(one, 1, 0.1)
-    assert not model.arrive(entry(), 0.1).started
+    first = entry()
+    assert model.arrive(first, 0.1).started
+    model.sent(first, 1, 0.2)
+    assert not model.arrive(entry(), 0.2).started
     assert model.held_by == "decode"
+
+
+def test_a_request_that_is_routed_there_is_no_work_of_the_prefill_worker() -> None:
+    model = host_pair()
+    one = entry(3000, **TARGETS)
+    assert model.arrive(one, 0.0).started
+    model.routed(one, ("p0", 1), ("d0", 1), 0.0)
+    assert model.prefill.backlog_s(0.0) == 0
+    assert model.decode.workers["d0", 1].requests == 1
+    model.sent(one, 1, 0.5)
+    model.routed(one, ("p0", 1), ("d0", 1), 0.6)  # another attempt computes it again
+    assert model.prefill.backlog_s(0.6) > 0
+    model.ended(one)
+    assert model.prefill.backlog_s(0.7) == 0
+    assert model.decode.workers["d0", 1].requests == 0
+
+
+def test_its_prompts_are_forecast_by_what_the_decode_worker_measures() -> None:
+    """The prefill worker computes none."""
+    workers = (
+        on_host("p0", "prefill", prefill_tokens_per_second=0),
+        on_host("d0", "decode", prefill_tokens_per_second=1000),
+    )
+    model = admission(workers, LoadLedger.of(workers))
+    assert model.prefill.rate == 1000

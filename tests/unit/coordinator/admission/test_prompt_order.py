@@ -159,7 +159,9 @@ def test_many_late_ones_that_leave_their_places_are_not_all_tried(
     assert not any(model.arrive(each, 0.2).started for each in late)
     tried: list[Entry] = []
     fit = model.decode.fit
-    monkeypatch.setattr(model.decode, "fit", lambda one, *args: (tried.append(one), fit(one, *args))[1])
+    monkeypatch.setattr(
+        model.decode, "fit", lambda one, *args, **named: (tried.append(one), fit(one, *args, **named))[1]
+    )
     assert not model.release(0.3).started
     assert len(tried) == 1
 

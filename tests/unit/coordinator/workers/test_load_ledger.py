@@ -90,10 +90,10 @@ def test_a_host_pair_is_two_workers_alone_on_a_host() -> None:
     prefill, decode, third = (dataclasses.replace(worker(name, pool), host_id="h") for name, pool in names)
     loads = LoadLedger.of([prefill, decode])
     assert loads.decode[decode.key].host_peer is loads.prefill[prefill.key]
-    assert loads.in_host_pair(prefill.key)
+    assert loads.prefill[prefill.key].host_peer is loads.decode[decode.key]
     loads.add(third)
     assert {load.host_peer for load in loads.decode.values()} == {None}
-    assert not loads.in_host_pair(prefill.key)
+    assert loads.prefill[prefill.key].host_peer is None
     loads.remove(decode.key)
     assert loads.decode[third.key].host_peer is loads.prefill[prefill.key]
     again = dataclasses.replace(prefill, epoch=2)
@@ -103,4 +103,3 @@ def test_a_host_pair_is_two_workers_alone_on_a_host() -> None:
     assert loads.decode[third.key].host_peer is loads.prefill[again.key]
     for each in (third, again, third):
         loads.remove(each.key)
-    assert not loads.in_host_pair(again.key)

@@ -116,6 +116,14 @@ def test_steps_beside_streams_give_a_fit_where_there_are_no_others() -> None:
     assert fit.latest.chunk_s(100, 0) == pytest.approx(TRUE.chunk_s(100, 0), rel=0.05)
 
 
+def test_slow_first_steps_beside_streams_are_not_believed_for_good() -> None:
+    fit, seconds = PromptTimeFit(), TRUE.chunk_s(64, 0)
+    for step in range(600):
+        fit.record_mixed(64, pairs_of(64, 0), 0.02, 0.02 + seconds * (3 if step < 16 else 1))
+    assert fit.latest is not None
+    assert fit.latest.chunk_s(64, 0) == pytest.approx(seconds, rel=0.1)
+
+
 def test_a_worker_with_more_compute_takes_less_of_all_parts() -> None:
     fit = PromptFit(1.0, 2.0, 3.0, -0.5)
     assert fit.faster(2.0) == PromptFit(0.5, 1.0, 1.5, -0.25)
