@@ -202,7 +202,7 @@ class PacedTraffic:
 
     def began(self, entry: Entry) -> None:
         """It is queued or started."""
-        if not entry.is_paced:
+        if not _is_paced(entry):
             self._others.add(entry)
 
     def ended(self, entry: Entry) -> None:
@@ -212,10 +212,15 @@ class PacedTraffic:
     def on_host(self, entry: Entry, prefill: PrefillCapacity, decode: DecodeCapacity) -> bool:
         """Whether a decode worker is to compute the prompt on all cores of its host, whichever prefill worker it is
         paired with."""
-        if not decode.hybrid or not entry.is_paced or self._others:
+        if not decode.hybrid or not _is_paced(entry) or self._others:
             return False
         peers = [load.host_peer for load in prefill.workers.values()]
         return all(peer is not None and peer.has_host for peer in peers)
+
+
+def _is_paced(entry: Entry) -> bool:
+    """Whether an engine orders its prompt and paces its stream, and it is served however late."""
+    return entry.due_s < float("inf") and entry.tpot_slo_s is not None and entry.ttft_slo_s is None
 
 
 def _speedup(load: DecodeLoad) -> float:

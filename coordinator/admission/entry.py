@@ -77,11 +77,6 @@ class Entry(Flight):
         return not self.resumed, -self.priority, self.number
 
     @property
-    def is_paced(self) -> bool:
-        """Whether an engine orders its prompt and paces its stream, and it is served however late."""
-        return self.due_s < float("inf") and self.tpot_slo_s is not None and self.ttft_slo_s is None
-
-    @property
     def waits(self) -> bool:
         """Whether it is still to be admitted."""
         return not self.started and self.number != GONE
