@@ -93,7 +93,7 @@ class CapacityAdmission:
         if admission is None:
             admission = self._models[model] = ModelAdmission(self._settings, self._registry.loads)
             admission.bounds_prefill = self._local_prefill != "always"
-            admission.decode.hybrid = self._hybrid
+            admission.hybrid = self._hybrid
             self._counts[model] = AdmissionCounts()
             self._set_workers(model, admission)
         return admission

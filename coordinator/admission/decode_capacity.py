@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from itertools import chain
 
 from coordinator.admission.entry import CLASSES, RANK, Entry
-from coordinator.admission.prefill_capacity import PrefillCapacity
 from coordinator.request.caller import PriorityClass
 from coordinator.workers.load import DecodeLoad, Flight
 from coordinator.workers.snapshot import WorkerKey
@@ -57,9 +56,6 @@ class DecodeCapacity:
         self._tpot_slo_s = tpot_slo_s
         self._headroom = headroom
         self._seen_s: dict[PriorityClass, float] = {}
-        self.hybrid = False
-        """Whether the pair policy gives prompts to decode workers, and streams to neutral workers that lean to prefill
-        where others have no room."""
 
     def set_workers(self, loads: Iterable[DecodeLoad], stand_ins: Iterable[DecodeLoad] = ()) -> None:
         """Replaces the set of workers. `stand_ins`, which lean to prefill, take what has a target and fits nowhere
@@ -188,39 +184,6 @@ class DecodeCapacity:
         if self._tpot_slo_s is not None and entry.tpot_slo_s not in kept:
             kept.append(self._tpot_slo_s)
         return min(kept, default=None)
-
-
-class PacedTraffic:
-    """Says which requests go to a host pair at once, because the engine there both orders their prompts and paces their
-    streams, and what waits here for that comes too late.
-
-    While there are others (without targets, or refused rather than served late) all wait here for their turns.
-    """
-
-    def __init__(self) -> None:
-        self._others: set[Entry] = set()
-
-    def began(self, entry: Entry) -> None:
-        """It is queued or started."""
-        if not _is_paced(entry):
-            self._others.add(entry)
-
-    def ended(self, entry: Entry) -> None:
-        """It is over. Idempotent."""
-        self._others.discard(entry)
-
-    def on_host(self, entry: Entry, prefill: PrefillCapacity, decode: DecodeCapacity) -> bool:
-        """Whether a decode worker is to compute the prompt on all cores of its host, whichever prefill worker it is
-        paired with."""
-        if not decode.hybrid or not _is_paced(entry) or self._others:
-            return False
-        peers = [load.host_peer for load in prefill.workers.values()]
-        return all(peer is not None and peer.has_host for peer in peers)
-
-
-def _is_paced(entry: Entry) -> bool:
-    """Whether an engine orders its prompt and paces its stream, and it is served however late."""
-    return entry.due_s < float("inf") and entry.tpot_slo_s is not None and entry.ttft_slo_s is None
 
 
 def _speedup(load: DecodeLoad) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from itertools import islice
 
-from coordinator.admission.decode_capacity import DecodeCapacity, PacedTraffic
+from coordinator.admission.decode_capacity import DecodeCapacity
 from coordinator.admission.entry import (
     GONE,
     OUTPUT_TOKEN_COST,
@@ -29,7 +29,7 @@ from coordinator.admission.forecast import (
     retry_after_s,
 )
 from coordinator.admission.offer_round import OfferRound
-from coordinator.admission.prefill_capacity import PrefillCapacity, PrefillPace
+from coordinator.admission.prefill_capacity import PacedTraffic, PrefillCapacity, PrefillPace
 from coordinator.admission.queue import AdmissionQueue
 from coordinator.admission.too_long import TooLong
 from coordinator.workers.load import DecodeLoad, PrefillLoad
@@ -63,6 +63,8 @@ class ModelAdmission:
         """Whether a pool has no worker, and some are started on demand: what comes waits for them."""
         self._others_may_fit = self._gives_way = False
         self._round = OfferRound(self.prefill, 0.0)
+        self.hybrid = False
+        """Whether the pair policy decides who computes prompts and who decodes."""
         self.pinned_decodes = 0
         """Decode workers that are not in the prefill capacity already, as those that lean both ways are."""
         self.bounds_prefill = True
@@ -84,7 +86,7 @@ class ModelAdmission:
         self.prefill.set_workers(loads.prefill[worker.key] for worker in snapshot.serving(model, "prefill"))
         self.decode.set_workers(
             (loads.decode[worker.key] for worker in snapshot.serving(model, "decode")),
-            (loads.decode[w.key] for w in snapshot.stand_ins(model, "decode")) if self.decode.hybrid else (),
+            (loads.decode[w.key] for w in snapshot.stand_ins(model, "decode")) if self.hybrid else (),
         )
         self.pinned_decodes = len(self.decode.workers.keys() - self.prefill.workers.keys())
 
@@ -159,8 +161,7 @@ class ModelAdmission:
 
     def routed(self, entry: Entry, prefill: WorkerKey, decode: WorkerKey | None, now: float) -> None:
         """An attempt was routed to these workers. A further attempt computes the prompt again."""
-        computed_here = entry.on_host or entry.prefill == prefill
-        if computed_here and entry.decode == decode and not entry.computed:
+        if (entry.on_host or entry.prefill == prefill) and entry.decode == decode and not entry.computed:
             return
         self._remove_flight(entry)
         entry.on_host &= not entry.computed
@@ -241,7 +242,7 @@ class ModelAdmission:
                 return False
             self._start(entry, None, None, now, queued)  # the request flow reports the missing workers
             return True
-        entry.on_host = self.bounds_prefill and self._traffic.on_host(entry, self.prefill, self.decode)
+        entry.on_host = self.hybrid and self.bounds_prefill and self._traffic.on_host(entry, self.prefill)
         prefill_load = None if entry.on_host else self.prefill.fit(entry, now)
         if prefill_load is None and self.bounds_prefill and not entry.on_host:
             self._hold("prefill", now)

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from coordinator.admission.entry import Entry
 from coordinator.workers.load import Flight, PrefillLoad
 from coordinator.workers.snapshot import WorkerKey
 
@@ -162,3 +163,36 @@ class PrefillCapacity:
         room = horizon / 2 if load.long else horizon
         too_late = max(0.0, load.late_tokens - horizon)  # sent in time: what is late beyond its own horizon
         return load.short_tokens + load.others + too_late + flight.uncached_tokens <= room
+
+
+class PacedTraffic:
+    """Says which requests go to a host pair at once, because the engine there both orders their prompts and paces their
+    streams, and what waits here for that comes too late.
+
+    While there are others (without targets, or refused rather than served late) all wait here for their turns.
+    """
+
+    def __init__(self) -> None:
+        self._others: set[Entry] = set()
+
+    def began(self, entry: Entry) -> None:
+        """It is queued or started."""
+        if not _is_paced(entry):
+            self._others.add(entry)
+
+    def ended(self, entry: Entry) -> None:
+        """It is over. Idempotent."""
+        self._others.discard(entry)
+
+    def on_host(self, entry: Entry, prefill: PrefillCapacity) -> bool:
+        """Whether a decode worker is to compute the prompt on all cores of its host, whichever prefill worker it is
+        paired with."""
+        if not _is_paced(entry) or self._others:
+            return False
+        peers = [load.host_peer for load in prefill.workers.values()]
+        return all(peer is not None and peer.has_host for peer in peers)
+
+
+def _is_paced(entry: Entry) -> bool:
+    """Whether an engine orders its prompt and paces its stream, and it is served however late."""
+    return entry.due_s < float("inf") and entry.tpot_slo_s is not None and entry.ttft_slo_s is None

@@ -165,7 +165,7 @@ class PromptPacing:
         if prompt_fit is None:
             return UNMEASURED_TOKENS
         self._step_s = decode_fit.step_s(running, context) / self.meter.decode_speed
-        mixed, left = self._mixes(), first.remaining
+        mixed, left = not self.separate, first.remaining
         fit = (self.meter.prompt_fit.beside if mixed else None) or prompt_fit
         fit = fit.faster(self.meter.prompt_speed)
         return self.clock.grant(

@@ -99,15 +99,19 @@ class TokenClock:
         """
         if step_s >= stream.tpot_s:
             return stream.last_s + min(2 * step_s, MAX_GAP_S)
-        m = self.margin.value
-        tokens = m * (stream.tokens + 1) + (1 - m) * self._answer_tokens
-        return min(stream.first_s + stream.tpot_s * tokens, stream.last_s + MAX_GAP_S)
+        due_s = stream.first_s + stream.tpot_s * self._tokens_due(stream)
+        return min(due_s, stream.last_s + MAX_GAP_S)
 
     def is_late(self, stream: StreamPace, now: float) -> bool:
         """Whether a stream's next token, which comes `now`, is later than its target has it, without the margin; of the
         first L ones, than it is due."""
-        m, tokens = self.margin.value, stream.tokens + 1
-        return now > stream.first_s + stream.tpot_s * max(tokens, m * tokens + (1 - m) * self._answer_tokens)
+        tokens = max(stream.tokens + 1, self._tokens_due(stream))
+        return now > stream.first_s + stream.tpot_s * tokens
+
+    def _tokens_due(self, stream: StreamPace) -> float:
+        """In how many times its target a stream's next token is due after its first one: m k + (1 - m) L."""
+        m = self.margin.value
+        return m * (stream.tokens + 1) + (1 - m) * self._answer_tokens
 
     def grant(
         self,

@@ -47,7 +47,7 @@ class AdmittedRequests:
     ) -> None:
         self._admission, self._settings = ModelAdmission(settings, workers.registry.loads), settings
         self._admission.bounds_prefill = not cluster.colocated
-        self._admission.decode.hybrid = self._hybrid = cluster.hybrid
+        self._admission.hybrid = self._hybrid = cluster.hybrid
         self._targets = cluster.targets or ServiceTargets(ttft_s=settings.ttft_slo_s)
         self._on_demand = cluster.on_demand
         self._workers, self._events = workers, events

@@ -70,3 +70,10 @@ def admission(
     made = ModelAdmission(AdmissionConfig(**settings), loads or LoadLedger.of(workers))
     made.set_workers(PoolSnapshot(workers), MODEL.name)
     return made
+
+
+def finish(model: ModelAdmission, one: Entry, now: float) -> None:
+    """A request has its only token, and is over."""
+    model.sent(one, 1, now)
+    model.decoded(one)
+    model.ended(one)

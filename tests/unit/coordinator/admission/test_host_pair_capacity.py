@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.admission.entry import Entry
 from coordinator.admission.model_admission import ModelAdmission
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.snapshot import PoolName, Worker
 from splitserve.v1 import registry_pb2
-from tests.support.clients.admission_parts import admission, entry, load, worker
+from tests.support.clients.admission_parts import admission, entry, finish, load, worker
 
 FIT = registry_pb2.DecodeStepFit(base_ms=10, sequence_ms=10)
 """Four streams are what a target of 50 ms allows."""
@@ -25,14 +24,8 @@ def on_host(name: str, pool: PoolName, slots: int = 64, **report: object) -> Wor
 def host_pair(slots: int = 64, *, hybrid: bool = True, **settings: object) -> ModelAdmission:
     workers = on_host("p0", "prefill"), on_host("d0", "decode", slots, step_fit=FIT)
     model = admission(workers, LoadLedger.of(workers), prefill_horizon_s=0.1, **settings)
-    model.decode.hybrid = hybrid
+    model.hybrid = hybrid
     return model
-
-
-def finish(model: ModelAdmission, one: Entry, now: float) -> None:
-    model.sent(one, 1, now)
-    model.decoded(one)
-    model.ended(one)
 
 
 def test_prompts_with_targets_start_at_once() -> None:
@@ -98,7 +91,7 @@ def test_a_prefill_worker_beside_the_pair_is_sent_what_it_computes() -> None:
     )
     loads = LoadLedger.of(workers)
     model = admission(workers, loads)
-    model.decode.hybrid = True
+    model.hybrid = True
     assert loads.decode["d0", 1].has_host
     assert [model.arrive(entry(**TARGETS), 0.0).started for _ in range(5)] == [True] * 4 + [False]
 

@@ -17,7 +17,7 @@ from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.snapshot import CircuitStatus, PoolSnapshot
 from splitserve.config.coordinator import AdmissionConfig
 from splitserve.v1 import registry_pb2
-from tests.support.clients.admission_parts import MODEL, admission, entry, worker
+from tests.support.clients.admission_parts import MODEL, admission, entry, finish, worker
 
 
 def small(slots: int = 2, **settings: object) -> ModelAdmission:
@@ -27,12 +27,6 @@ def small(slots: int = 2, **settings: object) -> ModelAdmission:
 def refused_after(seconds: float) -> dict[str, float]:
     """Of a request that comes at 0."""
     return {"due_s": seconds, "ttft_slo_s": seconds}
-
-
-def finish(model: ModelAdmission, one: Entry, now: float) -> None:
-    model.sent(one, 1, now)
-    model.decoded(one)
-    model.ended(one)
 
 
 def test_an_idle_cluster_starts_at_once_and_a_freed_slot_starts_the_next() -> None:
