@@ -203,6 +203,10 @@ def main(arguments: Sequence[str]) -> None:
     """Measures, and prints a table or one JSON object."""
     parser = argparse.ArgumentParser(prog="python -m bench.engine.pacing")
     parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument(
+        "--random-weights", action="store_true", help="--model is a folder with a config.json"
+    )
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--answer", type=int, default=64, help="tokens of an answer")
@@ -229,16 +233,23 @@ def main(arguments: Sequence[str]) -> None:
         options.seconds,
     )
     machine = this_machine()
+
+    def engine(meter: StepMeter | None = None) -> EngineCore:
+        return engine_of(
+            options.model,
+            options.threads,
+            meter=meter,
+            device=options.device,
+            random_weights=options.random_weights,
+        )
+
     if options.misjudged:
-        cores = {
-            factor: engine_of(options.model, options.threads, meter=misjudging_meter(factor))
-            for factor in options.misjudged
-        }
+        cores = {factor: engine(misjudging_meter(factor)) for factor in options.misjudged}
         rows = misjudged_rows(
             options.turns, cores, lambda core, turn: PacedTurn(core, load, True, turn).run()
         )
     else:
-        core = engine_of(options.model, options.threads)
+        core = engine()
         rows = medians_of_turns(
             options.turns, lambda turn, targets: PacedTurn(core, load, targets, turn).run()
         )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.engine.processes.random_model import random_runner
 from bench.machine import Machine, report
 from engine.core.engine_core import EngineCore
 from engine.core.model_runner import warm_up
@@ -21,30 +22,45 @@ from engine.core.types import SamplingParams
 from engine.runner.torch_runner import build_torch_runner
 from splitserve.config.engine import EngineConfig
 from splitserve.models.hf_tokenizer import load_tokenizer
-from splitserve.models.sources import resolve_model
+from splitserve.models.sources import SIMULATED, resolve_model
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 GREEDY = SamplingParams(temperature=0.0)
 TOKENS = range(1000, 30_000)
+KV_BYTES = {"cpu": 2**30, "cuda": 2**32}
 
 
 def engine_of(
-    model: str, threads: int, core_exchange: Path | None = None, *, meter: StepMeter | None = None
+    model: str,
+    threads: int,
+    core_exchange: Path | None = None,
+    *,
+    meter: StepMeter | None = None,
+    device: str = "cpu",
+    random_weights: bool = False,
 ) -> EngineCore:
-    """A warm engine on this many cores, without a prefix cache."""
+    """A warm engine on this many cores, without a prefix cache. `random_weights`: `model` is a folder with a
+    `config.json`, and no text is made of tokens."""
     config = EngineConfig(
         dtype="bfloat16",
+        device=device,
         threads=threads,
-        kv_memory_bytes=2**30,
+        kv_memory_bytes=KV_BYTES["cpu" if device == "cpu" else "cuda"],
         prefix_cache=False,
         core_exchange=core_exchange,
     )
-    source = resolve_model(model)
-    runner = build_torch_runner(config, source, lambda _fraction: None)
+    if random_weights:
+        runner, tokenizer = random_runner(model, config), SIMULATED
+    else:
+        source = resolve_model(model)
+        runner, tokenizer = (
+            build_torch_runner(config, source, lambda _fraction: None),
+            source.tokenizer_source,
+        )
     warm_up(runner, None)
-    return EngineCore(runner, config, load_tokenizer(source.tokenizer_source), meter=meter)
+    return EngineCore(runner, config, load_tokenizer(tokenizer), meter=meter)
 
 
 def medians_of_turns(turns: int, run: Callable[[int, bool], DataclassInstance]) -> list[dict[str, Any]]:

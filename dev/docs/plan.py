@@ -214,7 +214,7 @@ SHORT: Mapping[str, str] = {
     ),
     "python -m bench.engine.growth": "python -m bench.engine.growth --json",
     "python -m bench.engine.attention": ("python -m bench.engine.attention --case 2x128 --turns 2 --json"),
-    "python -m bench.engine.elementwise": "python -m bench.engine.elementwise --turns 1 --json || test $? -eq 2",
+    "python -m bench.engine.cuda_steps": "python -m bench.engine.cuda_steps --turns 1 --json || test $? -eq 2",
     "python -m bench.engine.pacing": "python -m bench.engine.pacing --turns 1 --seconds 6 --every 1 --answer 16 --json",
     "python -m bench.engine.lending": "python -m bench.engine.lending --turns 1 --prompts 1 --streams 1 --json",
     "python -m bench.engine.speculation": (

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from engine.backends.cuda.forward import CudaForward
+from engine.backends.cuda.staging import PlacedStep, StepSize
+from engine.backends.cuda.step_graphs import CudaStepGraphs
 from engine.core.types import SamplingParams
 from engine.model.sibling_linears import PackedSlice
 from engine.runner.torch_runner import TorchRunner
@@ -56,7 +58,7 @@ def cuda_runner(folder: Path, family: str, dtype: str = "float32", **settings: i
     return runner
 
 
-def graph_sizes(runner: TorchRunner) -> list[int]:
+def graph_sizes(runner: TorchRunner) -> list[StepSize]:
     assert isinstance(runner._forward, CudaForward)
     return runner._forward.graph_sizes
 
@@ -91,7 +93,9 @@ def test_replayed_steps_equal_eager_ones(folder: Path, family: str) -> None:
     """Batches of every size up to the largest, with and without rows to fill up."""
     eager = cuda_runner(folder, family, cuda_graphs="off")
     replayed = cuda_runner(folder, family, max_running_requests=18)
-    assert graph_sizes(replayed) == [1, 2, 4, 8, 16, 32]
+    sizes = graph_sizes(replayed)
+    assert [size.decodes for size in sizes if not size.tokens] == [1, 2, 4, 8, 16, 32]
+    assert {size.decodes for size in sizes if size.tokens} == {0, 16, 64}
     for rows in (1, 2, 3, 7, 16, 18):
         prompts = [prompt_of(5 + index, seed=rows) for index in range(rows)]
         answers = [
@@ -99,6 +103,30 @@ def test_replayed_steps_equal_eager_ones(folder: Path, family: str) -> None:
             for runner in (eager, replayed)
         ]
         assert answers[0] == answers[1], f"{rows} rows"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+def test_replayed_chunks_equal_eager_ones(folder: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of several lengths, alone and beside rows that decode; every step of them has a graph."""
+    eager, replayed = (cuda_runner(folder, family, cuda_graphs=graphs) for graphs in ("off", "auto"))
+    found: list[bool] = []
+    replay = CudaStepGraphs.logits
+
+    def seen(graphs: CudaStepGraphs, step: PlacedStep) -> torch.Tensor | None:
+        logits = replay(graphs, step)
+        found.append(logits is not None)
+        return logits
+
+    monkeypatch.setattr(CudaStepGraphs, "logits", seen)
+    for chunk, stagger in ((5, 0), (BLOCK + 1, 1), (33, 2), (CONTEXT, 1)):
+        prompts = [prompt_of(length, seed=chunk) for length in LENGTHS]
+        answers = [
+            tokens_of(drive(runner, make_sequences(prompts, 6, stagger=stagger), 6, chunk))
+            for runner in (eager, replayed)
+        ]
+        assert answers[0] == answers[1], f"chunks of {chunk}"
+    assert found
+    assert all(found)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

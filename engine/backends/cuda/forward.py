@@ -1,6 +1,6 @@
 """One step of the model on a CUDA device, from scheduled sequences to logits.
 
-Nothing here waits for the device: inputs are copied from pinned memory, and a step that only decodes replays a graph.
+Nothing here waits for the device: inputs are copied from pinned memory, and a step of few tokens replays a graph.
 The host computes the step's grammar masks meanwhile, until it asks for the tokens.
 """
 
@@ -12,14 +12,16 @@ from typing import Protocol
 import torch
 
 from engine.backends.cuda.block_table import DeviceBlockTable
-from engine.backends.cuda.decode_graphs import CudaDecodeGraphs
-from engine.backends.cuda.staging import Staging, StepInputs
+from engine.backends.cuda.staging import Staging, StepInputs, StepSize
+from engine.backends.cuda.step_graphs import CudaStepGraphs
 from engine.backends.cuda.waiting import DeviceEvent, wait_for
 from engine.backends.interface import Forward, StepLogits, flatten
+from engine.core.model_runner import DEFAULT_STEP_TOKENS
 from engine.core.types import ScheduledSequence
 from engine.model.attention_interface import AttentionBackend
 from engine.model.loaded_model import LoadedModel
 from engine.speculation.settings import max_decode_rows
+from kv_transfer.transports.transport import VRAM
 from splitserve.config.engine import EngineConfig
 from splitserve.generation.kv_blocks import blocks_for
 
@@ -49,15 +51,17 @@ class CudaForward(Forward):
         )
         self._staging = Staging(FIRST_CAPACITY, model.device)
         self._poll: Callable[[], None] | None = None
-        self._graphs: CudaDecodeGraphs | None = None
+        self._graphs: CudaStepGraphs | None = None
+        self._graphs_measured = False
         model.context.backend = backend
         self._captures = config.cuda_graphs == "auto" and model.device.type == "cuda"
         self._max_rows = max_decode_rows(config)
+        self._max_tokens = config.max_step_tokens or DEFAULT_STEP_TOKENS[VRAM]
         self.take_memory_back()
 
     @property
-    def graph_sizes(self) -> list[int]:
-        """Batch sizes that have a CUDA graph."""
+    def graph_sizes(self) -> list[StepSize]:
+        """Sizes of steps that have a CUDA graph."""
         return self._graphs.captured if self._graphs is not None else []
 
     def forget_kv(self) -> None:
@@ -67,18 +71,19 @@ class CudaForward(Forward):
     def take_memory_back(self) -> None:
         """See `Forward.take_memory_back`. Captures the graphs."""
         if self._captures:
-            self._graphs = CudaDecodeGraphs(self._every_row, self._device, self._max_rows, self._table)
+            sizes = self._max_rows, self._max_tokens
+            graphs = CudaStepGraphs(
+                self._compute, self._device, *sizes, self._table, measured=self._graphs_measured
+            )
+            self._graphs, self._max_tokens, self._graphs_measured = graphs, graphs.chunk_tokens, True
 
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
         """See `Forward.logits`."""
         flat = flatten(batch)
         step = self._table.place(flat)
-        logits = None
-        if self._graphs is not None and flat.decode_only:
-            logits = self._graphs.logits(step)
+        logits = self._graphs.logits(step) if self._graphs is not None else None
         if logits is None:
-            inputs = self._staging.stage(step)
-            logits = self._compute(inputs, inputs.sample_rows)
+            logits = self._compute(self._staging.stage(step))
         argmax = AsyncArgmax(logits, self._poll) if flat.sample_order else None
         return StepLogits(logits, flat.sample_order, argmax)
 
@@ -93,11 +98,8 @@ class CudaForward(Forward):
         """See `Forward.poll_while_computing`."""
         self._poll = poll
 
-    def _every_row(self, inputs: StepInputs) -> torch.Tensor:
-        return self._compute(inputs, 0)
-
-    def _compute(self, inputs: StepInputs, keep: torch.Tensor | int) -> torch.Tensor:
-        """Logits `[kept, vocabulary]` of the rows in `keep`, int64 `[kept]`; of all rows for 0."""
+    def _compute(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits `[samples, vocabulary]` of the rows in `sample_rows`."""
         self._backend.inputs = inputs
         # Only sampled rows go through the output layer. This is left to the model's own forward pass, because some
         # families scale or cap logits there.
@@ -105,7 +107,7 @@ class CudaForward(Forward):
             input_ids=inputs.token_ids,
             position_ids=inputs.positions,
             use_cache=False,
-            logits_to_keep=keep,
+            logits_to_keep=inputs.sample_rows,
         ).logits[0]
         self._backend.inputs = None
         return logits

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,19 @@ ALIGNED = 2
 """Each array begins at a multiple of this many numbers (16 bytes): Triton compiles kernels anew for any other."""
 NOWHERE = -1
 """The slot of a padded row: its KV is not written, so no block is needed for it."""
+
+
+class StepSize(NamedTuple):
+    """What a step is padded to: rows that decode, and `chunks` chunks of prompts with `tokens` tokens in all."""
+
+    decodes: int
+    tokens: int = 0
+    chunks: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Tokens of the whole step."""
+        return self.decodes + self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +48,44 @@ class PlacedStep:
     table_starts: Ints
     tables: torch.Tensor
 
-    def padded(self, rows: int) -> PlacedStep:
-        """A decode-only step extended to `rows` rows; the new ones read no KV and write none."""
-        flat, more = self.flat, rows - self.flat.num_decode
+    def padded(self, size: StepSize) -> PlacedStep:
+        """The step extended to a size: new rows behind those that decode and behind the chunks, new chunks of no token.
 
-        def pad(array: Ints, value: int = 0) -> Ints:
-            return np.concatenate([array, np.full(more, value, np.int64)])
+        They read no KV and write none. `sample_rows` gets an entry for every sequence; the new ones name any row.
+        """
+        flat = self.flat
+        decodes, rows, sequences = flat.num_decode, len(flat.token_ids), len(flat.contexts)
+        more = size.decodes - decodes
+        ends = flat.query_starts[decodes + 1 :] + more
+        starts = np.concatenate([np.arange(size.decodes + 1), ends])
+        sampled = flat.sample_rows + more * (flat.sample_rows >= decodes)
+        count = size.decodes + size.chunks
+
+        def by_row(array: Ints, value: int = 0) -> Ints:
+            return _parted(array, decodes, more, size.rows - rows - more, value)
+
+        def by_sequence(array: Ints) -> Ints:
+            return _parted(array, decodes, more, count - sequences - more)
 
         longer = replace(
             flat,
-            token_ids=pad(flat.token_ids),
-            positions=pad(flat.positions),
-            contexts=pad(flat.contexts),
-            query_starts=np.arange(rows + 1),
-            num_decode=rows,
+            token_ids=by_row(flat.token_ids),
+            positions=by_row(flat.positions),
+            contexts=by_sequence(flat.contexts),
+            query_starts=_parted(starts, len(starts), 0, count + 1 - len(starts), int(starts[-1])),
+            sample_rows=_parted(sampled, len(sampled), 0, count - len(sampled)),
+            num_decode=size.decodes,
+            num_prefill=size.chunks,
+            longest_chunk=size.tokens,
         )
-        return PlacedStep(longer, pad(self.slots, NOWHERE), pad(self.table_starts), self.tables)
+        table_starts = by_sequence(self.table_starts)
+        return PlacedStep(longer, by_row(self.slots, NOWHERE), table_starts, self.tables)
+
+
+def _parted(array: Ints, place: int, inside: int, behind: int, value: int = 0) -> Ints:
+    """The array with `inside` more elements at `place` and `behind` more at its end."""
+    more = np.full(inside + behind, value, np.int64)
+    return np.concatenate([array[:place], more[:inside], array[place:], more[inside:]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +154,8 @@ class Upload:
 
 
 class Staging:
-    """Sends steps to the device. Those of as many tokens and sequences have the same addresses there, `sample_rows`
-    excepted, as long as `capacity` numbers hold them."""
+    """Sends steps to the device. Those of as many tokens, sequences and samples have the same addresses there, as long
+    as `capacity` numbers hold them."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._upload = Upload(capacity, device)
@@ -134,7 +170,7 @@ class Staging:
             flat.contexts,
             flat.query_starts,
             step.table_starts,
+            flat.sample_rows,
         ]
-        # The array whose size changes from step to step comes last, so that the others keep their addresses.
-        token_ids, positions, *rest = self._upload.send([*arrays, flat.sample_rows])
+        token_ids, positions, *rest = self._upload.send(arrays)
         return StepInputs(flat, step.tables, token_ids.unsqueeze(0), positions.unsqueeze(0), *rest)

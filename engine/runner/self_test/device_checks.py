@@ -78,9 +78,9 @@ def engine_checks(
         make = paged_attention
         checks.append(("attention", partial(check_attention, make, shape, kinds, device)))
         if config.cuda_graphs == "auto" and device.type == "cuda":
-            from engine.backends.cuda.decode_graphs import CudaDecodeGraphs
+            from engine.backends.cuda.step_graphs import CudaStepGraphs
 
-            checks.append(("graphs", partial(check_graphs, CudaDecodeGraphs, make, shape, kinds[0], device)))
+            checks.append(("graphs", partial(check_graphs, CudaStepGraphs, make, shape, kinds[0], device)))
     if config.device_sampling == "auto":
         checks.append(("sampling", partial(check_sampling, vocabulary, shape.dtype, device)))
     return checks

@@ -1,4 +1,4 @@
-"""Replayed decode steps against the same steps computed one operation after the other."""
+"""Replayed steps against the same steps computed one operation after the other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.cuda.forward import PagedAttention
-from engine.backends.cuda.staging import PlacedStep, Staging, StepInputs
+from engine.backends.cuda.staging import PlacedStep, Staging, StepInputs, StepSize
 from engine.backends.interface import flatten
 from engine.core.types import SamplingParams, ScheduledSequence
 from engine.kv_cache.memory import DTYPES, KvCacheMemory
@@ -19,70 +19,92 @@ from engine.runner.self_test.attention_check import LAYERS, KvShape, MakeAttenti
 from engine.runner.self_test.verdict import WrongResultError
 
 MAX_ROWS = 4
+MAX_CHUNKS = 2
 MAX_BLOCKS = 5
-STEPS = 6
+STEPS = ((1, 0), (2, 1), (3, 0), (4, 2), (0, 1), (2, 0))
+"""Of each step, sequences that decode and chunks of prompts."""
+CHUNK_TOKENS = 3
 VOCABULARY = 64
 
 
 class ReplayedSteps(Protocol):
-    """What `engine.backends.cuda.decode_graphs.CudaDecodeGraphs` is to the check."""
+    """What `engine.backends.cuda.step_graphs.CudaStepGraphs` is to the check."""
 
     @property
-    def captured(self) -> list[int]:
+    def captured(self) -> list[StepSize]:
         """Sizes that have a graph."""
 
     def logits(self, step: PlacedStep) -> torch.Tensor | None:
-        """Logits of the sampled rows of a decode-only step."""
+        """Logits of the sampled rows of a step."""
 
 
 Compute = Callable[[StepInputs], torch.Tensor]
-Capture = Callable[[Compute, torch.device, int, DeviceBlockTable], ReplayedSteps]
-"""From a computation, device, most rows and the block table to its captured steps."""
+Capture = Callable[[Compute, torch.device, int, int, DeviceBlockTable], ReplayedSteps]
+"""From a computation, device, most rows that decode, most tokens of chunks and the block table to its captured
+steps."""
 
 
 def check_graphs(
     capture: Capture, make: MakeAttention, shape: KvShape, kind: AttentionKind, device: torch.device
 ) -> None:
-    """Sequences of different lengths decode a few tokens, in batches that do and do not fill a graph.
+    """Sequences of different lengths decode a few tokens, in batches that do and do not fill a graph, some of them
+    beside chunks of prompts.
 
     Logits must be close, and the KV written exactly that of the eager steps, whose block tables are sent anew each
     time: padded rows write nothing. Raises WrongResultError.
     """
-    pools = [shape.pool(MAX_ROWS * MAX_BLOCKS, device) for _ in range(2)]
+    sequences = MAX_ROWS + MAX_CHUNKS
+    pools = [shape.pool(sequences * MAX_BLOCKS, device) for _ in range(2)]
     model = _OneLayer(shape, kind, device)
-    kept, anew = (DeviceBlockTable(MAX_ROWS, MAX_BLOCKS, shape.block_size, device) for _ in range(2))
-    replayed = capture(model.over(make(pools[0]), pools[0]), device, MAX_ROWS, kept)
+    kept, anew = (DeviceBlockTable(sequences, MAX_BLOCKS, shape.block_size, device) for _ in range(2))
+    most = MAX_ROWS, MAX_CHUNKS * CHUNK_TOKENS
+    replayed = capture(model.over(make(pools[0]), pools[0]), device, *most, kept)
     if not replayed.captured:
         raise WrongResultError("nothing could be captured; engine.cuda_graphs_off in the log says why")
     eager, staging = model.over(make(pools[1]), pools[1]), Staging(8, device)
-    for step in range(STEPS):
-        flat = flatten(_decoding(step, shape.block_size))
+    for step in range(len(STEPS)):
+        flat = flatten(_batch(step, shape.block_size))
+        what = f"{flat.num_decode} rows" + (f" and {flat.num_prefill} chunks" if flat.num_prefill else "")
         found = replayed.logits(kept.place(flat))
         if found is None:
-            raise WrongResultError(f"no graph for {flat.num_decode} rows")
+            raise WrongResultError(f"no graph for {what}")
         nameless = [sequence._replace(table_id=0) for sequence in flat.sequences]
         expected = eager(staging.stage(anew.place(flatten(nameless))))
-        require_close(found, expected.cpu(), shape.dtype, f"step {step} of {flat.num_decode} rows")
+        require_close(found, expected.cpu(), shape.dtype, f"step {step} of {what}")
     if not torch.equal(pools[0].bytes, pools[1].bytes):
         raise WrongResultError("replayed steps wrote other KV than eager ones")
 
 
-def _decoding(step: int, block_size: int) -> list[ScheduledSequence]:
-    """1 to 4 sequences, each further by one token with every step, and so across the end of a block."""
-    rows = 1 + step % MAX_ROWS
+def _batch(step: int, block_size: int) -> list[ScheduledSequence]:
+    """Sequences that decode, each further by one token with every step, and so across the end of a block;
+    some rows have no logits. Chunks go on from step to step."""
+    rows, chunks = STEPS[step]
     batch = []
-    for row in range(rows):
-        computed = row * block_size + block_size - STEPS // 2 + step
-        tokens = [(1 + 7 * place + row + step) % VOCABULARY for place in range(computed + 1)]
-        blocks = [MAX_BLOCKS * row + number for number in range(MAX_BLOCKS)]
+    for number in [*range(rows), *range(MAX_ROWS, MAX_ROWS + chunks)]:
+        new = 1 if number < MAX_ROWS else CHUNK_TOKENS
+        computed = step * new
+        if number < MAX_ROWS:
+            computed += number * block_size + block_size - len(STEPS) // 2
+        tokens = [(1 + 7 * place + number + step) % VOCABULARY for place in range(computed + new)]
+        blocks = [MAX_BLOCKS * number + block for block in range(MAX_BLOCKS)]
         batch.append(
-            ScheduledSequence("", tokens, 1, computed, 1, blocks, True, SamplingParams(), table_id=row + 1)
+            ScheduledSequence(
+                "",
+                tokens,
+                1,
+                computed,
+                new,
+                blocks,
+                step + number != 3,
+                SamplingParams(),
+                table_id=number + 1,
+            )
         )
     return batch
 
 
 class _OneLayer:
-    """A model of one attention layer: token ids to query, key and value, and the output to logits."""
+    """A model of one attention layer: token ids to query, key and value, and the output of sampled rows to logits."""
 
     def __init__(self, shape: KvShape, kind: AttentionKind, device: torch.device) -> None:
         numbers = torch.Generator().manual_seed(3)
@@ -107,5 +129,5 @@ class _OneLayer:
         backend.inputs = inputs
         layer = LayerState(LAYERS - 1, AttentionContext(), self._kind.window, True)
         attended = backend.attend(layer, query, key, value, self._shape.head_dim**-0.5, self._kind.softcap)
-        logits: torch.Tensor = attended.flatten(1).float() @ self._output
+        logits: torch.Tensor = attended.flatten(1)[inputs.sample_rows].float() @ self._output
         return logits

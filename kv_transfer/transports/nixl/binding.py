@@ -20,7 +20,8 @@ to post over TCP and takes 0.05 ms over shared memory. Segments are marked for r
 killed process leaves none. Without a common IPC namespace UCX falls back to TCP.
 
 For memory of a device there is no progress thread (ai-dynamo/nixl#2102): the engine's thread polls instead, also while
-it waits for a step.
+it waits for a step. And UCX keeps no mapping of a peer's device memory between writes, as it does by default until its
+process ends (openucx/ucx#11753): a peer that has gone, or sleeps, would not give its memory back to the device.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ PROGRESS_SLEEP_US = 10_000
 _PACKAGES = ("nixl_cu13", "nixl")
 _BACKEND = "UCX"
 _SHARED_MEMORY_VARIABLE = "UCX_SYSV_ERROR_HANDLING"
+_KEPT_MAPPINGS_VARIABLE = "UCX_CUDA_IPC_CACHE"
 
 
 class PeerLostError(TransferError):
@@ -74,8 +76,9 @@ def load_nixl() -> ModuleType:
 class NixlAgent:
     """One NIXL agent with the UCX backend. Every method raises TransferError if NIXL reports an error."""
 
-    def __init__(self, agent_id: str, *, progress_thread: bool = True) -> None:
-        """Without a progress thread NIXL makes progress only in `check` and `notifications`."""
+    def __init__(self, agent_id: str, *, progress_thread: bool = True, device_memory: bool = False) -> None:
+        """Without a progress thread NIXL makes progress only in `check` and `notifications`. `device_memory`: whether
+        memory of a device will be registered."""
         nixl = load_nixl()
         self._nixl: Any = nixl
         self._errors = tuple(
@@ -86,7 +89,10 @@ class NixlAgent:
         config.useProgThread = progress_thread
         if progress_thread:
             config.pthrDelay = PROGRESS_SLEEP_US
-        os.environ.setdefault(_SHARED_MEMORY_VARIABLE, "y")  # UCX reads it when the backend is created
+        # UCX reads these when the backend is created; where it uses no device it warns of the second.
+        os.environ.setdefault(_SHARED_MEMORY_VARIABLE, "y")
+        if device_memory:
+            os.environ.setdefault(_KEPT_MAPPINGS_VARIABLE, "n")
         try:
             self._agent: Any = nixl.nixlAgent(agent_id, config)
             self._agent.createBackend(_BACKEND, {})

@@ -140,8 +140,9 @@ class NixlTransport(Transport):
         return self._endpoint
 
     def _new_agent(self, memory: KvMemoryRegion) -> NixlAgent:
-        wanted = memory.memory_kind == DRAM if self._progress_thread is None else self._progress_thread
-        self._agent = NixlAgent(self._agent_id, progress_thread=wanted)
+        on_device = memory.memory_kind != DRAM
+        wanted = not on_device if self._progress_thread is None else self._progress_thread
+        self._agent = NixlAgent(self._agent_id, progress_thread=wanted, device_memory=on_device)
         return self._agent
 
     def connect(self, endpoint: TransferEndpoint) -> None:

@@ -39,9 +39,9 @@ def triton_kernels() -> MakeAttention:
 def capture() -> Capture:
     if not ON_GPU:
         return PlainGraphs
-    from engine.backends.cuda.decode_graphs import CudaDecodeGraphs
+    from engine.backends.cuda.step_graphs import CudaStepGraphs
 
-    return CudaDecodeGraphs
+    return CudaStepGraphs
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "int8")])

@@ -9,15 +9,23 @@ from typing import Literal
 import torch
 
 from engine.backends.cuda.block_table import DeviceBlockTable
-from engine.backends.cuda.decode_graphs import bucket_sizes
-from engine.backends.cuda.staging import NOWHERE, PlacedStep, Staging, StepInputs
+from engine.backends.cuda.staging import NOWHERE, PlacedStep, Staging, StepInputs, StepSize
+from engine.backends.cuda.step_graphs import MAX_CHUNKS, bucket_sizes
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.attention_interface import LayerState
 from engine.model.probe import AttentionKind
 from engine.runner.self_test.attention_check import reference
 
 KernelFault = Literal["none", "no window", "no soft cap", "next slot", "nan", "one key too many", "raises"]
-GraphFault = Literal["none", "nothing captured", "stale", "padded rows write", "too small", "old table"]
+GraphFault = Literal[
+    "none",
+    "nothing captured",
+    "stale",
+    "padded rows write",
+    "padded chunks write",
+    "too small",
+    "old table",
+]
 UNUSED_SLOT = 20
 """In a block that the check's sequences have and never reach."""
 
@@ -43,8 +51,9 @@ class PlainAttention:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
         flat, size = self.inputs.flat, self._pool.layout.block_size_tokens
         kv = torch.stack((key, value))
-        slots = [slot for slot in self.inputs.slots.tolist() if slot != NOWHERE]
-        for row, slot in enumerate(slots):
+        for row, slot in enumerate(self.inputs.slots.tolist()):
+            if slot == NOWHERE:
+                continue
             place = (slot + (self._fault == "next slot")) % (size * self._pool.num_blocks)
             self._pool.tensor[place // size, layer.index, :, :, place % size] = kv[:, :, row]
         window = None if self._fault == "no window" else layer.window
@@ -73,30 +82,35 @@ class PlainGraphs:
         compute: Callable[[StepInputs], torch.Tensor],
         device: torch.device,
         max_rows: int,
+        max_tokens: int,
         table: DeviceBlockTable,
         fault: GraphFault = "none",
     ) -> None:
         self._compute, self._fault = compute, fault
         self._staging = Staging(8, device)
-        self._sizes = bucket_sizes(max_rows)
+        self._sizes, self._max_tokens = bucket_sizes(max_rows), max_tokens
         self._last: torch.Tensor | None = None
         self._old: torch.Tensor | None = None
 
     @property
-    def captured(self) -> list[int]:
-        return [] if self._fault == "nothing captured" else self._sizes
+    def captured(self) -> list[StepSize]:
+        return [] if self._fault == "nothing captured" else [StepSize(size) for size in self._sizes]
 
     def logits(self, step: PlacedStep) -> torch.Tensor | None:
-        rows = step.flat.num_decode
+        rows, chunks = step.flat.num_decode, step.flat.num_prefill
         if self._fault == "too small" and rows > 2:
             return None
         if self._fault == "old table":
             self._old = step.tables.clone() if self._old is None else self._old
             step = replace(step, tables=self._old)
-        padded = step.padded(next(size for size in self._sizes if size >= rows))
+        decodes = next(size for size in self._sizes if size >= rows)
+        of_chunks = (self._max_tokens, MAX_CHUNKS) if chunks else (0, 0)
+        padded = step.padded(StepSize(decodes, *of_chunks))
         if self._fault == "padded rows write":
-            padded.slots[rows:] = UNUSED_SLOT
+            padded.slots[rows:decodes] = UNUSED_SLOT
+        if self._fault == "padded chunks write" and chunks:
+            padded.slots[decodes + len(step.flat.token_ids) - rows :] = UNUSED_SLOT
         logits = self._compute(self._staging.stage(padded))
         if self._fault == "stale":
             logits, self._last = (logits if self._last is None else self._last), logits
-        return logits[:rows]
+        return logits[: len(step.flat.sample_order)]

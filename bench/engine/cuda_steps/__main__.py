@@ -1,11 +1,12 @@
-"""A model's elementwise operations in fused kernels against its own: `python -m bench.engine.elementwise [--json]`.
+"""Steps with fused elementwise kernels, or CUDA graphs, and without: `python -m bench.engine.cuda_steps [--json]`.
 
-Needs a CUDA device with 50 GB; under a minute. Two copies of a model of llama-3.1-8b's shapes with random weights,
-whose sibling linear layers are packed: one with the fused kernels, one without, attention by the same kernels. Whole
-steps of both in turns (A B B A ...), decode steps as CUDA graphs. Of each case:
+Needs a CUDA device with 50 GB; under a minute. A model of llama-3.1-8b's shapes with random weights, whose sibling
+linear layers are packed. `--without fused` takes two copies of it, one with the fused kernels and one without; both
+have attention by the same kernels, and graphs. `--without graphs` takes one, whose steps are replayed or not. Whole
+steps of both in turns (A B B A ...). Of each case:
 
-* fused_ms, plain_ms: medians of a step over all turns;
-* ratio: the median over the turns of plain_ms / fused_ms of the same turn.
+* with_ms, without_ms: medians of a step over all turns;
+* ratio: the median over the turns of without_ms / with_ms of the same turn.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from functools import partial
 
 import torch
 
-from bench.engine.elementwise.cases import (
+from bench.engine.cuda_steps.cases import (
     BLOCK,
-    ElementwiseRow,
     StepCase,
+    StepRow,
     parse_case,
     prompts_of,
     row_of,
@@ -31,6 +32,7 @@ from bench.engine.elementwise.cases import (
 from bench.engine.processes.random_model import random_model
 from bench.engine.turns import show
 from bench.machine import this_machine
+from engine.backends.cuda.staging import StepSize
 from engine.model.loaded_model import LoadedModel
 from engine.model.sibling_linears import PackedSlice
 from engine.runner.device import choose_device
@@ -40,15 +42,26 @@ from splitserve.errors import ConfigError, UnavailableError
 from splitserve.logs import configure_logging
 
 MODEL = "bench/random_models/llama-3.1-8b"
-CASES = ("decode:1x1024", "decode:32x1024", "prefill:128", "prefill:512", "prefill:2048")
+CASES = {
+    "fused": ("decode:1x1024", "decode:32x1024", "prefill:128", "prefill:512", "prefill:2048"),
+    "graphs": (
+        "prefill:32",
+        "prefill:128",
+        "prefill:512",
+        "prefill:640",
+        "mixed:8x1024+64",
+        "mixed:32x1024+256",
+    ),
+}
+"""By what is left out."""
 TURNS = 8
 SECONDS_A_TURN = 0.15
 """Of one kind's steps of one case."""
 
 
-def time_case(case: StepCase, fused: TorchRunner, plain: TorchRunner, turns: int) -> ElementwiseRow:
+def time_case(case: StepCase, with_it: TorchRunner, without: TorchRunner, turns: int) -> StepRow:
     """Times one case, after a turn that is not counted."""
-    runners = {True: fused, False: plain}
+    runners = {True: with_it, False: without}
     steps = case.sequences()
     for runner in runners.values():
         for prompt in prompts_of(steps):
@@ -67,7 +80,7 @@ def settings_of(cases: Sequence[StepCase], device: str) -> EngineConfig:
         device=device,
         block_size_tokens=BLOCK,
         num_blocks=max(case.num_blocks for case in cases),
-        max_running_requests=max(case.batch for case in cases),
+        max_running_requests=max(len(case.sequences()) for case in cases),
         prefix_cache=False,
     )
 
@@ -81,14 +94,23 @@ def parts_of(model: LoadedModel) -> tuple[int, int]:
     return fused, sum(isinstance(part, PackedSlice) for part in modules)
 
 
+def graphs_of(runner: TorchRunner) -> list[StepSize]:
+    """The sizes that a runner has graphs for."""
+    from engine.backends.cuda.forward import CudaForward  # needs triton
+
+    forward = runner._forward
+    return forward.graph_sizes if isinstance(forward, CudaForward) else []
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a row for each case, as a table, or one JSON object with `--json`. Returns 2 without a CUDA device."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.engine.elementwise", description=__doc__.partition("\n")[0]
+        prog="python -m bench.engine.cuda_steps", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--model", default=MODEL, help="a folder with a config.json")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--case", nargs="+", type=parse_case, default=[parse_case(name) for name in CASES])
+    parser.add_argument("--without", choices=list(CASES), default="fused")
+    parser.add_argument("--case", nargs="+", type=parse_case)
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
@@ -96,25 +118,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if choose_device(options.device).type != "cuda":
             raise UnavailableError(f"it compares kernels for CUDA devices, {options.device} is none")
     except (ConfigError, UnavailableError) as error:
-        print(f"bench.engine.elementwise: {error.message}", file=sys.stderr)
+        print(f"bench.engine.cuda_steps: {error.message}", file=sys.stderr)
         return 2
     configure_logging("bench")
-    config = settings_of(options.case, options.device)
-    models = [random_model(options.model, config, fusible=fusible) for fusible in (True, False)]
-    fused, plain = (make_torch_runner(model, config) for model in models)
-    used, packed = parts_of(models[0])
+    cases = options.case or [parse_case(name) for name in CASES[options.without]]
+    config = settings_of(cases, options.device)
+    found: dict[str, object]
+    if options.without == "fused":
+        models = [random_model(options.model, config, fusible=fusible) for fusible in (True, False)]
+        runners = [make_torch_runner(model, config) for model in models]
+        used, packed = parts_of(models[0])
+        found = {"fused_modules": used, "packed_linears": packed}
+    else:
+        model = random_model(options.model, config)
+        runners = [
+            make_torch_runner(model, config.model_copy(update={"cuda_graphs": way}))
+            for way in ("auto", "off")
+        ]
+        used = len(graphs_of(runners[0]))
+        found = {"graphs": used}
     if not used:
-        print("bench.engine.elementwise: no fused kernel is in use; the log says why", file=sys.stderr)
+        print(f"bench.engine.cuda_steps: no {options.without} in use; the log says why", file=sys.stderr)
         return 1
-    rows = [asdict(time_case(case, fused, plain, options.turns)) for case in options.case]
-    load = {
-        "device": torch.cuda.get_device_name(options.device),
-        "fused_modules": used,
-        "packed_linears": packed,
-        "turns": options.turns,
-    }
+    rows = [asdict(time_case(case, runners[0], runners[1], options.turns)) for case in cases]
+    load = {"device": torch.cuda.get_device_name(options.device), "turns": options.turns, **found}
     show(
-        "elementwise",
+        "cuda_steps",
         sys.argv[1:] if arguments is None else arguments,
         this_machine(),
         rows,

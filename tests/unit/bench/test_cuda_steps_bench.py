@@ -1,4 +1,4 @@
-"""The bench of fused kernels: its cases, its turns and its rows, and what it says without a device."""
+"""The bench of steps on a CUDA device: its cases, its turns and its rows, and what it says without a device."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import argparse
 import pytest
 import torch
 
-from bench.engine.elementwise import cases
-from bench.engine.elementwise.__main__ import CASES, main, settings_of
-from bench.engine.elementwise.cases import BLOCK, parse_case, prompts_of, row_of, step_times, turns_of
+from bench.engine.cuda_steps import cases
+from bench.engine.cuda_steps.__main__ import CASES, main, settings_of
+from bench.engine.cuda_steps.cases import BLOCK, parse_case, prompts_of, row_of, step_times, turns_of
 
 
 def test_decode_steps_are_one_token_each_after_the_context() -> None:
@@ -39,8 +39,30 @@ def test_a_prompt_is_one_chunk() -> None:
     assert (step.prompt_tokens, step.num_computed, step.num_new, len(step.block_ids)) == (512, 0, 512, 32)
 
 
+def test_a_prompt_beside_decodes() -> None:
+    steps = parse_case("mixed:2x40+33").sequences()
+    assert [(len(step.token_ids), step.num_computed, step.num_new) for step in steps] == [
+        (40, 39, 1),
+        (40, 39, 1),
+        (33, 0, 33),
+    ]
+    blocks = [block for step in steps for block in step.block_ids]
+    assert sorted(blocks) == list(range(9))
+
+
 @pytest.mark.parametrize(
-    "text", ["", "decode:8", "decode:0x8", "prefill:1x8", "prefill:", "x:1", "prefill:1000000"]
+    "text",
+    [
+        "",
+        "decode:8",
+        "decode:0x8",
+        "prefill:1x8",
+        "prefill:",
+        "x:1",
+        "prefill:1000000",
+        "mixed:2x8",
+        "mixed:2x8+0",
+    ],
 )
 def test_other_cases_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="neither"):
@@ -53,7 +75,7 @@ def test_turns_alternate() -> None:
 
 def test_ratios_are_of_the_same_turn() -> None:
     row = row_of("decode:1x8", [[1.0, 1.0], [4.0]], [[2.0, 2.0], [8.0]])
-    assert (row.fused_ms, row.plain_ms, row.ratio, row.steps) == (1000.0, 2000.0, 2.0, 3)
+    assert (row.with_ms, row.without_ms, row.ratio, row.steps) == (1000.0, 2000.0, 2.0, 3)
 
 
 def test_steps_are_timed_for_so_long() -> None:
@@ -67,7 +89,7 @@ def test_steps_are_timed_for_so_long() -> None:
 
 
 def test_settings_hold_the_largest_case() -> None:
-    config = settings_of([parse_case(name) for name in CASES], "cuda:0")
+    config = settings_of([parse_case(name) for name in CASES["fused"]], "cuda:0")
     assert config.num_blocks == 32 * 1024 // BLOCK
     assert config.max_running_requests == 32
 

@@ -1,0 +1,206 @@
+"""CUDA graphs of steps: one launch per step instead of hundreds.
+
+There is one graph per `StepSize`; a step uses the next larger one and pads it. A padded row has a context of 0 and the
+slot NOWHERE: it reads no KV and writes none. A padded chunk has no tokens. So padding needs no blocks, and capturing,
+which computes padding only, touches none.
+
+Steps with chunks of prompts are captured up to the length from which on the device takes longer for them than the host
+takes to launch them: from there on a graph saves nothing, and its padding would cost.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from engine.backends.cuda.block_table import DeviceBlockTable
+from engine.backends.cuda.staging import ALIGNED, PlacedStep, Staging, StepInputs, StepSize
+from engine.backends.interface import FlatStep
+from splitserve.logs import log_event
+
+MAX_ROWS = 256
+"""Larger batches keep the GPU busy without graphs."""
+FINE = 16
+"""From here on sizes grow by this much instead of doubling: in the linear layers padded rows cost as much as others."""
+BESIDE = (16, 64, 256)
+"""Decode rows beside chunks of prompts. Padded ones cost little there, and each needs graphs for all lengths."""
+MAX_CHUNKS = 8
+"""Chunks of a step at most."""
+CHUNK_TOKENS = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
+"""Tokens of all chunks."""
+LAUNCH_BOUND = 1.3
+"""A step that takes up to so many times as long as a short one waits for the host."""
+TRIALS = 3
+ARRAYS = 7
+"""Arrays of a staged step."""
+
+Compute = Callable[[StepInputs], torch.Tensor]
+"""Runs the model on a step; returns the logits `[samples, vocabulary]` of `sample_rows`."""
+
+
+def bucket_sizes(max_batch: int) -> list[int]:
+    """Rows of each graph for batches of up to `max_batch`: 1, 2, 4, 8, 16, 32, 48, 64, ..."""
+    largest = min(max_batch, MAX_ROWS)
+    sizes = [1 << power for power in range(FINE.bit_length())]
+    sizes += range(2 * FINE, largest + FINE, FINE)
+    return _up_to(sizes, largest)
+
+
+def launch_bound(seconds: Sequence[float]) -> int:
+    """How many leading steps wait for the host, from the times of steps that grow. Steps before the last of them which
+    were found to take longer were disturbed."""
+    bound = LAUNCH_BOUND * min(seconds)
+    return 1 + max(index for index, each in enumerate(seconds) if each <= bound)
+
+
+class CudaStepGraphs:
+    """Captures the graphs on construction, and replays them.
+
+    A model that makes the host wait for the device in a forward pass, or does something else that cannot be captured,
+    gets no graphs; that is logged once.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        device: torch.device,
+        max_rows: int,
+        max_tokens: int,
+        table: DeviceBlockTable,
+        *,
+        measured: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """For steps of up to `max_rows` sequences that decode, and chunks of up to `max_tokens` in all. `table` has
+        the blocks of the sequences. `measured`: `max_tokens` is what earlier graphs found out, their `chunk_tokens`."""
+        self._decodes = bucket_sizes(max_rows)
+        self._beside = [0, *_up_to(BESIDE, self._decodes[-1])]
+        self._tokens = _up_to(CHUNK_TOKENS, max_tokens)
+        self._nothing = table.nothing()
+        largest = self._beside[-1] + self._tokens[-1] + MAX_CHUNKS
+        self._staging = Staging((largest + ALIGNED) * ARRAYS, device)
+        self._compute, self._clock, self._device = compute, clock, device
+        self._measured = measured
+        self._graphs: dict[StepSize, tuple[Any, torch.Tensor]] = {}
+        self._memory: Any = None
+        with torch.inference_mode():
+            self._capture_all()
+
+    @property
+    def captured(self) -> list[StepSize]:
+        """Sizes that have a graph, ascending."""
+        return sorted(self._graphs)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of chunks up to which there are graphs."""
+        return self._tokens[-1]
+
+    def logits(self, step: PlacedStep) -> torch.Tensor | None:
+        """Logits `[samples, vocabulary]` of a step, overwritten by the next one. They may still be computed.
+
+        None if no graph is large enough.
+        """
+        size = self._size_for(step.flat)
+        if size is None or (found := self._graphs.get(size)) is None:
+            return None
+        graph, logits = found
+        self._staging.stage(step.padded(size))
+        graph.replay()
+        return logits[: len(step.flat.sample_order)]
+
+    def _size_for(self, flat: FlatStep) -> StepSize | None:
+        if flat.decode_only:
+            rows = _next(self._decodes, flat.num_decode)
+            return None if rows is None else StepSize(rows)
+        beside = _next(self._beside, flat.num_decode)
+        tokens = _next(self._tokens, len(flat.token_ids) - flat.num_decode)
+        if beside is None or tokens is None or flat.num_prefill > MAX_CHUNKS:
+            return None
+        return StepSize(beside, tokens, MAX_CHUNKS)
+
+    def _capture_all(self) -> None:
+        began_s = self._clock()
+        why = self._why_not()
+        if why is None:
+            if not self._measured:
+                self._tokens = self._tokens[: launch_bound([self._seconds(size) for size in self._alone()])]
+            try:
+                # The largest first: the others then fit into its memory pool.
+                for size in sorted(self._sizes(), key=lambda size: size.rows, reverse=True):
+                    self._capture(size)
+            except RuntimeError as error:
+                why = str(error).partition("\n")[0]
+        if why is not None:
+            self._graphs = {}
+            torch.cuda.synchronize(self._device)
+            log_event("engine.cuda_graphs_off", why=why)
+            return
+        log_event(
+            "engine.cuda_graphs",
+            graphs=len(self._graphs),
+            chunk_tokens=self.chunk_tokens,
+            seconds=round(self._clock() - began_s, 2),
+        )
+
+    def _alone(self) -> list[StepSize]:
+        return [StepSize(0, tokens, MAX_CHUNKS) for tokens in self._tokens]
+
+    def _sizes(self) -> list[StepSize]:
+        mixed = itertools.product(self._beside, self._tokens)
+        return [*map(StepSize, self._decodes), *(StepSize(*size, MAX_CHUNKS) for size in mixed)]
+
+    def _why_not(self) -> str | None:
+        """Why a capture would fail, None if it would not. Also compiles all kernels, which a capture must not do."""
+        for size in self._sizes():
+            self._run(size)
+        torch.cuda.synchronize(self._device)
+        before = torch.cuda.get_sync_debug_mode()
+        for size in (StepSize(1), StepSize(self._beside[-1], self._tokens[0], MAX_CHUNKS)):
+            inputs = self._staging.stage(self._nothing.padded(size))
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                self._compute(inputs)
+            except RuntimeError as error:
+                return str(error).partition("\n")[0]
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        return None
+
+    def _run(self, size: StepSize) -> None:
+        self._compute(self._staging.stage(self._nothing.padded(size)))
+
+    def _seconds(self, size: StepSize) -> float:
+        """How long a step takes without a graph; the least of a few."""
+        found = []
+        for _ in range(TRIALS):
+            began_s = self._clock()
+            self._run(size)
+            torch.cuda.synchronize(self._device)
+            found.append(self._clock() - began_s)
+        return min(found)
+
+    def _capture(self, size: StepSize) -> None:
+        inputs = self._staging.stage(self._nothing.padded(size))
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Captures only this thread's work: transports may use the device on theirs.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            logits = self._compute(inputs)
+        self._memory = graph.pool()
+        self._graphs[size] = graph, logits
+
+
+def _up_to(sizes: Sequence[int], largest: int) -> list[int]:
+    """The sizes up to the first that is no less than `largest`."""
+    return list(sizes[: bisect.bisect_left(sizes, largest) + 1])
+
+
+def _next(sizes: Sequence[int], wanted: int) -> int | None:
+    index = bisect.bisect_left(sizes, wanted)
+    return sizes[index] if index < len(sizes) else None
