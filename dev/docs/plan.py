@@ -215,7 +215,7 @@ SHORT: Mapping[str, str] = {
     "python -m bench.engine.growth": "python -m bench.engine.growth --json",
     "python -m bench.engine.attention": ("python -m bench.engine.attention --case 2x128 --turns 2 --json"),
     "python -m bench.engine.cuda_steps": "python -m bench.engine.cuda_steps --turns 1 --json || test $? -eq 2",
-    "python -m bench.engine.pacing": "python -m bench.engine.pacing --turns 1 --seconds 6 --every 1 --answer 16 --json",
+    "python -m bench.engine.pacing": "python -m bench.engine.pacing --turns 1 --seconds 8 --every 2 --answer 16 --json",
     "python -m bench.engine.lending": "python -m bench.engine.lending --turns 1 --prompts 1 --streams 1 --json",
     "python -m bench.engine.speculation": (
         "python -m bench.engine.speculation --turns 1 --tokens 16 --prompts edit --json"
