@@ -86,8 +86,8 @@ class EngineConfig(Settings):
     attention_backend: Literal["auto", "torch", "triton"] = "auto"
     """Backend of attention. `auto`: triton on cuda if installed (torch's CUDA builds include it), else torch."""
     cuda_graphs: Literal["auto", "off"] = "auto"
-    """CUDA graphs for steps that decode and for short chunks of prompts. `auto`: on cuda with triton attention; the start
-    takes a few seconds longer."""
+    """CUDA graphs for steps that decode and for short chunks of prompts. `auto`: on cuda with triton attention; the
+    start takes a few seconds longer."""
     device_sampling: Literal["auto", "off"] = "auto"
     """Sampling of tokens where the logits are. `auto`: on cuda; `off`: on the host, which waits for all logits."""
     block_size_tokens: Annotated[int, Field(ge=1, le=1024), Option(flag="block-size")] = 16
