@@ -142,10 +142,7 @@ class ModelAdmission:
         refused = self._expired(now)
         self._learn_overdue(now)
         started: list[Entry] = []
-        while self.queue.requests:
-            entry = self._next(now)
-            if entry is None:
-                break
+        while self.queue.requests and (entry := self._next(now)) is not None:
             started.append(entry)
         return Release(tuple(started), tuple(refused))
 
@@ -164,7 +161,8 @@ class ModelAdmission:
         if (entry.on_host or entry.prefill == prefill) and entry.decode == decode and not entry.computed:
             return
         self._remove_flight(entry)
-        entry.on_host &= not entry.computed
+        self._traffic.began(entry)
+        entry.on_host &= self._loads.in_host_pair(decode) and not entry.computed
         entry.computed, entry.prefill, entry.decode = False, None if entry.on_host else prefill, decode
         if not entry.on_host and (prefill_load := self._loads.prefill.get(prefill)) is not None:
             self.prefill.add_flight(prefill_load, entry, now)
@@ -192,6 +190,7 @@ class ModelAdmission:
         if entry.decode is not None and (decode_load := self._loads.decode.get(entry.decode)) is not None:
             decode_load.remove_flight(entry)
         entry.decode = None
+        self._traffic.ended(entry)
 
     def ended(self, entry: Entry) -> None:
         """The request is over, whether it was queued or running."""
@@ -236,13 +235,14 @@ class ModelAdmission:
     def _try_start(self, entry: Entry, now: float, queued: bool = True) -> bool:
         """Starts an entry if there is capacity; otherwise sets `held_by` and `_others_may_fit`."""
         self._others_may_fit = self._gives_way = False
+        decodes, paced = self.decode.workers.keys(), self.hybrid and self.bounds_prefill
+        entry.on_host = paced and self._traffic.on_host(entry, self.prefill, decodes)
         if not self.prefill.workers or (entry.needs_decode and not self.decode.workers):
             if self.awaits_workers:
                 self._hold("workers", now)
                 return False
             self._start(entry, None, None, now, queued)  # the request flow reports the missing workers
             return True
-        entry.on_host = self.hybrid and self.bounds_prefill and self._traffic.on_host(entry, self.prefill)
         prefill_load = None if entry.on_host else self.prefill.fit(entry, now)
         if prefill_load is None and self.bounds_prefill and not entry.on_host:
             self._hold("prefill", now)

@@ -9,7 +9,8 @@ the engine serves them last: those that can do not wait for them here either.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from coordinator.admission.entry import Entry
@@ -169,28 +170,39 @@ class PacedTraffic:
     """Says which requests go to a host pair at once, because the engine there both orders their prompts and paces their
     streams, and what waits here for that comes too late.
 
-    While there are others (without targets, or refused rather than served late) all wait here for their turns.
+    While there are others (without targets, or refused rather than served late) all wait here for their turns, and
+    while there are requests of several tenants: an engine knows nothing of their shares.
     """
 
     def __init__(self) -> None:
         self._others: set[Entry] = set()
+        self._of_tenants: defaultdict[str, set[Entry]] = defaultdict(set)
 
     def began(self, entry: Entry) -> None:
-        """It is queued or started."""
+        """It is queued, or workers are to serve it. Idempotent."""
+        self._of_tenants[entry.tenant].add(entry)
         if not _is_paced(entry):
             self._others.add(entry)
 
     def ended(self, entry: Entry) -> None:
-        """It is over. Idempotent."""
+        """It is over, or no worker has anything of it any more. Idempotent."""
         self._others.discard(entry)
+        self._of_tenants[entry.tenant].discard(entry)
+        if not self._of_tenants[entry.tenant]:
+            del self._of_tenants[entry.tenant]
 
-    def on_host(self, entry: Entry, prefill: PrefillCapacity) -> bool:
+    def on_host(self, entry: Entry, prefill: PrefillCapacity, decodes: Set[WorkerKey]) -> bool:
         """Whether a decode worker is to compute the prompt on all cores of its host, whichever prefill worker it is
-        paired with."""
-        if not _is_paced(entry) or self._others:
+        paired with. `decodes`: those that take new requests; they are all of host pairs then."""
+        if not (entry.needs_decode and _is_paced(entry)) or self._others:
+            return False
+        if not self._of_tenants.keys() <= {entry.tenant}:
             return False
         peers = [load.host_peer for load in prefill.workers.values()]
-        return all(peer is not None and peer.has_host for peer in peers)
+        return (
+            decodes == {peer.key for peer in peers if peer is not None and peer.has_host}
+            and None not in peers
+        )
 
 
 def _is_paced(entry: Entry) -> bool:

@@ -87,6 +87,8 @@ class PromptPlacement:
         pair, prefill = self._least_ready(pair, decode, asked)
         decodes = self._decodes(pair, decode, asked)
         places = [self._decode_place(worker, pair, asked) for worker in decodes]
+        if not all(place.has_host for place in places):  # beside others none has all that comes
+            places = [replace(place, has_host=False) for place in places]
         left_s = due_s - now
         chosen = choose_place(prefill, places, left_s)
         if chosen is None:

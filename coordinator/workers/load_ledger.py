@@ -135,6 +135,11 @@ class LoadLedger:
         load.expected_tokens -= tokens
         self._log_change(load.key)
 
+    def in_host_pair(self, decode: WorkerKey | None) -> bool:
+        """Whether this decode worker is one of a host pair."""
+        load = None if decode is None else self.decode.get(decode)
+        return load is not None and load.host_peer is not None
+
     def _pair_up(self, host: str) -> None:
         """Tells the loads of a host whether they are those of a host pair."""
         there = self._hosts[host].values()

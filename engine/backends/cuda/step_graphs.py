@@ -28,7 +28,8 @@ MAX_ROWS = 256
 FINE = 16
 """From here on sizes grow by this much instead of doubling: in the linear layers padded rows cost as much as others."""
 BESIDE = (16, 64, 256)
-"""Decode rows beside chunks of prompts. Padded ones cost little there, and each needs graphs for all lengths."""
+"""Decode rows beside chunks of prompts, few numbers: each needs graphs for all lengths. With more than the least
+of them a step has at most as many rows as the longest chunk that has a graph."""
 MAX_CHUNKS = 8
 """Chunks of a step at most."""
 CHUNK_TOKENS = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
@@ -62,7 +63,7 @@ class CudaStepGraphs:
     """Captures the graphs on construction, and replays them.
 
     A model that makes the host wait for the device in a forward pass, or does something else that cannot be captured,
-    gets no graphs; that is logged once.
+    gets no graphs; that is logged.
     """
 
     def __init__(
@@ -80,9 +81,9 @@ class CudaStepGraphs:
         the blocks of the sequences. `measured`: `max_tokens` is what earlier graphs found out, their `chunk_tokens`."""
         self._decodes = bucket_sizes(max_rows)
         self._beside = [0, *_up_to(BESIDE, self._decodes[-1])]
-        self._tokens = _up_to(CHUNK_TOKENS, max_tokens)
+        self._tokens = _up_to(CHUNK_TOKENS, max_tokens) if max_tokens else []
         self._nothing = table.nothing()
-        largest = self._beside[-1] + self._tokens[-1] + MAX_CHUNKS
+        largest = self._beside[-1] + self.chunk_tokens + MAX_CHUNKS
         self._staging = Staging((largest + ALIGNED) * ARRAYS, device)
         self._compute, self._clock, self._device = compute, clock, device
         self._measured = measured
@@ -98,8 +99,8 @@ class CudaStepGraphs:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of chunks up to which there are graphs."""
-        return self._tokens[-1]
+        """Tokens of chunks up to which there are graphs; 0: there are none for chunks."""
+        return self._tokens[-1] if self._tokens else 0
 
     def logits(self, step: PlacedStep) -> torch.Tensor | None:
         """Logits `[samples, vocabulary]` of a step, overwritten by the next one. They may still be computed.
@@ -125,52 +126,56 @@ class CudaStepGraphs:
         return StepSize(beside, tokens, MAX_CHUNKS)
 
     def _capture_all(self) -> None:
-        began_s = self._clock()
-        why = self._why_not()
-        if why is None:
-            if not self._measured:
-                self._tokens = self._tokens[: launch_bound([self._seconds(size) for size in self._alone()])]
+        began_s, why = self._clock(), ""
+        # Where chunks cannot be captured, for want of memory for example, steps that only decode keep their graphs.
+        for tokens in (self._tokens, []):
+            self._tokens = tokens
             try:
+                self._prepare()
                 # The largest first: the others then fit into its memory pool.
                 for size in sorted(self._sizes(), key=lambda size: size.rows, reverse=True):
                     self._capture(size)
+                break
             except RuntimeError as error:
                 why = str(error).partition("\n")[0]
-        if why is not None:
-            self._graphs = {}
-            torch.cuda.synchronize(self._device)
-            log_event("engine.cuda_graphs_off", why=why)
-            return
-        log_event(
-            "engine.cuda_graphs",
-            graphs=len(self._graphs),
-            chunk_tokens=self.chunk_tokens,
-            seconds=round(self._clock() - began_s, 2),
-        )
+                self._graphs, self._memory = {}, None
+                torch.cuda.synchronize(self._device)
+        if why:
+            log_event("engine.cuda_graphs_off", why=why, steps="chunks" if self._graphs else "all")
+        if self._graphs:
+            log_event(
+                "engine.cuda_graphs",
+                graphs=len(self._graphs),
+                chunk_tokens=self.chunk_tokens,
+                seconds=round(self._clock() - began_s, 2),
+            )
 
     def _alone(self) -> list[StepSize]:
         return [StepSize(0, tokens, MAX_CHUNKS) for tokens in self._tokens]
 
     def _sizes(self) -> list[StepSize]:
-        mixed = itertools.product(self._beside, self._tokens)
-        return [*map(StepSize, self._decodes), *(StepSize(*size, MAX_CHUNKS) for size in mixed)]
+        mixed = (StepSize(*size, MAX_CHUNKS) for size in itertools.product(self._beside, self._tokens))
+        bounded = (size for size in mixed if size.decodes <= BESIDE[0] or size.rows <= self.chunk_tokens)
+        return [*map(StepSize, self._decodes), *bounded]
 
-    def _why_not(self) -> str | None:
-        """Why a capture would fail, None if it would not. Also compiles all kernels, which a capture must not do."""
+    def _prepare(self) -> None:
+        """Compiles all kernels, which a capture must not do, and finds out which chunks get graphs.
+
+        Raises RuntimeError if a capture would fail.
+        """
         for size in self._sizes():
             self._run(size)
         torch.cuda.synchronize(self._device)
         before = torch.cuda.get_sync_debug_mode()
-        for size in (StepSize(1), StepSize(self._beside[-1], self._tokens[0], MAX_CHUNKS)):
+        for size in (StepSize(1), *self._alone()[:1]):
             inputs = self._staging.stage(self._nothing.padded(size))
             torch.cuda.set_sync_debug_mode("error")
             try:
                 self._compute(inputs)
-            except RuntimeError as error:
-                return str(error).partition("\n")[0]
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        return None
+        if self._tokens and not self._measured:
+            self._tokens = self._tokens[: launch_bound([self._seconds(size) for size in self._alone()])]
 
     def _run(self, size: StepSize) -> None:
         self._compute(self._staging.stage(self._nothing.padded(size)))

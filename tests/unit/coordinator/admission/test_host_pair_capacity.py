@@ -133,3 +133,67 @@ def test_its_prompts_are_forecast_by_what_the_decode_worker_measures() -> None:
     )
     model = admission(workers, LoadLedger.of(workers))
     assert model.prefill.rate == 1000
+
+
+def test_beside_a_decode_worker_that_is_of_no_pair_they_wait_as_elsewhere() -> None:
+    """Who decodes is then the router's choice, and the prefill worker computes."""
+    workers = (
+        on_host("p0", "prefill"),
+        on_host("d0", "decode", step_fit=FIT),
+        replace(worker("d1", "decode"), host_id="i"),
+    )
+    model = admission(workers, LoadLedger.of(workers), prefill_horizon_s=0.1)
+    model.hybrid = True
+    assert [model.arrive(entry(900, **TARGETS), 0.0).started for _ in range(3)] == [True, False, False]
+
+
+def test_a_pair_whose_decode_worker_takes_nobody_new_is_none() -> None:
+    workers = (
+        on_host("p0", "prefill"),
+        on_host("d0", "decode", step_fit=FIT),
+        replace(worker("d1", "decode"), host_id="i"),
+    )
+    loads = LoadLedger.of(workers)
+    model = admission(workers[:1] + workers[2:], loads, prefill_horizon_s=0.1)
+    model.hybrid = True
+    assert loads.decode["d0", 1].has_host
+    assert [model.arrive(entry(900, **TARGETS), 0.0).started for _ in range(3)] == [True, False, False]
+
+
+def test_answers_of_one_token_are_the_prefill_workers_work() -> None:
+    model = host_pair()
+    some = [entry(900, needs_decode=False, **TARGETS) for _ in range(3)]
+    assert [model.arrive(one, 0.0).started for one in some] == [True, False, False]
+    assert model.prefill.backlog_s(0.0) > 0
+
+
+def test_requests_of_several_tenants_wait_for_their_turns() -> None:
+    model = host_pair()
+    first = [entry(3000, tenant="a", **TARGETS) for _ in range(3)]
+    assert all(model.arrive(one, 0.0).started for one in first)
+    assert model.arrive(entry(900, tenant="b", **TARGETS), 0.0).started, "the prefill worker is idle"
+    assert not model.arrive(entry(900, tenant="b", **TARGETS), 0.0).started
+    assert not model.arrive(entry(900, tenant="a", **TARGETS), 0.0).started
+
+
+def test_a_client_that_reads_slowly_keeps_nobody() -> None:
+    """Workers have nothing of its request any more."""
+    model = host_pair()
+    other = entry(900)
+    assert model.arrive(other, 0.0).started
+    late = [entry(900, **TARGETS) for _ in range(3)]
+    assert [model.arrive(one, 0.0).started for one in late] == [False] * 3
+    model.sent(other, 1, 0.1)
+    model.decoded(other)
+    assert len(model.release(0.1).started) == 3
+
+
+def test_another_attempt_elsewhere_is_the_prefill_workers_work() -> None:
+    model = host_pair()
+    one = entry(900, **TARGETS)
+    assert model.arrive(one, 0.0).started
+    assert model.prefill.backlog_s(0.0) == 0
+    model.routed(one, ("p0", 1), ("gone", 1), 0.1)
+    assert model.prefill.backlog_s(0.1) > 0
+    model.ended(one)
+    assert model.prefill.backlog_s(0.1) == 0

@@ -116,3 +116,11 @@ def test_a_prefill_worker_of_no_host_pair_computes_prompts(clock: Clock) -> None
     assert bench.loads.decode[LENDS.key].has_host
     assert not bench.pair_of(100).local_tokens
     assert not Bench(clock, alone, D0).pair_of(100).local_tokens
+
+
+def test_beside_a_decode_worker_of_no_pair_prompts_go_where_the_other_rules_send_them(clock: Clock) -> None:
+    """Otherwise the pair would get all of them, and the other one's streams too."""
+    beside = replace(worker("d1", "decode"), host_id="i")
+    bench = Bench(clock, LENT, LENDS, beside)
+    assert bench.loads.decode[LENDS.key].has_host
+    assert not bench.pair_of(100).local_tokens

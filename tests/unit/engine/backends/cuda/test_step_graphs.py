@@ -11,9 +11,11 @@ import torch
 
 from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.cuda.staging import NOWHERE, Staging, StepInputs
-from engine.backends.cuda.step_graphs import CHUNK_TOKENS, MAX_CHUNKS, CudaStepGraphs
+from engine.backends.cuda.step_graphs import MAX_CHUNKS, CudaStepGraphs
 from engine.backends.interface import flatten
 from engine.core.types import SamplingParams, ScheduledSequence
+from engine.runner.self_test import graph_check
+from engine.runner.self_test.graph_check import CHUNK_TOKENS, MAX_ROWS, STEPS
 
 CPU = torch.device("cpu")
 BLOCK = 4
@@ -159,6 +161,17 @@ def test_chunks_with_and_without_rows_beside_them(monkeypatch: pytest.MonkeyPatc
         rig.check(step(rows, chunks))
 
 
+def test_many_rows_have_no_graph_beside_chunks_of_more_rows_than_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = Rig(monkeypatch, max_rows=100).graphs.captured
+    assert [size[:2] for size in sizes if size.tokens and size.decodes > 16] == [(64, 32), (64, 64)]
+
+
+def test_the_steps_of_the_self_test_have_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, MAX_ROWS, graph_check.MAX_CHUNKS * CHUNK_TOKENS)
+    for rows, chunks in STEPS:
+        rig.check(step(rows, (CHUNK_TOKENS,) * chunks))
+
+
 def test_rows_that_are_not_sampled_have_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
     for sampled in ([1, 2], [], [0, 1, 2, 3]):
@@ -180,9 +193,22 @@ def test_longer_chunks_have_no_graph_where_the_device_takes_longer(monkeypatch: 
     )
     again = CudaStepGraphs(rig.compute, CPU, 7, 512, rig.table, measured=True)
     assert again.captured == rig.graphs.captured
-    assert (
-        max(size.tokens for size in Rig(monkeypatch, max_tokens=10_000).graphs.captured) == CHUNK_TOKENS[-1]
-    )
+    assert Rig(monkeypatch, max_tokens=10_000).graphs.chunk_tokens == 1024
+
+
+def test_without_memory_for_chunks_steps_that_only_decode_keep_their_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed = Computed(FakeDevice(monkeypatch))
+
+    def compute(inputs: StepInputs) -> torch.Tensor:
+        if inputs.longest_chunk > 64:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return computed(inputs)
+
+    graphs = CudaStepGraphs(compute, CPU, 4, 100, DeviceBlockTable(4, 2, BLOCK, CPU))
+    assert [size.decodes for size in graphs.captured] == [1, 2, 4]
+    assert graphs.chunk_tokens == 0
 
 
 def test_a_model_that_waits_for_the_device_gets_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
