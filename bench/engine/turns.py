@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.engine.processes.random_model import random_runner
+from bench.engine.processes.random_model import loaded_runner
 from bench.machine import Machine, report
 from engine.core.engine_core import EngineCore
 from engine.core.model_runner import warm_up
 from engine.core.step_stats import StepMeter
 from engine.core.types import SamplingParams
-from engine.runner.torch_runner import build_torch_runner
 from splitserve.config.engine import EngineConfig
-from splitserve.models.hf_tokenizer import load_tokenizer
-from splitserve.models.sources import SIMULATED, resolve_model
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -41,8 +38,7 @@ def engine_of(
     device: str = "cpu",
     random_weights: bool = False,
 ) -> EngineCore:
-    """A warm engine on this many cores, without a prefix cache. `random_weights`: `model` is a folder with a
-    `config.json`, and no text is made of tokens."""
+    """A warm engine on this many cores, without a prefix cache. `random_weights`: see `loaded_runner`."""
     config = EngineConfig(
         dtype="bfloat16",
         device=device,
@@ -51,16 +47,9 @@ def engine_of(
         prefix_cache=False,
         core_exchange=core_exchange,
     )
-    if random_weights:
-        runner, tokenizer = random_runner(model, config), SIMULATED
-    else:
-        source = resolve_model(model)
-        runner, tokenizer = (
-            build_torch_runner(config, source, lambda _fraction: None),
-            source.tokenizer_source,
-        )
+    runner, tokenizer = loaded_runner(model, config, random_weights=random_weights)
     warm_up(runner, None)
-    return EngineCore(runner, config, load_tokenizer(tokenizer), meter=meter)
+    return EngineCore(runner, config, tokenizer, meter=meter)
 
 
 def medians_of_turns(turns: int, run: Callable[[int, bool], DataclassInstance]) -> list[dict[str, Any]]:

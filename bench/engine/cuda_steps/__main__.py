@@ -80,7 +80,7 @@ def settings_of(cases: Sequence[StepCase], device: str) -> EngineConfig:
         device=device,
         block_size_tokens=BLOCK,
         num_blocks=max(case.num_blocks for case in cases),
-        max_running_requests=max(len(case.sequences()) for case in cases),
+        max_running_requests=max(case.num_sequences for case in cases),
         prefix_cache=False,
     )
 

@@ -16,7 +16,8 @@ from engine.core.types import ScheduledSequence
 
 BLOCK = 16
 CHUNK_TOKENS = 2048
-_CASE = re.compile(r"decode:(\d+)x(\d+)|prefill:(\d+)|mixed:(\d+)x(\d+)\+(\d+)", re.ASCII)
+_SIZES = {"decode": r"(\d+)x(\d+)()", "prefill": r"()()(\d+)", "mixed": r"(\d+)x(\d+)\+(\d+)"}
+"""By phase: batch, context and prompt."""
 _TABLES = count(1)
 
 
@@ -28,6 +29,11 @@ class StepCase:
     batch: int
     context: int
     prompt: int
+
+    @property
+    def num_sequences(self) -> int:
+        """Those that decode, and the one with the prompt."""
+        return self.batch + bool(self.prompt)
 
     @property
     def num_blocks(self) -> int:
@@ -67,16 +73,15 @@ def prompts_of(steps: Sequence[ScheduledSequence]) -> Iterator[ScheduledSequence
 
 def parse_case(text: str) -> StepCase:
     """`decode:BATCHxCONTEXT`, `prefill:TOKENS` or `mixed:BATCHxCONTEXT+TOKENS`. Raises argparse.ArgumentTypeError."""
-    found = _CASE.fullmatch(text)
-    numbers = [int(part) for part in found.groups() if part] if found else [0]
-    if found is None or not all(1 <= number <= 1 << 16 for number in numbers):
+    phase, _, sizes = text.partition(":")
+    found = re.fullmatch(_SIZES[phase], sizes, re.ASCII) if phase in _SIZES else None
+    parts = found.groups() if found else ("0",)
+    if not all(1 <= int(part) <= 1 << 16 for part in parts if part):
         raise argparse.ArgumentTypeError(
             f"{text} is neither decode:BATCHxCONTEXT, prefill:TOKENS nor mixed:BATCHxCONTEXT+TOKENS"
         )
-    batch, context, prompt, batch_beside, context_beside, prompt_beside = (
-        int(part or 0) for part in found.groups()
-    )
-    return StepCase(text, batch or batch_beside, context or context_beside, prompt or prompt_beside)
+    batch, context, prompt = (int(part or 0) for part in parts)
+    return StepCase(text, batch, context, prompt)
 
 
 def turns_of(count: int) -> Iterator[tuple[bool, ...]]:

@@ -19,16 +19,13 @@ from bench.engine.processes.questions import (
     decode_tokens,
     serve,
 )
-from bench.engine.processes.random_model import random_runner
+from bench.engine.processes.random_model import loaded_runner
 from engine.core.engine_core import EngineCore
 from engine.core.model_runner import ModelRunner, PendingStep, warm_up
 from engine.core.types import EngineRequest, SampledToken, SamplingParams, ScheduledSequence, StopParams
 from engine.runner.device import choose_device
 from engine.runner.self_test.rates import cuda_limits, machine_limits
-from engine.runner.torch_runner import build_torch_runner
 from splitserve.config.engine import EngineConfig
-from splitserve.models.hf_tokenizer import load_tokenizer
-from splitserve.models.sources import SIMULATED, resolve_model
 
 STEP_TOKENS = 512
 KV_BYTES = 8 * 2**30
@@ -85,15 +82,10 @@ class OwnEngine:
             max_running_requests=MAX_SEQUENCES,
             prefix_cache=False,
         )
-        if random_weights:
-            runner, tokenizer = random_runner(model, config), SIMULATED
-        else:
-            source = resolve_model(model)
-            runner = build_torch_runner(config, source, lambda _fraction: None)
-            tokenizer = source.tokenizer_source
+        runner, tokenizer = loaded_runner(model, config, random_weights=random_weights)
         self._runner = TimedRunner(runner)
         warm_up(runner, None)
-        self._core = EngineCore(self._runner, config, load_tokenizer(tokenizer))  # type: ignore[arg-type]
+        self._core = EngineCore(self._runner, config, tokenizer)  # type: ignore[arg-type]
         self._threads, self._numbers, self._asked = threads, random.Random(0), 0
 
     def answer(self, question: Question) -> Answer:

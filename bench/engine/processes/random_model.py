@@ -15,13 +15,26 @@ from engine.model.sibling_linears import pack_siblings
 from engine.model.support import context_limit, declared_windows
 from engine.runner.device import choose_device
 from engine.runner.dtype import choose_dtype
-from engine.runner.torch_runner import TorchRunner, make_torch_runner
+from engine.runner.torch_runner import TorchRunner, build_torch_runner, make_torch_runner
 from splitserve.config.engine import EngineConfig
+from splitserve.models.hf_tokenizer import load_tokenizer
+from splitserve.models.sources import SIMULATED, resolve_model
+from splitserve.models.tokenizer import Tokenizer
 
 
 def random_runner(folder: str, config: EngineConfig) -> TorchRunner:
     """A runner of the model whose `config.json` lies in `folder`; see `random_model`."""
     return make_torch_runner(random_model(folder, config), config)
+
+
+def loaded_runner(model: str, config: EngineConfig, *, random_weights: bool) -> tuple[TorchRunner, Tokenizer]:
+    """The runner of a model and its tokenizer. `random_weights`: `model` is a folder with a `config.json`, and no text
+    is made of tokens; otherwise as `resolve_model` takes it."""
+    if random_weights:
+        return random_runner(model, config), load_tokenizer(SIMULATED)
+    source = resolve_model(model)
+    runner = build_torch_runner(config, source, lambda _fraction: None)
+    return runner, load_tokenizer(source.tokenizer_source)
 
 
 def random_model(folder: str, config: EngineConfig, *, fusible: bool = True) -> LoadedModel:
