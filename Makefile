@@ -10,7 +10,7 @@ VLLM_VERSION ?= 0.32
 VLLM := .venv-vllm$(if $(filter-out 0.32,$(VLLM_VERSION)),-$(VLLM_VERSION))
 MODEL := smollm2-135m-instruct
 PYTEST := $(BIN)/python -m pytest
-JOBS ?= 2
+JOBS ?= 3
 ALONE := $(shell grep -rl 'mark\.alone' tests/integration)
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 SEARCHING := SPLITSERVE_HYPOTHESIS_PROFILE=search SPLITSERVE_FUZZ_EXAMPLES=250 SPLITSERVE_TEST_REFERENCES=sampled

@@ -17,7 +17,7 @@ from autoscaler.actuators.actuator import ActualReplica, Actuator, ReplicaKind, 
 from autoscaler.classes.class_actions import reconcile_classes
 from autoscaler.classes.refused_classes import RefusedClasses
 from autoscaler.decisions.attainment import AttainmentModel
-from autoscaler.decisions.decider import Decider, held_over
+from autoscaler.decisions.decider import Decided, Decider, held_over
 from autoscaler.decisions.journal import DecisionJournal
 from autoscaler.leanings.movable import movable_workers
 from autoscaler.leanings.turn_watch import TurnWatch
@@ -39,7 +39,7 @@ from autoscaler.reconcile import (
     planned_rotation,
 )
 from autoscaler.shadows.shadow import Shadows
-from autoscaler.snapshot import POOLS, PoolName, Replica, Snapshot
+from autoscaler.snapshot import POOLS, PoolName, Snapshot
 from autoscaler.start_watch import StartLimits, StartWatch, cold_starts
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.logs import log_event
@@ -146,7 +146,7 @@ class ControlLoop:
             return
         snapshot = self._turns.look(self._known(snapshot))
         snapshot = self._starts.look(snapshot, actual, self.settings.starts)
-        decided = await self.decider.decided(self.decide, self.memory, snapshot, self.settings.interval_s)
+        decided = await self._decided(snapshot)
         if self.decider.overdue:
             self.status.errors["decide"] = self.decider.overdue
         if decided is not None:
@@ -159,8 +159,7 @@ class ControlLoop:
         pauses = {pool: self._starts.pause_s(pool, snapshot.now_s) for pool in POOLS}
         paused = self._starts.paused(snapshot.now_s)
         actions = reconcile_classes(plan, pools, self.settings.bounds, paused)
-        whole = decided is not None and snapshot.complete
-        if not whole:
+        if not (whole := decided is not None and snapshot.complete):
             actions = tuple(action for action in actions if isinstance(action, Start | Activate))
         self.status.starts(self._starts.failed_starts, pauses, snapshot)
         acted = self._may_act
@@ -177,6 +176,14 @@ class ControlLoop:
         # After that, so that what is kept for people delays nothing that has been decided.
         self.journal.enter(decided.snapshot, plan, pools, actions, acted)
         self.shadows.look(decided.snapshot, plan)
+
+    async def _decided(self, snapshot: Snapshot) -> Decided | None:
+        """None also for a policy that raises: counts are kept, and a mended one is taken at the next tick."""
+        try:
+            return await self.decider.decided(self.decide, self.memory, snapshot, self.settings.interval_s)
+        except Exception as error:
+            self._failed("policy", ConfigError(f"cannot decide: {type(error).__name__}: {error}"))
+            return None
 
     async def _carry_out(
         self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
@@ -215,18 +222,18 @@ class ControlLoop:
         """The snapshot with what only the loop knows."""
         self.status.holds_lease = self.lease is None or self.lease.held
         inventory = None if self.actuator is None else self.actuator.gpu_inventory
-        refused = self._refused.at(snapshot.now_s, cold_starts(snapshot, self.settings.starts))
-        return replace(snapshot, acting=self._may_act, gpu_inventory=inventory, short=refused)
+        short = self._refused.at(snapshot.now_s, cold_starts(snapshot, self.settings.starts))
+        return replace(snapshot, acting=self._may_act, gpu_inventory=inventory, short=short)
 
     async def _replicas(self, snapshot: Snapshot) -> Sequence[ActualReplica]:
         if self.actuator is None:
-            seen = {"prefill": snapshot.prefill.replicas, "decode": snapshot.decode.replicas}
-            return [ActualReplica(replica.name, pool, False, 0.0) for pool in POOLS for replica in seen[pool]]
+            seen = [(pool, replica.name) for pool in POOLS for replica in snapshot.pool(pool).replicas]
+            return [ActualReplica(name, pool, False, 0.0) for pool, name in seen]
         there = await within(self.settings.observe_s, self.actuator.replicas(), "list replicas")
         self.status.hosts = dict(self.actuator.hosts)
         self._started_for = {replica.name: replica.pool for replica in there}
-        known = (*snapshot.prefill.replicas, *snapshot.decode.replicas)
-        kept = counted(there, {replica.name for replica in known if replica.registered})
+        known = {r.name for pool in POOLS for r in snapshot.pool(pool).replicas if r.registered}
+        kept = counted(there, known)
         # Those that were given up are missed on purpose: that is no failed start.
         self._starts.told_to_end(list({replica.name for replica in there} - {r.name for r in kept}))
         ours = [replica for replica in kept if replica.name not in snapshot.foreign]
@@ -235,10 +242,7 @@ class ControlLoop:
     def _pools(
         self, snapshot: Snapshot, actual: Sequence[ActualReplica]
     ) -> dict[PoolName, tuple[ReplicaView, ...]]:
-        seen: dict[PoolName, tuple[Replica, ...]] = {
-            "prefill": snapshot.prefill.replicas,
-            "decode": snapshot.decode.replicas,
-        }
+        seen = {pool: snapshot.pool(pool).replicas for pool in POOLS}
         known = {replica.name: replica for pool in POOLS for replica in seen[pool]}
         # The coordinators know a replica for a while after it has died: that is not somebody else's.
         registered = {name for name, replica in known.items() if replica.registered}
@@ -258,16 +262,17 @@ class ControlLoop:
         self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
     ) -> bool:
         """Tells the coordinators. False when they say that another autoscaler acts."""
-        where = planned_rotation(plan, pools, actions)
-        where = replace(where, movable=movable_workers(plan, pools, actions))
+        movable = movable_workers(plan, pools, actions)
+        where = replace(planned_rotation(plan, pools, actions), movable=movable)
         applied = self.rotation.apply(where, decisions_of(plan, pools, actions))
         try:
             await within(self.settings.act_s, applied, "apply the plan")
         except SplitserveError as error:
             self._failed("rotate", error)
-            if self.lease is None or error.reason != "STALE_LEASE":
+            if error.reason != "STALE_LEASE":
                 return True
-            self.lease.lose()
+            if self.lease is not None:
+                self.lease.lose()
             return False
         for action in actions:
             if isinstance(action, Activate | Rest | Lean):
@@ -280,8 +285,7 @@ class ControlLoop:
                 case Start(pool, count, kind, gpus, gpu):
                     each = self.settings.gpus_each[pool] if gpus is None else gpus
                     wanted = ReplicaKind(each, self.settings.neutral, kind, gpu)
-                    ordered = actuator.start(pool, count, wanted)
-                    await within(self.settings.act_s, ordered, "start")
+                    await within(self.settings.act_s, actuator.start(pool, count, wanted), "start")
                 case Drain(pool, names):
                     self._starts.told_to_end(names)
                     for home in POOLS:

@@ -99,7 +99,13 @@ class Lease:
         try:
             return await client.acquire_lease(self.holder, valid_s=valid_s, model=self._model, number=number)
         except SplitserveError as error:
-            log_event("lease.missing", coordinator=client.target, reason=error.reason, error=error.message)
+            log_event(
+                "lease.missing",
+                level=logging.WARNING,
+                coordinator=client.target,
+                reason=error.reason,
+                error=error.message,
+            )
             return None
 
     def _log(self) -> None:

@@ -31,6 +31,7 @@ from splitserve.config.cluster import ClusterConfig
 from splitserve.errors import ConfigError
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials
 from splitserve.runtime.loops import LoopRunner
+from splitserve.runtime.reload import FileWatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +123,16 @@ class LocalScaling:
         actuator = ProcessActuator(cluster, inventory, make, make_neutral)
         async with asyncio.TaskGroup() as group:
             scale = partial(self._scale, cluster, actuator)
-            scaling = group.create_task(LoopRunner().run("scaling", scale))
+            follow = partial(FileWatcher(self.file.files).follow, hangup=False)
+            loops = LoopRunner()
+            scaling = group.create_task(loops.run("scaling", scale))
+            following = group.create_task(loops.run("files", follow))
             ending = group.create_task(_cancel_after(cluster.stopping, scaling))
             try:
                 await cluster.run()
             finally:
-                scaling.cancel()
-                ending.cancel()
+                for task in (scaling, following, ending):
+                    task.cancel()
 
     async def _scale(self, cluster: LocalCluster, actuator: ProcessActuator) -> None:
         await cluster.was_ready.wait()

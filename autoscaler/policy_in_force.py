@@ -11,7 +11,14 @@ from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
 from autoscaler.decide import PlanMemory, PoolState, carried, make_decide, plan_holds
 from autoscaler.decisions.attainment import AttainmentModel
 from autoscaler.policies.custom import bounded_functions, loaded_functions
-from autoscaler.policies.policy_file import PredictivePool, ScalingPolicy, SloPool, named_files, policy_in
+from autoscaler.policies.policy_file import (
+    PredictivePool,
+    ScalingPolicy,
+    SloPool,
+    named_files,
+    policy_in,
+    read_policy_file,
+)
 from autoscaler.policies.predictive import SEASONS_KEPT, PredictiveMemory, resumed
 from autoscaler.policies.recommendation import Recommend
 from autoscaler.reconcile import Bounds
@@ -20,7 +27,7 @@ from autoscaler.signals.history_file import MAX_RATES, ForecastHistory, SeasonRe
 from autoscaler.signals.observer import DEFAULT_HISTORY_S, Observer
 from autoscaler.snapshot import PoolName, Snapshot
 from autoscaler.start_watch import start_limits
-from splitserve.config.yaml_file import YamlFile, read_yaml_file
+from splitserve.config.yaml_file import YamlFile
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
 from splitserve.runtime.reload import ReloadedFiles
@@ -47,36 +54,45 @@ class PolicyFile:
         """Reads it. `check` says whether a policy fits what it shares with others, and may raise ConfigError; `name` is
         what metrics and logs call it. Raises ConfigError."""
         self.path, self._check = path, check
-        self.value: LoadedPolicy
-        """The last version that was right."""
+        self._value: LoadedPolicy | None = None
         self._named: list[Path] = []
         """Files that the version that was read last names, also one that was refused."""
         self.files = ReloadedFiles(name, lambda: [path, *self._named], self._load, self._adopt)
+        """To be followed by a `FileWatcher`."""
         self.files.start()
+        self._polled, self._refused = self.value, 0
+
+    @property
+    def value(self) -> LoadedPolicy:
+        """The last version that was right."""
+        assert self._value is not None
+        return self._value
 
     def poll(self) -> LoadedPolicy | None:
-        """The new value if the files have changed, else None.
+        """The new value if another one was read since the last call, else None.
 
-        Raises ConfigError, once for each version of the files; `value` stays.
+        Raises ConfigError, once for each version of the files that was refused and is still there; `value` stays.
         """
-        if not self.files.have_changed():
-            return None
-        named, refused = self._named, self.files.outcomes["rejected"]
-        if self.files.reload() or (self._named != named and self.files.reload()):
-            return self.value
-        if self.files.outcomes["rejected"] > refused:
+        refused, before = self.files.outcomes["rejected"], self._refused
+        self._refused = refused
+        if refused > before and self.files.rejected:
             raise ConfigError(self.files.problem, field="policy")
-        return None  # they change right now
+        if self.value is self._polled:
+            return None
+        self._polled = self.value
+        return self.value
 
     def _load(self) -> LoadedPolicy:
         """Where it names other files than before, these count as changed meanwhile: once more, with their stamps."""
-        file = read_yaml_file(self.path, "policy")
+        file = read_policy_file(self.path)
         self._named = sorted(set(named_files(file)))
         return _policy_of(file)
 
     def _adopt(self, policy: LoadedPolicy) -> None:
         self._check(policy.rules)
-        self.value = policy
+        # The same rules again, a file that was touched, leave decisions under way alone. Code may have changed.
+        if self._value is None or policy.functions or policy.rules != self._value.rules:
+            self._value = policy
 
 
 def history_s(policy: ScalingPolicy) -> float:
@@ -125,10 +141,15 @@ class PolicyInForce:
     observer: Observer
     given: LoopSettings
     shadows: Shadows = field(default_factory=Shadows)
+    taken: LoadedPolicy = field(init=False)
+    """The one that the loop has; the file's may be newer."""
+
+    def __post_init__(self) -> None:
+        self.taken = self.file.value
 
     def first(self) -> PolicyChange:
         """The policy at the start."""
-        return self._change(self.file.value, self.file.value)
+        return self._change(self.taken, self.taken)
 
     @property
     def history_s(self) -> float:
@@ -137,11 +158,11 @@ class PolicyInForce:
 
     def poll(self) -> PolicyChange | None:
         """The changed policy, if the file has changed. Raises ConfigError; the policy before stays in force."""
-        before = self.file.value
         after = self.file.poll()
         if after is None:
             return None
-        change = self._change(before, after)
+        change = self._change(self.taken, after)
+        self.taken = after
         self.observer.keep_history(self.history_s)
         log_event("policy.reloaded", policy=str(self.file.path))
         return change
@@ -225,7 +246,7 @@ def _season_record(
 
 
 def _loaded(path: Path) -> LoadedPolicy:
-    return _policy_of(read_yaml_file(path, "policy"))
+    return _policy_of(read_policy_file(path))
 
 
 def _policy_of(file: YamlFile) -> LoadedPolicy:

@@ -154,7 +154,7 @@ async def serve(config: AutoscalerConfig) -> None:
     """
     policy, shadows = PolicyFile(config.one_policy), shadows_of(config.shadow, config.shadow_window_s)
     security = cluster_credentials("autoscaler", config.tls, config.cluster_token_file)
-    certificates = FileWatcher(security.server_tls.file if security.server_tls else None)
+    watcher = FileWatcher(policy.files, security.server_tls.file if security.server_tls else None)
     history = None if config.history_file is None else HistoryFile(config.history_file)
     stop = stop_signal(END_S)
     async with scaling(
@@ -175,13 +175,13 @@ async def serve(config: AutoscalerConfig) -> None:
         ),
     ) as loop:
         scoring = _scoring(config, loop)
-        background = [("scaling", loop.run), ("scoring", scoring.run), ("files", certificates.follow)]
+        background = [("scaling", loop.run), ("scoring", scoring.run), ("files", watcher.follow)]
         if history is not None:
             background.append(("history", history.run))
         told = ScalingEndpoint(
             lambda: [*loop_metrics(loop.status), *shadow_metrics(shadows), *score_metrics(scoring)],
             lambda: decisions_document(loop.journal.decisions, scoring.document()),
-            [policy.files, *certificates.files],
+            watcher.files,
         )
         await run_served(config, security, background, told, stop)
 

@@ -156,8 +156,9 @@ def _on_thread(make: Callable[[], Decided]) -> asyncio.Future[Decided]:
 
 
 def _told_to_a_future(error: BaseException) -> BaseException:
-    """No future takes StopIteration, and a loop that awaits one would take CancelledError for its own end."""
-    if not isinstance(error, StopIteration | asyncio.CancelledError):
+    """No future takes StopIteration, and what is no Exception would end more than the decision: a loop that awaits a
+    CancelledError takes it for its own end."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     wrapped = RuntimeError(f"a decision raised {type(error).__name__}")
     wrapped.__cause__ = error

@@ -32,7 +32,7 @@ class ScalingRule(PolicyModel):
 
     type: Literal["Pods", "Percent"]
     """Whether `value` is a number of replicas or a percentage of those at the period's start."""
-    value: Annotated[int, Field(ge=1)]
+    value: Annotated[int, Field(ge=1, le=1_000_000)]
     """Largest change in a period, in replicas or percent."""
     periodSeconds: Annotated[int, Field(ge=1, le=1800)]
     """Length of the period."""

@@ -24,14 +24,14 @@ class BoundedCall(Generic[T]):
     def __init__(self, function: Callable[[], T], name: str) -> None:
         self._function = function
         self._value: T
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._began_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def result(self, wait_s: float) -> T:
-        """What the function returns. Raises what it raises, and TimeoutError if it has not returned in `wait_s`
-        seconds: ask again later, or forget it."""
+        """What the function returns. Raises what it raises, RuntimeError in place of what is no Exception, and
+        TimeoutError if it has not returned in `wait_s` seconds: ask again later, or forget it."""
         self._thread.join(wait_s)
         if self._thread.is_alive():
             raise TimeoutError(f"has not returned for {time.monotonic() - self._began_s:.0f} s")
@@ -42,8 +42,13 @@ class BoundedCall(Generic[T]):
     def _run(self) -> None:
         try:
             self._value = self._function()
-        except BaseException as error:  # raised again where the result is asked for
+        except Exception as error:  # raised again where the result is asked for
             self._error = error
+        except BaseException as error:
+            # Nobody interrupts this thread: it is the function's own, a SystemExit or the panic of an extension, and
+            # is to end nothing but the call.
+            said = RuntimeError(str(error) or type(error).__name__)
+            self._error = said.with_traceback(error.__traceback__)
 
 
 class BoundedFunction:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import entry_points
@@ -32,7 +33,7 @@ def custom_policy(pool: CustomPool, name: str) -> Recommend:
     field = f"{name}.function"
     try:
         function = BoundedCall(lambda: _usable(pool), f"policy {name}").result(LOAD_S)
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         # Foreign code: whatever it raises, the policy is refused.
         said = str(error) or type(error).__name__
         message = f"{field}: {pool.function}: {_where(error)}{said}"
@@ -116,13 +117,15 @@ def _guarded(
 ) -> tuple[Recommendation, Any]:
     try:
         return _checked(function(memory, snapshot, status))
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         # Foreign code: whatever it raises, the loop goes on, and the next call begins without memory.
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise  # whoever simulates wants to stop
         why = f"{_where(error)}{type(error).__name__}: {error}"
         return Recommendation(status.current, "custom policy failed: count kept", 0.0, error=why), None
 
 
-def _where(error: Exception | SystemExit) -> str:
+def _where(error: BaseException) -> str:
     """The line of the error: of a syntax error its own, else the innermost that ran."""
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: "

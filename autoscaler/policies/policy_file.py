@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from reprlib import Repr
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
@@ -27,22 +28,26 @@ from autoscaler.snapshot import POOLS, PoolName
 from splitserve.config.yaml_file import YamlFile, read_yaml_file
 from splitserve.errors import ConfigError
 
+MOST_BYTES = 1 << 20
+"""Of a policy file: parsing YAML takes about ten seconds a MiB."""
+MOST_REPLICAS = 10_000
+"""The largest bound of a pool, so more are never wanted."""
 Percentile = Annotated[float, Field(gt=0, lt=100)]
 
 
 class PoolPolicy(ClassedPool):
     """Settings of every kind of policy."""
 
-    min_replicas: Annotated[int, Field(ge=0, le=10_000)] = 1
+    min_replicas: Annotated[int, Field(ge=0, le=MOST_REPLICAS)] = 1
     """Never fewer in rotation. 0: the pool is given up when nothing was asked for during `idle_s`, and started again by
     the next request, which waits for it; docs/autoscaling.md has it under "From and to zero"."""
-    max_replicas: Annotated[int, Field(ge=1, le=10_000)] = 8
+    max_replicas: Annotated[int, Field(ge=1, le=MOST_REPLICAS)] = 8
     """Never more in rotation."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=64)] = 1
     """GPUs that one replica takes from `gpu_budget`, and that Docker and `splitserve up` give to it, those that share
     NVLink together (docs/gpus.md); 0: none, as on a machine without GPUs. On Kubernetes the pod's limits must say the
     same. vLLM's tensor parallel size, where it is given, must be equal to it; the torch engine takes one."""
-    warm_standby: Annotated[int, Field(ge=0, le=10_000)] = 0
+    warm_standby: Annotated[int, Field(ge=0, le=MOST_REPLICAS)] = 0
     """Replicas beside those in rotation that are loaded and connected. They join at once and occupy GPUs. With
     `classes` units, carried by the cheapest replicas."""
     sleep: bool = False
@@ -97,7 +102,7 @@ class SloPool(PoolPolicy):
     def limits(self, cold_start_s: float) -> Limits:
         """`behavior`, where it is silent: up in one go, down after `slo.scale_down_cold_starts`."""
         at_once = Rules(
-            0.0, "Max", (ScalingRule(type="Pods", value=10_000, periodSeconds=1),), HPA_UP.tolerance
+            0.0, "Max", (ScalingRule(type="Pods", value=MOST_REPLICAS, periodSeconds=1),), HPA_UP.tolerance
         )
         window_s = min(3600.0, self.slo.scale_down_cold_starts * cold_start_s)
         down = Rules(window_s, "Max", HPA_DOWN.policies, HPA_DOWN.tolerance)
@@ -188,7 +193,7 @@ class Ratio(PolicyModel):
 
     min_prefill_per_decode: Annotated[float, Field(ge=0, le=1000)] | None = None
     """Fewest prefill replicas per decode replica. Default: no bound."""
-    max_prefill_per_decode: Annotated[float, Field(gt=0, le=1000)] | None = None
+    max_prefill_per_decode: Annotated[float, Field(ge=0.001, le=1000)] | None = None
     """Most prefill replicas per decode replica. Default: no bound."""
 
     @model_validator(mode="after")
@@ -269,9 +274,14 @@ class ScalingPolicy(BudgetedPolicy):
         return least_gpus((self.prefill, self.decode), self.least_awake)
 
 
+def read_policy_file(path: Path) -> YamlFile:
+    """A policy file as YAML. Raises ConfigError, also for one above `MOST_BYTES`."""
+    return read_yaml_file(path, "policy", most_bytes=MOST_BYTES)
+
+
 def load_policy(path: Path) -> ScalingPolicy:
     """The policy in this YAML file. Raises ConfigError naming the line, the first bad field and its bound."""
-    return policy_in(read_yaml_file(path, "policy"))
+    return policy_in(read_policy_file(path))
 
 
 def policy_in(file: YamlFile) -> ScalingPolicy:
@@ -314,12 +324,15 @@ def parse_policy(values: dict[str, Any]) -> ScalingPolicy:
         elif first["type"] == "value_error":
             message = f"{field}: {first['msg'].removeprefix('Value error, ')}"
         else:
-            given = "" if first["type"] == "missing" else f" (given: {first.get('input')!r})"
+            given = "" if first["type"] == "missing" else f" (given: {_BRIEF.repr(first.get('input'))})"
             message = f"{field}: {first['msg']}{given}"
         raise ConfigError(message, field=field) from None
 
 
 _KINDS = ("slo", "target", "schedule", "predictive", "custom")
+_BRIEF = Repr()
+"""A value in a message: anchors of YAML make large ones of a few bytes."""
+_BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxother, _BRIEF.maxlong = 2, 200, 200, 40
 
 
 def _is_tag(location: tuple[int | str, ...]) -> bool:

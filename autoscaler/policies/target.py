@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from autoscaler.policies.policy_file import TargetPool
+from autoscaler.policies.policy_file import MOST_REPLICAS, TargetPool
 from autoscaler.policies.recommendation import PoolStatus, Recommendation
 from autoscaler.snapshot import PoolName, Snapshot
 from splitserve.histograms import Histogram
@@ -29,8 +29,10 @@ def recommend_target(
         need = ratio * status.ready
     limits = pool.limits(pool.cold_start_s)
     within = 1 - limits.down.tolerance <= ratio <= 1 + limits.up.tolerance
-    wanted = status.current if within else math.ceil(need)
-    return Recommendation(wanted, f"{pool.metric} {value:.4g}, target {pool.target:.4g}", need), memory
+    wanted = status.current if within else math.ceil(min(need, MOST_REPLICAS))
+    return Recommendation(
+        wanted, f"{pool.metric} {value:.4g}, target {pool.target:.4g}", min(need, MOST_REPLICAS)
+    ), memory
 
 
 def metric_value(

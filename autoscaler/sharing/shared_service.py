@@ -263,13 +263,14 @@ async def serve_models(config: AutoscalerConfig) -> None:
         ),
     ) as scaled:
         certificates = security.server_tls.file if security.server_tls else None
-        followed = FileWatcher(_followed(path, scaled), certificates)
+        policies = [file.files for file in scaled.policies.values()]
+        watcher = FileWatcher(*policies, _followed(path, scaled), certificates)
         told = ScalingEndpoint(
             lambda: shared_metrics({model: scaled.metrics(model) for model in scaled.loops}, scaled.account),
             lambda: _page(scaled),
-            [*(file.files for file in scaled.policies.values()), *followed.files],
+            watcher.files,
         )
-        await run_served(config, security, [*scaled.background, ("files", followed.follow)], told, stop)
+        await run_served(config, security, [*scaled.background, ("files", watcher.follow)], told, stop)
 
 
 def _config_of(config: AutoscalerConfig, model: ScaledModel) -> AutoscalerConfig:

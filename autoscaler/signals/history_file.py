@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import logging
 import os
 import stat
 import threading
@@ -98,6 +99,9 @@ class HistoryFile:
         self._path, self._save_s, self._wall_clock = path, save_s, wall_clock
         self._observer: Remembering | None = None
         self._problem = ""
+        self._written: tuple[int, int] | None = None
+        """Inode and time of what was written last."""
+        self._is_shared = False
         self._writing = threading.Lock()
 
     def restore(self, observer: Remembering, history_s: float) -> None:
@@ -147,8 +151,10 @@ class HistoryFile:
     def _replace(self, history: ForecastHistory) -> None:
         beside = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
         try:
+            self._tell_of_another_writer()
             beside.write_text(history.model_dump_json(), encoding="utf-8")
             beside.replace(self._path)
+            self._written = _stamp_of(self._path)
         except OSError as error:
             with suppress(OSError):  # a disk that can only be read refuses that, too
                 beside.unlink()
@@ -157,6 +163,14 @@ class HistoryFile:
             self._problem = str(error)
             return
         self._problem = ""
+
+    def _tell_of_another_writer(self) -> None:
+        found = _stamp_of(self._path)
+        if self._is_shared or found in (None, self._written) or self._written is None:
+            return
+        self._is_shared = True
+        why = "another process writes it, too, and each loses what the other has seen"
+        log_event("history.shared", level=logging.WARNING, file=str(self._path), error=why)
 
     def _another(self, why: str) -> ConfigError:
         return ConfigError(f"history_file: {self._path}: {why}", field="history_file")
@@ -221,3 +235,12 @@ def _said(error: Exception) -> str:
         first = error.errors(include_url=False, include_input=False)[0]
         return f"{'.'.join(map(str, first['loc'])) or 'file'}: {first['msg']}"
     return str(error)
+
+
+def _stamp_of(path: Path) -> tuple[int, int] | None:
+    """None for one that is not there."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns

@@ -135,21 +135,28 @@ class FileWatcher:
         """None stands for files that are not configured."""
         self.files = tuple(one for one in files if one is not None)
 
-    async def follow(self) -> None:
-        """Reloads what has changed, until cancelled. Returns at once if there is nothing to follow."""
+    async def follow(self, *, hangup: bool = True) -> None:
+        """Reloads what has changed, until cancelled. Returns at once if there is nothing to follow. `hangup`: whether
+        SIGHUP means that, rather than the end of the process's terminal."""
         if not self.files:
             return
-        hangup = asyncio.Event()
-        with _on_hangup(hangup):
-            while True:
-                signalled = False
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_INTERVAL_S):
-                        signalled = await hangup.wait()
-                hangup.clear()
-                for files in self.files:
-                    if signalled or await asyncio.to_thread(files.is_due):
-                        await files.reload_in_thread()
+        events = [asyncio.Event() for _ in self.files]
+        with _on_hangup(events if hangup else []):
+            async with asyncio.TaskGroup() as group:
+                for files, event in zip(self.files, events, strict=True):
+                    group.create_task(_followed(files, event))
+
+
+async def _followed(files: ReloadedFiles[Any], hangup: asyncio.Event) -> None:
+    """Files that take long to read hold up no others."""
+    while True:
+        signalled = False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(POLL_INTERVAL_S):
+                signalled = await hangup.wait()
+        hangup.clear()
+        if signalled or await asyncio.to_thread(files.is_due):
+            await files.reload_in_thread()
 
 
 def _stamp_of(path: Path) -> tuple[int, ...] | None:
@@ -161,10 +168,17 @@ def _stamp_of(path: Path) -> tuple[int, ...] | None:
 
 
 @contextmanager
-def _on_hangup(event: asyncio.Event) -> Iterator[None]:
+def _on_hangup(events: Sequence[asyncio.Event]) -> Iterator[None]:
+    def tell() -> None:
+        for event in events:
+            event.set()
+
     loop = asyncio.get_running_loop()
+    if not events:
+        yield
+        return
     try:
-        loop.add_signal_handler(signal.SIGHUP, event.set)
+        loop.add_signal_handler(signal.SIGHUP, tell)
     except (NotImplementedError, RuntimeError, ValueError):
         yield  # not on the main thread: the files are polled anyway
         return

@@ -19,7 +19,7 @@ class SloTuning(PolicyModel):
     span_s: Seconds = 40.0
     """Demand is averaged over this time, or over the time that a request may wait if that is longer: shorter peaks are
     worked off."""
-    fade_s: Seconds = 900.0
+    fade_s: Annotated[float, Field(ge=1, le=86_400)] = 900.0
     """Age at which arrivals count 1/e of current ones in the forecast."""
     miss_share: Annotated[float, Field(gt=0, le=4)] = 2.0
     """Requests for which the head-room may be too small, as a multiple of those that `percentile` lets miss their

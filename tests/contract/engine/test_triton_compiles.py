@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
 
 SHARED_BYTES = 99 * 1024
 """What a program may take on compute capability 8.6 and 8.9; others allow more."""

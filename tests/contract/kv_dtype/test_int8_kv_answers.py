@@ -20,7 +20,7 @@ from splitserve.errors import ConfigError
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.sources import ModelSource
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 NARROW: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": INT8, "device": "cpu", "threads": 1}
 GREEDY = SamplingParams(temperature=0.0)
 STEPS = 24

@@ -85,6 +85,7 @@ def answers(
     return list(found.values()), tiers, copier
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_what_was_preempted_is_read_back(smollm2: ModelSource, text: list[int], form: str) -> None:
     found, tiers, copier = answers(smollm2, text, TOO_LITTLE, **FORMS[form], kv_host_tier_bytes=2**26)

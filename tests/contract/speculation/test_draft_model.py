@@ -82,6 +82,7 @@ def parts(smollm2: ModelSource) -> Parts:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["itself", "without a layer"])
 def test_answers_are_those_without(parts: Parts, tmp_path: Path, kind: str) -> None:
     folder = Path(parts.source.path)

@@ -120,6 +120,7 @@ def test_a_store_can_be_closed_twice(store: BlockStore) -> None:
     store.close()
 
 
+@pytest.mark.slow
 def test_a_store_whose_master_ended_has_nothing() -> None:
     store, (first, second) = mooncake_store(BYTES, SLOTS, IDENTITY), chain(2)
     store.write(1, first, content(1))

@@ -18,6 +18,8 @@ from tests.support.tiers.mooncake_rig import mooncake_store
 from tests.support.tiers.shared_rig import FakeMooncake
 from tests.support.tiers.tiers_rig import chain, hashes_of
 
+pytestmark = pytest.mark.slow
+
 BYTES, SLOTS = 512, 16 * BUCKETS
 IDENTITY, OTHER = bytes(32), bytes([7] * 32)
 

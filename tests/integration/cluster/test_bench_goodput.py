@@ -17,6 +17,8 @@ import pytest
 
 from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 COMMAND = (sys.executable, "-m", "bench.goodput")
 HANGING_SERVER = """#!/bin/sh
 sleep 1000 &

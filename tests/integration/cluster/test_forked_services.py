@@ -127,6 +127,7 @@ def test_a_server_that_does_not_answer_keeps_nobody_from_ending() -> None:
         assert not psutil.wait_procs([server], timeout=PATIENCE_S)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_workers_are_forked_with_real_weights(tmp_path: Path) -> None:
     """One that loads them itself says how far it is, again and again; one that takes them is done at once."""

@@ -49,6 +49,7 @@ print(answer())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("family", "threads"), [("llama", 2), (None, 1)], ids=["tiny", "real"])
 def test_a_forked_worker_gives_the_same_tokens(family: str | None, threads: int, tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ from tests.support.cluster.streams import Reading
 from tests.support.engine.cpu_kernels import have_kernels
 from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 CORES = sorted(os.sched_getaffinity(0))
 LENGTHS = (200, 100, 333)
 ANSWER = 4

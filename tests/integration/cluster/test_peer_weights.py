@@ -17,7 +17,7 @@ from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
 
 PROMPT = "The three largest rivers of Europe are"
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 FLOAT32, INT8 = ("--dtype", "float32"), ("--dtype", "bfloat16", "--quantization", "int8")

@@ -20,6 +20,7 @@ def path() -> RequestPath:
     return found
 
 
+@pytest.mark.slow
 def test_the_way_is_short(path: RequestPath) -> None:
     assert path.different_files <= MAX_FILES, sorted(set().union(*path.files.values()))
     assert len(path.handed_on) <= MAX_HANDED_ON, path.handed_on

@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 HEAVY = (
     "gguf",
     "numba",

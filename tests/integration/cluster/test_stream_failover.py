@@ -112,6 +112,7 @@ async def test_a_drained_coordinator_hands_its_streams_over(log_dir: Path) -> No
         await cluster.assert_no_leaks()
 
 
+@pytest.mark.slow
 async def test_the_client_for_threads_does_the_same(log_dir: Path) -> None:
     def read(client: Client, seen: list[int]) -> Completion:
         with closing(client.stream(tokens(60, 3), max_tokens=400, ignore_eos=True)) as items:

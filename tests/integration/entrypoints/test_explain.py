@@ -271,6 +271,7 @@ async def test_wrong_ids_give_one_error(cluster: Cluster) -> None:
     assert (await program("nobody", "--slow", target=cluster.target))[0] == 2
 
 
+@pytest.mark.slow
 async def test_real_weights_tell_the_same_story(smollm2: str, log_dir: Path, otlp: OtlpReceiver) -> None:
     traced = ["--tracing-endpoint", otlp.endpoint]
     real = Cluster(

@@ -86,7 +86,7 @@ GUIDED.sampling.grammar.json_schema = '{"type": "string", "maxLength": 3}'
 TOKENS = inference_pb2.GenerateRequest(stop=generation_pb2.StopParams(max_tokens=3))
 TOKENS.token_ids.ids.extend([1, 2, 3])
 
-pytestmark = pytest.mark.timeout(max(300, EXAMPLES * 1.5))
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(max(300, EXAMPLES * 1.5))]
 
 
 @dataclass

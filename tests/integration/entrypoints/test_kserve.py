@@ -262,6 +262,7 @@ async def test_reflection_describes_the_service() -> None:
         assert "ModelStreamInfer" in [method.name for method in service.method]
 
 
+@pytest.mark.slow
 async def test_clients_that_leave_during_a_write_are_no_errors(caplog: pytest.LogCaptureFixture) -> None:
     """Some writes fail once their stream is over; asyncio would report what nobody has seen."""
     chance = random.Random(1)

@@ -30,7 +30,7 @@ TOKEN = "a-token-of-more-than-16-characters"
 GONE = "Failed to load resource"
 MILLISECONDS = 1e3
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 expect.set_options(timeout=PATIENCE_S * MILLISECONDS)
 
 

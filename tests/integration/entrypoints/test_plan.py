@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 REQUESTS = 12
 OPTIONS = ("--dtype", "float32")
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 async def program(*arguments: str) -> str:

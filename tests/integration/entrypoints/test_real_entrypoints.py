@@ -63,7 +63,7 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()
 ]
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

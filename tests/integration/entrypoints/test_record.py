@@ -24,7 +24,7 @@ from tests.support.waiting import PATIENCE_S
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = (sys.executable, "-m", "splitserve")
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 async def run(target: str, command: str, *arguments: str) -> tuple[int, str, str]:

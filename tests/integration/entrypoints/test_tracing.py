@@ -271,6 +271,7 @@ def lost_endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
         yield f"http://127.0.0.1:{port.getsockname()[1]}"
 
 
+@pytest.mark.slow
 async def test_a_receiver_that_is_not_there_costs_requests_nothing(log_dir: Path, lost_endpoint: str) -> None:
     options = ["--tracing-endpoint", lost_endpoint]
     made = Cluster(

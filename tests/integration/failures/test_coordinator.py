@@ -56,6 +56,7 @@ async def test_a_drain_has_a_deadline(log_dir: Path) -> None:
         assert await asyncio.to_thread(coordinator.process.wait, PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 async def test_after_sigkill_workers_free_everything_and_find_the_next_one(log_dir: Path) -> None:
     port = ["--grpc-port", str(free_port())]
     options = [*OPTIONS, "--lease", str(LEASE_S)]

@@ -33,6 +33,7 @@ from tests.support.waiting import PATIENCE_S, SLACK_S
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.slow
 async def test_a_killed_decode_worker_is_resumed_and_a_lost_pool_is_typed(
     smollm2: str, log_dir: Path
 ) -> None:
@@ -105,6 +106,7 @@ async def _mid_transfer(cluster: Cluster, client: AsyncClient, seed: int) -> tup
     return reading, busy_prefill(info)
 
 
+@pytest.mark.slow
 async def test_a_prefill_worker_killed_mid_transfer(log_dir: Path) -> None:
     async with (
         running(Cluster(log_dir, prefill=2, worker_options=CHUNKS)) as cluster,

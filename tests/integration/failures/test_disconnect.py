@@ -79,6 +79,7 @@ async def test_while_prefilling_and_transferring(cluster: Cluster) -> None:
         await _all_is_free(cluster, client)
 
 
+@pytest.mark.slow
 async def test_while_queued_at_prefill(cluster: Cluster) -> None:
     async with AsyncClient(cluster.target) as client:
         # The worker computes two at a time, and the decode pool has room for more.
@@ -124,6 +125,7 @@ async def test_while_decoding(cluster: Cluster) -> None:
         await _all_is_free(cluster, client)
 
 
+@pytest.mark.slow
 async def test_while_the_last_write_is_under_way(log_dir: Path) -> None:
     """The write lands seconds after the client has left: nobody may own its blocks until then."""
     faults = {"late_write": {"at": [2]}, "hold_s": 8.0}

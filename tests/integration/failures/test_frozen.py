@@ -21,7 +21,7 @@ BLOCKS = 130
 BLOCKS_OF_FROZEN = 63
 """Of 1000 tokens, 16 a block."""
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
 
 @pytest.mark.slow

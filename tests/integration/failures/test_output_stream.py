@@ -66,6 +66,7 @@ async def reset(cluster: Cluster, proxy: TcpProxy) -> None:
     )
 
 
+@pytest.mark.slow
 async def test_streams_go_on_through_reset_connections_without_a_prefill(log_dir: Path) -> None:
     options = ["--simulated-step-s", "0.02", "--heartbeat", "0.1", "--metrics-port", "0"]
     cluster = Cluster(log_dir, decode=0, worker_options=options)
@@ -85,6 +86,7 @@ async def test_streams_go_on_through_reset_connections_without_a_prefill(log_dir
         await cluster.assert_no_leaks()
 
 
+@pytest.mark.slow
 async def test_streams_go_on_when_the_connection_for_reports_is_reset(log_dir: Path) -> None:
     options = ["--simulated-step-s", "0.02", "--heartbeat", "0.1"]
     cluster = Cluster(log_dir, decode=0, worker_options=options)
@@ -138,6 +140,7 @@ async def test_real_tokens_are_the_same_through_a_reset(smollm2: str, log_dir: P
         await cluster.assert_no_leaks()
 
 
+@pytest.mark.slow
 async def test_a_client_that_leaves_while_the_connection_is_reset_is_not_decoded_for(log_dir: Path) -> None:
     options = ["--simulated-step-s", "0.02", "--heartbeat", "0.1"]
     cluster = Cluster(log_dir, decode=0, worker_options=options)

@@ -20,7 +20,7 @@ from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import Reading, busy_prefill, mid_prompt, tokens, until, worker
 from tests.support.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 OPTIONS = ["--simulated-step-s", "0.02", "--heartbeat", "0.1"]
 NOTICE_S, MARGIN_S = 3.0, 1.0

@@ -13,6 +13,8 @@ import yaml
 from tests.support.monitoring.prometheus import MONITORING, RULES, binaries
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 OPERATIONS = Path(__file__).parents[3] / "docs/operations.md"
 Series = dict[str, str]
 """Values, one a minute, by series; in promtool's notation."""

@@ -39,7 +39,7 @@ WITHOUT_DATA = {
 DOCUMENTED = Path(__file__).parents[3] / "docs/metrics.md"
 SUFFIX = re.compile("_(bucket|sum|count)$")
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def panels() -> Iterator[Panel]:

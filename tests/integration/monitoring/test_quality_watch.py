@@ -22,7 +22,7 @@ WRONG_BYTES = "faults: {wrong_bytes: {every: 1}}\n"
 MISSCALED = "tests.support.transfer.misscaled_worker"
 QUESTION = "Question: What is the capital of France?\nAnswer: The capital of France is"
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def events(cluster: Cluster, name: str) -> list[dict[str, Any]]:

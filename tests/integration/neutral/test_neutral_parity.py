@@ -18,7 +18,7 @@ from tests.support.waiting import LEAST_TIMEOUT_S
 LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33]
 """Around the borders of blocks and of chunks."""
 
-pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LEAST_TIMEOUT_S)]
 
 
 async def test_all_four_ways_at_once_while_leanings_change(smollm2: str, log_dir: Path) -> None:

@@ -39,7 +39,11 @@ SOON_S = SLACK_S / 6
 """By when a change of leaning is in a report, though requests run all the time: it waits for none of them."""
 
 # The registry of the shared workers runs in this process, and so in the loop of the module.
-pytestmark = [pytest.mark.timeout(LEAST_TIMEOUT_S), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(LEAST_TIMEOUT_S),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from tests.support.neutral.half_a_prefix import BLOCK, HALF_A_PREFIX, lose_the_h
 from tests.support.neutral.neutral_processes import NeutralProcesses, neutral_processes
 from tests.support.waiting import LEAST_TIMEOUT_S
 
-pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LEAST_TIMEOUT_S)]
 ANSWER = 40
 
 

@@ -25,6 +25,8 @@ from tests.support.cluster.streams import Reading, decoding_worker, tokens
 from tests.support.lora import write_adapter
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 KEYS = {name: new_key() for name in ("alice", "bob", "root")}
 TENANTS = {"alice": {"models": ["simulated", "red"]}, "bob": {"models": ["blue"]}, "root": {"admin": True}}
 WEIGHTS = {"base_model.model.layer.lora_A.weight": np.ones((4, 8), np.float32)}

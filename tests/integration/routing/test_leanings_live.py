@@ -119,6 +119,7 @@ async def test_leanings_change_20_times_under_load_and_nothing_fails(log_dir: Pa
     assert answered > 20
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * LEAST_TIMEOUT_S)
 async def test_a_load_that_turns_from_prompts_to_tokens_is_followed_within_10_s(log_dir: Path) -> None:
     """Of three workers two lean to prefill at first. Long prompts keep them there; many streams take one away."""
@@ -214,6 +215,7 @@ async def autoscaled(cluster: Cluster, folder: Path) -> AsyncIterator[FakeActuat
             await asyncio.wait([running_loop])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * LEAST_TIMEOUT_S)
 async def test_a_turn_of_the_load_is_followed_while_an_autoscalers_plan_is_in_force(log_dir: Path) -> None:
     """And the autoscaler, which looks back at a minute of prompts, neither undoes it nor starts or ends anybody."""
@@ -259,6 +261,7 @@ async def turned_under_a_plan(log_dir: Path) -> tuple[Seen, float]:
     return seen, took_s
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_of_two_coordinators_one_moves_workers_and_then_the_other(log_dir: Path) -> None:
     """Both see the same three workers, two of which lean to prefill, and load them with streams."""

@@ -71,6 +71,7 @@ async def test_same_tokens_where_targets_pace_local_prompts(log_dir: Path) -> No
     assert answers == [tuple(expected_tokens(prompt, 48)) for prompt in fresh]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_prompts_with_a_target_go_to_the_worker_that_is_not_busy(log_dir: Path) -> None:
     """Two prompts at a time, of 2 s and of 0.2 s, are computed by different workers, and a short one alone by the

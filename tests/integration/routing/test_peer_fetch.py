@@ -17,7 +17,7 @@ from tests.support.cluster.streams import eventually, tokens
 from tests.support.core_waits import cluster_waits
 from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 
-pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LEAST_TIMEOUT_S)]
 PREFIX, ANSWER = 320, 4
 TOO_LATE = ("FETCH_TOO_SLOW", "DEADLINE_EXCEEDED")
 """As the coordinator says it, and as a worker does."""

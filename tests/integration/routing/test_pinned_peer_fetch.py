@@ -20,7 +20,7 @@ from tests.support.cluster.streams import tokens
 from tests.support.engine.reference import Reference
 from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 
-pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LEAST_TIMEOUT_S)]
 BLOCK, PREFIX = 16, 320
 PROMPT, ANSWER, NEXT = 96, 64, 8
 """Tokens of the first turn's prompt and answer, and of the second answer."""

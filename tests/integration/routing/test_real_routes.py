@@ -123,6 +123,7 @@ def assert_right(answers: Sequence[Collected], expected: dict[str, list[list[int
         assert answer.done.served_by.transport in ("nixl", "")  # nothing travels where decode has all of it
 
 
+@pytest.mark.slow
 async def test_a_canary_gets_its_share_and_answers_with_its_own_weights(
     stub: InferenceServiceStub, expected: dict[str, list[list[int]]]
 ) -> None:

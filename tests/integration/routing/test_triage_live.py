@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from splitserve.client.scaling_client import ScalingClient
@@ -18,6 +20,8 @@ from tests.support.cluster.fake_cluster import ask, fake_cluster
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import POLL_S
 from tests.support.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.slow
 
 MAX_TOKENS = 8
 LONG, SHORT = 1500, 40

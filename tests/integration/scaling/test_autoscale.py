@@ -262,6 +262,7 @@ async def test_an_edited_policy_is_taken_without_a_restart_and_a_wrong_one_is_no
         assert most["prefill"] == 1
 
 
+@pytest.mark.slow
 async def test_a_notice_is_answered_at_once_by_a_replica_of_its_class(tmp_path: Path) -> None:
     """Of two decode replicas one must be on demand. The other's machine is taken away long before the next decision."""
     spot = {"name": "spot", "price_per_hour": 1, "spot": True, "worker_options": ["--spot-notice", "60"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -110,6 +111,21 @@ async def test_it_explains_its_decisions(simulated_cluster: Cluster, autoscaler:
     in_force, shadow = page["replays"]
     assert 0 < in_force["requests"] == shadow["requests"]
     assert in_force["replica_hours"] < shadow["replica_hours"], "it wants five replicas, and the other two"
+
+
+def test_a_hangup_reads_the_policy_again_and_a_wrong_one_changes_nothing(
+    autoscaler: ServiceProcess, policy: Path
+) -> None:
+    autoscaler.wait_event("scaling.decided")
+    autoscaler.signal(signal.SIGHUP)
+    assert autoscaler.wait_event("file.reloaded")["file"] == "policy"
+    assert "policy.reloaded" not in [one["event"] for one in autoscaler.events()], "it says what it said"
+    policy.write_text(POLICY.replace("0.2", "soon"))
+    autoscaler.signal(signal.SIGHUP)
+    assert "interval_s" in autoscaler.wait_event("file.rejected")["error"]
+    assert autoscaler.wait_event("scaling.failed")["hop"] == "policy"
+    policy.write_text(POLICY.replace("target_ms: 60000}}", "target_ms: 50000}}"))
+    assert autoscaler.wait_event("policy.reloaded"), "an edit is taken without a signal, too"
 
 
 @pytest.mark.parametrize(

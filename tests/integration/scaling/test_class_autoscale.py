@@ -88,6 +88,7 @@ def options_of(supervisor: psutil.Process, worker: str) -> list[str]:
     raise AssertionError(f"{worker} does not run")
 
 
+@pytest.mark.slow
 async def test_a_fast_replica_takes_the_place_of_a_slow_one(tmp_path: Path) -> None:
     rules = tmp_path / "policy.yaml"
     rules.write_text(policy(1))

@@ -50,6 +50,7 @@ def season_in(path: Path) -> list[float]:
     return rates
 
 
+@pytest.mark.slow
 async def test_killed_and_started_again_it_forecasts_the_same(
     simulated_cluster: Cluster, tmp_path: Path
 ) -> None:

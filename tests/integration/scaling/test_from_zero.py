@@ -26,7 +26,7 @@ from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import tokens
 from tests.support.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 IDLE_S = 1.0
 BURST = 24
 MAX_TOKENS = 5

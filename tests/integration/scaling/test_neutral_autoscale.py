@@ -34,7 +34,7 @@ START_S = 150.0
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 3
 MAX_TOKENS = 48
 
-pytestmark = [pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @contextmanager

@@ -123,6 +123,7 @@ def rewrite(path: Path, text: str) -> None:
     new.replace(path)
 
 
+@pytest.mark.slow
 async def test_the_mix_changes_and_workers_of_both_classes_change_sides(tmp_path: Path) -> None:
     rules = tmp_path / "policy.yaml"
     rules.write_text(policy(1, 1))

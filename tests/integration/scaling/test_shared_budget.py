@@ -25,7 +25,7 @@ from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.kubernetes.kubernetes_api import FakeKubernetes, Workload, serving_kubernetes
 from tests.support.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ONLY = [{"name": "only", "price_per_hour": 1.0}]
 AT_ONCE = {"scaleDown": {"stabilizationWindowSeconds": 0}}

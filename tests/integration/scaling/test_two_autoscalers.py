@@ -22,7 +22,7 @@ from tests.support.kubernetes.kubernetes_api import FakeKubernetes, Workload, se
 from tests.support.scaling.fake_actuator import FakeActuator
 from tests.support.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 LEASE_S = 8.0
 """So long none of the processes stands still by itself."""
 

@@ -42,7 +42,7 @@ LATE = 2
 TIMEOUT_S = 240.0
 """For one answer, on a busy machine."""
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

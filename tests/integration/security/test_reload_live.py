@@ -98,6 +98,7 @@ async def test_a_coordinator_survives_every_wrong_tenants_file(
         assert list(coordinator.access.tenants.usages) == ["bob"]
 
 
+@pytest.mark.slow
 async def test_routes_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "routes.yaml"
     path.write_text("public: {words: 1}\nother: {words: 2}\n")

@@ -36,6 +36,7 @@ kept somewhere for want of a core, and their order says nothing."""
 SERVED = ["urgent", "greedy high", "modest", "greedy higher", "greedy low"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits_for", ["prefill", "decode"])
 async def test_priority_does_not_cross_tenants(waits_for: str, log_dir: Path) -> None:
     keys = {name: new_key() for name in CLASSES}

@@ -121,6 +121,7 @@ async def test_no_key_and_wrong_keys(tmp_path: Path, caplog: pytest.LogCaptureFi
         assert KEYS["alice"] not in text
 
 
+@pytest.mark.slow
 async def test_who_waits_as_told_is_served(tmp_path: Path) -> None:
     limits = {"requests_per_second": 0.4, "burst_seconds": 2.5}
     async with tenants_cluster(tmp_path, alice=limits, bob={}) as cluster:

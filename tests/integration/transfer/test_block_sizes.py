@@ -21,7 +21,7 @@ SIZES = [(16, 32), (32, 16)]
 CHUNK, MAX_TOKENS = 48, 6
 LENGTHS = [1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 95, 97, 130]
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module", params=SIZES, ids=lambda sizes: f"{sizes[0]} to {sizes[1]}")

@@ -25,7 +25,7 @@ BLOCK_BYTES = 30 * 2 * 3 * BLOCK * (2 + 64)
 WIDE_BLOCK_BYTES = 30 * 2 * 3 * BLOCK * 64 * 2
 NARROW = ("--kv-cache-dtype", INT8)
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,8 @@ from tests.support.engine.reference import Reference
 from tests.support.tiers.mooncake_rig import mooncake_store
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 PROMPTS, TOKENS, ANSWER = 4, 96, 3
 POOL_BLOCKS = 13
 """Of 16 tokens. A prompt has six full blocks."""

@@ -13,6 +13,8 @@ from splitserve.errors import UnavailableError
 from splitserve.v1 import inference_pb2
 from tests.support.cluster.real_cluster import Cluster, running
 
+pytestmark = pytest.mark.slow
+
 PROMPT = list(range(1, 100))
 BIG_BLOCKS = ("--block-size", "1024", "--num-blocks", "64")
 """16 KiB each, so that a probe measures bandwidth."""

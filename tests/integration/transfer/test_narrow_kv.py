@@ -30,6 +30,7 @@ async def cluster(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Asy
         yield cluster
 
 
+@pytest.mark.slow
 async def test_a_fact_survives_and_half_the_bytes_travel(cluster: Cluster, smollm2: str) -> None:
     filler = sentences(30, seed=3)  # several chunks, and more than one write
     prompt = load_tokenizer(smollm2).encode(f"{filler}\n\nThe capital of France is")

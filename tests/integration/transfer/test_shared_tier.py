@@ -18,6 +18,8 @@ from tests.support.cluster.streams import eventually, until, worker
 from tests.support.tiers.mooncake_rig import mooncake_store
 from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = 5
 """One of them is read, at least: an answer of the store that is late on a busy machine costs its prompt the read."""
 LANE_BYTES_PER_S = 1e7

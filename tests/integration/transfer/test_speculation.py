@@ -21,7 +21,6 @@ from tests.support.engine.runner_driver import prompt_of
 from tests.support.engine.tiny_models import make_tiny_model
 from tests.support.waiting import PATIENCE_S
 
-SOME = BORDERS[::8]
 ALL = [*BORDERS, *MORE]
 """The prompts of `test_split_parity.py`."""
 TOGETHER = 4
@@ -38,19 +37,13 @@ def speculated(cluster: Cluster) -> dict[str, float]:
     return {sample.labels["tokens"]: sample.value for sample in family.samples}
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        pytest.param(SOME, id="some", marks=pytest.mark.short),
-        pytest.param(ALL, id="all", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_answers_are_those_of_transformers(log_dir: Path, smollm2: str, lengths: list[int]) -> None:
+async def test_answers_are_those_of_transformers(log_dir: Path, smollm2: str) -> None:
     tokenizer, reference = load_tokenizer(smollm2), Reference(smollm2)
     options = ["--dtype", "float32", "--max-step-tokens", "128", "--metrics-port", "0"]
     options += ["--speculation", "prompt-lookup"]
-    prompts = [tokenizer.encode(sentences(length // 6 + 8, seed=length))[:length] for length in lengths]
+    prompts = [tokenizer.encode(sentences(length // 6 + 8, seed=length))[:length] for length in ALL]
     text = tokenizer.encode(sentences(8, seed=6))
     repeating = [*text, *text, *text[: len(text) // 2]]
     expected = [reference.greedy(prompt, MAX_TOKENS) for prompt in prompts]
@@ -84,6 +77,7 @@ async def test_answers_are_those_of_transformers(log_dir: Path, smollm2: str, le
         await cluster.assert_no_leaks()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_draft_model_on_the_decode_worker_reads_prompts_that_were_handed_over(
     log_dir: Path, tmp_path: Path

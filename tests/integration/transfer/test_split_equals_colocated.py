@@ -27,7 +27,7 @@ LENGTHS = [1, 7, 16, 33, 100, 128, 129, 300] if multiplies_bfloat16() else [1, 1
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, seed=11)
 GREEDY = SamplingParams(temperature=0.0)
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def _colocated(core: EngineCore, prompt: list[int], sampling: SamplingParams, name: str) -> list[int]:
@@ -46,9 +46,8 @@ needs_int8 = pytest.mark.skipif(not is_exact(), reason="this processor has no in
 @pytest.mark.parametrize(
     ("quantization", "lengths"),
     [
-        pytest.param("none", LENGTHS[::3], marks=pytest.mark.short),
-        pytest.param("none", LENGTHS, marks=pytest.mark.slow),
-        pytest.param("int8", LENGTHS[-3:], marks=[needs_int8, pytest.mark.slow]),
+        ("none", LENGTHS),
+        pytest.param("int8", LENGTHS[-3:], marks=needs_int8),
     ],
 )
 async def test_bfloat16_split_equals_colocated(

@@ -582,6 +582,39 @@ async def test_a_coordinator_that_refuses_a_stale_plan_stops_the_tick() -> None:
     assert not world.loop.lease.held
 
 
+async def test_without_a_lease_of_its_own_it_gives_way_to_one_that_has_it() -> None:
+    world = World()
+    world.wants(2, 1)
+    apply, refused = world.apply, FailedPreconditionError("another acts", reason="STALE_LEASE")
+
+    async def refuses(where: PlannedRotation, decisions: Any) -> None:
+        raise refused
+
+    world.apply = refuses  # type: ignore[method-assign]
+    assert await world.tick() == []
+    world.apply = apply  # type: ignore[method-assign]
+    assert len(await world.tick()) == 3
+
+
+async def test_a_policy_that_cannot_decide_keeps_the_counts_and_the_next_one_is_taken() -> None:
+    world = World()
+    world.wants(1, 1)
+    await world.tick()
+
+    def broken(memory: Memory, snapshot: Snapshot) -> Any:
+        raise OverflowError("cannot convert float infinity to integer")
+
+    there = set(world.actuator.there)
+    world.loop.changed_policy = lambda: PolicyChange(broken, world.loop.settings, lambda memory: memory)
+    await world.tick()
+    assert world.loop.status.errors["policy"] == 1
+    assert set(world.actuator.there) == there
+    world.wants(2, 1)
+    world.loop.changed_policy = lambda: PolicyChange(world.decide, world.loop.settings, lambda memory: memory)
+    await world.tick()
+    assert len(world.actuator.there) == 3
+
+
 class FencedCoordinator:
     """A coordinator's leases on a clock that stands."""
 

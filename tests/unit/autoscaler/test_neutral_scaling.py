@@ -108,6 +108,7 @@ async def test_all_coordinators_forget_where_everybody_leans() -> None:
     assert len(actuator.calls) == 2
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(

@@ -27,7 +27,7 @@ from tests.support.engine.runner_driver import (
 from tests.support.engine.tiny_models import CONTEXT, FAMILIES, make_tiny_model
 from tests.support.engine.triton_interpreter import triton_interpreter
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 KINDS = {"gemma2": "one_plus", "gemma3_text": "one_plus", "olmo2": "scaled"}

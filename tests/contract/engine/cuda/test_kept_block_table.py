@@ -27,6 +27,8 @@ from tests.support.engine.runner_driver import BLOCK, runner_of
 from tests.support.engine.tiny_models import EOS
 from tests.support.engine.triton_interpreter import triton_interpreter
 
+pytestmark = pytest.mark.slow
+
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 SETTINGS: dict[str, Any] = {
     "device": str(DEVICE),

@@ -27,7 +27,7 @@ from tests.support.engine.runner_driver import (
 from tests.support.engine.tiny_models import FAMILIES, make_tiny_model
 from tests.support.engine.triton_interpreter import triton_interpreter
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 ALREADY_PACKED = {"phi3"}
 

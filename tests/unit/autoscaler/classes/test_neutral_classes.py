@@ -306,6 +306,7 @@ def test_the_bill_of_one_side_has_no_more_of_a_class_than_the_other_leaves() -> 
 LOADS = st.lists(st.floats(0.5, 60), min_size=4, max_size=10)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, phases=[Phase.generate])
 @given(st.data(), st.sampled_from([4.0, 7.5, 12.0, 30.0]), st.sampled_from([None, 4, 7]), LOADS)
 def test_no_moment_exceeds_a_budget(
@@ -337,6 +338,7 @@ def test_no_moment_exceeds_a_budget(
             there.take_away(data)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, phases=[Phase.generate])
 @given(LOADS, st.sampled_from([None, 12.0]))
 def test_under_a_steady_load_everything_comes_to_rest(loads: list[float], budget: float | None) -> None:

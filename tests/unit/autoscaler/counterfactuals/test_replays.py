@@ -108,6 +108,7 @@ def test_a_model_that_shares_an_inventory_is_replayed_with_what_others_leave(tmp
     assert replayed(shared, policy).gpu_hours == pytest.approx(12 / 6, rel=0.1)
 
 
+@pytest.mark.slow
 async def test_a_replay_in_a_process_of_its_own(tmp_path: Path) -> None:
     policy = fixed(tmp_path, "four", 4)
     # At the lowest priority it takes as long as a busy machine wants.

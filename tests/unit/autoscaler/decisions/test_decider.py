@@ -174,7 +174,7 @@ async def test_one_that_is_late_by_itself_begins_no_next_one_sooner() -> None:
     assert rested == [4.0], "else a slow policy would be asked without end"
 
 
-@pytest.mark.parametrize("error", [StopIteration, asyncio.CancelledError])
+@pytest.mark.parametrize("error", [StopIteration, asyncio.CancelledError, SystemExit])
 async def test_what_no_future_takes_is_raised_as_another_error(error: type[BaseException]) -> None:
     def broken(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
         raise error
@@ -187,10 +187,10 @@ async def test_what_no_future_takes_is_raised_as_another_error(error: type[BaseE
 
 async def test_what_a_policy_raises_is_raised_where_it_is_asked() -> None:
     def broken(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
-        raise SystemExit("a policy's own code")
+        raise KeyError("a policy's own code")
 
     decider = Decider(turn_s=PATIENCE_S)
-    with pytest.raises(SystemExit):
+    with pytest.raises(KeyError):
         await decider.decided(broken, None, NOW, INTERVAL_S)
     assert await Policy().asked(decider) is not None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,8 @@ def test_an_entry_point_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
         (GOOD.replace("as I like", ""), "reason must say why"),
         (GOOD.replace('like")', 'like", float("nan"))'), "need must be a finite number"),
         ("import sys\nsys.exit('no')", "line 2: no"),
+        ("\nclass Panic(BaseException):\n    pass\nraise Panic", "line 4: Panic"),
+        ("raise KeyboardInterrupt", "line 1: KeyboardInterrupt"),
         (GOOD.replace("wanted,", "next(numbers),") + "\nnumbers = iter(range(9))", "to the same snapshot"),
     ],
 )
@@ -108,7 +111,9 @@ def test_unknown_options_are_refused() -> None:
         decided(MODULE, eech=5)
 
 
-@pytest.mark.parametrize("error", ["KeyError('x')", "SystemExit('x')"])
+@pytest.mark.parametrize(
+    "error", ["KeyError('x')", "SystemExit('x')", "BaseException('x')", "GeneratorExit('x')"]
+)
 def test_one_that_fails_later_keeps_the_count_and_says_where(tmp_path: Path, error: str) -> None:
     path = tmp_path / "mine.py"
     path.write_text(GOOD.replace("    return", f"    if snapshot.now_s:\n        raise {error}\n    return"))
@@ -116,6 +121,16 @@ def test_one_that_fails_later_keeps_the_count_and_says_where(tmp_path: Path, err
     assert plan.prefill.desired == 5
     assert plan.prefill.error.startswith(f"line 6: {error.partition('(')[0]}: ")
     assert plan.decode.error == ""
+
+
+def test_not_even_an_interrupt_of_its_own_ends_a_decision(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    raising = "    if snapshot.now_s:\n        raise KeyboardInterrupt\n    return"
+    path.write_text(GOOD.replace("    return", raising))
+    with ThreadPoolExecutor() as pool:
+        plan = pool.submit(decided, f"{path}:mine", snapshot(prefill=5)).result()
+    assert plan.prefill.desired == 5
+    assert plan.prefill.error.startswith("line 6: KeyboardInterrupt")
 
 
 def test_one_that_does_not_return_is_refused_at_the_start(

@@ -79,6 +79,7 @@ def peak(memory: PredictiveMemory) -> int:
     return memory.forecast.index(max(memory.forecast))
 
 
+@pytest.mark.slow
 async def test_a_restart_goes_on_with_the_seasons(tmp_path: Path) -> None:
     wall = Clock(EPOCH_S)
     life = Life(tmp_path, wall, EPOCH_S - 1000)

@@ -50,6 +50,7 @@ def test_predictive_is_its_own_kind() -> None:
 
 
 RULE = {"type": "Pods", "value": 0, "periodSeconds": 15}
+PERCENT = {"type": "Percent", "value": 10**310, "periodSeconds": 15}
 WINDOW = {"start": "08:00", "end": "18:00", "replicas": 2}
 
 
@@ -112,6 +113,13 @@ WINDOW = {"start": "08:00", "end": "18:00", "replicas": 2}
             "at least min_prefill_per_decode (2)",
         ),
         ({"interval_s": float("nan")}, "interval_s", "finite"),
+        ({"ratio": {"max_prefill_per_decode": 1e-308}}, "ratio.max_prefill_per_decode", "equal to 0.001"),
+        ({"prefill": {"target_ms": 1, "slo": {"fade_s": 0.01}}}, "prefill.slo.fade_s", "equal to 1"),
+        (
+            {"prefill": {"target_ms": 1, "behavior": {"scaleUp": {"policies": [PERCENT]}}}},
+            "prefill.behavior.scaleUp.policies.0.value",
+            "less than or equal to 1000000",
+        ),
     ],
 )
 def test_errors_name_the_field_and_the_bound(changes: dict[str, Any], field: str, words: str) -> None:
@@ -120,3 +128,22 @@ def test_errors_name_the_field_and_the_bound(changes: dict[str, Any], field: str
     assert caught.value.field == field
     assert caught.value.message.startswith(field)
     assert words in caught.value.message
+
+
+def test_a_value_that_anchors_make_large_is_not_told_in_full(tmp_path: Path) -> None:
+    """Nine levels of ten are a thousand million values in a few hundred bytes."""
+    lines = ["&a [" + "x, " * 10 + "x]"]
+    lines += [f"&{chr(98 + n)} [" + f"*{chr(97 + n)}, " * 10 + f"*{chr(97 + n)}]" for n in range(8)]
+    path = tmp_path / "policy.yaml"
+    path.write_text("interval_s:\n" + "".join(f"- {line}\n" for line in lines))
+    with pytest.raises(ConfigError) as caught:
+        load_policy(path)
+    assert caught.value.field == "interval_s"
+    assert len(caught.value.message) < 1000
+
+
+def test_a_policy_file_is_no_larger_than_its_bound(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("x: [" + "1," * (1 << 19) + "1]")
+    with pytest.raises(ConfigError, match="policy"):
+        load_policy(path)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autoscaler.control_loop import ControlLoop, LoopSettings
+from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
 from autoscaler.decide import PlanMemory, PoolState, carried, plan_holds
 from autoscaler.decisions.decider import Decider
 from autoscaler.loop_metrics import loop_metrics
@@ -17,6 +17,7 @@ from autoscaler.policies.slo.slo_prefill import PrefillMemory
 from autoscaler.policy_in_force import PolicyFile, PolicyInForce
 from autoscaler.reconcile import PlannedRotation
 from autoscaler.signals.observer import Observer
+from tests.support.policy_files import reread
 from tests.support.scaling.fake_actuator import FakeActuator
 from tests.support.scaling.signal_sources import Clock, FakeSource, worker
 from tests.support.waiting import PATIENCE_S
@@ -49,9 +50,13 @@ class Edited:
             self,
             self.actuator,
             first.settings,
-            changed_policy=self.policy.poll,
+            changed_policy=self.changed,
             decider=Decider(turn_s=PATIENCE_S),
         )
+
+    def changed(self) -> PolicyChange | None:
+        reread(self.policy.file)
+        return self.policy.poll()
 
     async def apply(self, where: PlannedRotation, decisions: Any) -> None:
         pass
@@ -119,6 +124,26 @@ async def test_a_bad_edit_keeps_the_old_one_in_force_and_says_the_line(
     assert words in said[0]["error"]
     edited.path.write_text(POLICY.format(least=4))
     assert await edited.tick() == (4, 1, 1)
+
+
+async def test_a_right_version_after_a_refused_one_is_all_that_is_told(tmp_path: Path) -> None:
+    edited = Edited(tmp_path)
+    for text in ("speed: 3", POLICY.format(least=2)):
+        edited.path.write_text(text)
+        reread(edited.policy.file)
+    assert await edited.tick() == (2, 1, 0)
+
+
+async def test_an_edit_between_ticks_is_not_in_force_before_the_next_one(tmp_path: Path) -> None:
+    """The file is read by its watcher, not by the loop: what is only half of it there is nobody's policy."""
+    edited = Edited(tmp_path)
+    edited.path.write_text(POLICY.format(least=2))
+    edited.loop.changed_policy = edited.policy.poll
+    assert await edited.tick() == (1, 1, 0)
+    assert not edited.policy.file.files.is_due(), "it has not stood still yet"
+    assert edited.policy.file.files.is_due()
+    reread(edited.policy.file)
+    assert await edited.tick() == (2, 1, 0)
 
 
 async def test_a_file_that_is_gone_for_a_moment_changes_nothing(tmp_path: Path) -> None:
@@ -220,10 +245,10 @@ def test_a_plan_holds_under_a_policy_that_counts_the_same(
 async def test_an_edit_tells_its_loop_whether_the_last_plan_holds(tmp_path: Path) -> None:
     edited = Edited(tmp_path)
     edited.path.write_text(POLICY.format(least=3))
-    change = edited.policy.poll()
+    change = edited.changed()
     assert change is not None
     assert change.holds
     edited.path.write_text(POLICY.format(least=3) + "gpu_budget: 9\n")
-    change = edited.policy.poll()
+    change = edited.changed()
     assert change is not None
     assert not change.holds

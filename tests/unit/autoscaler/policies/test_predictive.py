@@ -23,6 +23,7 @@ def rate(index: int) -> float:
     return 20.0 + 18.0 * math.sin(2 * math.pi * index / SEASON)
 
 
+@pytest.mark.slow
 def test_the_forecast_repeats_the_season() -> None:
     ahead = forecast_rates([rate(i) for i in range(3 * SEASON)], SEASON, STEPS, 50)
     assert ahead == pytest.approx([rate(i) for i in range(STEPS)], abs=1.5)

@@ -70,3 +70,7 @@ def test_built_in_metrics() -> None:
         }
     )
     assert make_decide(prefill)(None, seen)[0].prefill.desired == 8
+
+
+def test_a_target_next_to_nothing_grows_as_fast_as_may_be() -> None:
+    assert wanted(policy(target=1e-308), snapshot(decode=4, metrics={"queue": 5.0})) == 8

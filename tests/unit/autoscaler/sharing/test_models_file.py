@@ -22,6 +22,7 @@ from autoscaler.sharing.shared_account import SharedAccount
 from autoscaler.sharing.shared_service import policies_of, shared_shadows
 from splitserve.config.autoscaler import AutoscalerConfig
 from splitserve.errors import ConfigError
+from tests.support.policy_files import polled
 
 ONLY = [{"name": "only", "price_per_hour": 2.0}]
 PRICED: dict[str, Any] = {"target_ms": 100, "classes": ONLY}
@@ -178,10 +179,10 @@ def test_a_new_version_of_a_policy_must_fit_the_others(tmp_path: Path) -> None:
     before = files["a"].value
     write(tmp_path, {"budget_per_hour": 10}, a=both({**PRICED, "min_replicas": 3}), b=both(PRICED))
     with pytest.raises(ConfigError, match=r"budget_per_hour \(10\) must hold min_replicas and"):
-        files["a"].poll()
+        polled(files["a"])
     assert files["a"].value is before
     write(tmp_path, {"budget_per_hour": 10}, a=both({**PRICED, "max_replicas": 5}), b=both(PRICED))
-    assert files["a"].poll() is not None
+    assert polled(files["a"]) is not None
 
 
 def test_it_must_fit_the_limits_as_they_are_now(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_it_must_fit_the_limits_as_they_are_now(tmp_path: Path) -> None:
     files = policies_of(in_force)
     in_force.value = load_models(write(tmp_path, {"budget_per_hour": 12}))
     write(tmp_path, {"budget_per_hour": 12}, a=both({**PRICED, "min_replicas": 2}))
-    assert files["a"].poll() is not None
+    assert polled(files["a"]) is not None
 
 
 def test_each_model_has_its_own_shadows(tmp_path: Path) -> None:

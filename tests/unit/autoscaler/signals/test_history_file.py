@@ -191,6 +191,25 @@ async def test_a_disk_that_takes_nothing_is_told_of_once(
     assert said == ["history.not_saved"]
 
 
+async def test_a_file_that_another_writes_too_is_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(history_file, "log_event", lambda event, **_: said.append(event))
+    path, wall = tmp_path / "history.json", Clock(EPOCH_S)
+    one, other = Life(path, wall, EPOCH_S), Life(path, wall, EPOCH_S)
+    one.save()
+    one.save()
+    path.unlink()
+    one.save()
+    assert not said, "a file that somebody removes is written anew"
+    other.save()
+    one.save()
+    one.save()
+    other.save()
+    assert said == ["history.shared"] * 2, "by each of them"
+
+
 async def test_a_folder_that_is_no_folder_does_not_keep_it_from_ending(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     life = Life(tmp_path / "file" / "history.json", Clock(EPOCH_S), EPOCH_S)

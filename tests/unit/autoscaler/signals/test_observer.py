@@ -237,6 +237,7 @@ async def test_who_was_given_up_counts_only_while_a_coordinator_sees_it() -> Non
     assert (await rig.look(5)).prefill.replicas == ()
 
 
+@pytest.mark.slow
 async def test_memory_is_bounded_and_forgets_who_left() -> None:
     rig = Rig(window_s=10)
     for number in range(1000):

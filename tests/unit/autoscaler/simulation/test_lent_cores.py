@@ -173,6 +173,7 @@ def test_streams_that_cannot_spare_anything_lend_nothing() -> None:
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 2**16), st.booleans(), st.booleans())
 def test_every_request_ends_and_the_same_run_twice_is_the_same(

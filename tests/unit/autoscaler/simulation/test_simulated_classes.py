@@ -47,6 +47,7 @@ def test_a_class_is_as_fast_as_it_says() -> None:
     assert engine.at_speed("decode", 1) is engine
 
 
+@pytest.mark.slow
 def test_a_mix_costs_less_than_small_ones_alone_and_attains_as_much() -> None:
     mixed, cost = run(parse_policy(rules(SMALL, LARGE)))
     alone, dear = run(parse_policy(rules(SMALL)))
@@ -67,6 +68,7 @@ def test_a_budget_is_kept_over_the_whole_run(workers: str) -> None:
     assert cost.money <= limit * cost.hours
 
 
+@pytest.mark.slow
 def test_a_budget_of_gpus_is_kept_with_standbys_over_the_whole_run() -> None:
     """A large one has two GPUs: for a unit it takes half of what a small one takes."""
     large, limit = LARGE | {"price_per_hour": 6.0, "gpus_per_replica": 2}, 9

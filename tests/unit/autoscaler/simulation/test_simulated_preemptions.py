@@ -43,6 +43,7 @@ def run(scenario: Scenario = SCENARIO, **pool: Any) -> tuple[Outcome, ScalingPol
     return run_policy(scenario, policy), policy
 
 
+@pytest.mark.slow
 def test_no_request_fails_and_a_floor_costs_what_it_costs() -> None:
     bare, policy = run()
     assert bare.preempted_replicas > 10

@@ -111,6 +111,7 @@ def worst_s(seen: list[Snapshot], pool: PoolName) -> float:
     return max((one.percentile(90) or 0.0 for one in found if one is not None), default=0.0)
 
 
+@pytest.mark.slow
 def test_a_wait_at_the_coordinator_counts_for_the_pool_that_lacked_capacity() -> None:
     last = [TraceRequest(60.0, 10, 1)]  # decisions stop with it
     _, crowd = run(Trace("crowd", [*burst(40, 400, 4).requests, *last]))

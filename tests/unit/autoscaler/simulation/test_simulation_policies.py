@@ -281,6 +281,7 @@ def test_static_peak_attains() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cold_start_s", COLD_STARTS_S)
 def test_constant_load_on_a_boundary_then_at_most_one_action(cold_start_s: float) -> None:

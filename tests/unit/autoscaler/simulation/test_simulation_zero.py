@@ -37,6 +37,7 @@ def run(
     return made.policy, list(made.others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("admission", [None, AdmissionConfig()], ids=["at once", "queue"])
 def test_cost_falls_and_the_first_token_takes_one_cold_start(admission: AdmissionConfig | None) -> None:
     scenario = replace(SCENARIO, admission=admission)

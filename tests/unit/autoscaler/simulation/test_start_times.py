@@ -124,6 +124,7 @@ def test_the_watch_pauses_after_failed_starts_and_replaces_overdue_ones() -> Non
     assert ReplicaState.OVERDUE in states
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run() -> None:
     policy = parse_policy({"prefill": {"target_ms": 2000}, "decode": {"target_ms": 100}})
     trace = synthetic(

@@ -148,6 +148,7 @@ def test_triage_serves_those_who_can_be_in_time() -> None:
     assert exact > closed + 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [1.0, 3.0])
 def test_the_pair_policy_uses_what_a_fixed_split_leaves_idle(rate: float) -> None:
     """Half of the prompts are long: prefill is the narrow pool. No stream pays for it."""
@@ -174,6 +175,7 @@ def test_nothing_is_lost_where_small_chunks_are_dear(rate: float) -> None:
     assert fmean(attained[True]) > fmean(attained[False]) - 0.005
 
 
+@pytest.mark.slow
 def test_neutral_replicas_decode_where_there_is_room() -> None:
     """Streams are too many for the replica that leans to them."""
     slo = Slo(1.0, 0.03)
@@ -238,6 +240,7 @@ def mixed_lengths(rate: float, count: int, long_share: float, seed: int) -> Trac
     return trace_of(*requests)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10_000))
 def test_every_request_ends_and_nothing_is_left(seed: int) -> None:

@@ -16,6 +16,7 @@ from autoscaler.policy_in_force import PolicyFile
 from autoscaler.sizing.class_speeds import work_rate
 from autoscaler.sizing.engine_model import PRESETS, EngineModel
 from splitserve.errors import ConfigError
+from tests.support.policy_files import polled
 
 SLOW = PRESETS["h100-8b"]
 FAST = {
@@ -171,14 +172,14 @@ def test_a_policy_from_elsewhere_gives_numbers() -> None:
 
 def test_a_model_that_changes_is_followed_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
     file = PolicyFile(written(tmp_path))
-    assert file.poll() is None
+    assert polled(file) is None
     (tmp_path / "prefill.json").write_text(json.dumps(asdict(SLOW.at_speed("prefill", 2))))
-    after = file.poll()
+    after = polled(file)
     assert after is not None
     assert speeds(after.rules)[0] == {"slow": 1.0, "fast": 2.0}
     (tmp_path / "prefill.json").write_text("{")
     with pytest.raises(ConfigError, match="is no JSON"):
-        file.poll()
+        polled(file)
     assert file.value is after
 
 
@@ -187,15 +188,15 @@ def test_a_newly_named_model_that_comes_later_is_read_then(tmp_path: Path) -> No
     file = PolicyFile(path)
     path.write_text(path.read_text().replace("prefill.json", "later.json"))
     with pytest.raises(ConfigError, match=r"cannot read .*later.json"):
-        file.poll()
-    assert file.poll() is None
+        polled(file)
+    assert polled(file) is None
     (tmp_path / "later.json").write_text('{"step_s": "no"}')
     with pytest.raises(ConfigError, match=r"engine_model.step_s must be a number"):
-        file.poll()
-    assert file.poll() is None
+        polled(file)
+    assert polled(file) is None
     assert file.files.outcomes["rejected"] == 2
     (tmp_path / "later.json").write_text(json.dumps(asdict(SLOW.at_speed("prefill", 2))))
-    after = file.poll()
+    after = polled(file)
     assert after is not None
     assert speeds(after.rules)[0] == {"slow": 1.0, "fast": 2.0}
     assert not file.files.problem
@@ -208,9 +209,9 @@ def test_a_policy_that_names_others_is_taken_at_once_and_no_old_problem_is_told_
     (tmp_path / "twice.json").write_text(json.dumps(asdict(SLOW.at_speed("prefill", 2))))
     path.write_text(right.replace("prefill.json", "none.json"))
     with pytest.raises(ConfigError, match=r"cannot read .*none.json"):
-        file.poll()
+        polled(file)
     path.write_text(right.replace("prefill.json", "twice.json"))
-    after = file.poll()
+    after = polled(file)
     assert after is not None
     assert speeds(after.rules)[0] == {"slow": 1.0, "fast": 2.0}
 
@@ -221,10 +222,10 @@ def test_newly_named_code_that_comes_later_is_read_then(tmp_path: Path) -> None:
     pool = "{kind: custom, function: 'mine.py:mine'}"
     path.write_text(f"prefill: {pool}\ndecode: {pool}\n")
     with pytest.raises(ConfigError, match=r"there is no file .*mine.py"):
-        file.poll()
+        polled(file)
     (tmp_path / "mine.py").write_text(
         "from autoscaler.policies.recommendation import Recommendation\n"
         "def mine(memory, snapshot, status):\n"
         "    return Recommendation(2, 'why'), memory\n"
     )
-    assert file.poll() is not None
+    assert polled(file) is not None

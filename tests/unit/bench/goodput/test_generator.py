@@ -143,6 +143,7 @@ async def test_a_server_that_never_answers_ends_by_the_deadline() -> None:
     assert attained_share(result.requests, Slo(1.0, 0.05)) == 0
 
 
+@pytest.mark.slow
 async def test_one_that_stops_in_the_middle_keeps_what_came() -> None:
     async def half(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD + chunk(event("a")))

@@ -209,6 +209,7 @@ def steps_per_second(waiting: int, *, blocked: bool) -> float:
         gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocked", [False, True])
 def test_ten_thousand_waiting_do_not_slow_a_step(blocked: bool) -> None:
     few = max(steps_per_second(10, blocked=blocked) for _ in range(3))

@@ -154,6 +154,7 @@ assert transformers.LlamaConfig().model_type == "llama"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_it_is_what_transformers_makes(models: Path) -> None:
     for _ in range(2):  # made, and read

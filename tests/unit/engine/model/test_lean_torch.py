@@ -43,6 +43,7 @@ def run(program: str, *path: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_all_that_torch_binds_is_found_without_an_import() -> None:
     names = [name for name in run(BOUND).split() if not name.startswith(REFERENCE)]
@@ -79,12 +80,14 @@ def odd_package(folder: Path, code: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_package_that_wants_the_compiler_is_imported_as_ever(tmp_path: Path) -> None:
     as_torchvision = "from torch._dynamo.utils import is_compile_supported"
     run(f"{LEAN}{ODD}assert lean.lean_or_whole(odd) == 1{WORKS}", odd_package(tmp_path, as_torchvision))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_what_fails_with_a_stand_in_is_imported_again_and_what_fails_anyway_is_not(tmp_path: Path) -> None:
     before = "assert count(ValueError) == count(KeyboardInterrupt) == (1, False)\n"

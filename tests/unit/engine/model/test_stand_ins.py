@@ -69,11 +69,13 @@ def test_decorators_change_nothing_and_leave_nothing_behind() -> None:
     run(DECORATED)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_shapes_on_the_meta_device_are_the_same() -> None:
     run(SHAPED)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "wanted",
@@ -87,6 +89,7 @@ def test_whoever_wants_more_gets_the_compiler(wanted: str) -> None:
     run(WANTED.format(wanted=wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_an_imported_compiler_stays() -> None:
     run(KEPT)

@@ -191,6 +191,7 @@ def test_fresh_prompts_behind_many_late_ones_are_in_time() -> None:
     assert rig.clock.now - began_s < 1.0
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(
     long=st.integers(1_000, 2_000),

@@ -96,6 +96,7 @@ def test_what_has_to_be_converted_first_is_left_to_the_worker(
     assert not kept_vocabulary._kept
 
 
+@pytest.mark.slow
 def test_files_that_are_gone_are_missed_where_they_are_loaded(folder: Path) -> None:
     keep_vocabulary(str(folder), FACTS)
     (folder / "tokenizer.json").unlink()

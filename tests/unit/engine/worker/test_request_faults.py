@@ -378,6 +378,7 @@ def test_a_grammar_that_raises_fails_its_request_alone(
         check(Scene(failing_grammar(name, KINDS[kind], number)), expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(
     faults=st.lists(

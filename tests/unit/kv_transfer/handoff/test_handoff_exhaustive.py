@@ -46,6 +46,7 @@ def test_two_requests_and_a_crash() -> None:
     _explored("two requests, a crash", TWO_REQUESTS)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_resumed_request_and_a_crash() -> None:
     _explored("a resumed request, a crash", RESUMED)
@@ -57,6 +58,7 @@ def test_a_resumed_request_and_two_crashes() -> None:
     _explored("a resumed request, two crashes", TWO_CRASHES)
 
 
+@pytest.mark.slow
 def test_the_orders_left_out_change_nothing() -> None:
     """The reduction keeps the states at rest."""
     full, reduced = (

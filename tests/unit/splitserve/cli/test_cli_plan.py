@@ -24,6 +24,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
     return found
 
 
+@pytest.mark.slow
 def test_from_a_gpu_and_the_figures_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (*SHAPE, "--gpu", "h100", *LIGHT, "--slo-ttft", "500", "--slo-tpot", "30", "--price", "2.5")
     found = planned(capsys, *arguments)

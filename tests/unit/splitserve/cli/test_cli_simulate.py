@@ -93,6 +93,7 @@ def test_step_by_step(capsys: pytest.CaptureFixture[str], hybrid: tuple[str, ...
     assert (found["attainment"], found["failed_requests"]) == (1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_table_and_plot(capsys: pytest.CaptureFixture[str], policy: str, tmp_path: Path, suffix: str) -> None:
     picture = tmp_path / f"run{suffix}"

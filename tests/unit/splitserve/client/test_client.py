@@ -112,6 +112,7 @@ async def test_overload_comes_with_its_retry_hint(client: AsyncClient, fake: Fak
     assert raised.value.retry_after_s == 1.5
 
 
+@pytest.mark.slow
 async def test_a_deadline_is_told_with_its_length(client: AsyncClient, fake: FakeInference) -> None:
     fake.script = [asyncio.Event()]
     with pytest.raises(DeadlineExceededError, match=r"within 3 s"):
@@ -184,6 +185,7 @@ async def test_waiting_goes_on_after_an_answer_that_is_late(fake: FakeInference)
     assert client.asked == 2
 
 
+@pytest.mark.slow
 async def test_waiting_for_readiness(fake: FakeInference, client: AsyncClient) -> None:
     assert (await client.wait_ready(PATIENCE_S)).name == "fake-1b"
     with pytest.raises(DeadlineExceededError, match="'other' is not ready"):

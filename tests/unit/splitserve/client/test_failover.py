@@ -136,6 +136,7 @@ async def test_a_coordinator_that_begins_anew_fails_closed(kind: str) -> None:
     assert caught.value.reason == "STREAM_GAP"
 
 
+@pytest.mark.slow
 @both
 async def test_the_time_limit_is_one_for_all(kind: str) -> None:
     async with two([first([11], "It "), LOST], [asyncio.Event()]) as fakes:
@@ -144,6 +145,7 @@ async def test_the_time_limit_is_one_for_all(kind: str) -> None:
     assert fakes[1].time_left_s[0] <= 3.5
 
 
+@pytest.mark.slow
 async def test_the_blocking_client_has_the_methods_of_the_other() -> None:
     def public(kind: type) -> set[str]:
         return {name for name in vars(kind) if not name.startswith("_")}

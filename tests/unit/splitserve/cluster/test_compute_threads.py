@@ -37,6 +37,7 @@ def test_workers_set_it_before_anything_computes_but_for_vllm(
     assert variables.get("GOMP_SPINCOUNT") == spins
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(sys.platform != "linux", reason="only there")
 @pytest.mark.parametrize(

@@ -210,6 +210,7 @@ def test_what_a_process_left_that_ended_in_a_conversion_is_removed(
     assert sorted(cache.iterdir()) == [at_work, kept]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LEAST_TIMEOUT_S)
 def test_a_conversion_ends_with_the_process_that_wants_it(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")

@@ -80,6 +80,7 @@ async def test_headers_and_resource_come_from_the_variables_of_opentelemetry(
     assert receiver.metadata["x-api-key"] == "secret"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("listens", [True, False])
 async def test_a_receiver_that_is_not_there_costs_a_bounded_time(listens: bool) -> None:
     with socket.socket() as port:

@@ -39,6 +39,7 @@ def worlds(draw: st.DrawFn) -> tuple[dict[str, Wish], dict[str, float]]:
     return wishes, {name: float(limit) for name, limit in limits.items()} | budget
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, phases=[Phase.generate])
 @given(worlds(), st.sampled_from([1, 3]))
 def test_what_all_want_and_what_fits_is_reached(

@@ -142,6 +142,7 @@ def worlds(draw: st.DrawFn) -> tuple[dict[str, NeutralModel], dict[str, float]]:
     return found, limits
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, phases=[Phase.generate])
 @given(worlds())
 def test_no_limit_is_exceeded_and_what_fits_is_reached(
