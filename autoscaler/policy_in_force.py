@@ -60,7 +60,7 @@ class PolicyFile:
         self.files = ReloadedFiles(name, lambda: [path, *self._named], self._load, self._adopt)
         """To be followed by a `FileWatcher`."""
         self.files.start()
-        self._polled, self._refused = self.value, 0
+        self._polled, self._refused, self._told = self.value, 0, False
 
     @property
     def value(self) -> LoadedPolicy:
@@ -69,17 +69,20 @@ class PolicyFile:
         return self._value
 
     def poll(self) -> LoadedPolicy | None:
-        """The new value if another one was read since the last call, else None.
+        """The value if another one was read since the last call, or the same again in place of one that was refused;
+        else None.
 
         Raises ConfigError, once for each version of the files that was refused and is still there; `value` stays.
         """
         refused, before = self.files.outcomes["rejected"], self._refused
         self._refused = refused
         if refused > before and self.files.rejected:
+            self._told = True
             raise ConfigError(self.files.problem, field="policy")
-        if self.value is self._polled:
+        mended = self._told and not self.files.rejected
+        if self.value is self._polled and not mended:
             return None
-        self._polled = self.value
+        self._polled, self._told = self.value, self._told and not mended
         return self.value
 
     def _load(self) -> LoadedPolicy:

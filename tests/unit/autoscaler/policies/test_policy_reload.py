@@ -134,6 +134,19 @@ async def test_a_right_version_after_a_refused_one_is_all_that_is_told(tmp_path:
     assert await edited.tick() == (2, 1, 0)
 
 
+async def test_the_same_again_after_a_refused_one_is_current(tmp_path: Path) -> None:
+    edited = Edited(tmp_path)
+    for _ in range(2):
+        edited.path.write_text("speed: 3")
+        assert (await edited.tick())[1] == 0
+        edited.path.write_text(POLICY.format(least=1))
+        assert (await edited.tick())[:2] == (1, 1)
+    reloads = edited.loop.status.policy_reloads
+    edited.path.touch()
+    await edited.tick()
+    assert edited.loop.status.policy_reloads == reloads, "a touch is no change"
+
+
 async def test_an_edit_between_ticks_is_not_in_force_before_the_next_one(tmp_path: Path) -> None:
     """The file is read by its watcher, not by the loop: what is only half of it there is nobody's policy."""
     edited = Edited(tmp_path)
