@@ -222,8 +222,8 @@ class ControlLoop:
         """The snapshot with what only the loop knows."""
         self.status.holds_lease = self.lease is None or self.lease.held
         inventory = None if self.actuator is None else self.actuator.gpu_inventory
-        short = self._refused.at(snapshot.now_s, cold_starts(snapshot, self.settings.starts))
-        return replace(snapshot, acting=self._may_act, gpu_inventory=inventory, short=short)
+        refused = self._refused.at(snapshot.now_s, cold_starts(snapshot, self.settings.starts))
+        return replace(snapshot, acting=self._may_act, gpu_inventory=inventory, short=refused)
 
     async def _replicas(self, snapshot: Snapshot) -> Sequence[ActualReplica]:
         if self.actuator is None:

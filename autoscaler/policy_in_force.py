@@ -60,7 +60,10 @@ class PolicyFile:
         self.files = ReloadedFiles(name, lambda: [path, *self._named], self._load, self._adopt)
         """To be followed by a `FileWatcher`."""
         self.files.start()
-        self._polled, self._refused, self._told = self.value, 0, False
+        self.polled = self.value
+        """The one that `poll` gave last."""
+        self._refused = 0
+        """The number of the refused version that `poll` told; 0 once a right one has followed."""
 
     @property
     def value(self) -> LoadedPolicy:
@@ -74,15 +77,14 @@ class PolicyFile:
 
         Raises ConfigError, once for each version of the files that was refused and is still there; `value` stays.
         """
-        refused, before = self.files.outcomes["rejected"], self._refused
+        refused, told = self.files.outcomes["rejected"] if self.files.rejected else 0, self._refused
         self._refused = refused
-        if refused > before and self.files.rejected:
-            self._told = True
+        if refused and refused != told:
             raise ConfigError(self.files.problem, field="policy")
-        mended = self._told and not self.files.rejected
-        if self.value is self._polled and not mended:
+        mended = told and not refused
+        if self.value is self.polled and not mended:
             return None
-        self._polled, self._told = self.value, self._told and not mended
+        self.polled = self.value
         return self.value
 
     def _load(self) -> LoadedPolicy:
@@ -144,15 +146,10 @@ class PolicyInForce:
     observer: Observer
     given: LoopSettings
     shadows: Shadows = field(default_factory=Shadows)
-    taken: LoadedPolicy = field(init=False)
-    """The one that the loop has; the file's may be newer."""
-
-    def __post_init__(self) -> None:
-        self.taken = self.file.value
 
     def first(self) -> PolicyChange:
-        """The policy at the start."""
-        return self._change(self.taken, self.taken)
+        """The policy at the start. The file's may be newer: `poll` gives it."""
+        return self._change(self.file.polled, self.file.polled)
 
     @property
     def history_s(self) -> float:
@@ -161,11 +158,10 @@ class PolicyInForce:
 
     def poll(self) -> PolicyChange | None:
         """The changed policy, if the file has changed. Raises ConfigError; the policy before stays in force."""
-        after = self.file.poll()
+        before, after = self.file.polled, self.file.poll()
         if after is None:
             return None
-        change = self._change(self.taken, after)
-        self.taken = after
+        change = self._change(before, after)
         self.observer.keep_history(self.history_s)
         log_event("policy.reloaded", policy=str(self.file.path))
         return change

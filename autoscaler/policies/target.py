@@ -29,10 +29,9 @@ def recommend_target(
         need = ratio * status.ready
     limits = pool.limits(pool.cold_start_s)
     within = 1 - limits.down.tolerance <= ratio <= 1 + limits.up.tolerance
-    wanted = status.current if within else math.ceil(min(need, MOST_REPLICAS))
-    return Recommendation(
-        wanted, f"{pool.metric} {value:.4g}, target {pool.target:.4g}", min(need, MOST_REPLICAS)
-    ), memory
+    need = min(need, MOST_REPLICAS)
+    wanted = status.current if within else math.ceil(need)
+    return Recommendation(wanted, f"{pool.metric} {value:.4g}, target {pool.target:.4g}", need), memory
 
 
 def metric_value(

@@ -71,9 +71,9 @@ What `splitserve up` starts gets its settings from `splitserve up` alone.
 A wrong value ends the command with one line that names the setting and its bound. A setting that has no effect beside
 the others, such as `leaning` on a prefill worker or `page_token_file` with `page: off`, is ignored with a warning, for
 files and variables may be shared. YAML files have each key of a mapping once. They and files of secrets and
-certificates have at most 4 MiB, a tenants file 64 MiB; one that is not followed may be a pipe that ends within 5 s, as
-the shell's `<(command)` is. A pipe of settings (`--config`) or with a trace (`--trace`) may take as long as it needs,
-but give nothing for at most 60 s. /dev/null is an empty file.
+certificates have at most 4 MiB, a policy 1 MiB, a tenants file 64 MiB; one that is not followed may be a pipe that
+ends within 5 s, as the shell's `<(command)` is. A pipe of settings (`--config`) or with a trace (`--trace`) may take as
+long as it needs, but give nothing for at most 60 s. /dev/null is an empty file.
 """
 
 

@@ -11,7 +11,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -82,10 +82,6 @@ class ReloadedFiles(Generic[T]):
         """Whether the files as they are now were refused."""
         return bool(self.problem)
 
-    def have_changed(self) -> bool:
-        """Whether the files are others than were read last."""
-        return self._stamp() != self._tried
-
     def is_due(self) -> bool:
         """Whether the files have changed since they were read last, and have stood still since the previous call."""
         stamp = self._stamp()
@@ -141,7 +137,7 @@ class FileWatcher:
         if not self.files:
             return
         events = [asyncio.Event() for _ in self.files]
-        with _on_hangup(events if hangup else []):
+        with _on_hangup(events) if hangup else nullcontext():
             async with asyncio.TaskGroup() as group:
                 for files, event in zip(self.files, events, strict=True):
                     group.create_task(_followed(files, event))
@@ -174,9 +170,6 @@ def _on_hangup(events: Sequence[asyncio.Event]) -> Iterator[None]:
             event.set()
 
     loop = asyncio.get_running_loop()
-    if not events:
-        yield
-        return
     try:
         loop.add_signal_handler(signal.SIGHUP, tell)
     except (NotImplementedError, RuntimeError, ValueError):

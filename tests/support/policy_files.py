@@ -7,8 +7,9 @@ from autoscaler.policy_in_force import LoadedPolicy, PolicyFile
 
 def reread(file: PolicyFile) -> None:
     """Reads it if it has changed, as its `FileWatcher` does once it stands still."""
-    while file.files.have_changed():  # the first reading may find out that other files are named
-        file.files.reload()
+    files = file.files
+    while files.is_due() or files.is_due():  # the first reading may find out that other files are named
+        files.reload()
 
 
 def polled(file: PolicyFile) -> LoadedPolicy | None:

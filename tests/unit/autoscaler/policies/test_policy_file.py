@@ -131,7 +131,7 @@ def test_errors_name_the_field_and_the_bound(changes: dict[str, Any], field: str
 
 
 def test_a_value_that_anchors_make_large_is_not_told_in_full(tmp_path: Path) -> None:
-    """Nine levels of ten are a thousand million values in a few hundred bytes."""
+    """Nine levels of eleven are two thousand million values in a few hundred bytes."""
     lines = ["&a [" + "x, " * 10 + "x]"]
     lines += [f"&{chr(98 + n)} [" + f"*{chr(97 + n)}, " * 10 + f"*{chr(97 + n)}]" for n in range(8)]
     path = tmp_path / "policy.yaml"
