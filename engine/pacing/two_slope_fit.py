@@ -11,7 +11,7 @@ follows those that do: it counts as so much longer or shorter as they have becom
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -207,12 +207,13 @@ class TwoSlopeFit:
         self._followed = {}
         for place, bucket in enumerate(newest):
             moments = self._buckets[bucket]
+            most = _largest_slopes(moments.around.values())
             total = weight = 0.0
             for other in newest[: min(place, _NEIGHBOURS)]:
                 before, after = moments.around.get(other), self._now[other]
                 if before is None or (more := _further_steps(before, after)) <= 0:
                     continue
-                change = _change(before, after, line) + math.log(self._followed.get(other, 1.0))
+                change = _change(before, after, line, most) + math.log(self._followed.get(other, 1.0))
                 total, weight = total + more * change, weight + more
             if weight:
                 share = (self._steps - moments.latest) / min(moments.steps, _MEMORY_STEPS)
@@ -233,16 +234,25 @@ def _further_steps(before: _Means, after: _Means) -> int:
     return min(after.steps - before.steps if after.steps >= before.steps else after.steps, _MEMORY_STEPS)
 
 
-def _change(before: _Means, after: _Means, line: FittedLine) -> float:
+def _largest_slopes(known: Collection[_Means]) -> tuple[float, float]:
+    """Seconds per unit of either input that no bucket's mean refutes; infinite for an input that is 0 in all."""
+    return (
+        min((means.duration_s / means.first for means in known if means.first > 0), default=math.inf),
+        min((means.duration_s / means.second for means in known if means.second > 0), default=math.inf),
+    )
+
+
+def _change(before: _Means, after: _Means, line: FittedLine, most: tuple[float, float]) -> float:
     """The logarithm of how much longer steps of a bucket have become beyond what their inputs tell. An input without a
-    slope may tell anything between nothing and as much as it has grown itself."""
+    slope may have any up to `most` of it."""
     old_s, new_s = line.of(before.first, before.second), line.of(after.first, after.second)
     low = high = math.log(new_s / old_s) if old_s > 0 and new_s > 0 else 0.0
     inputs = (line.first_s, before.first, after.first), (line.second_s, before.second, after.second)
-    for slope, old, new in inputs:
+    for (slope, old, new), steepest in zip(inputs, most, strict=True):
         if slope == 0 and old > 0 and new > 0:
-            grown = math.log(new / old)
-            low, high = low + min(0.0, grown), high + max(0.0, grown)
+            part = min(1.0, steepest * old / before.duration_s)
+            told = math.log(1 + part * (new / old - 1))
+            low, high = low + min(0.0, told), high + max(0.0, told)
     change = math.log(after.duration_s / before.duration_s)
     return change - min(max(change, low), high)
 
