@@ -16,8 +16,6 @@ from engine.pacing.step_time_fit import PromptFit
 from engine.pacing.token_clock import MAX_GAP_S, MIN_CHUNK_TOKENS, UNMEASURED_TOKENS, StreamPace, TokenClock
 from engine.pacing.triage import Job, OldestTurn, triage
 
-_LEAST_SHARE = 0.1
-"""Prompts count as slowed down by the streams beside them by ten times at most."""
 _TTFT_SHARE = 0.2
 """A chunk takes at most this share of the least target that can be kept, so that a more urgent prompt may come in."""
 _LEAST_CHUNK_S = 0.02
@@ -26,9 +24,6 @@ _KEPT = 2.0
 """Prompts that have this multiple of the least target to spare let those behind go first."""
 _ANSWER_TOKENS = 0
 """Answers with fewer tokens after the first may miss their target."""
-_SHARE_OF_LATE_STREAMS = 0.5
-"""What prompts get beside streams that decoding alone cannot keep in time; see `TokenClock.due_s`."""
-
 
 TRIAGED = 128
 """Waiting prompts that triage looks at in a step, at most. In a class a part of them is for late ones."""
@@ -145,7 +140,7 @@ class PromptPacing:
         """Whether prompts get steps of their own, because a mixed one takes longer than both parts."""
         return not self._mixes()
 
-    def grant(self, now: float, decodes: Iterable[Sequence], first: Sequence | None) -> int | None:
+    def grant(self, now: float, decodes: Collection[Sequence], first: Sequence | None) -> int | None:
         """Prompt tokens of the next step, where `first` is the first prompt; 0: the step only decodes.
 
         None where nothing is paced: no prompt, no stream with a target, or no measured step times of decodes.
@@ -153,23 +148,26 @@ class PromptPacing:
         if first is None:
             self.clock.nothing_waits()
             return None
-        running, streams, context = 1, [], 0  # the prompt that is computed joins them
-        for sequence in decodes:
-            running += 1
-            context += sequence.num_computed
-            if sequence.pace is not None:
-                streams.append(sequence.pace)
-        decode_fit, prompt_fit = self.meter.fit.latest, self._prompt_fit()
-        if not streams or decode_fit is None:
+        prompt_fit = self._prompt_fit()
+        streams = [sequence.pace for sequence in decodes if sequence.pace is not None]
+        steps = self.meter.decode_steps(decodes, joining=1)  # the prompt that is computed joins them
+        if not streams or steps is None:
             return None
         if prompt_fit is None:
             return UNMEASURED_TOKENS
-        self._step_s = decode_fit.step_s(running, context) / self.meter.decode_speed
+        self._step_s, crowd = steps
         mixed, left = not self.separate, first.remaining
         fit = (self.meter.prompt_fit.beside if mixed else None) or prompt_fit
         fit = fit.faster(self.meter.prompt_speed)
         return self.clock.grant(
-            now, streams, self._step_s, fit, remaining=left, context_tokens=first.num_computed, mixed=mixed
+            now,
+            streams,
+            self._step_s,
+            fit,
+            remaining=left,
+            context_tokens=first.num_computed,
+            mixed=mixed,
+            crowd=crowd,
         )
 
     def lend(self, demand: Callable[[], int | None], running: Collection[Sequence], waiting: Sized) -> None:
@@ -300,16 +298,10 @@ class PromptPacing:
 
     def _share(self, decodes: Collection[Sequence]) -> float:
         """The share of the time that streams with targets leave to prompts."""
-        paces = [sequence.pace for sequence in decodes if sequence.pace is not None]
-        fit = self.meter.fit.latest
-        if not paces or fit is None:
+        tpots_s = [sequence.pace.tpot_s for sequence in decodes if sequence.pace is not None]
+        if not tpots_s or (steps := self.meter.decode_steps(decodes)) is None:
             return 1.0
-        step_s = fit.step_s(len(paces), sum(sequence.num_computed for sequence in decodes))
-        step_s /= self.meter.decode_speed
-        tpot_s = min(pace.tpot_s for pace in paces)
-        if step_s >= tpot_s:
-            return _SHARE_OF_LATE_STREAMS
-        return max(_LEAST_SHARE, 1 - step_s / (self.clock.margin.value * tpot_s))
+        return self.clock.share_of_prompts(steps[0], min(tpots_s), steps[1])
 
     def _prompt_fit(self) -> PromptFit | None:
         """The fit, or what the mean rate says, which counts decodes beside prompts as their time: it errs upwards."""

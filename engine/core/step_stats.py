@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -12,6 +12,7 @@ from engine.core.types import EngineLoad
 from engine.kv_cache.block_pool import BlockCounts
 from engine.pacing.lent_effect import STEADY_S, LentEffect, SteadySpeed, speedup_of
 from engine.pacing.step_time_fit import PromptTimeFit, StepTimeFit, pairs_of
+from engine.pacing.token_clock import Crowd
 from splitserve.histograms import DurationCounts
 
 _DECAY = 0.9
@@ -186,6 +187,23 @@ class StepMeter:
     def prompt_speed(self) -> float:
         """The same of `prompt_fit`."""
         return min(self.lent.value, speedup_of(self._compute, self._effects[True].share))
+
+    def decode_steps(self, decodes: Iterable[Sequence], joining: int = 0) -> tuple[float, Crowd] | None:
+        """Seconds of a step that only decodes these and so many that join, and of steps of fewer; None before any was
+        measured."""
+        if (fit := self.fit.latest) is None:
+            return None
+        running = paced = joining
+        context = paced_context = 0
+        for sequence in decodes:
+            running += 1
+            context += sequence.num_computed
+            if sequence.pace is not None:
+                paced += 1
+                paced_context += sequence.num_computed
+        own_context, speed = context // max(1, running), self.decode_speed
+        crowd = Crowd(fit.step_s(paced, paced_context) / speed, fit.step_s(1, own_context) / speed)
+        return fit.step_s(running, context) / speed, crowd
 
     def expected_s(self, num_new: Mapping[Sequence, int]) -> float | None:
         """The time that a step will take which computes `num_new` tokens of each sequence; None before any was measured

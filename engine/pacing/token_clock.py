@@ -23,6 +23,11 @@ UNMEASURED_TOKENS = 64
 ALONE_EVERY = 4
 """One of so many steps decodes alone where that is believed to be late."""
 
+_LEAST_SHARE = 0.1
+"""Prompts count as slowed down by the streams beside them by ten times at most."""
+_SHARE_OF_LATE_STREAMS = 0.5
+"""What prompts get beside streams that decoding alone cannot keep in time; see `TokenClock.due_s`."""
+
 _MARGINS = 0.5, 0.9
 _WINDOW_S = 10.0
 _LATE_SHARE = 0.01
@@ -38,6 +43,18 @@ class ServiceTargets:
     tpot_s: float | None = None
     ttft_s: float | None = None
     first_due_s: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """Steps that decode fewer streams than there are, seconds: only those with targets, and one alone."""
+
+    paced_s: float
+    single_s: float
+
+    def crowds_out(self, tpot_s: float) -> bool:
+        """Whether a target is missed because there are too many streams with targets; fewer of them would keep it."""
+        return self.single_s < tpot_s <= self.paced_s
 
 
 @dataclass(slots=True)
@@ -92,15 +109,22 @@ class TokenClock:
         self._mixed_steps = 0
         """Since the latest step that only decoded."""
 
-    def due_s(self, stream: StreamPace, step_s: float) -> float:
+    def due_s(self, stream: StreamPace, step_s: float, crowd: Crowd | None = None) -> float:
         """When a stream's next token is due, if a step that only decodes takes `step_s`.
 
-        Where decoding alone misses the target, holding prompts back saves nothing: they then get as long as a step.
+        Where decoding alone misses the target whatever ends, holding prompts back saves nothing: they then get as long
+        as a step. Where it is the `crowd` that misses it they wait until some streams have ended: each would add one.
         """
-        if step_s >= stream.tpot_s:
+        if step_s >= stream.tpot_s and not (crowd and crowd.crowds_out(stream.tpot_s)):
             return stream.last_s + min(2 * step_s, MAX_GAP_S)
         due_s = stream.first_s + stream.tpot_s * self._tokens_due(stream)
         return min(due_s, stream.last_s + MAX_GAP_S)
+
+    def share_of_prompts(self, step_s: float, tpot_s: float, crowd: Crowd) -> float:
+        """The share of the time that streams leave to prompts, of which the strictest target is `tpot_s`."""
+        if step_s >= tpot_s and not crowd.crowds_out(tpot_s):
+            return _SHARE_OF_LATE_STREAMS
+        return max(_LEAST_SHARE, 1 - step_s / (self.margin.value * tpot_s))
 
     def is_late(self, stream: StreamPace, now: float) -> bool:
         """Whether a stream's next token, which comes `now`, is later than its target has it, without the margin; of the
@@ -123,11 +147,12 @@ class TokenClock:
         remaining: int,
         context_tokens: int,
         mixed: bool = False,
+        crowd: Crowd | None = None,
     ) -> int:
         """Prompt tokens that fit before the earliest token that is due, or 0: too few.
 
         `step_s` is the decode step that follows, or is `mixed` with them. The first prompt has `remaining` tokens after
-        `context_tokens`. The grant may exceed that prompt.
+        `context_tokens`. The grant may exceed that prompt. `crowd`: see `due_s`.
 
         Where decoding alone misses a target, one step in `ALONE_EVERY` decodes alone though the others mix prompts in:
         that it misses may be wrong, and is found out only by such steps.
@@ -137,7 +162,7 @@ class TokenClock:
             self._mixed_steps = 0
             return 0
         least = min(remaining, MIN_CHUNK_TOKENS)
-        due_s = min((self.due_s(stream, step_s) for stream in streams), default=float("inf"))
+        due_s = min((self.due_s(stream, step_s, crowd) for stream in streams), default=float("inf"))
         room_s = due_s - now - step_s - (fit.mixing_s if mixed else 0.0)
         tokens = fit.tokens_within(min(room_s, MAX_GAP_S), context_tokens)
         if tokens < least:

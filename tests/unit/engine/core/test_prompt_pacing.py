@@ -156,6 +156,49 @@ def test_before_anything_is_measured_nothing_is_paced() -> None:
     assert steps(rig)[0][1] == {"a": 1, "long": 511}
 
 
+def test_while_the_machine_is_slow_prompts_do_not_become_streams_that_nobody_can_keep() -> None:
+    """25 streams leave no time; each further one would make all late, and last so much longer. Seen on two cores: 14
+    streams became 60 in seconds, and stayed."""
+    rig = measured(max_running_requests=100)
+    for number in range(80):
+        rig.core.add_request(request(f"r{number}", prompt(number, 60), max_tokens=120, targets=TARGETS))
+    while len(rig.outputs) < 20 + 8:  # those of `measured` among them
+        rig.step()
+    steps(rig).clear()
+    assert isinstance(rig.runner, Timed)
+    rig.runner.slower = 1.8
+    until_s = rig.clock.now + 3
+    while rig.clock.now < until_s:
+        rig.step()
+    rig.runner.slower, after = 1.0, len(steps(rig))
+    rig.run()
+    decodes = [sum(tokens == 1 for tokens in work.values()) for _, work in steps(rig)]
+    assert max(decodes) <= 30
+    assert max(len(work) for _, work in steps(rig)[after:]) > 10, "and are computed again once it is not"
+    late = 0
+    for number in range(80):
+        times = token_times(rig, f"r{number}")
+        late += (times[-1] - times[0]) / (len(times) - 1) > TPOT_S
+    assert late <= 25, "those that were there while it was slow"
+    rig.assert_clean()
+
+
+def test_streams_without_targets_hold_no_prompt_back_for_those_that_have_one() -> None:
+    """They may last for long: what one stream misses because of them is missed in any case."""
+    rig = measured(max_running_requests=100)
+    for number in range(40):
+        rig.core.add_request(request(f"r{number}", prompt(number, 60), max_tokens=400))
+    while len(rig.outputs) < 40 + 8:
+        rig.step()
+    stream(rig, "paced", 99)
+    steps(rig).clear()
+    began_s = rig.clock.now
+    rig.core.add_request(request("late", prompt(77, 400), max_tokens=3))
+    while "late" not in rig.outputs:
+        rig.step()
+    assert rig.clock.now - began_s < 2.5
+
+
 def test_a_handed_over_stream_is_paced_too() -> None:
     rig = measured()
     asked = request("a", prompt(1, 20), max_tokens=100, targets=TARGETS)
