@@ -71,7 +71,7 @@ class DecodeCapacity:
         self, entry: Entry, prefill_s: float, now: float, *, is_paced: bool = False
     ) -> DecodeLoad | NoDecodeCapacity:
         """The least busy worker with capacity for an entry whose prompt reaches it in `prefill_s` seconds. `is_paced`:
-        the worker computes it itself, when the streams that it has leave it time.
+        the worker computes it itself, when the streams that it has leave it time; no stand-in does.
 
         An answer holds its place for seconds. A late request that took the last one would make late those that come
         meanwhile, and a first token that is late already loses little by waiting on.
@@ -83,7 +83,7 @@ class DecodeCapacity:
         workers: Iterable[DecodeLoad] = self.workers.values()
         if len(self.workers) > 1:
             workers = sorted(workers, key=_busy)
-        if self._stand_ins and entry.due_s < float("inf"):
+        if self._stand_ins and not is_paced and entry.due_s < float("inf"):
             workers = chain(workers, sorted(self._stand_ins, key=_busy))
         for load in workers:
             # An idle worker is as good as it gets, and the worker itself refuses what can never fit.

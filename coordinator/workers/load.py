@@ -92,6 +92,8 @@ class PrefillLoad(_Load):
     """Waiting prompt tokens of other coordinators."""
     host_peer: DecodeLoad | None = None
     """The decode worker of its host pair; see `LoadLedger`."""
+    own_decode: DecodeLoad | None = None
+    """The load of its own streams, if it is neutral."""
     short: dict[Flight, None] = field(default_factory=dict)
     long: dict[Flight, None] = field(default_factory=dict)
     late: dict[Flight, None] = field(default_factory=dict)
@@ -262,9 +264,9 @@ class DecodeLoad(_Load):
 
     @property
     def has_host(self) -> bool:
-        """Whether it has all cores of its host: its peer lends its own, and has no prompts."""
+        """Whether it has all cores of its host: its peer lends its own, and has neither prompts nor streams."""
         peer = self.host_peer
-        if peer is None or peer.queued_tokens:
+        if peer is None or peer.queued_tokens or (peer.own_decode and peer.own_decode.batch_requests):
             return False
         return min(self.report.lent_speedup, peer.report.lent_speedup) > 0
 
@@ -282,9 +284,8 @@ class DecodeLoad(_Load):
     @property
     def batch_requests(self) -> int:
         """Requests running or waiting: as reported, plus those sent since."""
-        report = self.report
-        waiting = report.waiting_requests + report.waiting_reservations
-        return report.running_requests + waiting + self.sent_requests
+        waiting = self.report.waiting_requests + self.report.waiting_reservations
+        return self.report.running_requests + waiting + self.sent_requests
 
     @property
     def requests(self) -> int:
@@ -294,8 +295,7 @@ class DecodeLoad(_Load):
     @property
     def blocks(self) -> float:
         """KV blocks in use or about to be."""
-        own = self.context_tokens / self.block_size + len(self.flights)
-        return own * self.shared + self.other_blocks
+        return (self.context_tokens / self.block_size + len(self.flights)) * self.shared + self.other_blocks
 
     def on_report(self, report: registry_pb2.WorkerLoad) -> None:
         """Takes a report. Only what two reports in a row show is believed: one may cross a request on its way."""

@@ -3,17 +3,18 @@
 The registry reports boots, removals and load reports; the pair selector, what it sends; admission adds and removes
 requests in flight. No clock.
 
-A *host pair* is a prefill and a decode worker of one model, neither neutral, that have their host to themselves. Its
-loads know of each other: where they lend each other cores, they compute as one (decision 92).
+A *host pair* is a prefill and a decode worker of one model, pinned or leaning there, that have their host to
+themselves. Its loads know of each other: where they lend each other cores, they compute as one (decision 92).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
 from coordinator.workers.load import DecodeLoad, PrefillLoad
-from coordinator.workers.snapshot import Worker, WorkerKey
+from coordinator.workers.snapshot import PoolName, Worker, WorkerKey
 from splitserve.v1 import registry_pb2
 
 MAX_CHANGES = 2**16
@@ -60,7 +61,7 @@ class LoadLedger:
         self.prefill: dict[WorkerKey, PrefillLoad] = {}
         self.decode: dict[WorkerKey, DecodeLoad] = {}
         self._hosts: defaultdict[str, dict[WorkerKey, Worker]] = defaultdict(dict)
-        """Boots by `Worker.host_id`, as they registered."""
+        """Boots by `Worker.host_id`, as they registered, with the pool that they lean to now."""
         self._host_of: dict[WorkerKey, str] = {}
         self.changes: list[WorkerKey] = []
         """Boots whose report or sent requests changed, in order. Append-only; replaced by a new list when long."""
@@ -81,6 +82,8 @@ class LoadLedger:
             self.prefill[key] = PrefillLoad(key, slots, orders_prompts=worker.paces_prompts)
         if worker.decodes:
             self.decode[key] = DecodeLoad(key, slots, block_size=worker.block_size_tokens)
+        if worker.neutral:
+            self.prefill[key].own_decode = self.decode[key]
         if host := worker.host_id:
             self._hosts[host][key], self._host_of[key] = worker, host
             self._pair_up(host)
@@ -92,6 +95,12 @@ class LoadLedger:
         self.decode.pop(key, None)
         if (host := self._host_of.pop(key, None)) is not None:
             del self._hosts[host][key]
+            self._pair_up(host)
+
+    def lean(self, key: WorkerKey, pool: PoolName) -> None:
+        """A neutral worker leans there from now on. Unknown boots are ignored."""
+        if (host := self._host_of.get(key)) is not None:
+            self._hosts[host][key] = replace(self._hosts[host][key], pool=pool)
             self._pair_up(host)
 
     def on_report(self, key: WorkerKey, report: registry_pb2.WorkerLoad) -> None:
@@ -142,17 +151,19 @@ class LoadLedger:
 
     def _pair_up(self, host: str) -> None:
         """Tells the loads of a host whether they are those of a host pair."""
-        there = self._hosts[host].values()
+        there = self._hosts[host]
         if not there:
             del self._hosts[host]
-        pinned = {worker.pool: worker for worker in there if not worker.neutral}
-        models = {worker.model.name for worker in there}
-        is_pair = len(there) == len(pinned) == 2 and len(models) == 1
-        for worker in there:
-            if (prefill := self.prefill.get(worker.key)) is not None:
-                prefill.host_peer = self.decode[pinned["decode"].key] if is_pair else None
-            if (decode := self.decode.get(worker.key)) is not None:
-                decode.host_peer = self.prefill[pinned["prefill"].key] if is_pair else None
+        sides = {worker.pool: key for key, worker in there.items()}
+        models = {worker.model.name for worker in there.values()}
+        is_pair = len(there) == len(sides) == 2 and len(models) == 1
+        for key in there:
+            if (prefill := self.prefill.get(key)) is not None:
+                is_side = is_pair and key == sides["prefill"]
+                prefill.host_peer = self.decode[sides["decode"]] if is_side else None
+            if (decode := self.decode.get(key)) is not None:
+                is_side = is_pair and key == sides["decode"]
+                decode.host_peer = self.prefill[sides["prefill"]] if is_side else None
 
     def _expect(self, load: PrefillLoad | DecodeLoad | None, tokens: int) -> ExpectedPrompt | None:
         if load is None:

@@ -147,6 +147,7 @@ class Registry:
         if reported.sleeping and not worker.sleeping:
             self.mark_ended(worker)  # it has closed its transport: this agent writes no more
         if pool != worker.pool:
+            self.loads.lean(worker.key, pool)
             log_event("worker.leans", worker_id=worker.worker_id, pool=pool)
         if worker.preempted_by_s is None and (left_s := reported.preempted_in_s(now)) is not None:
             source = request.preemption.source

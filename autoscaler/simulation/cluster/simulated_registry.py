@@ -71,6 +71,8 @@ class SimulatedRegistry:
                 self._register(replica)
             elif isinstance(replica, NeutralReplica):
                 worker = self._workers[replica.name]
+                if worker.pool != replica.leans:
+                    self.loads.lean(worker.key, replica.leans)
                 self._workers[replica.name] = dataclasses.replace(worker, pool=replica.leans)
             if replica.name not in before:
                 self._report(replica, now_s)

@@ -14,6 +14,7 @@ from coordinator.workers.load import Flight
 from coordinator.workers.prefix_index.hits import PrefixHits
 from coordinator.workers.snapshot import Worker
 from engine.pacing.lending import MIN_LENT_TOKENS
+from splitserve.v1 import registry_pb2
 from tests.unit.coordinator.routing.test_prompt_placement import (
     D0,
     D1,
@@ -55,16 +56,44 @@ def test_it_does_before_anything_is_measured(clock: Clock) -> None:
     [
         lambda p, d: (p, replace(d, host_id="i")),
         lambda p, d: (replace(p, host_id=""), replace(d, host_id="")),
-        lambda p, d: (replace(p, neutral=True, output_open=True), d),
         lambda p, d: (p, replace(d, model=Model("other", "m", 100_000, 100))),
         lambda p, d: (p, d, THIRD),
         lambda p, d: (replace(p, load=worker("p0", "prefill").load), d),
     ],
-    ids=["hosts", "unknown hosts", "neutral", "models", "a third worker", "own cores only"],
+    ids=["hosts", "unknown hosts", "models", "a third worker", "own cores only"],
 )
 def test_others_are_no_host_pair(clock: Clock, apart: Break) -> None:
     bench = Bench(clock, *apart(LENT, LENDS))
     assert not bench.loads.decode[LENDS.key].has_host
+
+
+def neutral(worker: Worker, **report: object) -> Worker:
+    load = registry_pb2.WorkerLoad()
+    load.CopyFrom(worker.load)
+    load.MergeFrom(registry_pb2.WorkerLoad(**report))  # type: ignore[arg-type]
+    return replace(worker, load=load, neutral=True, output_open=True)
+
+
+def test_two_neutral_workers_are_one_too_by_where_they_lean(clock: Clock) -> None:
+    first, second = neutral(LENT), neutral(LENDS)
+    bench = Bench(clock, first, second)
+    pair = bench.pair_of(100)
+    assert (pair.prefill, pair.decode, pair.local_tokens) == (first, second, NO_LIMIT)
+    bench.loads.lean(first.key, "decode")
+    assert not any(load.has_host for load in bench.loads.decode.values())
+    bench.loads.lean(second.key, "prefill")
+    assert bench.loads.decode[first.key].has_host
+    assert not bench.loads.decode[second.key].has_host
+
+
+def test_streams_of_the_neutral_worker_that_leans_to_prefill_need_its_cores(clock: Clock) -> None:
+    bench = Bench(clock, neutral(LENT), neutral(LENDS))
+    bench.loads.count_stream(LENT.key, 100)
+    assert not bench.pair_of(100).local_tokens
+    bench.loads.on_report(LENT.key, neutral(LENT).load)
+    assert bench.pair_of(100).local_tokens == NO_LIMIT
+    bench.loads.on_report(LENT.key, neutral(LENT, running_requests=1, streams=1).load)
+    assert not bench.pair_of(100).local_tokens
 
 
 def test_while_the_prefill_worker_has_a_prompt_it_needs_its_cores(clock: Clock) -> None:

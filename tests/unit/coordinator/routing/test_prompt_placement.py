@@ -208,7 +208,7 @@ def test_what_other_coordinators_have_sent_counts(clock: Clock) -> None:
 def test_neutral_workers_lend_as_before(clock: Clock) -> None:
     """The streams of one that leans to prefill may take its cores."""
     prefill, decode = (replace(each, neutral=True, output_open=True) for each in (LENT, LENDS))
-    assert not Bench(clock, prefill, decode).pair_of(100).local_tokens
+    assert not Bench(clock, prefill, decode, THIRD).pair_of(100).local_tokens
 
 
 def test_beside_a_stream_without_a_target_nobody_rests(clock: Clock) -> None:

@@ -85,6 +85,22 @@ def test_others_are_known_before_the_first_request() -> None:
     assert model.held_by == "decode"
 
 
+def test_a_host_pair_of_neutral_workers_follows_their_leanings() -> None:
+    left, right = (
+        dataclasses.replace(worker(name, "prefill"), host_id="h", neutral=True) for name in ("n0", "n1")
+    )
+    loads = LoadLedger.of([left, right])
+    assert {load.host_peer for load in (*loads.prefill.values(), *loads.decode.values())} == {None}
+    for leaning in ("decode", "prefill"):
+        loads.lean(right.key, leaning)
+        is_pair = leaning == "decode"
+        assert (loads.decode[right.key].host_peer is loads.prefill[left.key]) == is_pair
+        assert (loads.prefill[left.key].host_peer is loads.decode[right.key]) == is_pair
+        assert loads.decode[left.key].host_peer is None
+        assert loads.prefill[right.key].host_peer is None
+    loads.lean(("unknown", 1), "decode")
+
+
 def test_a_host_pair_is_two_workers_alone_on_a_host() -> None:
     names: tuple[tuple[str, PoolName], ...] = (("p0", "prefill"), ("d0", "decode"), ("d1", "decode"))
     prefill, decode, third = (dataclasses.replace(worker(name, pool), host_id="h") for name, pool in names)
