@@ -301,7 +301,7 @@ class PromptPacing:
         tpots_s = [sequence.pace.tpot_s for sequence in decodes if sequence.pace is not None]
         if not tpots_s or (steps := self.meter.decode_steps(decodes)) is None:
             return 1.0
-        return self.clock.share_of_prompts(steps[0], min(tpots_s), steps[1])
+        return self.clock.share_of_prompts(steps[0], tpots_s, steps[1])
 
     def _prompt_fit(self) -> PromptFit | None:
         """The fit, or what the mean rate says, which counts decodes beside prompts as their time: it errs upwards."""

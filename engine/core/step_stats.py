@@ -201,8 +201,8 @@ class StepMeter:
             if sequence.pace is not None:
                 paced += 1
                 paced_context += sequence.num_computed
-        own_context, speed = context // max(1, running), self.decode_speed
-        crowd = Crowd(fit.step_s(paced, paced_context) / speed, fit.step_s(1, own_context) / speed)
+        single_s, speed = fit.step_s(1, context // max(1, running)), self.decode_speed
+        crowd = Crowd(fit.step_s(paced, paced_context) / speed, min(single_s, self.fit.least_s) / speed)
         return fit.step_s(running, context) / speed, crowd
 
     def expected_s(self, num_new: Mapping[Sequence, int]) -> float | None:

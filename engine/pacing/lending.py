@@ -38,7 +38,7 @@ def spare_until_s(now: float, streams: Collection[StreamPace], clock: TokenClock
     """Until when a step that takes `step_s`, with a token for each of these streams, may wait; `now` if it may not."""
     if any(stream.tpot_s <= STEP_TIMES * step_s for stream in streams):
         return now
-    due_s = min((clock.due_s(stream, step_s) for stream in streams), default=now)
+    due_s = min((clock.due_s(stream) for stream in streams), default=now)
     return max(now, due_s - STEP_TIMES * step_s - RETURN_S)
 
 

@@ -9,6 +9,9 @@ from engine.pacing.two_slope_fit import FittedLine, TwoSlopeFit
 
 _FIT_EVERY_STEPS = 16
 """Steps between fits, unless one displaces what was known of its kind."""
+_FEW = 2
+_LEAST_SHARE = 1 / 16
+"""Weight of a step of at most `_FEW` sequences in `StepTimeFit.least_s`, if it took longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,9 @@ class StepTimeFit:
     def __init__(self) -> None:
         self.latest: DecodeStepFit | None = None
         """The latest fit, all costs at least 0; None until there is one."""
+        self.least_s = math.inf
+        """The shortest step, whatever its size: one sequence alone takes no longer. Only steps of few show that this
+        has become wrong; those of many may take longer for their number, though a line through them have no slope."""
         self._sums = TwoSlopeFit(forgets_slow=True)
         self._steps = 0
 
@@ -40,6 +46,10 @@ class StepTimeFit:
         """Records a step of `sequences` sequences that have `context_tokens` tokens together."""
         if sequences < 1 or duration_s <= 0:
             return
+        if duration_s < self.least_s:
+            self.least_s = duration_s
+        elif sequences <= _FEW:
+            self.least_s += (duration_s - self.least_s) * _LEAST_SHARE
         displaces = self._sums.record((sequences.bit_length(),), sequences, context_tokens, duration_s)
         self._steps += 1
         if self._steps % _FIT_EVERY_STEPS == 0 or (displaces and self.latest is not None):

@@ -7,7 +7,7 @@ is an argument everywhere, in seconds of one clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.pacing.step_time_fit import PromptFit
@@ -28,6 +28,7 @@ _LEAST_SHARE = 0.1
 _SHARE_OF_LATE_STREAMS = 0.5
 """What prompts get beside streams that decoding alone cannot keep in time; see `TokenClock.due_s`."""
 
+_ROUNDING_S = 1e-6
 _MARGINS = 0.5, 0.9
 _WINDOW_S = 10.0
 _LATE_SHARE = 0.01
@@ -55,6 +56,10 @@ class Crowd:
     def crowds_out(self, tpot_s: float) -> bool:
         """Whether a target is missed because there are too many streams with targets; fewer of them would keep it."""
         return self.single_s < tpot_s <= self.paced_s
+
+    def is_too_large(self, tpots_s: Sequence[float]) -> bool:
+        """Whether that is so for most of these streams' targets: a few tight ones are not to hold up everybody."""
+        return 2 * sum(map(self.crowds_out, tpots_s)) >= len(tpots_s)
 
 
 @dataclass(slots=True)
@@ -109,20 +114,15 @@ class TokenClock:
         self._mixed_steps = 0
         """Since the latest step that only decoded."""
 
-    def due_s(self, stream: StreamPace, step_s: float, crowd: Crowd | None = None) -> float:
-        """When a stream's next token is due, if a step that only decodes takes `step_s`.
-
-        Where decoding alone misses the target whatever ends, holding prompts back saves nothing: they then get as long
-        as a step. Where it is the `crowd` that misses it they wait until some streams have ended: each would add one.
-        """
-        if step_s >= stream.tpot_s and not (crowd and crowd.crowds_out(stream.tpot_s)):
-            return stream.last_s + min(2 * step_s, MAX_GAP_S)
+    def due_s(self, stream: StreamPace) -> float:
+        """When a stream's next token is due."""
         due_s = stream.first_s + stream.tpot_s * self._tokens_due(stream)
         return min(due_s, stream.last_s + MAX_GAP_S)
 
-    def share_of_prompts(self, step_s: float, tpot_s: float, crowd: Crowd) -> float:
-        """The share of the time that streams leave to prompts, of which the strictest target is `tpot_s`."""
-        if step_s >= tpot_s and not crowd.crowds_out(tpot_s):
+    def share_of_prompts(self, step_s: float, tpots_s: Sequence[float], crowd: Crowd) -> float:
+        """The share of the time that streams with these targets leave to prompts."""
+        tpot_s = min(tpots_s)
+        if _is_lost(tpot_s, step_s, _if_too_large(crowd, tpots_s)):
             return _SHARE_OF_LATE_STREAMS
         return max(_LEAST_SHARE, 1 - step_s / (self.margin.value * tpot_s))
 
@@ -152,19 +152,29 @@ class TokenClock:
         """Prompt tokens that fit before the earliest token that is due, or 0: too few.
 
         `step_s` is the decode step that follows, or is `mixed` with them. The first prompt has `remaining` tokens after
-        `context_tokens`. The grant may exceed that prompt. `crowd`: see `due_s`.
+        `context_tokens`. The grant may exceed that prompt.
 
-        Where decoding alone misses a target, one step in `ALONE_EVERY` decodes alone though the others mix prompts in:
-        that it misses may be wrong, and is found out only by such steps.
+        Where decoding alone misses a target whatever ends, holding prompts back saves nothing: beside such streams
+        they get as long as a step, or the least chunk. That it misses may be wrong, so one step in `ALONE_EVERY`
+        decodes alone there. Where it is a `crowd`, one that is too large, prompts wait until some streams have ended:
+        each would add one.
         """
         streams = list(streams)
-        if self._mixed_steps >= ALONE_EVERY - 1 and any(step_s >= stream.tpot_s for stream in streams):
+        crowd = _if_too_large(crowd, [stream.tpot_s for stream in streams])
+        kept: list[StreamPace] = []
+        lost: list[StreamPace] = []
+        for stream in streams:
+            (lost if _is_lost(stream.tpot_s, step_s, crowd) else kept).append(stream)
+        if lost and self._mixed_steps >= ALONE_EVERY - 1:
             self._mixed_steps = 0
             return 0
         least = min(remaining, MIN_CHUNK_TOKENS)
-        due_s = min((self.due_s(stream, step_s, crowd) for stream in streams), default=float("inf"))
-        room_s = due_s - now - step_s - (fit.mixing_s if mixed else 0.0)
-        tokens = fit.tokens_within(min(room_s, MAX_GAP_S), context_tokens)
+        beside_s = step_s + (fit.mixing_s if mixed else 0.0)
+        due_s = min((self.due_s(stream) for stream in kept), default=float("inf"))
+        if lost:
+            gap_s = max(2 * step_s, beside_s + fit.chunk_s(least, context_tokens) + _ROUNDING_S)
+            due_s = min(due_s, min(stream.last_s for stream in lost) + min(gap_s, MAX_GAP_S))
+        tokens = fit.tokens_within(min(due_s - now - beside_s, MAX_GAP_S), context_tokens)
         if tokens < least:
             if self._held_since_s is None:
                 self._held_since_s = now
@@ -185,3 +195,12 @@ class TokenClock:
         """No prompt is held any more."""
         self._held_since_s = None
         self._mixed_steps = 0
+
+
+def _if_too_large(crowd: Crowd | None, tpots_s: Sequence[float]) -> Crowd | None:
+    return crowd if crowd is not None and crowd.is_too_large(tpots_s) else None
+
+
+def _is_lost(tpot_s: float, step_s: float, crowd: Crowd | None) -> bool:
+    """Whether decoding alone misses a target, and would though streams of the `crowd`, if there is one, ended."""
+    return step_s >= tpot_s and not (crowd and crowd.crowds_out(tpot_s))

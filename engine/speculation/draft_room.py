@@ -43,7 +43,7 @@ class DraftRoom:
         # Where decoding alone misses a target, longer steps for more tokens may be what comes closest to it.
         self._kept = [None if pace is None or step_s >= pace.tpot_s else pace for pace in paces]
         self._margin = clock.margin.value
-        due_s = min((clock.due_s(pace, step_s) for pace in self._kept if pace is not None), default=math.inf)
+        due_s = min((clock.due_s(pace) for pace in self._kept if pace is not None), default=math.inf)
         self._longest_s = (due_s - now) / STEP_TIMES
         self._prompt_waits = clock.holds
 

@@ -156,17 +156,20 @@ def test_before_anything_is_measured_nothing_is_paced() -> None:
     assert steps(rig)[0][1] == {"a": 1, "long": 511}
 
 
-def test_while_the_machine_is_slow_prompts_do_not_become_streams_that_nobody_can_keep() -> None:
+@pytest.mark.parametrize(("streams", "slower"), [(20, 1.8), (2, 2.6)])
+def test_while_the_machine_is_slow_prompts_do_not_become_streams_that_nobody_can_keep(
+    streams: int, slower: float
+) -> None:
     """25 streams leave no time; each further one would make all late, and last so much longer. Seen on two cores: 14
-    streams became 60 in seconds, and stayed."""
+    streams became 60 in seconds, and stayed; and 3, each slow alone, became 46."""
     rig = measured(max_running_requests=100)
     for number in range(80):
         rig.core.add_request(request(f"r{number}", prompt(number, 60), max_tokens=120, targets=TARGETS))
-    while len(rig.outputs) < 20 + 8:  # those of `measured` among them
+    while len(rig.outputs) < streams + 8:  # those of `measured` among them
         rig.step()
     steps(rig).clear()
     assert isinstance(rig.runner, Timed)
-    rig.runner.slower = 1.8
+    rig.runner.slower = slower
     until_s = rig.clock.now + 3
     while rig.clock.now < until_s:
         rig.step()
@@ -181,6 +184,23 @@ def test_while_the_machine_is_slow_prompts_do_not_become_streams_that_nobody_can
         late += (times[-1] - times[0]) / (len(times) - 1) > TPOT_S
     assert late <= 25, "those that were there while it was slow"
     rig.assert_clean()
+
+
+def test_one_stream_with_a_tight_target_holds_no_prompt_back() -> None:
+    """A step with it alone takes 21 ms, so that it could be kept, were there nobody else."""
+
+    def takes_s(tpot_s: float) -> float:
+        rig = measured()
+        for number in range(12):
+            stream(rig, f"r{number}", number, ServiceTargets(tpot_s=0.1))
+        stream(rig, "tight", 99, ServiceTargets(tpot_s=tpot_s))
+        began_s = rig.clock.now
+        rig.core.add_request(request("next", prompt(77, 400), max_tokens=3))
+        while "next" not in rig.outputs:
+            rig.step()
+        return rig.clock.now - began_s
+
+    assert takes_s(0.022) < 2 * takes_s(0.1)
 
 
 def test_streams_without_targets_hold_no_prompt_back_for_those_that_have_one() -> None:
