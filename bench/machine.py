@@ -10,6 +10,7 @@ import platform
 import shlex
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -99,6 +100,28 @@ def _cpu_model() -> str:
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+class StolenTime:
+    """How much of the cores' time the host of a virtual machine gave to others (`steal` in proc(5)), at its worst."""
+
+    WINDOW_S = 10.0
+
+    def __init__(self) -> None:
+        self._cores = psutil.cpu_count() or 1
+        self._looks: deque[tuple[float, float]] = deque()
+        self.peak = 0.0
+        """The largest share of all cores, 0..1, within `WINDOW_S`, of the looks so far."""
+
+    def look(self, now: float, stolen_s: float) -> None:
+        """Takes the counter `psutil.cpu_times().steal`, once a second or so."""
+        looks = self._looks
+        looks.append((now, stolen_s))
+        while len(looks) > 2 and now - looks[1][0] >= self.WINDOW_S:
+            looks.popleft()
+        (since_s, before), (_, after) = looks[0], looks[-1]
+        if now - since_s >= self.WINDOW_S:
+            self.peak = max(self.peak, (after - before) / ((now - since_s) * self._cores))
 
 
 class OtherLoad:

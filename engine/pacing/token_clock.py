@@ -26,7 +26,7 @@ ALONE_EVERY = 4
 _LEAST_SHARE = 0.1
 """Prompts count as slowed down by the streams beside them by ten times at most."""
 _SHARE_OF_LATE_STREAMS = 0.5
-"""What prompts get beside streams that decoding alone cannot keep in time; see `TokenClock.due_s`."""
+"""What prompts get beside streams that decoding alone cannot keep in time; see `TokenClock.grant`."""
 
 _ROUNDING_S = 1e-6
 _MARGINS = 0.5, 0.9

@@ -112,6 +112,45 @@ async def test_answers_are_the_same_with_the_neighbour_s_core(
         await cluster.assert_no_leaks()
 
 
+@pytest.mark.skipif(len(CORES) < 2, reason="one core has nobody to lend to")
+@pytest.mark.skipif(not have_kernels(), reason="the machine cannot run the cpu kernels")
+@pytest.mark.parametrize("kind", ["pinned", "neutral"])
+@pytest.mark.timeout(LEAST_TIMEOUT_S)
+async def test_a_pair_that_has_its_host_to_itself_computes_as_one(
+    log_dir: Path, tmp_path: Path, smollm2: str, kind: str
+) -> None:
+    """Prompts with both targets are computed where their answers are, on both cores; others are handed off."""
+    options = ["--dtype", "bfloat16", "--kv-memory-bytes", "60000000", "--no-prefix-cache"]
+    options += ["--metrics-port", "0", "--core-exchange", str(tmp_path / "cores")]
+    setup = Cluster(log_dir, model=smollm2, engine="torch", prefill=0, decode=0, worker_options=options)
+    tokens = load_tokenizer(smollm2).encode(sentences(80, seed=4))
+    prompts = [tokens[length : 2 * length] for length in LENGTHS]
+    async with running(setup) as cluster:
+        for pool, core in zip(("prefill", "decode"), CORES, strict=False):
+            leaning = ["--leaning", pool] if kind == "neutral" else []
+            cluster.add_worker("neutral" if leaning else pool, f"{pool}-0", "--cpus", str(core), *leaning)
+        await cluster.wait_ready(prefill=1, decode=1)
+        async with AsyncClient(cluster.target, timeout_s=120) as client:
+
+            async def ask(prompt: list[int], **targets: float) -> tuple[tuple[int, ...], int]:
+                answer = await client.generate(
+                    prompt, temperature=0.0, max_tokens=ANSWER, ignore_eos=True, **targets
+                )
+                return tuple(answer.token_ids), answer.timings.transfer_bytes
+
+            handed = [await ask(prompt) for prompt in prompts]
+            assert all(size > 0 for _, size in handed)
+            before = lent_steps(cluster, "decode-0")
+            async with asyncio.timeout(PATIENCE_S):
+                while True:  # until reports say that the prefill worker is idle
+                    own = [await ask(prompt, ttft_ms=60_000, tpot_ms=TPOT_MS) for prompt in prompts]
+                    assert [answer for answer, _ in own] == [answer for answer, _ in handed]
+                    if not any(size for _, size in own) and lent_steps(cluster, "decode-0") > before:
+                        break
+            assert [await ask(prompt) for prompt in prompts] == handed
+        await cluster.assert_no_leaks()
+
+
 async def lent_beside(
     begin: Callable[[], Reading], steps: Callable[[], float], meanwhile: Callable[[], Awaitable[None]]
 ) -> None:
