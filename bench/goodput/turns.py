@@ -23,6 +23,7 @@ from bench.goodput.outcome import SentRequest
 from bench.goodput.statistics import percentile
 from bench.goodput.systems import ServingOptions, served
 from bench.machine import OtherLoad, StolenTime, core_speed_mb_per_s
+from splitserve.runtime.cancellation import end_tasks
 
 GRACE_S = 60.0
 """For the generator to start and to report, beyond what its job can last."""
@@ -132,12 +133,11 @@ async def watched_host() -> AsyncIterator[StolenTime]:
             stolen.look(time.monotonic(), psutil.cpu_times().steal)
             await asyncio.sleep(1.0)
 
-    async with asyncio.TaskGroup() as group:
-        watching = group.create_task(watch())
-        try:
-            yield stolen
-        finally:
-            watching.cancel()
+    watching = asyncio.create_task(watch())  # a TaskGroup would wrap what the block raises
+    try:
+        yield stolen
+    finally:
+        await end_tasks([watching])
 
 
 def warm_up(vocabulary: int) -> list[PlannedRequest]:

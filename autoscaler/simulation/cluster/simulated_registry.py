@@ -73,7 +73,7 @@ class SimulatedRegistry:
                 worker = self._workers[replica.name]
                 if worker.pool != replica.leans:
                     self.loads.lean(worker.key, replica.leans)
-                self._workers[replica.name] = dataclasses.replace(worker, pool=replica.leans)
+                    self._workers[replica.name] = dataclasses.replace(worker, pool=replica.leans)
             if replica.name not in before:
                 self._report(replica, now_s)
         agents = frozenset(self.decode)

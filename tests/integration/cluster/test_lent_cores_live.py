@@ -53,18 +53,27 @@ def lent_steps(cluster: Cluster, name: str, kind: str = "prefill") -> float:
     return sum(sample.value for sample in family.samples if sample.labels.get("kind") == kind)
 
 
+def lending_cluster(log_dir: Path, tmp_path: Path, model: str) -> Cluster:
+    """A cluster without workers, whose workers will lend each other cores."""
+    options = ["--dtype", "bfloat16", "--kv-memory-bytes", "60000000", "--no-prefix-cache"]
+    options += ["--metrics-port", "0", "--core-exchange", str(tmp_path / "cores")]
+    return Cluster(log_dir, model=model, engine="torch", prefill=0, decode=0, worker_options=options)
+
+
+def asked_of(model: str) -> tuple[list[int], list[list[int]]]:
+    """Tokens of a text, and prompts of `LENGTHS` from it."""
+    tokens = load_tokenizer(model).encode(sentences(80, seed=4))
+    return tokens, [tokens[length : 2 * length] for length in LENGTHS]
+
+
 @pytest.mark.skipif(len(CORES) < 2, reason="one core has nobody to lend to")
 @pytest.mark.skipif(not have_kernels(), reason="the machine cannot run the cpu kernels")
 @pytest.mark.timeout(LEAST_TIMEOUT_S)
 async def test_answers_are_the_same_with_the_neighbour_s_core(
     log_dir: Path, tmp_path: Path, smollm2: str
 ) -> None:
-    options = ["--dtype", "bfloat16", "--kv-memory-bytes", "60000000", "--no-prefix-cache"]
-    options += ["--metrics-port", "0", "--core-exchange", str(tmp_path / "cores")]
-    setup = Cluster(log_dir, model=smollm2, engine="torch", prefill=0, decode=0, worker_options=options)
-    tokens = load_tokenizer(smollm2).encode(sentences(80, seed=4))
-    prompts = [tokens[length : 2 * length] for length in LENGTHS]
-    async with running(setup) as cluster:
+    tokens, prompts = asked_of(smollm2)
+    async with running(lending_cluster(log_dir, tmp_path, smollm2)) as cluster:
         cluster.add_worker("prefill", "prefill-0", "--cpus", str(CORES[0]))
         cluster.add_worker("decode", "decode-0", "--cpus", str(CORES[1]))
         await cluster.wait_ready(prefill=1, decode=1)
@@ -120,12 +129,8 @@ async def test_a_pair_that_has_its_host_to_itself_computes_as_one(
     log_dir: Path, tmp_path: Path, smollm2: str, kind: str
 ) -> None:
     """Prompts with both targets are computed where their answers are, on both cores; others are handed off."""
-    options = ["--dtype", "bfloat16", "--kv-memory-bytes", "60000000", "--no-prefix-cache"]
-    options += ["--metrics-port", "0", "--core-exchange", str(tmp_path / "cores")]
-    setup = Cluster(log_dir, model=smollm2, engine="torch", prefill=0, decode=0, worker_options=options)
-    tokens = load_tokenizer(smollm2).encode(sentences(80, seed=4))
-    prompts = [tokens[length : 2 * length] for length in LENGTHS]
-    async with running(setup) as cluster:
+    _, prompts = asked_of(smollm2)
+    async with running(lending_cluster(log_dir, tmp_path, smollm2)) as cluster:
         for pool, core in zip(("prefill", "decode"), CORES, strict=False):
             leaning = ["--leaning", pool] if kind == "neutral" else []
             cluster.add_worker("neutral" if leaning else pool, f"{pool}-0", "--cpus", str(core), *leaning)
@@ -216,8 +221,7 @@ async def test_up_lends_by_default_and_again_after_a_worker_was_killed(
     settings.write_text(
         yaml.safe_dump({"model": smollm2, "engine": engine, "coordinator": {"hybrid": "off"}})
     )
-    tokens = load_tokenizer(smollm2).encode(sentences(80, seed=4))
-    prompts = [tokens[length : 2 * length] for length in LENGTHS]
+    tokens, prompts = asked_of(smollm2)
     with up(settings, log_dir) as (process, target):
         (file,) = shared_files(process)
         assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -10,7 +10,7 @@ import pytest
 from autoscaler.simulation.outcome import Slo
 from bench.goodput import turns
 from bench.goodput.systems import ServingOptions
-from bench.goodput.turns import FinishedTurn, TurnKey, finished_turns, kept_turns
+from bench.goodput.turns import FinishedTurn, TurnKey, finished_turns, kept_turns, watched_host
 from bench.machine import StolenTime
 
 KEY = TurnKey("measured", 2.0, 0, 10, "default", "")
@@ -31,6 +31,12 @@ def test_before_ten_seconds_have_passed_nothing_is_known() -> None:
     stolen.look(0.0, 0.0)
     stolen.look(1.0, 5.0)
     assert stolen.peak == 0
+
+
+async def test_an_error_of_what_is_watched_comes_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match="the generator failed"):
+        async with watched_host():
+            raise RuntimeError("the generator failed")
 
 
 @pytest.mark.parametrize(("peaks", "kept"), [((0.01,), 0.01), ((0.2, 0.04), 0.04), ((0.2, 0.06, 0.3), 0.06)])
