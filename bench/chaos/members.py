@@ -123,10 +123,13 @@ class ChaosCluster:
 
 @asynccontextmanager
 async def running_cluster(
-    model: str, log_path: Path, worker_options: Sequence[str] = ()
+    model: str,
+    log_path: Path,
+    worker_options: Sequence[str] = (),
+    coordinator_options: Sequence[str] = (),
 ) -> AsyncIterator[ChaosCluster]:
-    """Starts everything, and ends it with the block. The processes' output goes to `log_path`; `worker_options` are
-    beside those that all workers here have."""
+    """Starts everything, and ends it with the block. The processes' output goes to `log_path`; the options are beside
+    those that all workers and coordinators here have."""
     async with AsyncExitStack() as stack:
         log = stack.enter_context(log_path.open("w", encoding="utf-8"))
         members: list[Member] = []
@@ -141,7 +144,8 @@ async def running_cluster(
             members.append(Member(name, role, command, proxy, log))
             return port
 
-        ports = [await member(f"coordinator-{n}", "coordinator", COORDINATOR_OPTIONS) for n in range(COPIES)]
+        own = [*COORDINATOR_OPTIONS, *coordinator_options]
+        ports = [await member(f"coordinator-{n}", "coordinator", own) for n in range(COPIES)]
         direct = [join_address(HOST, port) for port in ports]
         target = ",".join(join_address(HOST, one.proxy.port) for one in members)
         join = [word for address in direct for word in ("--coordinator", address)]

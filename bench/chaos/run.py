@@ -11,7 +11,10 @@ streams arrive at `--load` of it, and every few seconds there is one fault:
 
 A fault hits a role only while both of its members serve, so one of two is always left. Clients know both coordinators.
 
+With `--ttft` and `--tpot` all streams have targets, so that prompts go to workers of either pool (`hybrid: on`).
+
 * streams, completed: those offered, and those that came to their regular end.
+* computed_by_decode: those of them whose prompt the decode worker computed itself, with no handoff.
 * wrong_tokens: tokens that differ from the greedy ones of `transformers`, in float32.
 * longest_gap_s: longest time between two tokens of one stream; longest_ttft_s: until the first.
 * leaked_blocks: KV blocks that are not free a while after the last stream, and calls or sequences that are left.
@@ -60,6 +63,8 @@ def main() -> int:
         "--every", type=float, default=8.0, metavar="SECONDS", help="between faults; default: 8"
     )
     parser.add_argument("--prompts", type=int, default=24, help="different ones; default: 24")
+    parser.add_argument("--ttft", type=float, metavar="SECONDS", help="target for the first token")
+    parser.add_argument("--tpot", type=float, metavar="SECONDS", help="target for the others")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--log", type=Path, default=Path("build/chaos.log"), help="the processes' output")
@@ -95,7 +100,9 @@ async def _run(options: argparse.Namespace) -> dict[str, Any]:
             file=sys.stderr,
         )
 
-    async with running_cluster(options.model, options.log) as cluster:
+    targets = {"--ttft-slo": options.ttft, "--tpot-slo": options.tpot}
+    slo = [word for name, value in targets.items() if value is not None for word in (name, f"{value:g}")]
+    async with running_cluster(options.model, options.log, coordinator_options=slo) as cluster:
         # The first answers compile nothing but connect everything.
         await capacity_per_s(cluster.target, known, AT_ONCE, 3.0)
         capacity = await capacity_per_s(cluster.target, known, AT_ONCE, CALIBRATION_S)
@@ -113,6 +120,7 @@ async def _run(options: argparse.Namespace) -> dict[str, Any]:
         "streams": tally.streams,
         "completed": tally.completed,
         "resumed": tally.resumed,
+        "computed_by_decode": tally.computed_by_decode,
         "wrong_tokens": tally.wrong_tokens,
         "leaked_blocks": sum(leaked.values()),
         "left": leaked,

@@ -67,6 +67,8 @@ class StreamTally:
     completed: int = 0
     wrong_tokens: int = 0
     resumed: int = 0
+    computed_by_decode: int = 0
+    """Whose prompt, in the last attempt, the decode worker computed."""
     longest_gap_s: float = 0.0
     """Between two tokens of one stream."""
     longest_ttft_s: float = 0.0
@@ -97,6 +99,7 @@ class StreamTally:
                         self.longest_s = max(self.longest_s, time.monotonic() - began_s)
                         self.wrong_tokens += list(item.token_ids) != list(known.answer)
                         self.resumed += item.served_by.attempts > 1
+                        self.computed_by_decode += not item.served_by.prefill_worker
                         return
                     now_s = time.monotonic()
                     if got:

@@ -96,7 +96,8 @@ async def _until_stopped(options: argparse.Namespace, slo: Slo, tell: Console) -
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     loads = [(mix, rate) for mix in options.mixes for rate in options.rates]
     conditions = f"{options.model}, TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s"
-    keys = turn_order(loads, options.seeds, options.requests, options.systems, conditions)
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    keys = turn_order(loads, seeds, options.requests, options.systems, conditions)
     turns = []
     with tempfile.TemporaryDirectory(prefix="goodput-logs-") as logs:
         folder = options.log_dir or Path(logs)
@@ -120,6 +121,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mixes", nargs="+", choices=list(MIXES), metavar="MIX", help=", ".join(MIXES))
     parser.add_argument("--rates", nargs="+", type=_positive, metavar="R", help="requests a second")
     parser.add_argument("--seeds", type=_count, help="how many; default: 10")
+    parser.add_argument("--first-seed", type=_seed, default=0, metavar="N", help="default: 0")
     parser.add_argument("--requests", type=_count, help="of a run; default: 300")
     parser.add_argument("--ttft", type=_positive, default=1.0, help="target in seconds; default: 1")
     parser.add_argument("--tpot", type=_positive, default=0.05, help="target in seconds; default: 0.05")
@@ -144,6 +146,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _positive(text: str) -> float:
     if not 0 < (value := float(text)) < 1e6:
         raise argparse.ArgumentTypeError(f"must be above 0 and below 1e6, not {text}")
+    return value
+
+
+def _seed(text: str) -> int:
+    if not 0 <= (value := int(text)) <= 10**5:
+        raise argparse.ArgumentTypeError(f"must be 0..100000, not {text}")
     return value
 
 

@@ -65,13 +65,17 @@ class FinishedTurn:
 
 
 def turn_order(
-    loads: Sequence[tuple[str, float]], seeds: int, requests: int, systems: Sequence[str], conditions: str
+    loads: Sequence[tuple[str, float]],
+    seeds: range,
+    requests: int,
+    systems: Sequence[str],
+    conditions: str,
 ) -> list[TurnKey]:
     """All runs: for every load (mix and rate) the systems in a row, forward for even seeds and backward for odd ones
     (A B B A)."""
     return [
         TurnKey(mix, rate, seed, requests, system, conditions)
-        for seed in range(seeds)
+        for seed in seeds
         for mix, rate in loads
         for system in (systems if seed % 2 == 0 else reversed(systems))
     ]

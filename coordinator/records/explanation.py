@@ -125,7 +125,7 @@ class Explainer:
         report = attempt.report
         return records_pb2.RecordedAttempt(
             number=attempt.number,
-            prefill_worker=attempt.prefill_worker,
+            prefill_worker="" if attempt.is_local else attempt.prefill_worker,
             decode_worker=attempt.decode_worker,
             reserved_blocks=report.reserved_blocks,
             cached_tokens=report.cached_prompt_tokens,

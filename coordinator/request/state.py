@@ -88,7 +88,7 @@ class AttemptReport:
         self.queue_ms += local.queue_ms
         self.worker_queue_ms = local.queue_ms
         self.prefill_ms = local.compute_ms
-        self.decode_cached_tokens = local.cached_tokens
+        self.cached_prompt_tokens = self.decode_cached_tokens = local.cached_tokens
 
     def record_transfer(self, handoff: prefill_pb2.HandoffDone, transport: str) -> None:
         """The prefill worker has written all KV that the decode worker lacked."""

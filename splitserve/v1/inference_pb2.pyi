@@ -394,9 +394,11 @@ class Usage(_message.Message):
     completion_tokens: _builtins.int
     """Tokens of the output."""
     cached_prompt_tokens: _builtins.int
-    """Prompt tokens whose KV came from the prefill worker's prefix cache."""
+    """Prompt tokens that were not computed: the prefix cache of the worker that computed the others held their KV."""
     decode_cached_tokens: _builtins.int
-    """Prompt tokens whose KV the decode worker held already, so that they were not sent."""
+    """Prompt tokens whose KV the decode worker held already, so that they were not sent. Where it computed the prompt
+    itself, the same as cached_prompt_tokens.
+    """
     def __init__(
         self,
         *,

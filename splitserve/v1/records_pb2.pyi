@@ -458,13 +458,13 @@ class RecordedAttempt(_message.Message):
     number: _builtins.int
     """From 1."""
     prefill_worker: _builtins.str
-    """Worker id."""
+    """Worker id. Empty: the decode worker computed the prompt itself."""
     decode_worker: _builtins.str
     """Worker id. Empty: the answer needed none."""
     reserved_blocks: _builtins.int
     """KV blocks that were reserved to be written."""
     cached_tokens: _builtins.int
-    """Prompt tokens found in the prefill worker's cache."""
+    """Prompt tokens found in the cache of the worker that computed the prompt."""
     decode_cached_tokens: _builtins.int
     """Prompt tokens found in the decode worker's cache."""
     chunks: _builtins.int

@@ -99,7 +99,7 @@ class UsageSum:
         self._completion += done.usage.completion_tokens
         if choice % self._choices_per_prompt == 0:
             self._prompt += done.usage.prompt_tokens
-            self._cached += _cached_tokens(done)
+            self._cached += done.usage.cached_prompt_tokens
 
     @property
     def completion_tokens(self) -> int:
@@ -114,11 +114,3 @@ class UsageSum:
             "total_tokens": self._prompt + self._completion,
             "prompt_tokens_details": {"cached_tokens": self._cached},
         }
-
-
-def _cached_tokens(done: inference_pb2.GenerationDone) -> int:
-    """Prompt tokens taken from the cache of the worker that computed the prompt."""
-    usage, served = done.usage, done.served_by
-    if served.decode_worker and not served.transport:  # no transfer: decode computed the prompt itself
-        return max(usage.cached_prompt_tokens, usage.decode_cached_tokens)
-    return usage.cached_prompt_tokens

@@ -232,7 +232,7 @@ def _show_timings(completion: Completion) -> None:
         ("prefill", times.prefill_ms, f"{usage.prompt_tokens} tokens, {usage.cached_prompt_tokens} cached"),
         ("transfer", times.transfer_ms, _transfer(completion)),
         ("decode admit", times.decode_admit_ms, f"{usage.decode_cached_tokens} tokens held already"),
-        ("TTFT", times.ttft_ms, f"on {served.prefill_worker}"),
+        ("TTFT", times.ttft_ms, f"on {served.prefill_worker or served.decode_worker}"),
         ("TPOT", times.tpot_ms, f"{usage.completion_tokens} tokens, on {served.decode_worker or 'none'}"),
     ]
     for phase, milliseconds, what in rows:

@@ -27,6 +27,7 @@ async def test_same_tokens_with_and_without_a_prefill_worker(log_dir: Path, mode
             answer = await client.generate(prompt, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
             again = await client.generate(prompt, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
             single = await client.generate(prompt, max_tokens=1, temperature=0.0, ignore_eos=True)
+            (told,) = (await client.request_record(again.request_id)).attempts
         await cluster.assert_no_leaks()
     expected = expected_tokens(prompt, MAX_TOKENS)
     assert list(answer.token_ids) == list(again.token_ids) == expected
@@ -36,7 +37,10 @@ async def test_same_tokens_with_and_without_a_prefill_worker(log_dir: Path, mode
     assert (answer.timings.transfer_bytes == 0) is local
     assert answer.served_by.decode_worker == "decode-0"
     assert answer.timings.prefill_ms > 0
+    assert again.usage.cached_prompt_tokens > 0, "whoever computed it"
     assert again.usage.decode_cached_tokens > 0
+    assert told.prefill_worker == again.served_by.prefill_worker
+    assert told.cached_tokens == again.usage.cached_prompt_tokens
 
 
 async def test_auto_begins_split_and_turns_local_once_the_rates_are_measured(log_dir: Path) -> None:

@@ -124,10 +124,12 @@ def total(info: Info, pool: str, count: str) -> int:
 
 async def decoding_worker(cluster: Cluster) -> str:
     """The first decode worker that is seen decoding."""
-    info = await until(
-        cluster, lambda info: total(info, "decode", "running_requests"), "a decode worker is busy"
+    return busy(
+        await until(
+            cluster, lambda info: total(info, "decode", "running_requests"), "a decode worker is busy"
+        ),
+        "decode",
     )
-    return next(w.worker_id for w in info.workers if w.pool == "decode" and w.running_requests)
 
 
 async def restarted(cluster: Cluster, name: str) -> None:
@@ -152,8 +154,11 @@ async def chunks_written(cluster: Cluster) -> Info:
     )
 
 
-async def mid_prompt(cluster: Cluster, ask: Callable[[int], Reading]) -> tuple[Reading, Info]:
-    """A request whose prompt is being computed, and of which some was written, see `chunks_written`.
+async def mid_prompt(
+    cluster: Cluster, ask: Callable[[int], Reading], pool: str = "prefill"
+) -> tuple[Reading, Info]:
+    """A request whose prompt is being computed by a worker of the pool, and of which some was written, see
+    `chunks_written`.
 
     `ask(number)` makes another one where the prompt came and went while this process had no core."""
     deadline = time.monotonic() + PATIENCE_S
@@ -162,7 +167,7 @@ async def mid_prompt(cluster: Cluster, ask: Callable[[int], Reading]) -> tuple[R
             reading, since_s = ask(number), None
             while not reading.tokens and not reading.task.done():
                 info = await client.server_info()
-                if total(info, "prefill", "running_requests"):
+                if total(info, pool, "running_requests"):
                     since_s = info.uptime_seconds if since_s is None else since_s
                     if info.uptime_seconds > since_s + 0.3 and not reading.tokens:
                         return reading, info
@@ -174,7 +179,12 @@ async def mid_prompt(cluster: Cluster, ask: Callable[[int], Reading]) -> tuple[R
 
 def busy_prefill(info: Info) -> str:
     """The first prefill worker that computes something."""
-    return next(w.worker_id for w in info.workers if w.pool == "prefill" and w.running_requests)
+    return busy(info, "prefill")
+
+
+def busy(info: Info, pool: str) -> str:
+    """The first worker of a pool that computes or decodes something."""
+    return next(w.worker_id for w in info.workers if w.pool == pool and w.running_requests)
 
 
 async def timed(work: Awaitable[Any]) -> float:

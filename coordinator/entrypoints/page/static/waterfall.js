@@ -69,7 +69,9 @@ function details(record) {
       ? `, wrote ${bytes(attempt.written_bytes)} over ${attempt.transport}${attempt.lane ? ` (${attempt.lane})` : ""}`
       : "";
     const failed = attempt.failure ? `, ${attempt.failed_worker} failed: ${attempt.failure}` : "";
-    const pair = `${attempt.prefill_worker} to ${attempt.decode_worker || "no decode worker"}`;
+    const pair = attempt.prefill_worker
+      ? `${attempt.prefill_worker} to ${attempt.decode_worker || "no decode worker"}`
+      : `${attempt.decode_worker} alone`;
     return `attempt ${attempt.number}: ${pair}${wrote}${failed}`;
   });
   const decided = record.decisions.map((one) => el("li", {}, el("b", {}, `${one.stage}: ${one.chosen} `), one.reason));

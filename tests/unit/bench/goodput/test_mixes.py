@@ -87,8 +87,8 @@ def test_turns_of_a_conversation_begin_with_the_turn_before() -> None:
 
 
 def test_systems_take_turns_forward_and_backward() -> None:
-    keys = turn_order([("measured", 1.0), ("bursty", 2.0)], 2, 300, ["a", "b", "c"], "model")
+    keys = turn_order([("measured", 1.0), ("bursty", 2.0)], range(8, 10), 300, ["a", "b", "c"], "model")
     assert [(key.seed, key.mix, key.system) for key in keys] == [
-        *((0, mix, system) for mix in ("measured", "bursty") for system in "abc"),
-        *((1, mix, system) for mix in ("measured", "bursty") for system in "cba"),
+        *((8, mix, system) for mix in ("measured", "bursty") for system in "abc"),
+        *((9, mix, system) for mix in ("measured", "bursty") for system in "cba"),
     ]

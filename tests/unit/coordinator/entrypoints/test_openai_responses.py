@@ -186,8 +186,9 @@ def test_token_counts() -> None:
     local = inference_pb2.ServedBy(decode_worker="d")
     shipped = inference_pb2.ServedBy(decode_worker="d", transport="nixl")
     for index, served in enumerate((shipped, shipped, local)):
+        cached = 0 if served is shipped else 8  # of one that decode computed itself
         counts = inference_pb2.Usage(
-            prompt_tokens=10 + index, completion_tokens=3, cached_prompt_tokens=0, decode_cached_tokens=8
+            prompt_tokens=10 + index, completion_tokens=3, cached_prompt_tokens=cached, decode_cached_tokens=8
         )
         usage.add(index, done(usage=counts, served_by=served))
     shown = {

@@ -98,6 +98,14 @@ def test_the_list_gives_whole_ids_and_reasons() -> None:
     assert summary_lines([], 80)[0].text == "no such records are kept"
 
 
+def test_a_prompt_that_the_decode_worker_computed_names_it_alone() -> None:
+    made = record()
+    made.attempts[0].prefill_worker = ""
+    text = " ".join(line.text for line in record_lines(made, 120))
+    assert "attempt 1: decode-0 alone" in text
+    assert "->" not in text
+
+
 def test_the_document_has_all_fields_as_plain_values() -> None:
     shown = document(record())
     assert shown["ttft_ms"] == 40.0
