@@ -121,7 +121,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mixes", nargs="+", choices=list(MIXES), metavar="MIX", help=", ".join(MIXES))
     parser.add_argument("--rates", nargs="+", type=_positive, metavar="R", help="requests a second")
     parser.add_argument("--seeds", type=_count, help="how many; default: 10")
-    parser.add_argument("--first-seed", type=_seed, default=0, metavar="N", help="where they begin; default: 0")
+    parser.add_argument(
+        "--first-seed", type=_seed, default=0, metavar="N", help="where they begin; default: 0"
+    )
     parser.add_argument("--requests", type=_count, help="of a run; default: 300")
     parser.add_argument("--ttft", type=_positive, default=1.0, help="target in seconds; default: 1")
     parser.add_argument("--tpot", type=_positive, default=0.05, help="target in seconds; default: 0.05")
