@@ -9,19 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from bench.tcp_proxy import tcp_proxy
 from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from splitserve.errors import DeadlineExceededError, UnavailableError
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.cluster.ports import free_port
-from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.real_cluster import Cluster, proxied, running
 from tests.support.cluster.streams import (
     Reading,
     busy,
     decoding_worker,
-    eventually,
     mid_prompt,
     tokens,
     total,
@@ -129,6 +127,7 @@ async def test_clients_that_leave_or_run_out_of_time_leave_no_work_behind(log_di
         await cluster.assert_no_leaks()
 
 
+@pytest.mark.slow
 async def test_after_the_coordinators_death_the_worker_frees_the_prompt(log_dir: Path) -> None:
     at_coordinator = [*LOCAL, "--grpc-port", str(free_port())]
     cluster = Cluster(log_dir, worker_options=[*CHUNKS, "--lease", "1"], coordinator_options=at_coordinator)
@@ -146,30 +145,16 @@ async def test_after_the_coordinators_death_the_worker_frees_the_prompt(log_dir:
             assert await complete(Reading(client, tokens(60, 7), max_tokens=ANSWER_TOKENS)) == 1
 
 
+@pytest.mark.slow
 async def test_a_prompt_goes_on_through_a_reset_connection(log_dir: Path) -> None:
-    port = free_port()
     cluster = Cluster(log_dir, decode=0, worker_options=CHUNKS, coordinator_options=LOCAL)
-    async with tcp_proxy(port) as proxy:
-        try:
-            await cluster.start(wait_ready=False)
-            far = ["--port", str(port), "--advertise-address", f"127.0.0.1:{proxy.port}"]
-            cluster.add_worker("decode", "decode-0", *far)
-            await cluster.wait_ready(1, 1)
-            async with AsyncClient(cluster.target) as client:
-                reading, _ = await computing(cluster, client, 1)
-                proxy.reset()
-                coordinator = cluster.members["coordinator"]
-                await eventually(
-                    lambda: [e for e in coordinator.events() if e["event"] == "outputs.broken"],
-                    "it is noticed",
-                )
-                assert await complete(reading) == 1
-            await cluster.assert_no_leaks()
-        except BaseException:
-            cluster.tell_state()
-            raise
-        finally:
-            cluster.stop()
+    async with proxied(cluster) as proxy, AsyncClient(cluster.target) as client:
+        reading, _ = await computing(cluster, client, 1)
+        proxy.reset()
+        coordinator = cluster.members["coordinator"]
+        await asyncio.to_thread(coordinator.wait_event, "outputs.broken")
+        assert await complete(reading) == 1
+        await cluster.assert_no_leaks()
 
 
 @pytest.mark.slow

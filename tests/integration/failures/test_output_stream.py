@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import urllib.request
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -16,32 +14,13 @@ from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
-from tests.support.cluster.ports import free_port
-from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.real_cluster import Cluster, proxied, running
 from tests.support.cluster.streams import Reading, eventually, tokens, until, worker
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(90)
 TOO_LONG = 100_000
 """Tokens that nobody waits for: an hour of decoding."""
-
-
-@asynccontextmanager
-async def proxied(cluster: Cluster) -> AsyncIterator[TcpProxy]:
-    """Starts a cluster of one pair, with a proxy between coordinator and decode worker."""
-    port = free_port()
-    async with tcp_proxy(port) as proxy:
-        try:
-            await cluster.start(wait_ready=False)
-            far = ["--port", str(port), "--advertise-address", f"127.0.0.1:{proxy.port}"]
-            cluster.add_worker("decode", "decode-0", *far)
-            await cluster.wait_ready(1, 1)
-            yield proxy
-        except BaseException:
-            cluster.tell_state()
-            raise
-        finally:
-            cluster.stop()
 
 
 def handoffs(cluster: Cluster, name: str) -> float:

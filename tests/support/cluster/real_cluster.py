@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from bench.tcp_proxy import TcpProxy, tcp_proxy
 from splitserve.client import AsyncClient
 from splitserve.cluster.process_specs import SERVING_STATES
 from splitserve.errors import DeadlineExceededError, UnavailableError
@@ -19,6 +20,7 @@ from splitserve.security.tls import TlsFiles
 from splitserve.v1 import inference_pb2
 from tests.support.clients.patient import PatientClient
 from tests.support.cluster.forked import Imports
+from tests.support.cluster.ports import free_port
 from tests.support.cluster.processes import ServiceProcess
 from tests.support.waiting import PATIENCE_S
 
@@ -218,3 +220,22 @@ async def running(cluster: Cluster) -> AsyncIterator[Cluster]:
         raise
     finally:
         cluster.stop()
+
+
+@asynccontextmanager
+async def proxied(cluster: Cluster) -> AsyncIterator[TcpProxy]:
+    """Starts a cluster of one pair, made with `decode=0`, with a proxy between coordinator and decode worker; at
+    the end all processes have stopped."""
+    port = free_port()
+    async with tcp_proxy(port) as proxy:
+        try:
+            await cluster.start(wait_ready=False)
+            far = ["--port", str(port), "--advertise-address", f"127.0.0.1:{proxy.port}"]
+            cluster.add_worker("decode", "decode-0", *far)
+            await cluster.wait_ready(1, 1)
+            yield proxy
+        except BaseException:
+            cluster.tell_state()
+            raise
+        finally:
+            cluster.stop()
