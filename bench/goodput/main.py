@@ -152,12 +152,14 @@ def _positive(text: str) -> float:
 
 
 def _seed(text: str) -> int:
-    if not 0 <= (value := int(text)) <= 10**5:
-        raise argparse.ArgumentTypeError(f"must be 0..100000, not {text}")
-    return value
+    return _whole(text, 0)
 
 
 def _count(text: str) -> int:
-    if not 1 <= (value := int(text)) <= 10**5:
-        raise argparse.ArgumentTypeError(f"must be 1..100000, not {text}")
+    return _whole(text, 1)
+
+
+def _whole(text: str, least: int) -> int:
+    if not least <= (value := int(text)) <= 10**5:
+        raise argparse.ArgumentTypeError(f"must be {least}..100000, not {text}")
     return value

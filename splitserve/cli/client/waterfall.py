@@ -106,9 +106,11 @@ def _cut(worker: str) -> str:
 
 def _attempts(record: records_pb2.RequestRecord, width: int) -> Iterable[Line]:
     for one in record.attempts:
-        pair = f"{one.prefill_worker} -> {one.decode_worker or 'no decode worker'}"
+        pair = f"{one.decode_worker} alone"
+        if one.prefill_worker:
+            pair = f"{one.prefill_worker} -> {one.decode_worker or 'no decode worker'}"
         facts = [
-            f"attempt {one.number}: {pair if one.prefill_worker else f'{one.decode_worker} alone'}",
+            f"attempt {one.number}: {pair}",
             f"{one.chunks} prefill steps" if one.chunks else "",
             f"{one.cached_tokens} and {one.decode_cached_tokens} prompt tokens cached",
             f"{one.reserved_blocks} blocks reserved" if one.reserved_blocks else "",

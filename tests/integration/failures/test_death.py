@@ -19,7 +19,7 @@ from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import (
     Reading,
-    busy_prefill,
+    busy,
     decoding_worker,
     mid_prompt,
     timed,
@@ -48,8 +48,8 @@ async def test_a_killed_decode_worker_is_resumed_and_a_lost_pool_is_typed(
         undisturbed = await asyncio.gather(*(client.generate(prompt, **ask) for prompt, ask in asks))
         await until(cluster, lambda info: not total(info, "decode", "running_requests"), "all have ended")
         readings = [Reading(client, prompt, **ask) for prompt, ask in asks]
-        busy, other = await busy_decode(cluster)
-        cluster.members[busy].kill()
+        victim, other = await busy_decode(cluster)
+        cluster.members[victim].kill()
         answers = [await reading.task for reading in readings]
         assert [a.token_ids for a in answers] == [a.token_ids for a in undisturbed]
         assert [a.text for a in answers] == [a.text for a in undisturbed]
@@ -69,8 +69,8 @@ async def test_a_killed_decode_worker_is_resumed_and_a_lost_pool_is_typed(
 
 async def busy_decode(cluster: Cluster) -> tuple[str, str]:
     """The first decode worker that is seen decoding, and the other one."""
-    busy = await decoding_worker(cluster)
-    return busy, "decode-1" if busy == "decode-0" else "decode-0"
+    first = await decoding_worker(cluster)
+    return first, "decode-1" if first == "decode-0" else "decode-0"
 
 
 async def test_sixteen_streams_survive_a_killed_decode_worker(log_dir: Path) -> None:
@@ -103,7 +103,7 @@ async def _mid_transfer(cluster: Cluster, client: AsyncClient, seed: int) -> tup
     reading, info = await mid_prompt(
         cluster, lambda n: Reading(client, tokens(PROMPT_TOKENS, seed + 10 * n), max_tokens=12)
     )
-    return reading, busy_prefill(info)
+    return reading, busy(info, "prefill")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from engine.runner.simulated_runner import expected_tokens
 from kv_transfer.handoff.ticket import WRITE_GRACE_S
 from splitserve.client import AsyncClient
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.cluster.streams import Info, Reading, busy_prefill, chunks_written, tokens, until, worker
+from tests.support.cluster.streams import Info, Reading, busy, chunks_written, tokens, until, worker
 from tests.support.waiting import SLACK_S
 
 TICKET_S = 6.0
@@ -36,7 +36,7 @@ async def test_a_thawed_prefill_worker_writes_nothing_into_the_blocks_new_owners
         asked_s = time.monotonic()
         reading = Reading(client, tokens(1000, 1), max_tokens=4)
         info = await chunks_written(cluster)
-        frozen = busy_prefill(info)
+        frozen = busy(info, "prefill")
         total_blocks = worker(info, "decode-0").total_blocks
         cluster.members[frozen].signal(signal.SIGSTOP)
         answer = await reading.task

@@ -17,7 +17,7 @@ from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.v1 import inference_pb2
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.cluster.streams import Reading, busy_prefill, mid_prompt, tokens, until, worker
+from tests.support.cluster.streams import Reading, busy, mid_prompt, tokens, until, worker
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -84,7 +84,7 @@ async def test_a_prompt_moves_and_the_last_worker_of_a_pool_keeps_what_it_has(lo
         prompt, info = await mid_prompt(
             cluster, lambda n: Reading(client, tokens(4000, 10 + n), max_tokens=5)
         )
-        left = busy_prefill(info)
+        left = busy(info, "prefill")
         cluster.members[left].signal(signal.SIGUSR1)
         answer = await prompt.task
         assert prompt.tokens == expected_tokens(prompt.prompt, 5)

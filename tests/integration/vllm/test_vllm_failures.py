@@ -21,7 +21,7 @@ from tests.support.cluster.ports import free_port
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import (
     Reading,
-    busy_prefill,
+    busy,
     mid_prompt,
     total,
     until,
@@ -80,7 +80,7 @@ async def test_a_prefill_worker_killed_mid_transfer_and_started_again(
             cluster,
             lambda n: Reading(client, text_tokens[n : n + LONG], max_tokens=MAX_TOKENS, temperature=0.0),
         )
-        victim = busy_prefill(info)
+        victim = busy(info, "prefill")
         cluster.members[victim].kill()
         answer = await reading.task
         assert list(answer.token_ids) == greedy(reading.prompt, MAX_TOKENS)
@@ -105,7 +105,7 @@ async def test_a_thawed_prefill_worker_changes_no_other_answer(
                 client, text_tokens[100 + n : 100 + n + LONG], max_tokens=MAX_TOKENS, temperature=0.0
             ),
         )
-        frozen = cluster.members[busy_prefill(info)]
+        frozen = cluster.members[busy(info, "prefill")]
         frozen.signal(signal.SIGSTOP)
         answer = await reading.task
         assert list(answer.token_ids) == greedy(reading.prompt, MAX_TOKENS)

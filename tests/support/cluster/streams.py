@@ -124,12 +124,10 @@ def total(info: Info, pool: str, count: str) -> int:
 
 async def decoding_worker(cluster: Cluster) -> str:
     """The first decode worker that is seen decoding."""
-    return busy(
-        await until(
-            cluster, lambda info: total(info, "decode", "running_requests"), "a decode worker is busy"
-        ),
-        "decode",
+    info = await until(
+        cluster, lambda info: total(info, "decode", "running_requests"), "a decode worker is busy"
     )
+    return busy(info, "decode")
 
 
 async def restarted(cluster: Cluster, name: str) -> None:
@@ -175,11 +173,6 @@ async def mid_prompt(
             await reading.task
             assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: a prompt is computed"
     raise AssertionError("not reached")
-
-
-def busy_prefill(info: Info) -> str:
-    """The first prefill worker that computes something."""
-    return busy(info, "prefill")
 
 
 def busy(info: Info, pool: str) -> str:
