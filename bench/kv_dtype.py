@@ -28,6 +28,7 @@ from rich.console import Console
 
 from bench.handoff.narrow_kv import BLOCK_TOKENS, Decoded, Parity, Prompt, compare, decode, prefill, texts
 from bench.machine import show_content, this_machine
+from bench.option_values import positive_whole, whole_number
 from engine.backends.select import make_forward
 from engine.core.types import SamplingParams, ScheduledSequence
 from engine.kv_cache.kv_dtype import kv_dtype
@@ -257,12 +258,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.kv_dtype", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--model", default=ClusterConfig().model)
-    parser.add_argument("--prompts", type=int, default=PROMPTS, help=f"default: {PROMPTS}; 0 asks for none")
+    parser.add_argument(
+        "--prompts", type=whole_number, default=PROMPTS, help=f"default: {PROMPTS}; 0 asks for none"
+    )
     parser.add_argument("--text", type=Path, help="read this file instead of the prompts")
     parser.add_argument("--case", nargs="+", type=_case, default=[_case(case) for case in CASES])
-    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--turns", type=positive_whole, default=TURNS)
     parser.add_argument(
-        "--threads", type=int, nargs="*", default=[len(available_cores()), 1], help="none: no speeds"
+        "--threads",
+        type=positive_whole,
+        nargs="*",
+        default=[len(available_cores()), 1],
+        help="none: no speeds",
     )
     options = parser.parse_args()
     machine, tell = this_machine(), Console(stderr=True)

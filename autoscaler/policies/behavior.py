@@ -12,8 +12,10 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from pydantic_core import PydanticCustomError
+
+from splitserve.config.base import ConfigModel
 
 
 def broken_rule(message: str) -> PydanticCustomError:
@@ -21,10 +23,10 @@ def broken_rule(message: str) -> PydanticCustomError:
     return PydanticCustomError("rule", "{message}", {"message": message})
 
 
-class PolicyModel(BaseModel):
-    """Base of everything in a policy file: frozen, unknown fields refused."""
+class PolicyModel(ConfigModel):
+    """Base of everything in a policy file."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
 
 class ScalingRule(PolicyModel):

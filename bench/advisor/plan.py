@@ -26,6 +26,7 @@ from autoscaler.simulation.traces.trace import Trace
 from bench.advisor.mixes import MIXES, REAL_MIXES, TrafficMix
 from bench.advisor.regret import attainment, program, recorded, replayed, served
 from bench.machine import OtherLoad, report, this_machine
+from bench.option_values import positive_number, whole_number
 from splitserve.errors import SplitserveError
 
 WITHIN = 1
@@ -152,9 +153,11 @@ def main() -> int:
         prog="python -m bench.advisor.plan", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--setup", action="append", choices=list(SETUPS), help="only this one; repeatable")
-    parser.add_argument("--goal", type=float, default=0.9, help="share of requests within both targets")
-    parser.add_argument("--seconds", type=float, default=30.0, help="length of each run")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--goal", type=positive_number, default=0.9, help="share of requests within both targets"
+    )
+    parser.add_argument("--seconds", type=positive_number, default=30.0, help="length of each run")
+    parser.add_argument("--seed", type=whole_number, default=0)
     parser.add_argument("--json", action="store_true", help="one JSON object to stdout")
     options = parser.parse_args()
     machine, tell = this_machine(), Console(stderr=True)

@@ -28,6 +28,7 @@ from bench.advisor.mixes import MIXES, REAL_MIXES, SIMULATED, TrafficMix
 from bench.asking import AskedAnswer, ask, random_prompt
 from bench.cluster import running_cluster
 from bench.machine import OtherLoad, report, this_machine
+from bench.option_values import positive_number, positive_whole, whole_number
 from splitserve.client import AsyncClient
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.coordinator import AdmissionConfig, CoordinatorConfig
@@ -177,9 +178,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.advisor", description=__doc__.partition("\n")[0])
     parser.add_argument("--mix", action="append", choices=list(MIXES), help="only this one; repeatable")
     parser.add_argument("--model", default="simulated", help="simulated, or a model with weights")
-    parser.add_argument("--budget", type=int, default=4, help="workers of both pools together")
-    parser.add_argument("--seconds", type=float, default=40.0, help="length of each run")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--budget", type=positive_whole, default=4, help="workers of both pools together")
+    parser.add_argument("--seconds", type=positive_number, default=40.0, help="length of each run")
+    parser.add_argument("--seed", type=whole_number, default=0)
     parser.add_argument("--json", action="store_true", help="one JSON object to stdout")
     options = parser.parse_args()
     machine, tell = this_machine(), Console(stderr=True)

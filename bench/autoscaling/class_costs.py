@@ -23,6 +23,7 @@ from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.traces.scaling import scaled_to_peak
 from autoscaler.simulation.traces.trace import Trace, load_trace
 from autoscaler.sizing.engine_model import preset
+from bench.option_values import positive_number
 
 SLO = Slo(2.0, 0.1)
 COLD_START_S = 60.0
@@ -75,12 +76,18 @@ def main() -> int:
     """Prints a line for each choice."""
     parser = argparse.ArgumentParser(prog="python -m bench.autoscaling.class_costs", description=__doc__)
     parser.add_argument("--trace", type=Path, required=True, help="a published trace")
-    parser.add_argument("--minutes", type=float, default=60.0, help="only the first minutes of the trace")
     parser.add_argument(
-        "--peak", type=float, default=16.0, help="small replicas that the busiest minute fills"
+        "--minutes", type=positive_number, default=60.0, help="only the first minutes of the trace"
     )
-    parser.add_argument("--speed", type=float, default=4.0, help="small replicas that a large one replaces")
-    parser.add_argument("--price", type=float, default=3.2, help="price of a large one; a small one costs 1")
+    parser.add_argument(
+        "--peak", type=positive_number, default=16.0, help="small replicas that the busiest minute fills"
+    )
+    parser.add_argument(
+        "--speed", type=positive_number, default=4.0, help="small replicas that a large one replaces"
+    )
+    parser.add_argument(
+        "--price", type=positive_number, default=3.2, help="price of a large one; a small one costs 1"
+    )
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     whole = load_trace(given.trace, 0)

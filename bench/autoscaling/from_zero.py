@@ -22,6 +22,7 @@ from statistics import median
 
 import psutil
 
+from bench.option_values import positive_number, positive_whole
 from splitserve.client import AsyncClient
 from splitserve.client.scaling_client import ScalingClient
 from splitserve.rpc.credentials import cluster_credentials
@@ -120,8 +121,8 @@ def main() -> int:
     """0 if the median is within the bar."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--interval", type=float, default=5.0, help="seconds between decisions")
+    parser.add_argument("--rounds", type=positive_whole, default=5)
+    parser.add_argument("--interval", type=positive_number, default=5.0, help="seconds between decisions")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     found = asyncio.run(measure(given.model, given.rounds, given.interval))

@@ -25,6 +25,7 @@ from autoscaler.sizing.engine_model import EngineModel, preset
 from autoscaler.snapshot import PoolName
 from bench.goodput.mixes import planned
 from bench.goodput.statistics import difference
+from bench.option_values import positive_number, positive_whole, whole_number
 
 CPU = EngineModel(
     prefill_token_s=1.33e-3,
@@ -95,11 +96,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.autoscaling.simulated_goodput")
     parser.add_argument("--machines", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--mixes", nargs="+", help="Default: all of each machine.")
-    parser.add_argument("--rates", nargs="+", type=float, help="Default: those of each mix.")
+    parser.add_argument("--rates", nargs="+", type=positive_number, help="Default: those of each mix.")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--seeds", type=positive_whole, default=5)
+    parser.add_argument("--first-seed", type=whole_number, default=0)
+    parser.add_argument("--requests", type=positive_whole, default=300)
     chosen = parser.parse_args(arguments)
     against = [name for name in FIXED if name in chosen.systems] if "default" in chosen.systems else []
     heads = [

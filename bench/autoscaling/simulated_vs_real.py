@@ -33,6 +33,7 @@ from bench.asking import AskedAnswer, ask, random_prompt
 from bench.autoscaling.engine_fit import EVALUATIONS, Latencies, fitted, simulate
 from bench.cluster import running_cluster
 from bench.machine import report, this_machine
+from bench.option_values import positive_number, positive_whole
 from splitserve.client import AsyncClient
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.coordinator import CoordinatorConfig
@@ -150,11 +151,13 @@ def main() -> int:
     )
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--model", default=ClusterConfig().model)
-    parser.add_argument("--requests", type=int, default=80)
-    parser.add_argument("--max-prompt", type=int, default=1024)
-    parser.add_argument("--max-output", type=int, default=96)
-    parser.add_argument("--utilization", type=float, default=0.5)
-    parser.add_argument("--evaluations", type=int, default=EVALUATIONS, help="limit per round of the fit")
+    parser.add_argument("--requests", type=positive_whole, default=80)
+    parser.add_argument("--max-prompt", type=positive_whole, default=1024)
+    parser.add_argument("--max-output", type=positive_whole, default=96)
+    parser.add_argument("--utilization", type=positive_number, default=0.5)
+    parser.add_argument(
+        "--evaluations", type=positive_whole, default=EVALUATIONS, help="limit per round of the fit"
+    )
     options = parser.parse_args()
     machine, tell = this_machine(), Console(stderr=True)
     try:

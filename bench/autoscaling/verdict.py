@@ -29,6 +29,7 @@ from bench.autoscaling.cases import CASES, QUICK, STARTS
 from bench.autoscaling.replays import ATTAINMENT, BOUND, Replay, ReplayRow, all_replayed
 from bench.autoscaling.tuning import GRIDS, OPPONENTS, TUNED, best_of, tuning_replays
 from bench.machine import this_machine
+from bench.option_values import positive_whole
 from splitserve.errors import SplitserveError
 
 OVER_BOUND = 1.2
@@ -173,7 +174,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--tune", action="store_true", help="run the grids on the tuning cases instead")
     parser.add_argument("--quick", action="store_true", help="a short synthetic case, without trace files")
     parser.add_argument("--admission", action="store_true", help="requests pass the coordinator's admission")
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--processes", type=positive_whole, default=1)
     arguments = parser.parse_args(given)
     try:
         return _tune(arguments) if arguments.tune else run(arguments)

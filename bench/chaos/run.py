@@ -36,6 +36,7 @@ from bench.chaos.faults import Fault, attack
 from bench.chaos.members import ChaosCluster, running_cluster
 from bench.chaos.streams import StreamTally, capacity_per_s, offer, references
 from bench.machine import report, this_machine
+from bench.option_values import positive_number, positive_whole, whole_number
 
 MODEL = "smollm2-135m-instruct"
 AT_ONCE = 8
@@ -55,17 +56,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=10.0, help="length of the attack")
+    parser.add_argument("--minutes", type=positive_number, default=10.0, help="length of the attack")
     parser.add_argument(
-        "--load", type=float, default=0.8, help="share of the measured capacity; default: 0.8"
+        "--load", type=positive_number, default=0.8, help="share of the measured capacity; default: 0.8"
     )
     parser.add_argument(
-        "--every", type=float, default=8.0, metavar="SECONDS", help="between faults; default: 8"
+        "--every", type=positive_number, default=8.0, metavar="SECONDS", help="between faults; default: 8"
     )
-    parser.add_argument("--prompts", type=int, default=24, help="different ones; default: 24")
-    parser.add_argument("--ttft", type=float, metavar="SECONDS", help="target for the first token")
-    parser.add_argument("--tpot", type=float, metavar="SECONDS", help="target for the others")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompts", type=positive_whole, default=24, help="different ones; default: 24")
+    parser.add_argument("--ttft", type=positive_number, metavar="SECONDS", help="target for the first token")
+    parser.add_argument("--tpot", type=positive_number, metavar="SECONDS", help="target for the others")
+    parser.add_argument("--seed", type=whole_number, default=0)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--log", type=Path, default=Path("build/chaos.log"), help="the processes' output")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -29,6 +29,7 @@ from bench.chaos.members import ChaosCluster, running_cluster
 from bench.chaos.run import AT_ONCE, MODEL, run_and_print
 from bench.chaos.streams import Known, StreamTally, capacity_per_s, offer, references
 from bench.machine import report, this_machine
+from bench.option_values import positive_number, positive_whole, whole_number
 
 PREEMPTED = "decode-0"
 CALIBRATION_S = 10.0
@@ -44,21 +45,33 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--notice", type=float, default=30.0, metavar="SECONDS", help="length of the notice; default: 30"
+        "--notice",
+        type=positive_number,
+        default=30.0,
+        metavar="SECONDS",
+        help="length of the notice; default: 30",
     )
     parser.add_argument(
-        "--before", type=float, default=15.0, metavar="SECONDS", help="of load before it; default: 15"
+        "--before",
+        type=positive_number,
+        default=15.0,
+        metavar="SECONDS",
+        help="of load before it; default: 15",
     )
     parser.add_argument(
         "--load",
-        type=float,
+        type=positive_number,
         default=0.3,
         help="share of the measured capacity, in tokens; default: 0.3",
     )
     parser.add_argument(
-        "--long-tokens", type=int, default=400, metavar="TOKENS", help="length of long answers; default: 400"
+        "--long-tokens",
+        type=positive_whole,
+        default=400,
+        metavar="TOKENS",
+        help="length of long answers; default: 400",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=whole_number, default=0)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--log", type=Path, default=Path("build/spot.log"), help="the processes' output")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

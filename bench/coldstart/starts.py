@@ -28,6 +28,7 @@ from typing import IO, Any
 import psutil
 
 from bench.machine import core_speed_mb_per_s, report, this_machine
+from bench.option_values import positive_whole
 from splitserve.addresses import claim_port
 from splitserve.cli.output import write
 from splitserve.client import AsyncClient
@@ -164,7 +165,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     summary = __doc__.partition("\n\n")[2] if __doc__ else None
     parser = argparse.ArgumentParser(prog="python -m bench.coldstart", description=summary)
-    parser.add_argument("--rounds", type=int, default=5, help="starts of each kind")
+    parser.add_argument("--rounds", type=positive_whole, default=5, help="starts of each kind")
     parser.add_argument("--before", type=Path, help="another checkout to start in turns with this one")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--engine", choices=("torch", "simulated"), default="torch")

@@ -36,6 +36,7 @@ from bench.coordinator.cases import LoadPlan, beside_dynamo, loop_lag, open_stre
 from bench.coordinator.dynamo import is_installed
 from bench.coordinator.processes import split_cores
 from bench.machine import report, this_machine
+from bench.option_values import positive_number
 from bench.routing.decisions import measured
 from splitserve.cluster.placement import available_cores
 from splitserve.config.coordinator import CoordinatorConfig
@@ -57,10 +58,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--parts", default=",".join(PARTS), help="what to measure, separated by commas")
     parser.add_argument("--entrypoints", "--faces", default="grpc,sse")
-    parser.add_argument("--seconds", type=float, default=5.0, help="length of a window")
-    parser.add_argument("--step-ms", type=float, default=15.0, help="time of a paced step")
-    parser.add_argument("--fast-step-ms", type=float, default=1.0, help="time of a step when saturated")
-    parser.add_argument("--lag-step-ms", type=float, default=30.0, help="time of a step with 500 streams")
+    parser.add_argument("--seconds", type=positive_number, default=5.0, help="length of a window")
+    parser.add_argument("--step-ms", type=positive_number, default=15.0, help="time of a paced step")
+    parser.add_argument(
+        "--fast-step-ms", type=positive_number, default=1.0, help="time of a step when saturated"
+    )
+    parser.add_argument(
+        "--lag-step-ms", type=positive_number, default=30.0, help="time of a step with 500 streams"
+    )
     parser.add_argument("--max-coalesce-ms", type=float, default=CoordinatorConfig().max_coalesce_ms)
     return parser.parse_args()
 

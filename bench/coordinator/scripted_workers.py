@@ -22,6 +22,7 @@ from typing import Any
 
 import uvloop
 
+from bench.option_values import positive_number, positive_whole
 from decode_worker.output_streams import OutputStreams
 from kv_transfer.layout import KvLayout
 from splitserve.client.registry_client import RegistryClient
@@ -282,10 +283,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--coordinator", action="append", default=[], help="host:port; may be repeated")
-    parser.add_argument("--step-ms", type=float, default=15.0)
+    parser.add_argument("--step-ms", type=positive_number, default=15.0)
     parser.add_argument("--tokenizer", default="simulated")
-    parser.add_argument("--vocabulary", type=int, default=257)
-    parser.add_argument("--pairs", type=int, default=1, help="prefill workers, and as many decode workers")
+    parser.add_argument("--vocabulary", type=positive_whole, default=257)
+    parser.add_argument(
+        "--pairs", type=positive_whole, default=1, help="prefill workers, and as many decode workers"
+    )
     args = parser.parse_args()
     uvloop.run(serve(args.coordinator, args.step_ms / 1e3, args.tokenizer, args.vocabulary, args.pairs))
 

@@ -26,6 +26,7 @@ import torch
 
 from bench.engine.turns import show
 from bench.machine import this_machine
+from bench.option_values import positive_whole
 from engine.backends.cpu.attention import DecodeInputs
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import Code, Ops, attend_op, read_op
@@ -163,8 +164,8 @@ def main() -> int:
     )
     parser.add_argument("--case", nargs="+", default=CASES, metavar="BATCHxCONTEXT")
     parser.add_argument("--kv", nargs="+", default=(BFLOAT16,), choices=(BFLOAT16, INT8))
-    parser.add_argument("--threads", type=int, nargs="+", default=(1, 2))
-    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--threads", type=positive_whole, nargs="+", default=(1, 2))
+    parser.add_argument("--turns", type=positive_whole, default=TURNS)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)

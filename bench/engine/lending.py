@@ -29,6 +29,7 @@ from typing import Any
 
 from bench.engine.turns import GREEDY, TOKENS, engine_of, show
 from bench.machine import this_machine
+from bench.option_values import positive_number, positive_whole
 from engine.core.engine_core import EngineCore
 from engine.core.types import EngineRequest, StopParams
 from engine.pacing.token_clock import ServiceTargets
@@ -159,11 +160,11 @@ def main(arguments: Sequence[str]) -> None:
     """Measures, and prints a table or one JSON object."""
     parser = argparse.ArgumentParser(prog="python -m bench.engine.lending")
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--prompt", type=int, default=768, help="tokens of a prompt")
-    parser.add_argument("--prompts", type=int, default=3, help="of a turn")
-    parser.add_argument("--tpot", type=float, default=0.05, help="seconds a token")
-    parser.add_argument("--turns", type=int, default=6, help="of each kind and number of streams")
+    parser.add_argument("--streams", type=positive_whole, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--prompt", type=positive_whole, default=768, help="tokens of a prompt")
+    parser.add_argument("--prompts", type=positive_whole, default=3, help="of a turn")
+    parser.add_argument("--tpot", type=positive_number, default=0.05, help="seconds a token")
+    parser.add_argument("--turns", type=positive_whole, default=6, help="of each kind and number of streams")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     cores = sorted(os.sched_getaffinity(0))[:2]

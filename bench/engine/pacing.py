@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 from bench.engine.turns import GREEDY, TOKENS, engine_of, medians_of_turns, show
 from bench.machine import this_machine
+from bench.option_values import positive_number, positive_whole
 from engine.core.engine_core import EngineCore
 from engine.core.step_stats import StepMeter
 from engine.core.types import EngineRequest, StopParams
@@ -207,16 +208,18 @@ def main(arguments: Sequence[str]) -> None:
         "--random-weights", action="store_true", help="--model is a folder with a config.json"
     )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--answer", type=int, default=64, help="tokens of an answer")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of a long prompt")
-    parser.add_argument("--every", type=float, default=2.5, help="seconds between long prompts")
-    parser.add_argument("--tpot", type=float, default=0.05, help="seconds a token")
-    parser.add_argument("--ttft", type=float, default=2.0, help="seconds to the first token of a long prompt")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of a turn")
-    parser.add_argument("--turns", type=int, default=5, help="of each kind")
-    parser.add_argument("--misjudged", type=float, nargs="+", metavar="FACTOR", help="see above")
+    parser.add_argument("--threads", type=positive_whole, default=1)
+    parser.add_argument("--streams", type=positive_whole, default=4)
+    parser.add_argument("--answer", type=positive_whole, default=64, help="tokens of an answer")
+    parser.add_argument("--prompt", type=positive_whole, default=512, help="tokens of a long prompt")
+    parser.add_argument("--every", type=positive_number, default=2.5, help="seconds between long prompts")
+    parser.add_argument("--tpot", type=positive_number, default=0.05, help="seconds a token")
+    parser.add_argument(
+        "--ttft", type=positive_number, default=2.0, help="seconds to the first token of a long prompt"
+    )
+    parser.add_argument("--seconds", type=positive_number, default=20.0, help="of a turn")
+    parser.add_argument("--turns", type=positive_whole, default=5, help="of each kind")
+    parser.add_argument("--misjudged", type=positive_number, nargs="+", metavar="FACTOR", help="see above")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     if wrong := [factor for factor in options.misjudged or () if not (isfinite(factor) and factor > 0)]:

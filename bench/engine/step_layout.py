@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from bench.option_values import positive_whole
 from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.cuda.staging import Staging, StepSize
 from engine.backends.interface import flatten
@@ -77,7 +78,7 @@ def measure(sequences: int, context: int, steps: int) -> dict[str, Any]:
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description="host time to lay out a decode step")
-    parser.add_argument("--steps", type=int, default=160, help="per case; blocks end every 16")
+    parser.add_argument("--steps", type=positive_whole, default=160, help="per case; blocks end every 16")
     parser.add_argument("--json", action="store_true", help="a JSON document instead of lines")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

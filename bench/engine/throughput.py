@@ -37,6 +37,7 @@ from transformers import AutoConfig
 from bench.engine.processes.engine_process import GIB, MOST_KV_GIB, engine_command, engine_process, kv_gib
 from bench.engine.rows import OWN, EngineCase, EngineRow, Work, make_row, medians
 from bench.machine import report, this_machine
+from bench.option_values import positive_whole
 from splitserve.cluster.placement import available_cores
 from splitserve.config.cluster import ClusterConfig
 from splitserve.errors import SplitserveError
@@ -153,11 +154,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=sorted(folder.name for folder in MODELS.iterdir()),
         help="a random model of these shapes",
     )
-    parser.add_argument("--threads", type=int, nargs="+", help="default: all cores, and on cpu one as well")
+    parser.add_argument(
+        "--threads", type=positive_whole, nargs="+", help="default: all cores, and on cpu one as well"
+    )
     parser.add_argument("--peer", choices=PEERS, action="append", default=[])
     parser.add_argument("--phase", choices=("decode", "prefill"), help="only this one")
-    parser.add_argument("--batch", type=int, nargs="+", help="only these batches of decode")
-    parser.add_argument("--context", type=int, nargs="+", help="only these lengths")
+    parser.add_argument("--batch", type=positive_whole, nargs="+", help="only these batches of decode")
+    parser.add_argument("--context", type=positive_whole, nargs="+", help="only these lengths")
     parser.add_argument(
         "--logs", type=Path, default=LOGS, metavar="FOLDER", help=f"for the engines' stderr (default: {LOGS})"
     )

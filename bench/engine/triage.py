@@ -24,6 +24,7 @@ from statistics import median
 
 from bench.engine.turns import GREEDY, TOKENS, engine_of, medians_of_turns, show
 from bench.machine import this_machine
+from bench.option_values import positive_number, positive_whole
 from engine.core.engine_core import EngineCore
 from engine.core.types import EngineRequest, StopParams
 from engine.pacing.token_clock import ServiceTargets
@@ -124,14 +125,14 @@ def main(arguments: Sequence[str]) -> None:
     """Measures, and prints a table or one JSON object."""
     parser = argparse.ArgumentParser(prog="python -m bench.engine.triage")
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rate", type=float, default=4.0, help="prompts a second")
-    parser.add_argument("--short", type=int, default=96, help="tokens of a short prompt")
-    parser.add_argument("--long", type=int, default=768, help="tokens of a long prompt")
-    parser.add_argument("--long-share", type=float, default=0.25)
-    parser.add_argument("--ttft", type=float, default=1.0, help="seconds to the first token")
-    parser.add_argument("--prompts", type=int, default=100, help="of a turn")
-    parser.add_argument("--turns", type=int, default=5, help="of each kind")
+    parser.add_argument("--threads", type=positive_whole, default=1)
+    parser.add_argument("--rate", type=positive_number, default=4.0, help="prompts a second")
+    parser.add_argument("--short", type=positive_whole, default=96, help="tokens of a short prompt")
+    parser.add_argument("--long", type=positive_whole, default=768, help="tokens of a long prompt")
+    parser.add_argument("--long-share", type=positive_number, default=0.25)
+    parser.add_argument("--ttft", type=positive_number, default=1.0, help="seconds to the first token")
+    parser.add_argument("--prompts", type=positive_whole, default=100, help="of a turn")
+    parser.add_argument("--turns", type=positive_whole, default=5, help="of each kind")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     mix = PromptMix(

@@ -44,6 +44,7 @@ from bench.goodput.systems import OWN, SYSTEMS, ServingOptions
 from bench.goodput.tables import WIDTH, tables
 from bench.goodput.turns import FinishedTurn, finished_turns, turn_order
 from bench.machine import report, this_machine
+from bench.option_values import positive_number, positive_whole, whole_number
 from splitserve.errors import SplitserveError
 
 MODEL = "smollm2-135m-instruct"
@@ -119,15 +120,15 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), metavar="SYSTEM")
     parser.add_argument("--mixes", nargs="+", choices=list(MIXES), metavar="MIX", help=", ".join(MIXES))
-    parser.add_argument("--rates", nargs="+", type=_positive, metavar="R", help="requests a second")
-    parser.add_argument("--seeds", type=_count, help="how many; default: 10")
+    parser.add_argument("--rates", nargs="+", type=positive_number, metavar="R", help="requests a second")
+    parser.add_argument("--seeds", type=positive_whole, help="how many; default: 10")
     parser.add_argument(
-        "--first-seed", type=_seed, default=0, metavar="N", help="where they begin; default: 0"
+        "--first-seed", type=whole_number, default=0, metavar="N", help="where they begin; default: 0"
     )
-    parser.add_argument("--requests", type=_count, help="of a run; default: 300")
-    parser.add_argument("--ttft", type=_positive, default=1.0, help="target in seconds; default: 1")
-    parser.add_argument("--tpot", type=_positive, default=0.05, help="target in seconds; default: 0.05")
-    parser.add_argument("--timeout", type=_positive, default=60.0, help="of a request, in seconds")
+    parser.add_argument("--requests", type=positive_whole, help="of a run; default: 300")
+    parser.add_argument("--ttft", type=positive_number, default=1.0, help="target in seconds; default: 1")
+    parser.add_argument("--tpot", type=positive_number, default=0.05, help="target in seconds; default: 0.05")
+    parser.add_argument("--timeout", type=positive_number, default=60.0, help="of a request, in seconds")
     parser.add_argument("--model", default=MODEL, help="`simulated` for splitserve alone")
     parser.add_argument("--environment", type=Path, default=Path(".peers/vllm"), help="vLLM's")
     parser.add_argument(
@@ -143,23 +144,3 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         if getattr(options, name) is None:
             setattr(options, name, value)
     return options
-
-
-def _positive(text: str) -> float:
-    if not 0 < (value := float(text)) < 1e6:
-        raise argparse.ArgumentTypeError(f"must be above 0 and below 1e6, not {text}")
-    return value
-
-
-def _seed(text: str) -> int:
-    return _whole(text, 0)
-
-
-def _count(text: str) -> int:
-    return _whole(text, 1)
-
-
-def _whole(text: str, least: int) -> int:
-    if not least <= (value := int(text)) <= 10**5:
-        raise argparse.ArgumentTypeError(f"must be {least}..100000, not {text}")
-    return value

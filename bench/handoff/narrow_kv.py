@@ -34,6 +34,7 @@ from rich.console import Console
 
 from bench.handoff import phases as handoff
 from bench.machine import report, this_machine
+from bench.option_values import whole_number
 from engine.core.model_runner import ModelRunner
 from engine.core.types import SampledToken, SamplingParams, ScheduledSequence
 from engine.runner.torch_runner import build_torch_runner
@@ -250,9 +251,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--model", default=ClusterConfig().model)
     parser.add_argument(
-        "--prompts", type=int, default=PROMPTS, help=f"for parity; 0 measures none; default: {PROMPTS}"
+        "--prompts",
+        type=whole_number,
+        default=PROMPTS,
+        help=f"for parity; 0 measures none; default: {PROMPTS}",
     )
-    parser.add_argument("--repeats", type=int, default=EXPOSED_REPEATS, help="handoffs; 0 measures none")
+    parser.add_argument(
+        "--repeats", type=whole_number, default=EXPOSED_REPEATS, help="handoffs; 0 measures none"
+    )
     return parser.parse_args(arguments)
 
 

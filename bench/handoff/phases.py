@@ -45,6 +45,7 @@ from bench.cluster import Fronts, gpus_of, pin, running_cluster
 from bench.handoff.raw_write import RawLane, raw_lane
 from bench.handoff.rows import Handoff, HandoffRow, Samples, make_row
 from bench.machine import OtherLoad, report, this_machine
+from bench.option_values import positive_number, positive_whole
 from engine.worker.build import SIMULATED
 from splitserve.client import AsyncClient
 from splitserve.cluster.child_process import Event
@@ -244,7 +245,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.handoff", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--model", default=ClusterConfig().model)
-    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"default: {REPEATS}")
+    parser.add_argument("--repeats", type=positive_whole, default=REPEATS, help=f"default: {REPEATS}")
     parser.add_argument(
         "--lengths",
         type=lambda text: [int(part) for part in text.split(",")],
@@ -253,12 +254,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--max-other-load",
-        type=float,
+        type=positive_number,
         default=MAX_OTHER_LOAD,
         help=f"leave out turns during which others use more of the machine; default: {MAX_OTHER_LOAD}",
     )
     parser.add_argument(
-        "--replicas-per-gpu", type=int, default=1, help="2: both workers on one GPU; default: 1"
+        "--replicas-per-gpu", type=positive_whole, default=1, help="2: both workers on one GPU; default: 1"
     )
     return parser.parse_args(arguments)
 

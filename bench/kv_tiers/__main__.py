@@ -34,6 +34,7 @@ from bench.kv_tiers.shares import ReplayedPrompt, ShareRow, share_of, share_rows
 from bench.kv_tiers.trace_replay import cluster_rows
 from bench.kv_tiers.ttft import TieredEngine, trace_rows, ttft_rows
 from bench.machine import report, this_machine
+from bench.option_values import positive_number, positive_whole
 from splitserve.generation.kv_blocks import extend_block_hashes
 
 MODEL = "smollm2-135m-instruct"
@@ -106,15 +107,18 @@ def main() -> int:
     )
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2000])
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--threads", type=positive_whole, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--tokens", type=positive_whole, nargs="+", default=[512, 2000])
+    parser.add_argument("--turns", type=positive_whole, default=5)
     parser.add_argument("--trace", type=Path, help="a Mooncake trace (JSON lines)")
     parser.add_argument(
-        "--cluster", type=int, metavar="REQUESTS", help="only replay so many of --trace on workers"
+        "--cluster", type=positive_whole, metavar="REQUESTS", help="only replay so many of --trace on workers"
     )
     parser.add_argument(
-        "--load", type=float, default=0.9, help="of --cluster: time to compute all prompts, over time"
+        "--load",
+        type=positive_number,
+        default=0.9,
+        help="of --cluster: time to compute all prompts, over time",
     )
     parser.add_argument(
         "--second-turn", action="store_true", help="only that, with --tokens of history, on workers"

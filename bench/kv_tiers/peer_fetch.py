@@ -23,6 +23,7 @@ from bench.asking import ask, random_prompt
 from bench.cluster import running_cluster
 from bench.kv_tiers.fetch_parts import FetchTimesRow, misses, spreads, times_of
 from bench.machine import report, this_machine
+from bench.option_values import positive_whole
 from splitserve.client import AsyncClient
 from splitserve.cluster.child_process import Event
 from splitserve.config.cluster import ClusterConfig
@@ -139,8 +140,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 1024])
-    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--tokens", type=positive_whole, nargs="+", default=[128, 512, 1024])
+    parser.add_argument("--turns", type=positive_whole, default=8)
     parser.add_argument(
         "--pinned", action="store_true", help="pools of two prefill workers and a decode worker"
     )

@@ -22,6 +22,7 @@ from bench.asking import random_prompt
 from bench.cluster import Fronts, running_cluster
 from bench.kv_tiers.peer_fetch import FRONT, MODEL, REPORTED_S, SETTINGS, TAIL_TOKENS
 from bench.machine import report, this_machine
+from bench.option_values import positive_whole
 from splitserve.client import AsyncClient
 from splitserve.cluster.child_process import Event
 from splitserve.config.cluster import ClusterConfig
@@ -120,8 +121,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--prefixes", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--prefixes", type=positive_whole, default=8)
+    parser.add_argument("--tokens", type=positive_whole, default=256)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     options = parser.parse_args()
     machine = this_machine()

@@ -40,6 +40,7 @@ from bench.coordinator.processes import (
     split_cores,
 )
 from bench.machine import report, this_machine
+from bench.option_values import positive_number, positive_whole
 from splitserve.cluster.placement import available_cores
 from splitserve.config.coordinator import CoordinatorConfig, RecordsConfig
 from splitserve.config.tracing import RequestTracingConfig
@@ -175,9 +176,11 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--turns", type=int, default=12, help="windows of each variant")
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of a window")
-    parser.add_argument("--step-ms", type=float, default=15.0, help="time of a step of the scripted workers")
+    parser.add_argument("--turns", type=positive_whole, default=12, help="windows of each variant")
+    parser.add_argument("--seconds", type=positive_number, default=3.0, help="length of a window")
+    parser.add_argument(
+        "--step-ms", type=positive_number, default=15.0, help="time of a step of the scripted workers"
+    )
     parser.add_argument("--before", type=Path, metavar="FOLDER", help="a checkout to compare with")
     options = parser.parse_args()
     machine = this_machine()

@@ -24,6 +24,7 @@ import psutil
 
 from bench.coordinator.processes import answers, coordinator, scripted_workers, split_cores
 from bench.machine import report, this_machine
+from bench.option_values import positive_number, positive_whole
 from splitserve.client import AsyncClient
 from splitserve.cluster.placement import available_cores
 from splitserve.config.coordinator import CoordinatorConfig
@@ -154,10 +155,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--workers", type=int, default=200, help="of both pools together")
-    parser.add_argument("--requests-per-s", type=float, default=100.0)
-    parser.add_argument("--rounds", type=int, default=5, help="windows of each kind")
-    parser.add_argument("--seconds", type=float, default=10.0, help="length of a window")
+    parser.add_argument("--workers", type=positive_whole, default=200, help="of both pools together")
+    parser.add_argument("--requests-per-s", type=positive_number, default=100.0)
+    parser.add_argument("--rounds", type=positive_whole, default=5, help="windows of each kind")
+    parser.add_argument("--seconds", type=positive_number, default=10.0, help="length of a window")
     args = parser.parse_args()
     machine = this_machine()
     found = asyncio.run(measure(args))

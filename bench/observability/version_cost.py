@@ -35,6 +35,7 @@ from bench.coordinator.processes import (
 )
 from bench.machine import report, this_machine
 from bench.observability.observation_cost import MODEL, VOCABULARY
+from bench.option_values import positive_number, positive_whole
 from splitserve.cluster.placement import available_cores
 from splitserve.config.coordinator import CoordinatorConfig
 
@@ -100,9 +101,11 @@ def main() -> int:
     parser.add_argument("--before", type=Path, metavar="FOLDER", required=True, help="the other checkout")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--cases", default="grpc:tokens,sse:tokens,grpc:requests,sse:requests")
-    parser.add_argument("--turns", type=int, default=7, help="windows of each version and case")
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of a window")
-    parser.add_argument("--step-ms", type=float, default=15.0, help="time of a step of the scripted workers")
+    parser.add_argument("--turns", type=positive_whole, default=7, help="windows of each version and case")
+    parser.add_argument("--seconds", type=positive_number, default=2.0, help="length of a window")
+    parser.add_argument(
+        "--step-ms", type=positive_number, default=15.0, help="time of a step of the scripted workers"
+    )
     options = parser.parse_args()
     machine, cases = this_machine(), options.cases.split(",")
     tell = Console(stderr=True)

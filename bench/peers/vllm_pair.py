@@ -43,6 +43,7 @@ from rich.table import Table
 from bench.asking import ask, random_prompt
 from bench.cluster import running_cluster
 from bench.machine import OtherLoad, report, this_machine
+from bench.option_values import positive_number, positive_whole, whole_number
 from bench.peers.vllm_client import VllmPair
 from bench.peers.vllm_server import Layout, RunningPair, running_pair
 from splitserve.client import AsyncClient
@@ -245,11 +246,11 @@ def main() -> None:
         default="torch",
         help="splitserve's; vllm where this runs in an environment that has it",
     )
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, metavar="TOKENS")
-    parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
-    parser.add_argument("--max-other-load", type=float, default=MAX_OTHER_LOAD, metavar="SHARE")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--lengths", type=positive_whole, nargs="+", default=LENGTHS, metavar="TOKENS")
+    parser.add_argument("--repeats", type=positive_whole, default=REPEATS)
+    parser.add_argument("--max-tokens", type=positive_whole, default=MAX_TOKENS)
+    parser.add_argument("--max-other-load", type=positive_number, default=MAX_OTHER_LOAD, metavar="SHARE")
+    parser.add_argument("--seed", type=whole_number, default=1)
     parser.add_argument(
         "--environment", type=Path, default=Path(".peers/vllm"), help="made by `make peer-vllm`"
     )

@@ -27,6 +27,7 @@ from itertools import product
 import psutil
 
 from bench.machine import report, this_machine
+from bench.option_values import positive_whole, whole_number
 from coordinator.routing.prefix_router import PrefixRouter
 from coordinator.routing.router import RoutingRequest
 from coordinator.workers.catalog import Model
@@ -237,12 +238,14 @@ def bytes_a_block(blocks: int, workers: int = max(WORKERS)) -> tuple[float, floa
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m bench.routing", description=__doc__)
-    parser.add_argument("--workers", type=int, nargs="+", default=list(WORKERS))
-    parser.add_argument("--blocks", type=int, nargs="+", default=list(BLOCKS))
-    parser.add_argument("--decisions", type=int, default=5000)
-    parser.add_argument("--repeats", type=int, default=1, help="runs; the least time of each decision counts")
+    parser.add_argument("--workers", type=positive_whole, nargs="+", default=list(WORKERS))
+    parser.add_argument("--blocks", type=positive_whole, nargs="+", default=list(BLOCKS))
+    parser.add_argument("--decisions", type=positive_whole, default=5000)
     parser.add_argument(
-        "--memory-blocks", type=int, default=0, help="measure memory with this many blocks instead"
+        "--repeats", type=positive_whole, default=1, help="runs; the least time of each decision counts"
+    )
+    parser.add_argument(
+        "--memory-blocks", type=whole_number, default=0, help="measure memory with this many blocks instead"
     )
     given = parser.parse_args(arguments)
     content: dict[str, object] = {}

@@ -27,6 +27,7 @@ from rich.table import Table
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS, Trace, load_trace
 from autoscaler.sizing.engine_model import PRESETS, EngineModel, preset
 from bench.machine import report, this_machine
+from bench.option_values import positive_whole, whole_number
 from bench.routing.cluster import bound_tokens, replay
 from coordinator.routing.baseline_routers import LeastWaitRouter, RoundRobinRouter
 from coordinator.routing.prefix_router import PrefixRouter
@@ -99,9 +100,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--trace", type=Path, required=True, help="a trace with block ids (Mooncake's format)"
     )
     parser.add_argument("--engine", choices=sorted(PRESETS), default="h100-8b")
-    parser.add_argument("--requests", type=int, default=None, help="of the trace's beginning; default: all")
-    parser.add_argument("--cache-tokens", type=int, nargs="+", default=list(CACHES_TOKENS))
-    parser.add_argument("--seed", type=int, default=0, help="spreads arrivals inside the trace's ticks")
+    parser.add_argument(
+        "--requests", type=positive_whole, default=None, help="of the trace's beginning; default: all"
+    )
+    parser.add_argument("--cache-tokens", type=positive_whole, nargs="+", default=list(CACHES_TOKENS))
+    parser.add_argument(
+        "--seed", type=whole_number, default=0, help="spreads arrivals inside the trace's ticks"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     given = parser.parse_args(arguments)
     whole = load_trace(given.trace, given.seed)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Annotated
 
 from prometheus_client.core import CounterMetricFamily, Metric
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from coordinator.metrics.tenant_metrics import MAX_TENANTS
 from coordinator.records.request_record import CostOfRequest, RequestRecord, cost_of
 from coordinator.tenants.tenants import Tenants
+from splitserve.config.base import ConfigModel
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError
 from splitserve.metrics import counters
@@ -22,10 +23,8 @@ from splitserve.runtime.reload import ReloadedFiles
 Price = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
-class PriceFile(BaseModel):
+class PriceFile(ConfigModel):
     """The content of the price file. What has no price is free."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     currency: Annotated[str, Field(pattern=r"^[A-Z]{3}$")]
     """Three capital letters, as in ISO 4217."""

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from coordinator.request.caller import Caller, PriorityClass, RequestTargets
+from splitserve.config.base import ConfigModel
 from splitserve.config.coordinator import OnLate
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError
@@ -29,11 +30,7 @@ MAX_TENANTS_BYTES = 64 * 2**20
 """Room for the most tenants, each with the most key hashes."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class TenantPolicy(_Section):
+class TenantPolicy(ConfigModel):
     """One tenant. Limits that are not set do not apply."""
 
     name: Name
@@ -77,7 +74,7 @@ class TenantPolicy(_Section):
     """May read workers and metrics, and change the scaling plan."""
 
 
-class TenantsFile(_Section):
+class TenantsFile(ConfigModel):
     """The content of the tenants file."""
 
     tenants: Annotated[tuple[TenantPolicy, ...], Field(min_length=1, max_length=10_000)]

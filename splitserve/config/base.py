@@ -1,4 +1,4 @@
-"""Base of all settings models: `Settings`, `Option` and loading.
+"""Bases of what configures processes: `ConfigModel`, `Settings`, `Option` and loading.
 
 Settings are validated and frozen; they are read once at start. A field of a settings model is the only declaration
 of a setting: type, bounds, default and meaning. `splitserve/config/command_line.py` derives its command-line option,
@@ -10,10 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from splitserve.addresses import MAX_PORT, check_address
@@ -43,10 +53,38 @@ class Option:
     """The setting's former name, still accepted in files and, hidden, as an option."""
 
 
-class Settings(BaseModel):
-    """Base of all settings: frozen, no unknown fields, and each field's docstring is its description."""
+class ConfigModel(BaseModel):
+    """Base of settings and of what policy, tenants and price files hold: frozen, no unknown fields, and each field's
+    docstring is its description. A number is no boolean: pydantic takes `true` for 1."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """ValueError for a boolean where the field, or what it contains, is a number."""
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)
+        if any(isinstance(item, bool) for item in items):
+            kinds = _kinds_within(cls, info.field_name or "")
+            if kinds & {int, float} and bool not in kinds:
+                raise ValueError("must be a number, not true or false")
+        return value
+
+
+@cache
+def _kinds_within(model: type[ConfigModel], name: str) -> frozenset[Any]:
+    """The types that a field's annotation is built of."""
+    left, found = [model.model_fields[name].annotation], set()
+    while left:
+        kind = left.pop()
+        parts = get_args(kind)[:1] if get_origin(kind) is Annotated else get_args(kind)
+        left.extend(parts)
+        found.update(() if parts else {kind})
+    return frozenset(found)
+
+
+class Settings(ConfigModel):
+    """Base of all settings."""
 
     @model_validator(mode="before")
     @classmethod

@@ -36,6 +36,7 @@ from bench.autoscaling.engine_fit import EVALUATIONS, fitted
 from bench.autoscaling.trace_slice.scaled_cluster import scaled_cluster
 from bench.core_shares import core_shares
 from bench.machine import show_content, this_machine
+from bench.option_values import positive_number, positive_whole
 from splitserve.config.coordinator import AdmissionConfig
 from splitserve.errors import SplitserveError
 
@@ -213,23 +214,25 @@ def main() -> int:
     )
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--minutes", type=positive_number, default=20.0)
     parser.add_argument(
-        "--peak-replicas", type=float, default=2.5, help="of both pools, in the busiest minute"
+        "--peak-replicas", type=positive_number, default=2.5, help="of both pools, in the busiest minute"
     )
-    parser.add_argument("--core-share", type=float, default=0.25, help="of each worker")
-    parser.add_argument("--prompt-share", type=float, default=0.125)
-    parser.add_argument("--output-share", type=float, default=0.125)
-    parser.add_argument("--max-prefill", type=int, default=3)
-    parser.add_argument("--max-decode", type=int, default=2)
-    parser.add_argument("--ttft-ms", type=float, default=4000.0)
-    parser.add_argument("--tpot-ms", type=float, default=250.0)
+    parser.add_argument("--core-share", type=positive_number, default=0.25, help="of each worker")
+    parser.add_argument("--prompt-share", type=positive_number, default=0.125)
+    parser.add_argument("--output-share", type=positive_number, default=0.125)
+    parser.add_argument("--max-prefill", type=positive_whole, default=3)
+    parser.add_argument("--max-decode", type=positive_whole, default=2)
+    parser.add_argument("--ttft-ms", type=positive_number, default=4000.0)
+    parser.add_argument("--tpot-ms", type=positive_number, default=250.0)
     parser.add_argument(
-        "--cold-start", dest="cold_start_s", type=float, default=60.0, help="until one was timed"
+        "--cold-start", dest="cold_start_s", type=positive_number, default=60.0, help="until one was timed"
     )
-    parser.add_argument("--fit-requests", type=int, default=120)
-    parser.add_argument("--fit-rate", type=float, default=0.8, help="requests a second")
-    parser.add_argument("--evaluations", type=int, default=EVALUATIONS, help="limit per round of the fit")
+    parser.add_argument("--fit-requests", type=positive_whole, default=120)
+    parser.add_argument("--fit-rate", type=positive_number, default=0.8, help="requests a second")
+    parser.add_argument(
+        "--evaluations", type=positive_whole, default=EVALUATIONS, help="limit per round of the fit"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     machine, tell = this_machine(), Console(stderr=True)

@@ -32,6 +32,7 @@ from bench.engine.cuda_steps.cases import (
 from bench.engine.processes.random_model import random_model
 from bench.engine.turns import show
 from bench.machine import this_machine
+from bench.option_values import positive_whole
 from engine.backends.cuda.staging import StepSize
 from engine.model.loaded_model import LoadedModel
 from engine.model.sibling_linears import PackedSlice
@@ -111,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--without", choices=list(CASES), default="fused")
     parser.add_argument("--case", nargs="+", type=parse_case)
-    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--turns", type=positive_whole, default=TURNS)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     try:

@@ -34,6 +34,7 @@ from bench.engine.speculation.counted import CostingRunner, VirtualTime, counted
 from bench.engine.speculation.draft_pairs import without_layers
 from bench.engine.turns import show
 from bench.machine import this_machine
+from bench.option_values import positive_number, positive_whole
 from engine.core.engine_core import EngineCore
 from engine.core.model_runner import warm_up
 from engine.core.types import EngineRequest, SamplingParams, StopParams
@@ -221,15 +222,15 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(prog="python -m bench.engine.speculation", description=__doc__)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=200, help="of each answer, at most")
+    parser.add_argument("--threads", type=positive_whole, default=1)
+    parser.add_argument("--turns", type=positive_whole, default=5)
+    parser.add_argument("--tokens", type=positive_whole, default=200, help="of each answer, at most")
     parser.add_argument("--prompts", nargs="*", default=[*COPY, *FREE, *BATCHES], help="only these")
     parser.add_argument(
-        "--without-layers", type=int, nargs="+", help="of the draft model; else prompt lookup"
+        "--without-layers", type=positive_whole, nargs="+", help="of the draft model; else prompt lookup"
     )
     parser.add_argument(
-        "--draft-costs", type=float, nargs="+", default=[0.05, 0.1, 0.2], help="to count with"
+        "--draft-costs", type=positive_number, nargs="+", default=[0.05, 0.1, 0.2], help="to count with"
     )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
