@@ -29,7 +29,7 @@ _SHARE_OF_LATE_STREAMS = 0.5
 """What prompts get beside streams that decoding alone cannot keep in time; see `TokenClock.grant`."""
 
 _ROUNDING_S = 1e-6
-_MARGINS = 0.5, 0.9
+_MARGINS = 0.5, 0.95
 _WINDOW_S = 10.0
 _LATE_SHARE = 0.01
 _BACK, _FORTH = 0.05, 0.01

@@ -94,7 +94,7 @@ def test_a_stream_keeps_its_mean_from_l_tokens_on_and_prompts_get_on(
     tpot_s: float, share: float, answer_tokens: int, quiet_steps: int
 ) -> None:
     """Where steps take what was predicted, and a decode step and the least chunk are shorter than the longest gap."""
-    step_s = share * 0.9 * tpot_s
+    step_s = share * 0.95 * tpot_s
     least_s = FIT.chunk_s(MIN_CHUNK_TOKENS, 0)
     assume(step_s + least_s < MAX_GAP_S and step_s + least_s < HELD_S * (1 - share))
     worker = Worker(tpot_s, step_s, 3, answer_tokens)
@@ -110,7 +110,7 @@ def test_a_stream_keeps_its_mean_from_l_tokens_on_and_prompts_get_on(
     assert worker.prompt_tokens >= MIN_CHUNK_TOKENS
     # What a step leaves of its time adds up until a chunk fits; nothing had to be forced.
     assert worker.longest_hold_s <= (least_s + 2 * step_s) / (1 - share)
-    assert worker.clock.margin.value == pytest.approx(0.9)
+    assert worker.clock.margin.value == pytest.approx(0.95)
 
 
 @settings(max_examples=40, deadline=None)
@@ -125,10 +125,11 @@ def test_prompts_are_never_held_for_ever(step_s: float, tpot_s: float, factor: f
 
 
 @pytest.mark.parametrize("factor", [1 / 1.5, 1.0, 1.5])
-def test_targets_hold_with_rates_wrong_by_half_either_way(factor: float) -> None:
+@pytest.mark.parametrize("answers", [(24, 48), (64, 200)])
+def test_targets_hold_with_rates_wrong_by_half_either_way(factor: float, answers: tuple[int, int]) -> None:
     chance = random.Random(1)
     worker = Worker(0.05, 0.018, 8, factor=factor)
-    lengths = {id(stream): chance.randint(64, 200) for stream in worker.running}
+    lengths = {id(stream): chance.randint(*answers) for stream in worker.running}
     while worker.ended < 1000:
         worker.turn(
             prompts=worker.now % 4 < 3
@@ -136,7 +137,7 @@ def test_targets_hold_with_rates_wrong_by_half_either_way(factor: float) -> None
         for stream in list(worker.running):
             if stream.tokens >= lengths[id(stream)]:
                 worker.replace(stream)
-                lengths[id(worker.running[-1])] = chance.randint(64, 200)
+                lengths[id(worker.running[-1])] = chance.randint(*answers)
     assert worker.missed <= 0.01 * worker.ended
     assert worker.prompt_tokens > 0
 
@@ -144,14 +145,14 @@ def test_targets_hold_with_rates_wrong_by_half_either_way(factor: float) -> None
 def test_the_due_times() -> None:
     clock = TokenClock(answer_tokens=20)
     stream = StreamPace(0.1, first_s=10.0, last_s=10.0)
-    assert clock.due_s(stream) == pytest.approx(10 + 0.1 * (0.9 + 0.1 * 20))
+    assert clock.due_s(stream) == pytest.approx(10 + 0.1 * (0.95 + 0.05 * 20))
     stream.tokens = 100
     assert clock.due_s(stream) == 10.0 + MAX_GAP_S  # it is far ahead
 
 
 def test_a_token_is_late_by_its_target_not_by_the_margin() -> None:
     clock, stream = TokenClock(), StreamPace(0.1, first_s=10.0, last_s=10.2, tokens=2)
-    assert clock.due_s(stream) == pytest.approx(10.27)
+    assert clock.due_s(stream) == pytest.approx(10.285)
     assert not clock.is_late(stream, 10.29)
     assert clock.is_late(stream, 10.31)
 
@@ -176,16 +177,16 @@ def test_the_margin_falls_with_late_tokens_and_comes_back() -> None:
     margin = ClockMargin()
     margin.record(0.0, 100, 2)
     margin.record(10.0, 0, 0)
-    assert margin.value == pytest.approx(0.85)
+    assert margin.value == pytest.approx(0.90)
     for window in range(2, 5):
         margin.record(10.0 * window, 100, 1)
-    assert margin.value == pytest.approx(0.88)
+    assert margin.value == pytest.approx(0.93)
     for window in range(5, 40):
         margin.record(10.0 * window, 100, 50)
     assert margin.value == 0.5
     for window in range(40, 140):
         margin.record(10.0 * window, 0, 0)
-    assert margin.value == 0.9
+    assert margin.value == 0.95
 
 
 SLOW_BEFORE = {
