@@ -19,6 +19,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.model_runner import warm_up
 from engine.core.step_stats import StepMeter
 from engine.core.types import SamplingParams
+from engine.worker.warm_up.decode_steps import measure_decode_steps
 from splitserve.config.engine import EngineConfig
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def engine_of(
     device: str = "cpu",
     random_weights: bool = False,
 ) -> EngineCore:
-    """A warm engine on this many cores, without a prefix cache. `random_weights`: see `loaded_runner`."""
+    """A warm engine on this many cores, without a prefix cache, that has measured decode steps as a worker does before it
+    is ready. `random_weights`: see `loaded_runner`."""
     config = EngineConfig(
         dtype="bfloat16",
         device=device,
@@ -48,7 +50,8 @@ def engine_of(
         core_exchange=core_exchange,
     )
     runner, tokenizer = loaded_runner(model, config, random_weights=random_weights)
-    warm_up(runner, None)
+    prompt_tokens, meter = warm_up(runner, None), meter or StepMeter()
+    measure_decode_steps(runner, meter.fit, prompt_tokens, config.max_running_requests)
     return EngineCore(runner, config, tokenizer, meter=meter)
 
 

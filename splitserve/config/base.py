@@ -62,22 +62,27 @@ class ConfigModel(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """ValueError for a boolean where the field, or what it contains, is a number."""
+        """ValueError for a boolean where the field, or what it contains, is a number. One that may be text has bounds
+        of its own to name."""
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)
         if any(isinstance(item, bool) for item in items):
             kinds = _kinds_within(cls, info.field_name or "")
-            if kinds & {int, float} and bool not in kinds:
+            if kinds & {int, float} and not kinds & {bool, str}:
                 raise ValueError("must be a number, not true or false")
         return value
 
 
 @cache
 def _kinds_within(model: type[ConfigModel], name: str) -> frozenset[Any]:
-    """The types that a field's annotation is built of."""
+    """The types that a field's annotation is built of, but for those of keys."""
     left, found = [model.model_fields[name].annotation], set()
     while left:
         kind = left.pop()
-        parts = get_args(kind)[:1] if get_origin(kind) is Annotated else get_args(kind)
+        origin, parts = get_origin(kind), get_args(kind)
+        if origin is Annotated:
+            parts = parts[:1]
+        elif origin in (dict, Mapping):
+            parts = parts[1:]
         left.extend(parts)
         found.update(() if parts else {kind})
     return frozenset(found)
