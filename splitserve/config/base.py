@@ -75,7 +75,8 @@ class ConfigModel(BaseModel):
 @cache
 def _kinds_within(model: type[ConfigModel], name: str) -> frozenset[Any]:
     """The types that a field's annotation is built of, but for those of keys."""
-    left, found = [model.model_fields[name].annotation], set()
+    left: list[Any] = [model.model_fields[name].annotation]
+    found: set[Any] = set()
     while left:
         kind = left.pop()
         origin, parts = get_origin(kind), get_args(kind)
