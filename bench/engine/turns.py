@@ -39,7 +39,7 @@ def engine_of(
     device: str = "cpu",
     random_weights: bool = False,
 ) -> EngineCore:
-    """A warm engine on this many cores, without a prefix cache, that has measured decode steps as a worker does before it
+    """A warm engine on this many cores, without a prefix cache, that has measured decode steps, as a worker has when it
     is ready. `random_weights`: see `loaded_runner`."""
     config = EngineConfig(
         dtype="bfloat16",
