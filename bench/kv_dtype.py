@@ -28,7 +28,7 @@ from rich.console import Console
 
 from bench.handoff.narrow_kv import BLOCK_TOKENS, Decoded, Parity, Prompt, compare, decode, prefill, texts
 from bench.machine import show_content, this_machine
-from bench.option_values import positive_whole, whole_number
+from bench.option_values import add_narrower_options, positive_whole
 from engine.backends.select import make_forward
 from engine.core.types import SamplingParams, ScheduledSequence
 from engine.kv_cache.kv_dtype import kv_dtype
@@ -39,7 +39,6 @@ from engine.runner.torch_runner import build_torch_runner
 from engine.runner.weights import cpu_kernels
 from kv_transfer.layout import INT8, KvLayout
 from splitserve.cluster.placement import available_cores
-from splitserve.config.cluster import ClusterConfig
 from splitserve.config.engine import EngineConfig
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.sources import ModelSource, resolve_model
@@ -256,21 +255,10 @@ def _case(text: str) -> KvCase:
 def main() -> int:
     """Measures and prints."""
     parser = argparse.ArgumentParser(prog="python -m bench.kv_dtype", description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--model", default=ClusterConfig().model)
-    parser.add_argument(
-        "--prompts", type=whole_number, default=PROMPTS, help=f"default: {PROMPTS}; 0 asks for none"
-    )
+    add_narrower_options(parser, PROMPTS)
     parser.add_argument("--text", type=Path, help="read this file instead of the prompts")
     parser.add_argument("--case", nargs="+", type=_case, default=[_case(case) for case in CASES])
     parser.add_argument("--turns", type=positive_whole, default=TURNS)
-    parser.add_argument(
-        "--threads",
-        type=positive_whole,
-        nargs="*",
-        default=[len(available_cores()), 1],
-        help="none: no speeds",
-    )
     options = parser.parse_args()
     machine, tell = this_machine(), Console(stderr=True)
     content: dict[str, Any] = {"model": options.model, "text": None, "answers": None, "speeds": []}

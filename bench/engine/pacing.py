@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from math import isfinite
 from statistics import median, quantiles
 from typing import Any, TypeVar
 
@@ -222,8 +221,6 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--misjudged", type=positive_number, nargs="+", metavar="FACTOR", help="see above")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    if wrong := [factor for factor in options.misjudged or () if not (isfinite(factor) and factor > 0)]:
-        parser.error(f"--misjudged: a factor must be above 0 and finite, not {wrong[0]:g}")
     if len(set(options.misjudged or ())) < len(options.misjudged or ()):
         parser.error("--misjudged: each factor only once")
     load = Load(

@@ -32,12 +32,10 @@ from bench.engine.rows import OWN, EngineCase
 from bench.engine.throughput import SETTLE_S, TURNS
 from bench.handoff.narrow_kv import BLOCK_TOKENS, Parity, Prompt, compare, decode, prefill, texts
 from bench.machine import show_content, this_machine
-from bench.option_values import positive_whole, whole_number
+from bench.option_values import add_narrower_options
 from engine.backends.cpu.int8_linears import quantize_linears
 from engine.core.model_runner import ModelRunner
 from engine.runner.torch_runner import build_torch_runner
-from splitserve.cluster.placement import available_cores
-from splitserve.config.cluster import ClusterConfig
 from splitserve.config.engine import EngineConfig
 from splitserve.models.sources import resolve_model
 
@@ -155,18 +153,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.engine.quantization", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--model", default=ClusterConfig().model)
-    parser.add_argument(
-        "--prompts", type=whole_number, default=PROMPTS, help=f"default: {PROMPTS}; 0 asks for none"
-    )
-    parser.add_argument(
-        "--threads",
-        type=positive_whole,
-        nargs="*",
-        default=[len(available_cores()), 1],
-        help="none: no speeds",
-    )
+    add_narrower_options(parser, PROMPTS)
     options = parser.parse_args()
     machine, tell = this_machine(), Console(stderr=True)
     content: dict[str, Any] = {"model": options.model, "text": None, "answers": [], "speeds": []}
