@@ -26,6 +26,8 @@ GROUPS = frozenset({"autoscaler", "keys", "model", "routes"})
 WIDE = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1"}
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 _ARGUMENT = re.compile(r"add_argument\(\s*((?:\"[^\"]*\",?\s*)+)")
+_SHARED = re.compile(r"^from (\S+) import .*\badd_\w+_options\b", re.MULTILINE)
+"""Options that benches share are added by functions of these names."""
 _DELEGATE = re.compile(r"^from (\S+) import main$", re.MULTILINE)
 _WORD = re.compile(r"^[a-z][a-z-]*$")
 
@@ -50,9 +52,8 @@ def bench_flags(module: str) -> frozenset[str]:
     source = Path(spec.origin).read_text(encoding="utf-8")
     if delegate := _DELEGATE.search(source):
         return bench_flags(delegate[1])
-    return frozenset(
-        {"--help", *(flag for names in _ARGUMENT.findall(source) for flag in _FLAG.findall(names))}
-    )
+    own = {flag for names in _ARGUMENT.findall(source) for flag in _FLAG.findall(names)}
+    return frozenset({"--help", *own}.union(*(bench_flags(shared) for shared in _SHARED.findall(source))))
 
 
 def wrong_flags(command: DocCommand) -> list[str]:
