@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import typer
 
-from splitserve.cluster.compute_threads import set_compute_threads, spin_briefly
+from splitserve.cluster.compute_threads import set_compute_threads, set_spins
 from splitserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _claim_cores(settings: WorkerConfig) -> None:
     if threads is not None:
         set_compute_threads(threads)
     if settings.engine.kind != "vllm":  # whose kernels were not measured so
-        spin_briefly()
+        set_spins(pinned=bool(settings.cpus))
 
 
 def _default_worker_id(kind: Kind) -> str:

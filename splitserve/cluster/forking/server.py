@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
-from splitserve.cluster.compute_threads import set_compute_threads, spin_briefly
+from splitserve.cluster.compute_threads import set_compute_threads
 from splitserve.cluster.forking.process_title import set_process_title
 from splitserve.runtime.children.launch import PROGRAM, end_with_parent
 
@@ -201,7 +201,6 @@ def fork_here(
         set_process_title([*PROGRAM, "fork-server"])
         # Libraries for arrays would start threads. How many threads compute is set later, by a call.
         set_compute_threads(1)
-        spin_briefly()
         stdin = os.open(os.devnull, os.O_RDONLY)
         os.dup2(stdin, 0)
         os.close(stdin)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from splitserve.cluster.child_process import ChildSpec, Role
+from splitserve.cluster.compute_threads import set_spins
 from splitserve.cluster.forking.owner import AdoptedProcess, ForkServer
 from splitserve.cluster.forking.server import Step
 from splitserve.config.cluster import ClusterConfig
@@ -50,8 +51,9 @@ def fork_services(config: ClusterConfig, run: Callable[[list[str]], int]) -> Ser
     Workers that compute with another engine than this project's, or may on a GPU, are not forked: those engines start
     processes of their own, and a driver's state does not survive a fork.
     """
-    steps, kind = list[Step](SHARED), config.engine.kind
-    needs: dict[Role, int] = {"coordinator": len(SHARED)}
+    steps: list[Step] = [partial(set_spins, pinned=config.pin_cores), *SHARED]
+    kind = config.engine.kind
+    needs: dict[Role, int] = {"coordinator": len(steps)}
     on_cpu = config.engine.device == "cpu" or not read_host_facts().gpus
     if kind == "simulated" or (kind == "torch" and on_cpu):
         if kind == "torch":
