@@ -141,13 +141,13 @@ class KvConsumer(KvConnector):
 
     def after_step(self, core: Engine, result: StepResult, now: float) -> None:
         """Converts a step's outputs to messages for their coordinators."""
-        for engine_id in result.started:
+        for engine_id, cached_tokens in result.started.items():
             request, began_s = self._requests.get(engine_id), now - result.duration_s
             if request is None:
                 continue
             request.began_s = began_s
             if request.local is not None:
-                request.local.began_s = began_s
+                request.local.begin(began_s, cached_tokens)
             elif request.admitted_s is not None:
                 request.admit_ms = max(0.0, began_s - request.admitted_s) * 1e3
                 self._table.started(engine_id)
@@ -227,8 +227,7 @@ class KvConsumer(KvConnector):
         if not entry.computes_here(cached):
             return False
         core.add_request(request)
-        local = LocalPrefill(entry.arrived_s, cached)
-        self._requests[request.request_id] = LiveRequest.of(entry, now, local=local)
+        self._requests[request.request_id] = LiveRequest.of(entry, now, local=LocalPrefill(entry.arrived_s))
         self._replies.append((entry.reply, Granted(None, max(0.0, now - entry.arrived_s))))
         return True
 

@@ -18,9 +18,14 @@ class LocalPrefill:
     """A prompt that is computed on this decode worker. Times are on `time.monotonic`."""
 
     arrived_s: float
-    cached_tokens: int
+    cached_tokens: int = 0
+    """Leading tokens that were in the prefix cache when it began."""
     began_s: float = 0.0
     reported: bool = False
+
+    def begin(self, began_s: float, cached_tokens: int) -> None:
+        """Its first step began."""
+        self.began_s, self.cached_tokens = began_s, cached_tokens
 
 
 @dataclass(slots=True)

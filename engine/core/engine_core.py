@@ -70,7 +70,7 @@ class EngineCore(Engine):
         self._kv = KVCacheManager(pool, block_size, prefix_cache=config.prefix_cache, tiers=tiers)
         self._meter = meter or StepMeter()
         self.step_totals = self._meter.totals
-        self._pacing = PromptPacing(self._meter, mixes=lambda: runner.mixes_steps)
+        self._pacing = PromptPacing(self._meter, self._kv.expect, mixes=lambda: runner.mixes_steps)
         self._scheduler = Scheduler(
             self._kv,
             max_step_tokens=self.max_step_tokens,

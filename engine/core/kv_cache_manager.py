@@ -37,8 +37,8 @@ class KVCacheManager:
         self.reading_tokens = 0
         """That they have to compute at most."""
 
-    def computed_prefix(self, sequence: Sequence, max_tokens: int) -> list[int]:
-        """Cached blocks with the KV of the sequence's first tokens, of `max_tokens` at most.
+    def computed_prefix(self, sequence: Sequence, max_tokens: int, first: int = 0) -> list[int]:
+        """Cached blocks with the KV of the sequence's first tokens, of `max_tokens` at most, from the block `first` on.
 
         Full blocks only. Takes no ownership. Costs O(hits): blocks are hashed only up to the first miss.
         """
@@ -46,7 +46,7 @@ class KVCacheManager:
         if not self._prefix_cache:
             return hits
         hashes = sequence.block_hashes
-        for index in range(max_tokens // self.block_size):
+        for index in range(first, max_tokens // self.block_size):
             if index == len(hashes):
                 self._extend_hashes(sequence, index + 1)
             block = self.pool.lookup(hashes[index])
@@ -60,9 +60,17 @@ class KVCacheManager:
         counts = self.pool.counts()
         return replace(counts, kept=sum(self._kept.values())) if self._kept else counts
 
-    def cached_tokens(self, sequence: Sequence) -> int:
-        """Leading tokens whose KV is cached now. The last token does not count: its logits are needed."""
-        return len(self.computed_prefix(sequence, len(sequence.tokens) - 1)) * self.block_size
+    def expect(self, sequence: Sequence) -> None:
+        """Brings a waiting sequence's `expected_cached` up to date.
+
+        The last token does not count: its logits are needed. Costs O(1) where nothing has changed, and otherwise
+        O(blocks) of what was cached since the last call, or is left.
+        """
+        known = sequence.expected_cached // self.block_size
+        if known and self.pool.lookup(sequence.block_hashes[known - 1]) is None:
+            known = 0  # its end is gone; what is before it may be, too
+        found = self.computed_prefix(sequence, len(sequence.tokens) - 1, first=known)
+        sequence.expected_cached = (known + len(found)) * self.block_size
 
     def check(self, request: EngineRequest) -> None:
         """Raises InvalidArgumentError for a prefix that does not end with a block, and FailedPreconditionError

@@ -92,7 +92,7 @@ class OutputProcessor:
         for sequence in step.num_new:
             if not sequence.started:
                 sequence.started = True
-                result.started.append(sequence.request_id)
+                result.started[sequence.request_id] = sequence.cached_tokens
         return batch
 
     def process(self, step: BegunStep) -> None:

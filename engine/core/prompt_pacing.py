@@ -113,9 +113,11 @@ class PromptPacing:
     targets, or before decode steps are measured, nothing is paced; without targets or measured prompts the order is
     that of `engine.core.precedence`."""
 
-    def __init__(self, meter: StepMeter, *, mixes: Callable[[], bool]) -> None:
-        """`mixes` is `ModelRunner.mixes_steps`."""
-        self._mixes = mixes
+    def __init__(
+        self, meter: StepMeter, expect: Callable[[Sequence], None], *, mixes: Callable[[], bool]
+    ) -> None:
+        """`expect` is `KVCacheManager.expect`, `mixes` is `ModelRunner.mixes_steps`."""
+        self._mixes, self._expect = mixes, expect
         self.active = False
         """Whether there was a request with targets; until then there is nothing to do."""
         self.clock = TokenClock(_ANSWER_TOKENS)
@@ -212,7 +214,10 @@ class PromptPacing:
         classes: defaultdict[int, list[Sequence]] = defaultdict(list)
         fit = self._prompt_fit()
         if fit is not None:
-            for sequence in (*running, *self.window.of(waiting, fit, now)):
+            queued = self.window.of(waiting, fit, now)
+            for sequence in queued:  # those before them may have left them less to compute
+                self._expect(sequence)
+            for sequence in (*running, *queued):
                 classes[sequence.precedence.class_rank].append(sequence)
         self.late = frozenset()
         if fit is None or not any(_has_due_time(members) for members in classes.values()):

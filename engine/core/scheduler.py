@@ -96,7 +96,7 @@ class Scheduler:
         """Adds a sequence to the queue."""
         sequence.status = SequenceStatus.WAITING
         if sequence.due_after_s < math.inf:
-            sequence.expected_cached = self._kv.cached_tokens(sequence)
+            self._kv.expect(sequence)
         self.waiting.push(sequence)
         self.waiting_tokens += sequence.remaining
         if self._pacing is not None and self._pacing.active:

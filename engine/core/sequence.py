@@ -80,7 +80,7 @@ class Sequence:
     first_due_s: float = field(init=False)
     """When its prompt is due, on the engine's clock: that of its targets, or of whom it traded places with."""
     expected_cached: int = 0
-    """Leading tokens whose KV was in the prefix cache when it began to wait, if its first token has a target."""
+    """Leading tokens whose KV was in the prefix cache at triage's latest look, if its first token has a target."""
     block_ids: list[int] = field(default_factory=list)
     table_id: int = 0
     """Names its block table; see `ScheduledSequence`. 0 while it has none."""

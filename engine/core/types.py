@@ -256,8 +256,8 @@ class StepResult:
 
     outputs: list[RequestOutput] = field(default_factory=list)
     progress: list[ChunkProgress] = field(default_factory=list)
-    started: list[str] = field(default_factory=list)
-    """Requests whose first step this was."""
+    started: dict[str, int] = field(default_factory=dict)
+    """Requests whose first step this was, and how many of their leading tokens were in the prefix cache."""
     scheduled_tokens: int = 0
     duration_s: float = 0.0
 

@@ -257,7 +257,7 @@ class VllmEngine(Engine):
         if not sequence.started:
             sequence.started = True
             sequence.cached_tokens = 0 if row.reserved else sequence.num_computed
-            result.started.append(sequence.request_id)
+            result.started[sequence.request_id] = sequence.cached_tokens
         if sequence.request.prefill_only:
             sequence.block_ids = self._vllm.block_table(row.vllm_id)
 
@@ -301,7 +301,7 @@ def _merged(earlier: StepResult, later: StepResult) -> StepResult:
     return StepResult(
         earlier.outputs + later.outputs,
         earlier.progress + later.progress,
-        earlier.started + later.started,
+        earlier.started | later.started,
         earlier.scheduled_tokens + later.scheduled_tokens,
         later.duration_s,
     )

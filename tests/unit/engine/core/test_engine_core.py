@@ -178,7 +178,7 @@ def test_load_counts_and_rates() -> None:
     rig.core.add_request(request("b", b"x" * 50))
     assert rig.core.load().waiting_tokens == len(PROMPT) + 50
     result = rig.core.step()
-    assert result.started == ["a", "b"]
+    assert result.started == {"a": 0, "b": 0}
     assert result.scheduled_tokens == 32
     load = rig.core.load()
     assert (load.running_requests, load.waiting_requests) == (2, 0)

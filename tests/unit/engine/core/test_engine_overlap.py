@@ -236,7 +236,7 @@ def test_blocks_freed_during_a_step_are_not_reused_until_it_is_over() -> None:
         with pytest.raises(AssertionError, match="under way"):
             call()
     rig.core.finish_step()
-    assert rig.core.take_result() == replace(StepResult(), started=["r"], scheduled_tokens=len(PROMPT))
+    assert rig.core.take_result() == replace(StepResult(), started={"r": 0}, scheduled_tokens=len(PROMPT))
     assert rig.core.reserve(request("new"), 1) is not None
 
 

@@ -106,3 +106,38 @@ def test_a_start_that_does_not_fit_changes_nothing() -> None:
     assert manager.start(sequence, watermark=2) is None
     assert manager.start(sequence, watermark=1) is not None
     assert sequence.cached_tokens == 8
+
+
+def test_what_is_expected_follows_the_cache() -> None:
+    manager, tokens = make_manager(), list(range(12))
+    waiting = make_sequence([*tokens, 12])
+    manager.expect(waiting)
+    assert waiting.expected_cached == 0
+    first = compute(manager, tokens[:8])
+    manager.expect(waiting)
+    assert waiting.expected_cached == 8
+    manager.free(first)
+    manager.free(compute(manager, tokens))
+    manager.expect(waiting)
+    assert waiting.expected_cached == 12
+    other = compute(manager, [99] * 4 * 14)  # leaves two blocks of the prefix
+    manager.expect(waiting)
+    assert waiting.expected_cached == len(manager.computed_prefix(waiting, 12)) * 4 == 8
+    manager.free(other)
+
+
+def test_the_last_token_is_never_expected() -> None:
+    manager, tokens = make_manager(), list(range(8))
+    manager.free(compute(manager, tokens))
+    waiting = make_sequence(tokens)
+    for _ in range(2):
+        manager.expect(waiting)
+        assert waiting.expected_cached == 4
+
+
+def test_without_a_prefix_cache_nothing_is_expected() -> None:
+    manager, tokens = make_manager(prefix_cache=False), list(range(8))
+    manager.free(compute(manager, tokens))
+    waiting = make_sequence([*tokens, 1])
+    manager.expect(waiting)
+    assert waiting.expected_cached == 0

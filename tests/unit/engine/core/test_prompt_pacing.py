@@ -486,6 +486,22 @@ def test_a_cached_prefix_makes_a_prompt_short() -> None:
     assert served(rig) == ["again", "other"]
 
 
+def test_prompts_that_share_a_prefix_are_short_once_the_first_has_computed_it() -> None:
+    rig = measured(prefix_cache=True)
+    shared, names = prompt(100, 1000), [f"share-{index}" for index in range(5)]
+    for seed, name in enumerate(names, 101):
+        targets = first_within(rig, 2.0)
+        rig.core.add_request(request(name, shared + prompt(seed, 20), prefill_only=True, targets=targets))
+    ask(rig, "other", 600, 2.5)
+    rig.step()
+    assert rig.core.load().late_prompts > 0, "each takes 1.2 s, as far as is known"
+    while "share-0" not in rig.outputs:
+        rig.step()
+    rig.step()
+    assert rig.core.load().late_prompts == 0
+    assert served(rig) == [*names, "other"]
+
+
 def test_far_fewer_are_late_than_in_order_of_arrival() -> None:
     late = {}
     for triaged in (True, False):
