@@ -157,8 +157,7 @@ class ControlLoop:
             return
         pools = self._pools(snapshot, actual)
         pauses = {pool: self._starts.pause_s(pool, snapshot.now_s) for pool in POOLS}
-        paused = self._starts.paused(snapshot.now_s)
-        actions = reconcile_classes(plan, pools, self.settings.bounds, paused)
+        actions = reconcile_classes(plan, pools, self.settings.bounds, self._starts.paused(snapshot.now_s))
         if not (whole := decided is not None and snapshot.complete):
             actions = tuple(action for action in actions if isinstance(action, Start | Activate))
         self.status.starts(self._starts.failed_starts, pauses, snapshot)
@@ -190,9 +189,10 @@ class ControlLoop:
     ) -> None:
         if not self._may_act or not await self._rotate(plan, pools, actions):
             return
+        assert self.actuator is not None
+        await self._tidy(self.actuator)
         for action in actions:
-            # An action may take long: the lease is looked at before each one.
-            if self.actuator is not None and self._may_act:
+            if self._may_act:  # an action may take long: the lease is looked at before each one
                 await self._act(self.actuator, plan, action)
 
     @property
@@ -279,6 +279,12 @@ class ControlLoop:
                 self._acted(plan, action)
         return True
 
+    async def _tidy(self, actuator: Actuator) -> None:
+        try:
+            await within(self.settings.act_s, actuator.tidy(), "tidy")
+        except SplitserveError as error:
+            self._failed("tidy", error)
+
     async def _act(self, actuator: Actuator, plan: ScalingPlan, action: Action) -> None:
         try:
             match action:
@@ -336,14 +342,8 @@ class ControlLoop:
 
     def _failed(self, hop: str, error: SplitserveError, **where: str) -> None:
         self.status.errors[hop] += 1
-        log_event(
-            "scaling.failed",
-            level=logging.WARNING,
-            hop=hop,
-            error=error.message,
-            error_reason=error.reason,
-            **where,
-        )
+        what = {"hop": hop, "error": error.message, "error_reason": error.reason}
+        log_event("scaling.failed", level=logging.WARNING, **what, **where)
 
 
 def _word(action: Action) -> str:

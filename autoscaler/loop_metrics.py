@@ -15,7 +15,7 @@ from autoscaler.snapshot import POOLS, DecodeSignals, PoolName, PrefillSignals, 
 from splitserve.metrics import counter, counters, gauge, gauges
 
 ACTIONS = ("start", "activate", "rest", "drain")
-HOPS = ("observe", "decide", "rotate", "start", "drain", "policy")
+HOPS = ("observe", "decide", "rotate", "start", "drain", "tidy", "policy")
 
 
 @dataclass(slots=True)

@@ -83,7 +83,12 @@ class Actuator(ABC):
 
     @abstractmethod
     async def replicas(self) -> tuple[ActualReplica, ...]:
-        """All replicas that exist now, in order of their names. Those that ended are not among them."""
+        """All replicas that exist now, in order of their names, without those that ended. Changes nothing."""
+
+    async def tidy(self) -> None:
+        """Removes what is left of replicas that ended, and kills those that overran their drain, as the latest list had
+        them. For who may act; what fails is tried again after the next list, and holds nothing else up."""
+        return
 
     @property
     def gpu_inventory(self) -> int | None:

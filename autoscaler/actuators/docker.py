@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any
 
 from docker import APIClient
 from docker.errors import APIError, NotFound
 
 from autoscaler.actuators.actuator import ORDINARY, ActualReplica, ReplicaKind
-from autoscaler.actuators.docker_engine import DockerEngine
+from autoscaler.actuators.docker_engine import DockerEngine, last_lines, may_be_gone, pulled
 from autoscaler.actuators.docker_gpus import gpus_of
-from autoscaler.actuators.docker_room import free_room, readiness
-from autoscaler.actuators.docker_seats import HostNetwork, Seat, choose_seat, has_host_network, ports_of
+from autoscaler.actuators.docker_room import HostLimits, free_room, readiness
+from autoscaler.actuators.docker_seats import Seat, choose_seat, has_host_network, ports_of
 from autoscaler.actuators.docker_template import (
     CLASS_LABEL,
     MODEL_LABEL,
@@ -62,21 +61,6 @@ class _Facts:
     ports: tuple[int, ...]
 
 
-GpusOf = Callable[[APIClient], GpuInventory | None]
-"""Asks a host for its GPUs; None while it cannot be asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostLimits:
-    """What one host of several gives to replicas."""
-
-    network: HostNetwork
-    """For containers that have the host's network."""
-    max_replicas: int | None = None
-    """Where it has no GPUs to give out."""
-    ask_gpus: GpusOf | None = None
-
-
 class DockerActuator(RoomActuator):
     """Scales the pools of one compose project. `gpus` are those that replicas may use; without any they need none.
 
@@ -108,10 +92,21 @@ class DockerActuator(RoomActuator):
         """By container id; they never change."""
         self._drain_ends: dict[str, float] = {}
         """By container id, on the monotonic clock: a wall clock that is set meanwhile neither kills nor spares any."""
+        self._ended: list[Container] = []
+        """What the latest list had to remove, without templates."""
+        self._overrun: list[Container] = []
+        """What it had to kill."""
+        self._stuck: set[str] = set()
+        """Ids of those that the Engine did not remove or kill when it was told to."""
 
     async def replicas(self) -> tuple[ActualReplica, ...]:
-        """See Actuator. Also removes containers that ended and kills those that overran their drain."""
+        """See Actuator."""
         return await self._engine.call("list replicas", self._look)
+
+    async def tidy(self) -> None:
+        """See Actuator."""
+        if self._ended or self._overrun:
+            await self._engine.call("tidy", self._tidy)
 
     @property
     def gpu_inventory(self) -> int | None:
@@ -137,7 +132,7 @@ class DockerActuator(RoomActuator):
     async def pull(self, image: str) -> None:
         """See RoomActuator."""
         assert self._puller is not None
-        await self._puller.call(f"pull {image}", lambda client: _pulled(client, image))
+        await self._puller.call(f"pull {image}", lambda client: pulled(client, image))
 
     async def close(self) -> None:
         """See Actuator. Replicas stay."""
@@ -152,10 +147,11 @@ class DockerActuator(RoomActuator):
         everything = self._containers(client)
         self._facts = {c.id: self._facts[c.id] for c in everything if c.id in self._facts}
         self._drain_ends = {c.id: self._drain_ends[c.id] for c in everything if c.id in self._drain_ends}
+        self._stuck &= {container.id for container in everything}
         if self._gpus.gpus and self._model:
             others = [container for container in everything if container.model != self._model]
             self._taken_by_others = taken(self._gpus, self._uses(client, others))
-        for container in self._tidied(client, self._ours(everything)):
+        for container in self._living(self._ours(everything)):
             if (facts := self._facts_of(client, container)) is not None:
                 stopping, gpu = container.drain_until_s is not None, ",".join(facts.gpus) or None
                 made_s, kind = container.created_wall_s, container.replica_class
@@ -173,25 +169,44 @@ class DockerActuator(RoomActuator):
         found = [Container.of(entry) for entry in entries]
         return [container for container in found if container is not None and container.state != "removing"]
 
-    def _tidied(self, client: APIClient, containers: Sequence[Container]) -> list[Container]:
-        """Running containers. Removes ended ones and kills those past their drain deadline."""
-        living = []
+    def _living(self, containers: Sequence[Container]) -> list[Container]:
+        """Running containers. Notes what is to be tidied: ended ones, and those past their drain deadline."""
+        living, self._ended = [], []
         kinds = sorted({(one.pool, one.replica_class) for one in containers})
         for pool, kind in kinds:
             members = [one for one in containers if (one.pool, one.replica_class) == (pool, kind)]
             gone = [container for container in members if container.gone]
             template = max(gone, key=_age) if len(gone) == len(members) and gone else None
             for container in members:
-                if container.gone:
-                    if container is not template:
-                        self._remove(client, container)
-                    continue
-                if self._has_overrun(container):
-                    log_event("replica.overran", level=logging.WARNING, container=container.name)
-                    with _may_be_gone():
-                        client.kill(container.id)
-                living.append(container)
+                if not container.gone:
+                    living.append(container)
+                elif container is not template:
+                    self._ended.append(container)
+        self._overrun = [container for container in living if self._has_overrun(container)]
         return living
+
+    def _tidy(self, client: APIClient) -> None:
+        """What the Engine refuses for one container is no reason to leave the others."""
+        for container in self._ended:
+            with self._unless_stuck(container):
+                self._remove(client, container)
+        for container in self._overrun:
+            with self._unless_stuck(container), may_be_gone():
+                if container.id not in self._stuck:
+                    log_event("replica.overran", level=logging.WARNING, container=container.name)
+                client.kill(container.id)
+        self._ended, self._overrun = [], []
+
+    @contextmanager
+    def _unless_stuck(self, container: Container) -> Iterator[None]:
+        """Says once that the Engine could not do what it was told."""
+        try:
+            yield
+        except APIError as error:
+            if container.id not in self._stuck:
+                self._stuck.add(container.id)
+                what = {"container": container.name, "pool": container.pool, "error": str(error)}
+                log_event("replica.stuck", level=logging.WARNING, **what)
 
     def _has_overrun(self, container: Container) -> bool:
         """Whether a container is past its drain deadline: that which this process set, else that in its name."""
@@ -212,10 +227,10 @@ class DockerActuator(RoomActuator):
         return self._facts[container.id]
 
     def _remove(self, client: APIClient, container: Container) -> None:
-        with _may_be_gone():
+        with may_be_gone():
             state = client.inspect_container(container.id)["State"]
             failed = state["ExitCode"] != 0 and container.drain_until_s is None
-            log = client.logs(container.id, tail=LOG_LINES).decode(errors="replace") if failed else ""
+            log = last_lines(client, container.id, LOG_LINES) if failed else ""
             client.remove_container(container.id, v=True)
             log_event(
                 "replica.removed",
@@ -315,27 +330,11 @@ class DockerActuator(RoomActuator):
                 continue
             # Signal before renaming: a renamed container without the signal would only wait to be killed.
             signal = client.inspect_container(container.id)["Config"].get("StopSignal") or "SIGTERM"
-            with _may_be_gone():
+            with may_be_gone():
                 client.kill(container.id, signal)
                 client.rename(container.id, container.draining_name(time.time() + drain_s))
                 self._drain_ends[container.id] = time.monotonic() + drain_s
 
 
-def _pulled(client: APIClient, image: str) -> None:
-    client.pull(image)
-    inspect: Any = client.inspect_image  # untyped in the stubs
-    inspect(image)  # a failed pull says so only in its progress
-
-
 def _age(container: Container) -> tuple[float, int]:
     return container.created_wall_s, container.number
-
-
-@contextmanager
-def _may_be_gone() -> Iterator[None]:
-    """Ignores errors of a container that has ended or was removed meanwhile."""
-    try:
-        yield
-    except APIError as error:
-        if error.status_code not in (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT):
-            raise

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Any, TypeVar
 
 from docker import APIClient
 from docker.errors import APIError, DockerException
@@ -27,6 +29,31 @@ UNREACHABLE = "DOCKER_UNREACHABLE"
 def engine_of_environment(timeout_s: float) -> APIClient:
     """The Engine that DOCKER_HOST names, by default the one behind /var/run/docker.sock."""
     return APIClient(version="auto", timeout=round(timeout_s), **kwargs_from_env())
+
+
+@contextmanager
+def may_be_gone() -> Iterator[None]:
+    """Ignores errors of a container that has ended or was removed meanwhile."""
+    try:
+        yield
+    except APIError as error:
+        if error.status_code not in (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT):
+            raise
+
+
+def last_lines(client: APIClient, container: str, lines: int) -> str:
+    """The end of a container's log. Not every logging driver can be read: then it says so."""
+    try:
+        return client.logs(container, tail=lines).decode(errors="replace")
+    except APIError as error:
+        return f"(not readable: {error.explanation})"
+
+
+def pulled(client: APIClient, image: str) -> None:
+    """Pulls an image, however long that takes. Raises DockerException."""
+    client.pull(image)
+    inspect: Any = client.inspect_image  # untyped in the stubs
+    inspect(image)  # a failed pull says so only in its progress
 
 
 class DockerEngine:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 from docker import APIClient
 from docker.errors import ImageNotFound
 
+from autoscaler.actuators.docker_seats import HostNetwork
 from autoscaler.actuators.docker_template import PROJECT_LABEL, SERVICE_LABEL
 from autoscaler.actuators.room import Room
 from splitserve.errors import FailedPreconditionError, ResourceExhaustedError
@@ -17,6 +19,21 @@ from splitserve.gpus.placement import GpuUse, choose_gpus, taken
 
 MODELS_SERVICE = "models"
 """The compose service that fetches the model, once, before workers start."""
+
+
+GpusOf = Callable[[APIClient], GpuInventory | None]
+"""Asks a host for its GPUs; None while it cannot be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostLimits:
+    """What one host of several gives to replicas."""
+
+    network: HostNetwork
+    """For containers that have the host's network."""
+    max_replicas: int | None = None
+    """Where it has no GPUs to give out."""
+    ask_gpus: GpusOf | None = None
 
 
 def readiness(client: APIClient, project: str, template: dict[str, Any] | None, pool: str) -> Room | None:

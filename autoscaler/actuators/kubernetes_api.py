@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from kubernetes import client, config
 from kubernetes.config.config_exception import ConfigException
 from urllib3.exceptions import HTTPError
+from yaml import YAMLError
 
 from splitserve.config.autoscaler import KubernetesConfig
 from splitserve.errors import (
@@ -29,6 +30,10 @@ https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deleti
 GPU_RESOURCES = ("nvidia.com/gpu", "nvidia.com/mig-")
 """How NVIDIA's device plugin calls GPUs, shared ones (`nvidia.com/gpu.shared`) and MIG slices."""
 _ENDED = frozenset({"Succeeded", "Failed"})
+_ODD = (AttributeError, LookupError, TypeError, ValueError)
+"""What the client raises over answers and files that are of another kind."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +86,7 @@ class KubernetesApi:
             "deployment": self._apps.read_namespaced_deployment_scale,
             "statefulset": self._apps.read_namespaced_stateful_set_scale,
         }[kind]
-        found = await self._call(workload, read, name, self.namespace)
-        return Scale(found.spec.replicas or 0, found.status.selector, found.metadata.resource_version)
+        return await self._read(workload, _scale, read, name, self.namespace)
 
     async def set_replicas(self, workload: str, replicas: int, version: str) -> None:
         """Sets the replica count, unless the workload's scale has changed since `version`."""
@@ -96,10 +100,8 @@ class KubernetesApi:
 
     async def pods(self, selector: str) -> list[Pod]:
         """The pods with these labels that have not ended, in order of their names."""
-        listed = await self._call(
-            f"pods with {selector}", self._core.list_namespaced_pod, self.namespace, label_selector=selector
-        )
-        pods = [_pod(item) for item in listed.items if item.status.phase not in _ENDED]
+        what, read = f"pods with {selector}", self._core.list_namespaced_pod
+        pods = await self._read(what, _pods, read, self.namespace, label_selector=selector)
         return sorted(pods, key=lambda pod: pod.name)
 
     async def set_deletion_cost(self, pod: str, cost: int | None) -> None:
@@ -117,10 +119,19 @@ class KubernetesApi:
         """Closes the connections."""
         self._client.close()
 
+    async def _read(
+        self, what: str, of: Callable[[Any], T], call: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> T:
+        """What `of` makes of an answer."""
+        found = await self._call(what, call, *arguments, **options)
+        with _answer_of_a_server(what):
+            return of(found)
+
     async def _call(self, what: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         options["_request_timeout"] = self._timeout_s
         try:
-            return await asyncio.to_thread(call, *arguments, **options)
+            with _answer_of_a_server(what):
+                return await asyncio.to_thread(call, *arguments, **options)
         except client.ApiException as error:
             raise _known(what, error) from None
         except HTTPError as error:
@@ -139,15 +150,36 @@ def _load(settings: KubernetesConfig) -> tuple[client.Configuration, str]:
     try:
         config.load_kube_config(file, settings.context, configuration)
         contexts, current = config.list_kube_config_contexts(file)
+        named = next((c for c in contexts if c["name"] == settings.context), current)
+        return configuration, settings.namespace or named["context"].get("namespace") or "default"
     except (ConfigException, OSError) as error:
         raise ConfigError(f"kubernetes.kubeconfig: {error}", field="kubernetes.kubeconfig") from None
-    named = next((c for c in contexts if c["name"] == settings.context), current)
-    return configuration, settings.namespace or named["context"].get("namespace") or "default"
+    except (YAMLError, *_ODD) as error:
+        message = f"kubernetes.kubeconfig: not a kubeconfig: {error!r:.500}"
+        raise ConfigError(message, field="kubernetes.kubeconfig") from None
 
 
 def _own_namespace() -> str:
     with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace", encoding="utf-8") as file:
         return file.read().strip()
+
+
+@contextmanager
+def _answer_of_a_server(what: str) -> Iterator[None]:
+    """What answers may be a proxy's page, or a server of another kind: that ends neither the loop nor other models."""
+    try:
+        yield
+    except _ODD as error:
+        message = f"kubernetes: {what}: not an answer of an API server: {error!r:.500}"
+        raise UnavailableError(message, reason="KUBERNETES_FAILED") from error
+
+
+def _scale(found: Any) -> Scale:
+    return Scale(found.spec.replicas or 0, found.status.selector, found.metadata.resource_version)
+
+
+def _pods(listed: Any) -> list[Pod]:
+    return [_pod(item) for item in listed.items if item.status.phase not in _ENDED]
 
 
 def _pod(item: Any) -> Pod:

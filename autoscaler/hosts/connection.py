@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -20,6 +23,7 @@ from docker.tls import TLSConfig
 from autoscaler.hosts.docker_context import docker_folder, read_context
 from autoscaler.hosts.inventory_file import DockerHost
 from splitserve.errors import ConfigError
+from splitserve.runtime.children import launch
 from splitserve.security.tls import TlsFiles
 
 REMOTE_SOCKET = "/var/run/docker.sock"
@@ -113,7 +117,11 @@ class SshTunnel:
 
     def _open(self, socket: Path, timeout_s: float) -> None:
         socket.unlink(missing_ok=True)
-        command = self.command(socket, timeout_s)
+        if shutil.which(self._program) is None:
+            raise DockerException(f"ssh: there is no program {self._program}")
+        # It ends with this process, however that ends: nobody else would close a way to root on that host.
+        launcher = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid())]
+        command = [*launcher, *self.command(socket, timeout_s)]
         words = Path(self._folder.name) / "ssh.log"
         with words.open("wb") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

@@ -58,6 +58,13 @@ class HostsActuator(Actuator):
             raise FailedPreconditionError(message, reason="SAME_WORKER_ID")
         return tuple(sorted(found, key=lambda replica: replica.name))
 
+    async def tidy(self) -> None:
+        """See Actuator. Hosts that do not answer are left out."""
+        told = [host.link.actuator.tidy() for host in self._hosts if host.reachable]
+        for answer in await asyncio.gather(*told, return_exceptions=True):
+            if answer is not None:
+                raise answer
+
     @property
     def gpu_inventory(self) -> int | None:
         """See Actuator. Without the GPUs of hosts that were given up."""

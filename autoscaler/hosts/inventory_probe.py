@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import Counter
 from typing import Any
 
 from docker import APIClient
+from requests.exceptions import ReadTimeout
 
+from autoscaler.actuators.docker_engine import may_be_gone
 from autoscaler.actuators.docker_gpus import NVIDIA_VARIABLE
 from autoscaler.actuators.docker_template import POOL_LABEL, PROJECT_LABEL
 from splitserve.gpus.inventory import GpuInventory
@@ -15,12 +19,38 @@ from splitserve.gpus.report import parse_report
 from splitserve.logs import log_event
 
 PROBE_LABEL = "splitserve.probe"
+PROBE_S = 20.0
+"""How long a probe may take. A driver that hangs must not hold up what else the host is asked."""
+AGAIN_S = 300.0
+STALE_S = 60.0
+"""One that is older was left by an autoscaler that was killed; a younger one may be another's."""
 PROBE = ["python3", "-m", "splitserve.gpus.report"]
+
+
+class GpuProbe:
+    """Asks one host for its GPUs. After a probe that hung it is left alone for `AGAIN_S`."""
+
+    def __init__(self, project: str, replicas_per_gpu: int) -> None:
+        self._project, self._replicas_per_gpu = project, replicas_per_gpu
+        self._not_before_s = -math.inf
+
+    def __call__(self, client: APIClient) -> GpuInventory | None:
+        """See `probed_inventory`; None also for a probe that hangs. Raises DockerException."""
+        if time.monotonic() < self._not_before_s:
+            return None
+        try:
+            return probed_inventory(client, self._project, self._replicas_per_gpu)
+        except ReadTimeout:
+            self._not_before_s = time.monotonic() + AGAIN_S
+            why = f"no answer within {PROBE_S:g} s; it is asked again in {AGAIN_S:g} s"
+            log_event("host.inventory", level=logging.WARNING, gpus=(), error=why)
+            return None
 
 
 def probed_inventory(client: APIClient, project: str, replicas_per_gpu: int) -> GpuInventory | None:
     """The GPUs that the host's driver shows, none where there is no driver; None while the project has no container
-    whose image could be run. Raises DockerException."""
+    whose image could be run. Raises DockerException, and ReadTimeout for a probe that takes longer than `PROBE_S`."""
+    _remove_stale(client, project)
     labels = [f"{PROJECT_LABEL}={project}", POOL_LABEL]
     workers: list[dict[str, Any]] = client.containers(all=True, filters={"label": labels})
     if not workers:
@@ -30,7 +60,7 @@ def probed_inventory(client: APIClient, project: str, replicas_per_gpu: int) -> 
     made = create(probe_body(worker, project))["Id"]
     try:
         client.start(made)
-        client.wait(made)
+        client.wait(made, timeout=PROBE_S)
         output = client.logs(made, stderr=False).decode(errors="replace")
         failure = client.logs(made, stdout=False, tail=5).decode(errors="replace").strip()
     finally:
@@ -49,6 +79,14 @@ def probed_inventory(client: APIClient, project: str, replicas_per_gpu: int) -> 
         error=why or None,
     )
     return inventory
+
+
+def _remove_stale(client: APIClient, project: str) -> None:
+    labels = [f"{PROJECT_LABEL}={project}", PROBE_LABEL]
+    for entry in client.containers(all=True, filters={"label": labels}):
+        if time.time() - entry["Created"] > STALE_S:
+            with may_be_gone():
+                client.remove_container(entry["Id"], force=True, v=True)
 
 
 def probe_body(worker: dict[str, Any], project: str) -> dict[str, Any]:

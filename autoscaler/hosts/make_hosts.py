@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from autoscaler.actuators.actuator import Actuator
-from autoscaler.actuators.docker import DockerActuator, GpusOf, HostLimits
+from autoscaler.actuators.docker import DockerActuator
 from autoscaler.actuators.docker_engine import DockerEngine
+from autoscaler.actuators.docker_room import HostLimits
 from autoscaler.actuators.docker_seats import HostNetwork
 from autoscaler.hosts.connection import connector
 from autoscaler.hosts.host_watch import HostLink
 from autoscaler.hosts.hosts_actuator import HostsActuator
 from autoscaler.hosts.inventory_file import DockerHost, load_hosts
-from autoscaler.hosts.inventory_probe import probed_inventory
+from autoscaler.hosts.inventory_probe import GpuProbe
 from splitserve.config.autoscaler import DockerConfig
 from splitserve.config.gpu_list import AUTO
 from splitserve.errors import ConfigError
@@ -54,12 +55,8 @@ def _actuator(host: DockerHost, config: DockerConfig, model: str) -> DockerActua
     network = HostNetwork(host.name, host.address, host.ports.first, host.ports.last)
     gpus, ask = GpuInventory(), None
     if host.gpus == AUTO:
-        ask = _asker(config.project, host.replicas_per_gpu)
+        ask = GpuProbe(config.project, host.replicas_per_gpu)
     else:
         gpus = GpuInventory.listed(host.gpus, host.replicas_per_gpu)
     limits = HostLimits(network, host.max_replicas, ask)
     return DockerActuator(engine, config.project, gpus, model, limits, puller)
-
-
-def _asker(project: str, replicas_per_gpu: int) -> GpusOf:
-    return lambda client: probed_inventory(client, project, replicas_per_gpu)

@@ -155,6 +155,10 @@ class AccountedActuator(Actuator):
             self._account.listed(found, generation)
         return found
 
+    async def tidy(self) -> None:
+        """See Actuator."""
+        await self._inner.tidy()
+
     @property
     def lists_all(self) -> bool:
         """See Actuator."""

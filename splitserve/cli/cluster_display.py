@@ -31,6 +31,7 @@ class ClusterDisplay:
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._shown: dict[str, float] = {}
+        self._loses_lines = False
 
     def __enter__(self) -> Self:
         for name in self._names:
@@ -43,7 +44,8 @@ class ClusterDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        with suppress(OSError):  # of logs that could not be written
+            self._stack.close()
 
     def message(self, text: str) -> None:
         """See ClusterObserver."""
@@ -70,11 +72,22 @@ class ClusterDisplay:
 
     def line(self, spec: ChildSpec, line: str, event: Event | None) -> None:
         """See ClusterObserver."""
-        # Workers may join while the cluster runs.
-        if log := self._logs.get(spec.name) or self._open_log(spec.name):
-            log.write(f"{line}\n")
+        self._keep(spec.name, line)
         if event is None or event.get("level") in LOUD_LEVELS:
             self._print(f"[{spec.name}] {line}")
+
+    def _keep(self, name: str, line: str) -> None:
+        """Writes to a log, opened here for a worker that joins while the cluster runs. Without room on the disk the
+        cluster runs on, and lines are lost."""
+        try:
+            if log := self._logs.get(name) or self._open_log(name):
+                log.write(f"{line}\n")
+        except (OSError, ConfigError) as error:
+            if not self._loses_lines:
+                self._print(f"log_dir: lines are lost: {error}")
+            self._loses_lines = True
+        else:
+            self._loses_lines = False
 
     def _print(self, text: str) -> None:
         # Without a reader the cluster keeps running.

@@ -44,6 +44,7 @@ async def until(actuator: Actuator, holds: Callable[[Sequence[ActualReplica]], b
         there = await actuator.replicas()
         if holds(there):
             return [replica.name for replica in there]
+        await actuator.tidy()
         assert time.monotonic() < deadline, there
         await asyncio.sleep(0.02)
 
@@ -179,6 +180,7 @@ async def reach(actuator: Actuator, prefill: int, decode: int) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while True:
             actual = await actuator.replicas()
+            await actuator.tidy()
             seen = {r.name: Replica(r.name, ReplicaState.READY, 0.0) for r in actual}
             pools = {pool: members(pool, actual, seen) for pool in POOLS}
             actions = reconcile(plan, pools, dict.fromkeys(POOLS, Bounds(1, 8)))

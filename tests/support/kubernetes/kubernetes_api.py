@@ -78,6 +78,8 @@ class FakeKubernetes:
         self.prompt = prompt
         self.refuse: int | None = None
         """Status of every answer, while set."""
+        self.odd: Any = None
+        """The body of every answer, while set, with the status 200."""
         self.requests: list[tuple[str, str]] = []
         self.url = ""
         self._numbers = itertools.count(1)
@@ -111,6 +113,8 @@ class FakeKubernetes:
             self.requests.append((method, path))
             if self.refuse is not None:
                 return self.refuse, _status(self.refuse, "the server says no")
+            if self.odd is not None:
+                return 200, self.odd
             if method == "PATCH" and kind != MERGE:
                 return 415, _status(415, f"unsupported patch type {kind}")
             result = self._route(method, path, query, body)

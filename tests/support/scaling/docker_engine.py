@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from docker.errors import ImageNotFound
+from docker.errors import APIError, ImageNotFound
+from requests import Response
 
 from autoscaler.actuators.docker_template import NUMBER_LABEL, POOL_LABEL, PROJECT_LABEL, SERVICE_LABEL
 
@@ -20,6 +22,9 @@ class FakeDocker:
         self.there: dict[str, dict[str, Any]] = {}
         self.killed: list[str] = []
         self.images: set[str] = set()
+        self._numbers = itertools.count()
+        self.refuses: dict[str, int] = {}
+        """The status with which a call of this name is refused."""
 
     async def call(self, what: str, work: Callable[[Any], T]) -> T:
         return work(self)
@@ -58,7 +63,7 @@ class FakeDocker:
         return made
 
     def _make(self, name: str, config: dict[str, Any], host: dict[str, Any]) -> str:
-        number = len(self.there)
+        number = next(self._numbers)
         made = f"{number:012x}" + "f" * 52
         config = config | {"Hostname": config["Hostname"] or made[:12]}
         self.there[made] = {
@@ -104,16 +109,31 @@ class FakeDocker:
         self.there[container]["State"] = "running"
 
     def kill(self, container: str, signal: str = "SIGKILL") -> None:
+        self._refuse("kill")
         self.killed.append(container)
 
     def logs(self, container: str, tail: int) -> bytes:
+        self._refuse("logs")
         return b""
 
     def remove_container(self, container: str, v: bool) -> None:
+        self._refuse("remove")
         del self.there[container]
+
+    def _refuse(self, what: str) -> None:
+        if status := self.refuses.get(what):
+            raise APIError("refused", explanation="a driver's words", response=Answer(status))
 
     def rename(self, container: str, name: str) -> None:
         self.there[container]["Name"] = f"/{name}"
+
+
+class Answer(Response):
+    """An answer with this status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__()
+        self.status_code, self.url = status, "http://engine"
 
 
 def _matches(labels: Mapping[str, str], wanted: str) -> bool:

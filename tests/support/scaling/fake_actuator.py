@@ -20,12 +20,17 @@ class FakeActuator(Actuator):
         self.closed = False
         self.neutral: list[bool] = []
         """Of each start, whether it was of neutral workers."""
+        self.tidied = 0
         self._gpus = gpus
         self._number = 0
 
     async def replicas(self) -> tuple[ActualReplica, ...]:
         self._fail()
         return tuple(self.there[name] for name in sorted(self.there))
+
+    async def tidy(self) -> None:
+        self._fail()
+        self.tidied += 1
 
     async def start(self, pool: PoolName, count: int, kind: ReplicaKind = ORDINARY) -> None:
         self._fail()

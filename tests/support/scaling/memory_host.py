@@ -34,7 +34,7 @@ class MemoryHost(RoomActuator):
         self.hangs = self.unheard = False
         self.lacks: Room | None = None
         self.pulled: list[str] = []
-        self.started = 0
+        self.started = self.tidied = 0
         numbered = [f"GPU-{name}-{number}" for number in range(gpus or 0)]
         self._inventory = GpuInventory.listed(listed) if listed else GpuInventory.of_groups([numbered])
         self._most = most
@@ -57,6 +57,10 @@ class MemoryHost(RoomActuator):
                 self.there.pop(name, None)
                 del self._deadlines[name]
         return tuple(self.there[name] for name in sorted(self.there))
+
+    async def tidy(self) -> None:
+        await self._answer()
+        self.tidied += 1
 
     @property
     def gpu_inventory(self) -> int | None:

@@ -282,6 +282,7 @@ async def test_dry_run_decides_and_acts_on_nothing(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO, "splitserve"):
         assert await world.tick() == []
     assert world.applied == []
+    assert world.actuator.tidied == 0
     assert [record.message for record in caplog.records] == ["scaling.decided"] * 2
     assert caplog.records[0].__dict__["event_fields"]["actions"] == ["start"]
 
@@ -529,6 +530,18 @@ async def test_places_of_a_host_that_was_given_up_are_filled_and_that_is_no_fail
     assert metrics_of(world)["splitserve_autoscaler_failed_starts_total", "prefill"] == 0
 
 
+async def test_what_cannot_be_tidied_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    world.wants(2, 1)
+
+    async def refuses() -> None:
+        raise DOWN
+
+    monkeypatch.setattr(world.actuator, "tidy", refuses)
+    assert len(await world.tick()) == 3
+    assert metrics_of(world)["splitserve_autoscaler_errors_total", "tidy"] == 1
+
+
 async def test_without_the_lease_it_decides_and_does_not_act() -> None:
     world = World()
     world.wants(2, 1)
@@ -538,9 +551,11 @@ async def test_without_the_lease_it_decides_and_does_not_act() -> None:
     assert await world.tick() == []
     assert world.applied == []
     assert not world.snapshots[-1].acting
+    assert world.actuator.tidied == 0
     assert metrics_of(world)["splitserve_autoscaler_holds_lease",] == 0
     coordinator.clock.now += 11
     assert len(await world.tick()) == 3
+    assert world.actuator.tidied == 1
     assert world.snapshots[-1].acting
     assert metrics_of(world)["splitserve_autoscaler_holds_lease",] == 1
 

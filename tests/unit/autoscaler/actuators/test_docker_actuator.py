@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, cast
 
 import pytest
 
 from autoscaler.actuators import docker as docker_module
-from autoscaler.actuators.actuator import ReplicaKind
-from autoscaler.actuators.docker import DockerActuator, HostLimits
+from autoscaler.actuators.actuator import ActualReplica, ReplicaKind
+from autoscaler.actuators.docker import DockerActuator
 from autoscaler.actuators.docker_engine import DockerEngine
+from autoscaler.actuators.docker_room import HostLimits
 from autoscaler.actuators.docker_seats import HostNetwork
 from autoscaler.hosts.make_hosts import docker_gpus
 from splitserve.config.autoscaler import DockerConfig
@@ -30,6 +32,13 @@ def actuator(docker: FakeDocker, **settings: Any) -> DockerActuator:
 
 async def names(of: DockerActuator) -> list[str]:
     return [replica.name for replica in await of.replicas()]
+
+
+async def tidied(of: DockerActuator) -> tuple[ActualReplica, ...]:
+    """Its replicas, once what is left of others is removed."""
+    there = await of.replicas()
+    await of.tidy()
+    return there
 
 
 async def test_with_a_model_only_its_containers_are_replicas() -> None:
@@ -59,7 +68,7 @@ async def test_ended_containers_of_another_model_stay() -> None:
         docker.runs(f"prefill-b{number}", "prefill", {"splitserve.model": "b"})
     for made in list(docker.there.values())[1:]:
         made["State"] = "exited"
-    await actuator(docker, model="a").replicas()
+    await tidied(actuator(docker, model="a"))
     assert len(docker.there) == 3
 
 
@@ -277,11 +286,52 @@ async def test_the_last_container_of_each_class_is_kept_as_its_pattern() -> None
         docker.runs(f"prefill-{name}", "prefill", {"splitserve.class": kind})
     for made in docker.there.values():
         made["State"] = "exited"
-    assert await actuator(docker).replicas() == ()
+    assert await tidied(actuator(docker)) == ()
     assert sorted(made["Config"]["Labels"]["splitserve.class"] for made in docker.there.values()) == [
         "big",
         "small",
     ]
+
+
+async def test_a_list_changes_nothing() -> None:
+    docker = FakeDocker()
+    for name in ("a", "b", "c"):
+        docker.runs(f"prefill-{name}", "prefill")
+    ended, overrun, _ = docker.there.values()
+    ended |= {"State": "exited", "ExitCode": 1}
+    overrun["Name"] += ".draining-until-1"
+    before = {name: dict(made) for name, made in docker.there.items()}
+    scaled = actuator(docker)
+    for _ in range(2):
+        assert len(await scaled.replicas()) == 2
+    assert (docker.there, docker.killed) == (before, [])
+
+
+@pytest.mark.parametrize(("call", "stuck"), [("logs", 0), ("remove", 1), ("kill", 0)])
+async def test_a_container_that_cannot_be_tidied_holds_nothing_up(
+    call: str, stuck: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Logging drivers that cannot be read, storage drivers that are busy, processes that do not die."""
+    docker = FakeDocker()
+    for name in ("a", "b", "c"):
+        docker.runs(f"prefill-{name}", "prefill")
+    ended, overrun, _ = docker.there.values()
+    ended |= {"State": "exited", "ExitCode": 1}
+    overrun["Name"] += ".draining-until-1"
+    docker.refuses[call] = 500 if call != "logs" else 501
+    scaled = actuator(docker)
+    with caplog.at_level(logging.WARNING, "splitserve"):
+        for _ in range(3):
+            assert [replica.stopping for replica in await tidied(scaled)] == [True, False]
+    assert len(docker.there) == 2 + stuck
+    said = [record.message for record in caplog.records]
+    assert said.count("replica.stuck") == (call != "logs")
+    assert bool(docker.killed) == (call != "kill")
+    await scaled.start("prefill", 1)
+    docker.refuses.clear()
+    assert len(await tidied(scaled)) == 3
+    assert len(docker.there) == 3
+    assert docker.killed
 
 
 @pytest.mark.parametrize("jump_s", [86_400.0, -86_400.0])
@@ -297,10 +347,10 @@ async def test_a_wall_clock_that_is_set_neither_kills_nor_spares_a_draining_repl
     asked = list(docker.killed)
     clocks["wall"] += jump_s
     clocks["own"] += 29.0
-    await scaled.replicas()
+    await tidied(scaled)
     assert docker.killed == asked
     clocks["own"] += 2.0
-    await scaled.replicas()
+    await tidied(scaled)
     assert len(docker.killed) == len(asked) + 1
 
 

@@ -144,6 +144,19 @@ async def test_what_the_server_says(
     assert caught.value.reason == reason
 
 
+@pytest.mark.parametrize(
+    "odd", [{}, [], "a page", {"spec": [], "status": 1}, {"items": [{}], "spec": {"replicas": 1}}]
+)
+async def test_what_is_no_answer_of_an_api_server(
+    actuator: KubernetesActuator, kubernetes: FakeKubernetes, odd: object
+) -> None:
+    """The loop takes a SplitserveError as a failed look, and goes on."""
+    kubernetes.odd = odd
+    with pytest.raises(UnavailableError, match="not an answer of an API server") as caught:
+        await actuator.replicas()
+    assert caught.value.reason == "KUBERNETES_FAILED"
+
+
 async def test_no_server(tmp_path: Path) -> None:
     with serving_kubernetes(FakeKubernetes(), tmp_path) as kubeconfig:
         actuator = KubernetesActuator.connect(KubernetesConfig(kubeconfig=kubeconfig))
@@ -158,6 +171,25 @@ async def test_the_namespace_is_the_contexts_unless_given(kubeconfig: Path) -> N
         actuator = KubernetesActuator.connect(KubernetesConfig(kubeconfig=kubeconfig, namespace=given))
         assert actuator._api.namespace == expected
         await actuator.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"a: [",
+        b"\xff\xfe\x00",
+        b"",
+        b"[]",
+        b"contexts: 1",
+        b"apiVersion: v1\ncurrent-context: x\ncontexts: []",
+    ],
+)
+def test_what_is_no_kubeconfig_is_named(tmp_path: Path, text: bytes) -> None:
+    file = tmp_path / "config"
+    file.write_bytes(text)
+    with pytest.raises(ConfigError, match=r"kubernetes\.kubeconfig: .") as caught:
+        KubernetesActuator.connect(KubernetesConfig(kubeconfig=file))
+    assert caught.value.field == "kubernetes.kubeconfig"
 
 
 def test_a_missing_kubeconfig_is_named(tmp_path: Path) -> None:

@@ -6,24 +6,32 @@ import http.server
 import json
 import shlex
 import socketserver
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import pytest
+from docker import APIClient
 from docker.errors import DockerException
+from requests.exceptions import ReadTimeout
 
 from autoscaler.actuators.docker_engine import UNREACHABLE, DockerEngine
+from autoscaler.hosts import inventory_probe
 from autoscaler.hosts.connection import SshTunnel
-from autoscaler.hosts.inventory_probe import probe_body
+from autoscaler.hosts.inventory_probe import GpuProbe, probe_body
 from splitserve.errors import UnavailableError
 from splitserve.gpus.inventory import GpuInventory
 from splitserve.gpus.nvml import NvmlLibrary
 from splitserve.gpus.report import parse_report, report
 from tests.support.gpus.nvml import FakeNvml
+from tests.support.waiting import PATIENCE_S
 
 FAKE_SSH = """
 import os, sys, time
@@ -169,3 +177,88 @@ def test_the_probe_sees_all_gpus_and_may_do_nothing() -> None:
     assert body["HostConfig"]["DeviceRequests"] == [request | {"Count": -1, "DeviceIDs": None}]
     assert body["HostConfig"]["CapDrop"] == ["ALL"]
     assert "splitserve.pool" not in body["Labels"], "it is no replica"
+
+
+class ProbedHost:
+    """An Engine whose driver hangs until it is mended; as much of it as a probe asks."""
+
+    def __init__(self) -> None:
+        self.hangs = True
+        self.waited: list[float] = []
+        self.stale = {"Id": "stale", "Created": time.time() - 2 * inventory_probe.STALE_S}
+        self.there = [self.stale, {"Id": "another's", "Created": time.time()}]
+
+    def containers(self, all: bool, filters: dict[str, list[str]]) -> list[dict[str, Any]]:
+        assert all
+        return (
+            list(self.there)
+            if inventory_probe.PROBE_LABEL in filters["label"]
+            else [{"Id": "w", "Created": 1}]
+        )
+
+    def inspect_container(self, container: str) -> dict[str, Any]:
+        return {"Image": "sha256:1", "HostConfig": {"NetworkMode": "none"}}
+
+    def create_container_from_config(self, body: dict[str, Any]) -> dict[str, str]:
+        self.there.append({"Id": "probe", "Created": time.time()})
+        return {"Id": "probe"}
+
+    def start(self, container: str) -> None:
+        pass
+
+    def wait(self, container: str, timeout: float) -> None:
+        self.waited.append(timeout)
+        if self.hangs:
+            raise ReadTimeout
+
+    def logs(self, container: str, **which: Any) -> bytes:
+        return json.dumps(report(cast(NvmlLibrary, FakeNvml.of(2, [])))).encode()
+
+    def remove_container(self, container: str, force: bool, v: bool) -> None:
+        assert force
+        self.there = [one for one in self.there if one["Id"] != container]
+
+
+def test_a_driver_that_hangs_is_asked_again_later_and_leaves_no_probe(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, probe = ProbedHost(), GpuProbe("shop", 1)
+    client = cast(APIClient, host)
+    assert probe(client) is None
+    assert probe(client) is None
+    assert host.waited == [inventory_probe.PROBE_S], "once"
+    assert "no answer within" in caplog.records[-1].__dict__["event_fields"]["error"]
+    assert [one["Id"] for one in host.there] == ["another's"]
+    host.hangs = False
+    monkeypatch.setattr(probe, "_not_before_s", 0.0)
+    found = probe(client)
+    assert found is not None
+    assert len(found.gpus) == 2
+
+
+def test_a_tunnel_ends_with_an_autoscaler_that_is_killed(far: Far) -> None:
+    opens = (
+        "import sys, time\n"
+        "from autoscaler.hosts.connection import SshTunnel\n"
+        f"tunnel = SshTunnel('ssh://gpu-b', {str(far.program)!r})\n"
+        "tunnel.connect(60.0)\n"
+        "print(tunnel._process.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", opens], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        tunnel = psutil.Process(int(owner.stdout.readline()))
+        assert tunnel.is_running()
+        owner.kill()
+        deadline = time.monotonic() + PATIENCE_S
+        while tunnel.is_running() and tunnel.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_without_the_program_ssh_it_says_so(far: Far) -> None:
+    with (
+        closing(SshTunnel("ssh://gpu-b", "/nowhere/ssh")) as tunnel,
+        pytest.raises(DockerException, match="no program"),
+    ):
+        tunnel.connect(5.0)

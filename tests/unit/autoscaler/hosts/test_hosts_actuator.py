@@ -104,6 +104,13 @@ async def test_nothing_is_started_in_place_of_what_is_unknown(pair: Pair, hangs:
     assert pair.started == 6
 
 
+async def test_only_hosts_that_answer_are_tidied(pair: Pair) -> None:
+    pair.b.hangs = True
+    await pair.actuator.replicas()
+    await pair.actuator.tidy()
+    assert (pair.a.tidied, pair.b.tidied) == (1, 0)
+
+
 async def test_a_silent_host_delays_no_decision_but_the_first(pair: Pair) -> None:
     pair.b.hangs = True
     await pair.actuator.replicas()

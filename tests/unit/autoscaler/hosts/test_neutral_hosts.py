@@ -9,8 +9,9 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from autoscaler.actuators.actuator import Presence, ReplicaKind
-from autoscaler.actuators.docker import DockerActuator, HostLimits
+from autoscaler.actuators.docker import DockerActuator
 from autoscaler.actuators.docker_engine import DockerEngine
+from autoscaler.actuators.docker_room import HostLimits
 from autoscaler.actuators.docker_seats import HostNetwork
 from autoscaler.hosts.host_watch import HostLink
 from autoscaler.hosts.hosts_actuator import HostsActuator
