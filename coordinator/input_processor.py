@@ -34,6 +34,7 @@ from splitserve.generation.grammar import (
 )
 from splitserve.generation.kv_blocks import chain_salt
 from splitserve.models.tokenizer import TooManyTokensError
+from splitserve.shared_calls import SharedCalls
 from splitserve.v1 import generation_pb2, inference_pb2
 
 SEED_BITS = 63
@@ -152,6 +153,7 @@ class GrammarCheck:
     def __init__(self) -> None:
         self._thread = GrammarThread()
         self._accepted: OrderedDict[bytes, None] = OrderedDict()
+        self._checks: SharedCalls[None] = SharedCalls()
 
     async def check(self, sampling: generation_pb2.SamplingParams) -> None:
         """Raises InvalidArgumentError naming the field if the request has a grammar that does not compile."""
@@ -159,7 +161,8 @@ class GrammarCheck:
             return
         key = sampling.grammar.SerializeToString(deterministic=True)
         if key not in self._accepted:
-            await self._thread.run(lambda: check_compiles(sampling.grammar))
+            grammar = sampling.grammar
+            await self._checks.result(key, lambda: self._thread.run(lambda: check_compiles(grammar)))
             self._accepted[key] = None
         self._accepted.move_to_end(key)
         if len(self._accepted) > MAX_CACHED_GRAMMARS:

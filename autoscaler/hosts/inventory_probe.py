@@ -19,7 +19,7 @@ from splitserve.gpus.report import parse_report
 from splitserve.logs import log_event
 
 PROBE_LABEL = "splitserve.probe"
-PROBE_S = 20.0
+PROBE_S = 20
 """How long a probe may take. A driver that hangs must not hold up what else the host is asked."""
 AGAIN_S = 300.0
 STALE_S = 60.0
@@ -42,7 +42,7 @@ class GpuProbe:
             return probed_inventory(client, self._project, self._replicas_per_gpu)
         except ReadTimeout:
             self._not_before_s = time.monotonic() + AGAIN_S
-            why = f"no answer within {PROBE_S:g} s; it is asked again in {AGAIN_S:g} s"
+            why = f"no answer within {PROBE_S} s; it is asked again in {AGAIN_S:g} s"
             log_event("host.inventory", level=logging.WARNING, gpus=(), error=why)
             return None
 

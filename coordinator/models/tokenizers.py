@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from splitserve.errors import InvalidArgumentError
 from splitserve.generation.kv_blocks import NO_BLOCK_KEYS, BlockKeys, block_keys
 from splitserve.logs import log_event
 from splitserve.models.tokenizer import Tokenizer, TooManyTokensError, Turn
+from splitserve.shared_calls import SharedCalls
 from splitserve.v1 import inference_pb2
 
 MAX_NAMED_BLOCKS = 2048
@@ -45,7 +46,7 @@ class PromptTokenizers:
         self._load = load
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
         self._loading: dict[str, asyncio.Task[Tokenizer]] = {}
-        self._encoding: dict[Hashable, asyncio.Future[EncodedPrompt]] = {}
+        self._encoding: SharedCalls[EncodedPrompt] = SharedCalls()
         """Long prompts that are being tokenized, by everything that the result depends on."""
         self._warm: set[tuple[str, str, bool]] = set()
         """(source, prompt form, has tools) seen before: the first such request compiles a chat template."""
@@ -101,24 +102,11 @@ class PromptTokenizers:
             check()
             return _encode_named(tokenizer, request, block_sizes, cache_salt, most)
 
-        found = await self._shared((kind, _prompt_bytes(request), block_sizes, cache_salt, most), work)
+        key = kind, _prompt_bytes(request), block_sizes, cache_salt, most
+        loop = asyncio.get_running_loop()
+        found = await self._encoding.result(key, lambda: loop.run_in_executor(self._threads, work))
         self._warm.add(kind)
         return found
-
-    async def _shared(self, key: Hashable, work: Callable[[], EncodedPrompt]) -> EncodedPrompt:
-        """Runs on a pool thread, once for all that come with the key meanwhile."""
-        running = self._encoding.get(key)
-        if running is None:
-            running = asyncio.get_running_loop().run_in_executor(self._threads, work)
-            self._encoding[key] = running
-
-            def ended(done: asyncio.Future[EncodedPrompt]) -> None:
-                del self._encoding[key]
-                # Retrieves the exception: if all waiters are gone, asyncio must not report it as never retrieved.
-                _ = None if done.cancelled() else done.exception()
-
-            running.add_done_callback(ended)
-        return await asyncio.shield(running)
 
     def close(self) -> None:
         """Shuts down the thread pool without waiting for loads in progress."""

@@ -155,5 +155,7 @@ class _PromptQuota:
 
     async def admit(self, events: RequestEvents) -> None:
         """See AdmissionPlugin."""
-        self.usage.charge_prompt(len(events.state.request.prompt), self.charged, time.monotonic())
+        request, now = events.state.request, time.monotonic()
+        self.usage.charge_prompt(len(request.prompt), self.charged, now)
+        self.usage.charge_resumed(len(request.resumed), now)
         events.observe(_Metered(self.usage))

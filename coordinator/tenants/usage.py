@@ -71,6 +71,11 @@ class TenantUsage:
             raise
         self.tokens["prompt"] += tokens
 
+    def charge_resumed(self, tokens: int, now: float) -> None:
+        """Charges what is computed anew of an answer that goes on. It may leave a debt: the next one waits for that."""
+        if "prompt_tokens" in self._limits:
+            self._spend("prompt_tokens", tokens, now)
+
     def sent(self, output_tokens: int, now: float) -> None:
         """Charges output tokens that were sent."""
         self.tokens["output"] += output_tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +30,7 @@ from splitserve.models.hf_tokenizer import ByteTokenizer, HfTokenizer
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.request_guard import request_error
 from splitserve.rpc.status import GRAMMAR_FAILED
+from splitserve.shared_calls import SharedCalls
 from splitserve.v1 import generation_pb2
 
 if TYPE_CHECKING:
@@ -129,6 +131,7 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._thread = GrammarThread()
         self._cache: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._compiling: SharedCalls[CompiledGrammar] = SharedCalls()
 
     def prepare(self) -> None:
         """Starts to build the vocabulary that the first grammar would wait for, half a second for 50,000 tokens."""
@@ -146,7 +149,9 @@ class GrammarCompiler:
         key = sampling.grammar.SerializeToString(deterministic=True)
         compiled = self._cache.get(key)
         if compiled is None:
-            compiled = await self._thread.run(lambda: self.compile(sampling.grammar))
+            grammar = sampling.grammar
+            work = partial(self._thread.run, lambda: self.compile(grammar))
+            compiled = await self._compiling.result(key, work)
         self._cache[key] = compiled
         self._cache.move_to_end(key)
         if len(self._cache) > CACHED_GRAMMARS:

@@ -144,7 +144,7 @@ def failure_error(reason: str, message: str) -> SplitserveError:
 def _cut(text: str, limit_bytes: int) -> str:
     encoded = text.encode("utf-8", "replace")
     if len(encoded) <= limit_bytes:
-        return text
+        return encoded.decode("utf-8")  # without halves of surrogate pairs, which no message may have
     return encoded[: limit_bytes - len("…".encode())].decode("utf-8", "ignore") + "…"
 
 

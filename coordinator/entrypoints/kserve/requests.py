@@ -7,11 +7,12 @@ replaced by the default.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic_core import from_json
 
 from coordinator.entrypoints.kserve.tensors import SLICE_ELEMENTS, read_inputs
 from coordinator.entrypoints.kserve.values import (
@@ -20,6 +21,7 @@ from coordinator.entrypoints.kserve.values import (
     as_float,
     as_int,
     as_ints,
+    as_name,
     as_text,
     as_texts,
     parameter_value,
@@ -82,7 +84,7 @@ OTHERS: Mapping[str, Reader] = {
     "ttft_ms": as_float,
     "tpot_ms": as_float,
     "timeout": as_int,
-    "sequence_id": lambda name, value: str(value),
+    "sequence_id": as_name,
     "sequence_start": as_bool,
     "sequence_end": as_bool,
     "session_id": as_text,
@@ -98,6 +100,8 @@ MAX_ID = 1024
 """Characters of a request's id, which each response repeats."""
 MAX_SETTINGS = 64 * 2**10
 """Characters of `sampling_parameters`."""
+MAX_SESSION = 128
+"""Characters of a session's name that count."""
 NOT_A_SESSION = re.compile(r"[^A-Za-z0-9._-]")
 
 
@@ -184,8 +188,8 @@ def _json_object(text: str) -> Mapping[str, Any]:
     if len(text) > MAX_SETTINGS:
         refuse("sampling_parameters", f"must have at most {MAX_SETTINGS} characters, not {len(text)}")
     try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
+        value = from_json(text or "{}")  # unlike json's, it refuses halves of surrogate pairs
+    except ValueError:
         value = None
     if not isinstance(value, dict):
         refuse("sampling_parameters", "must be a JSON object")
@@ -209,7 +213,7 @@ def _set_rest(generate: inference_pb2.GenerateRequest, given: Mapping[str, Any])
             refuse("timeout", "must be 1..10^15 microseconds")
         generate.timeout.FromMicroseconds(timeout_us)
     session = given.get("session_id") or given.get("sequence_id", "")
-    generate.session_id = NOT_A_SESSION.sub("-", session)[:128]
+    generate.session_id = NOT_A_SESSION.sub("-", session[:MAX_SESSION])
     grammars = [name for name in GRAMMARS if given.get(name)]
     if len(grammars) > 1:
         refuse(grammars[1], f"cannot be given together with {grammars[0]}")

@@ -98,12 +98,15 @@ def add_output(response: pb.ModelInferResponse, tensor: Tensor, raw: bool) -> No
 
 
 def _read(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> Tensor:
-    name, datatype, shape = tensor.name, tensor.datatype, tuple(tensor.shape)
+    name, datatype = tensor.name, tensor.datatype
+    if len(tensor.shape) > MAX_RANK:
+        _fail(name, f"input {name[:64]!r} must have a shape of at most {MAX_RANK} dimensions")
+    shape = tuple(tensor.shape)
     if datatype not in _RAW_TYPES and datatype != "BYTES":
         _fail(name, f"input {name[:64]!r} has an unknown datatype: {datatype[:16]!r}")
     if any(key.startswith("shared_memory") for key in tensor.parameters):
         _fail(name, f"input {name[:64]!r}: shared memory is not supported")
-    if len(shape) > MAX_RANK or any(length < 0 for length in shape) or math.prod(shape) > MAX_ELEMENTS:
+    if any(length < 0 for length in shape) or math.prod(shape) > MAX_ELEMENTS:
         _fail(name, f"input {name[:64]!r} must have a shape of at most {MAX_ELEMENTS} elements")
     if raw is not None and tensor.HasField("contents"):
         _fail(name, f"input {name[:64]!r} has both contents and an entry in raw_input_contents")

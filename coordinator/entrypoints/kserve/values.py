@@ -81,6 +81,11 @@ def as_text(name: str, value: Any) -> str:
     return value
 
 
+def as_name(name: str, value: Any) -> str:
+    """A name, which may be a number."""
+    return str(_single(name, value))
+
+
 def as_texts(name: str, value: Any) -> list[str]:
     """A list of strings; a single one may be given without a list."""
     return [as_text(name, item) for item in (value if isinstance(value, list) else [value])]

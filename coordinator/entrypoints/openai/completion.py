@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 
 from coordinator.entrypoints.http.errors import FieldNames
-from coordinator.entrypoints.openai.fields import NOT_SERVED, GenerationFields, UInt32
+from coordinator.entrypoints.openai.fields import NOT_SERVED, GenerationFields, UInt32, check_answers
 from coordinator.entrypoints.openai.logprobs import CompletionLogprobs, TokenTexts
 from coordinator.entrypoints.openai.response import FINISH_REASONS, ChunkFrame, Frame, quoted
 from coordinator.entrypoints.openai.tools import ResponseFormat, format_grammar
@@ -91,26 +91,34 @@ class CompletionRequest(GenerationFields):
         prompts = {"prompt.text": "prompt", "prompt.token_ids": "prompt"}
         return FieldNames(prompts | {"sampling.grammar": "response_format"})
 
-    def generate_requests(self) -> list[inference_pb2.GenerateRequest]:
-        """One request per choice: all choices of the first prompt, then all of the next."""
+    def _shared(self) -> inference_pb2.GenerateRequest:
+        """What all choices have in common: all but the prompt and the seed."""
         limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        stop, form = self.stop_params(limit), self.response_format
-        grammar = format_grammar(form) if form is not None else None
+        shared = inference_pb2.GenerateRequest(
+            model=self.model or "",
+            sampling=self.sampling(0, self.logprobs),
+            stop=self.stop_params(limit),
+            priority=self.priority or 0,
+            ttft_ms=self.ttft_ms,
+            tpot_ms=self.tpot_ms,
+            session_id=self.session_id,
+        )
+        if self.response_format is not None and (grammar := format_grammar(self.response_format)) is not None:
+            shared.sampling.grammar.CopyFrom(grammar)
+        return shared
+
+    def generate_requests(self) -> list[inference_pb2.GenerateRequest]:
+        """One request per choice: all choices of the first prompt, then all of the next. Raises InvalidArgumentError if
+        they would take too much memory."""
+        shared = self._shared()
+        check_answers(len(self.prompt) * self.choices, shared.ByteSize())
         requests = []
         for prompt in self.prompt:
             for choice in range(self.choices):
-                sampling = self.sampling(choice, self.logprobs)
-                if grammar is not None:
-                    sampling.grammar.CopyFrom(grammar)
-                request = inference_pb2.GenerateRequest(
-                    model=self.model or "",
-                    sampling=sampling,
-                    stop=stop,
-                    priority=self.priority or 0,
-                    ttft_ms=self.ttft_ms,
-                    tpot_ms=self.tpot_ms,
-                    session_id=self.session_id,
-                )
+                request = inference_pb2.GenerateRequest()
+                request.CopyFrom(shared)
+                if self.seed is not None:
+                    request.sampling.seed = self.seed_of(choice)
                 if isinstance(prompt, str):
                     request.text = prompt
                 else:

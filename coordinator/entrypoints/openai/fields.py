@@ -122,12 +122,16 @@ class GenerationFields(Fields):
             return name
         return hashlib.sha256(name.encode("utf-8")).hexdigest()
 
+    def seed_of(self, choice: int) -> int:
+        """The seed of answer number `choice`, where there is one."""
+        return ((self.seed or 0) + choice) % 2**64
+
     def sampling(self, choice: int, logprobs: int | None) -> generation_pb2.SamplingParams:
         """Sampling parameters of answer number `choice`, with `logprobs` alternatives per token."""
         sampling = generation_pb2.SamplingParams(**self._given(_SAMPLING))
         sampling.top_k = max(0, self.top_k or 0)
         if self.seed is not None:
-            sampling.seed = (self.seed + choice) % 2**64
+            sampling.seed = self.seed_of(choice)
         if logprobs is not None:
             sampling.logprobs = logprobs
         sampling.logit_bias.extend(_biases(self.logit_bias or {}))
@@ -187,6 +191,14 @@ def check_copies(choices: int, body: bytes) -> None:
     if choices * len(body) > MAX_COPIED_BYTES:
         most = max(1, MAX_COPIED_BYTES // len(body))
         raise InvalidArgumentError(f"n must be 1..{most} with a request as long as this", field="n")
+
+
+def check_answers(answers: int, shared_bytes: int) -> None:
+    """Raises InvalidArgumentError if what so many answers have in common would take too much memory."""
+    if answers * shared_bytes > MAX_COPIED_BYTES:
+        most = max(1, MAX_COPIED_BYTES // shared_bytes)
+        message = f"prompt: at most {most} answers, n times prompts, with settings as long as these"
+        raise InvalidArgumentError(message, field="prompt")
 
 
 def refuse_given(data: Mapping[str, Any], unsupported: Unsupported) -> None:

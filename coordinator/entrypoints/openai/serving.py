@@ -140,11 +140,14 @@ class OpenAIServing:
         if all(isinstance(prompt, str) for prompt in request.prompt):
             return [one.text for one in choice_requests.requests]
         tokenizer = await self._api.tokenizer(request.model or "", choice_requests.caller)
-        size = sum(one.ByteSize() for one in choice_requests.requests)
-        return await self._api.parser.run(
-            size,
-            lambda: [one.text or tokenizer.decode(one.token_ids.ids) for one in choice_requests.requests],
-        )
+        each = request.choices
+        prompts = choice_requests.requests[::each]
+
+        def decoded() -> list[str]:
+            texts = [one.text or tokenizer.decode(one.token_ids.ids) for one in prompts]
+            return [text for text in texts for _ in range(each)]
+
+        return await self._api.parser.run(sum(one.ByteSize() for one in prompts), decoded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,19 @@ def test_a_huge_claimed_shape_is_refused_before_anything_is_made_of_it() -> None
         read_inputs(message)
 
 
+def test_a_shape_of_many_dimensions_is_refused_by_their_number() -> None:
+    message = pb.ModelInferRequest(raw_input_contents=[b"\1"])
+    message.inputs.add(name="x", datatype="INT8", shape=[1] * 9)
+    with pytest.raises(InvalidArgumentError, match="at most 8 dimensions"):
+        read_inputs(message)
+
+
+def test_sessions_are_cut_before_anything_is_made_of_them() -> None:
+    assert read(PROMPT, session_id="a!" * 10**6).generate.session_id == "a-" * 64
+    assert read(PROMPT, tensor("sequence_id", "INT8", 5)).generate.session_id == "5"
+    assert read(PROMPT, sequence_id=7).generate.session_id == "7"
+
+
 def test_more_elements_than_claimed_are_refused_before_anything_is_made_of_them() -> None:
     for kind, raw in (("INT32", bytes(4_000_000)), ("BYTES", bytes(4_000_000))):
         message = pb.ModelInferRequest(raw_input_contents=[raw])
@@ -238,6 +251,10 @@ def test_targets() -> None:
         ([PROMPT], {"max_tokens": 1, "sampling_parameters": '{"max_tokens": 1}'}, "max_tokens"),
         ([PROMPT], {"sampling_parameters": "[]"}, "sampling_parameters"),
         ([PROMPT], {"sampling_parameters": '{"beam": 3}'}, "sampling_parameters.beam"),
+        ([PROMPT], {"sampling_parameters": '{"\\ud800": 1}'}, "sampling_parameters"),
+        ([PROMPT], {"sampling_parameters": '{"stop": ["\\ud800"]}'}, "sampling_parameters"),
+        ([PROMPT], {"sampling_parameters": "[" * 60_000}, "sampling_parameters"),
+        ([PROMPT, tensor("sequence_id", "INT8", *range(9))], {}, "sequence_id"),
         ([PROMPT], {"logit_bias": 3}, "logit_bias"),
         ([PROMPT], {"timeout": -3}, "timeout"),
         ([PROMPT], {"priority": -3}, "priority"),

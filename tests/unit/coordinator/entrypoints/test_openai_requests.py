@@ -255,6 +255,38 @@ def test_refusals_of_completions(fields: dict[str, Any], param: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": "m" * 2**20},
+        {"stop": ["s" * 2**17] * 2},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"a": "b" * 2**18}},
+            }
+        },
+    ],
+)
+def test_settings_are_not_copied_without_bound(settings: dict[str, Any]) -> None:
+    few = completion(prompt=["x"] * 2, **settings).generate_requests()
+    assert len(few) == 2
+    many = completion(prompt=["x"] * 512, n=2, **settings)
+    with pytest.raises(InvalidArgumentError, match=r"at most [0-9]+ answers") as caught:
+        many.generate_requests()
+    assert caught.value.field == "prompt"
+
+
+def test_choices_differ_in_prompt_and_seed_only() -> None:
+    asked = completion(prompt=["a", "b"], n=2, seed=2**64 - 1, response_format={"type": "json_object"})
+    requests = asked.generate_requests()
+    assert [one.text for one in requests] == ["a", "a", "b", "b"]
+    assert [one.sampling.seed for one in requests] == [2**64 - 1, 0] * 2
+    assert all(one.sampling.HasField("grammar") for one in requests)
+    (unseeded,) = completion(prompt="a").generate_requests()
+    assert not unseeded.sampling.HasField("seed")
+
+
+@pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b'"x"', b"\xff", b'{"messages": NaN}', b'{"a": "\\ud800"}']
 )
 def test_what_is_no_json_object(body: bytes) -> None:

@@ -14,6 +14,7 @@ from splitserve.errors import InvalidArgumentError, NotFoundError
 from splitserve.models.tokenizer import Turn
 from splitserve.v1 import inference_pb2
 from tests.support.engine.word_tokenizer import WordTokenizer, load_word_tokenizer
+from tests.support.waiting import PATIENCE_S
 
 
 class Witness(WordTokenizer):
@@ -112,6 +113,38 @@ async def test_a_long_prompt_is_tokenized_once_for_all_its_answers() -> None:
     assert Counting.calls == len(checked) == 2
     await encode("s", requests[1], (16,), b"other salt")
     assert Counting.calls == 3
+    tokenizers.close()
+
+
+async def test_a_prompt_whose_clients_have_left_is_not_tokenized_any_more() -> None:
+    """Else whoever leaves at once would have a queue without end before everybody's prompts."""
+
+    class Slow(WordTokenizer):
+        def encode(self, text: str, most: int | None = None) -> list[int]:
+            seen.append(text[:2])
+            began.set()
+            assert may_go_on.wait(PATIENCE_S)
+            return super().encode(text, most)
+
+    seen: list[str] = []
+    began, may_go_on = threading.Event(), threading.Event()
+    tokenizers = PromptTokenizers(lambda source: Slow(), threads=1)
+    await tokenizers.tokenizer("s")
+    texts = [f"w{number} " * SHORT_BYTES for number in (1, 2, 3)]
+    requests = [inference_pb2.GenerateRequest(text=text) for text in texts]
+    first, *left = [asyncio.create_task(tokenizers.encode("s", one)) for one in (*requests, requests[1])]
+    await asyncio.to_thread(began.wait, PATIENCE_S)
+    for one in left:
+        one.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    assert len(tokenizers._encoding) == 1, "nothing is kept of them"
+    again = asyncio.create_task(tokenizers.encode("s", requests[2]))
+    await asyncio.sleep(0)
+    may_go_on.set()
+    assert (await first)[0] == 1
+    assert (await again)[0] == 3
+    assert seen == ["w1", "w3"]
+    assert not len(tokenizers._encoding)
     tokenizers.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,34 @@ def test_a_prompt_above_the_burst_is_charged_whole_from_a_full_bucket() -> None:
     with pytest.raises(ResourceExhaustedError) as caught:
         usage.enter(0, 0.0)
     assert caught.value.retry_after_s == 5.0
+
+
+def test_what_a_resumed_answer_had_is_charged_as_a_debt() -> None:
+    """Workers compute it like a prompt; and a long answer must be able to go on."""
+    usage = TenantUsage(TenantPolicy(name="alice", prompt_tokens_per_second=10, burst_seconds=2), 0.0)
+    usage.enter(1, 0.0)
+    usage.charge_prompt(1, 1, 0.0)
+    usage.charge_resumed(319, 0.0)
+    with pytest.raises(ResourceExhaustedError) as caught:
+        usage.enter(0, 0.0)
+    assert caught.value.retry_after_s == 30.0
+    unlimited = TenantUsage(TenantPolicy(name="bob"), 0.0)
+    unlimited.charge_resumed(10**6, 0.0)
+    unlimited.enter(1, 0.0)
+
+
+async def test_a_resumed_request_is_charged_on_admission(tmp_path: Path) -> None:
+    tenants = Tenants(write(tmp_path, {"name": "alice", "prompt_tokens_per_second": 10}))
+    quotas, alice = QuotaAdmission(tenants), tenants.caller(KEYS["alice"])
+    ask = inference_pb2.GenerateRequest(text="w1 w2 w3")
+    events = RequestEvents(
+        RequestState(replace(inference_request(alice), resumed=(5,) * 900), RequestEstimate(10.0, 3.0))
+    )
+    with quotas.entered(ask, alice) as quota, events:
+        await quota.admit(events)
+    with pytest.raises(ResourceExhaustedError) as caught, quotas.entered(ask, alice):
+        pytest.fail("it was let in with a debt")
+    assert caught.value.field == "prompt_tokens_per_second"
 
 
 def test_requests_prompts_and_concurrency_are_charged() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
+from coordinator import input_processor
 from coordinator.input_processor import GrammarCheck, check_compiles
 from splitserve.errors import InvalidArgumentError
 from splitserve.generation.grammar import MAX_GRAMMAR_BYTES, GrammarThread, check_grammar
@@ -48,6 +50,14 @@ async def test_what_is_fine(grammar: Grammar) -> None:
     check, sampling = GrammarCheck(), SamplingParams(grammar=grammar)
     await check.check(sampling)
     await check.check(sampling)
+
+
+async def test_a_grammar_of_many_answers_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Grammar] = []
+    monkeypatch.setattr(input_processor, "check_compiles", compiled.append)
+    check, sampling = GrammarCheck(), SamplingParams(grammar=FINE[0])
+    await asyncio.gather(*(check.check(sampling) for _ in range(20)))
+    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize(
