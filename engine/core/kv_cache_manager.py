@@ -63,12 +63,12 @@ class KVCacheManager:
     def expect(self, sequence: Sequence) -> None:
         """Brings a waiting sequence's `expected_cached` up to date.
 
-        The last token does not count: its logits are needed. Costs O(1) where nothing has changed, and otherwise
-        O(blocks) of what was cached since the last call, or is left.
+        The last token does not count: its logits are needed. Costs O(1), and O(blocks) of what was cached or evicted
+        since the last call.
         """
         known = sequence.expected_cached // self.block_size
-        if known and self.pool.lookup(sequence.block_hashes[known - 1]) is None:
-            known = 0  # its end is gone; what is before it may be, too
+        while known and self.pool.lookup(sequence.block_hashes[known - 1]) is None:
+            known -= 1  # ends are evicted first
         found = self.computed_prefix(sequence, len(sequence.tokens) - 1, first=known)
         sequence.expected_cached = (known + len(found)) * self.block_size
 

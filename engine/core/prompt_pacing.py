@@ -45,7 +45,9 @@ class TriageWindow:
     through the queue takes time in proportion to its length, and so is done in intervals, and in parts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, expect: Callable[[Sequence], None] = lambda sequence: None) -> None:
+        """`expect` is `KVCacheManager.expect`."""
+        self._expect = expect
         self._chosen: dict[Sequence, None] = {}
         self._scan: QueueScan[Sequence] | None = None
         """The look through the queue that is under way."""
@@ -72,7 +74,7 @@ class TriageWindow:
             self._part_s = -math.inf
         if self._scan is not None and (few or now - self._part_s >= _SCAN_EACH_S * _PART):
             self._part_s = now
-            is_over = self._scan.go_on(_PART, fit.token_s, now)
+            is_over = self._scan.go_on(_PART, fit.token_s, now, self._expect)
             if is_over or few:
                 found = dict.fromkeys(self._choose(self._scan, waiting, fit, now))
                 self._chosen = found if is_over else {**found, **self._chosen}
@@ -121,7 +123,7 @@ class PromptPacing:
         self.active = False
         """Whether there was a request with targets; until then there is nothing to do."""
         self.clock = TokenClock(_ANSWER_TOKENS)
-        self.window = TriageWindow()
+        self.window = TriageWindow(expect)
         self.late: frozenset[Sequence] = frozenset()
         """Prompts that the latest triage found late."""
         self.lending = StepLending(lambda: None, lambda now: now)
@@ -158,7 +160,9 @@ class PromptPacing:
         if prompt_fit is None:
             return UNMEASURED_TOKENS
         self._step_s, crowd = steps
-        mixed, left = not self.separate, first.remaining
+        if first.status is SequenceStatus.WAITING:
+            self._expect(first)
+        mixed = not self.separate
         fit = (self.meter.prompt_fit.beside if mixed else None) or prompt_fit
         fit = fit.faster(self.meter.prompt_speed)
         return self.clock.grant(
@@ -166,8 +170,8 @@ class PromptPacing:
             streams,
             self._step_s,
             fit,
-            remaining=left,
-            context_tokens=first.num_computed,
+            remaining=first.uncached_tokens,
+            context_tokens=first.prefix_tokens,
             mixed=mixed,
             crowd=crowd,
         )
@@ -248,7 +252,7 @@ class PromptPacing:
                 served = turns_by_urgency(found.order)
                 if oldest is None and found.oldest_behind is not None:
                     oldest = found.oldest_behind
-                    if self._turn.of(oldest, min(oldest.remaining, self.chunk_tokens(oldest))):
+                    if self._turn.of(oldest, min(oldest.uncached_tokens, self.chunk_tokens(oldest))):
                         served = _first_itself(served, oldest)
                 turns += served
             ahead_s += sum(works_s[each] for each in prompts)
@@ -261,7 +265,7 @@ class PromptPacing:
         in soon. Targets that nobody can keep have no say in it. Valid after `order` returned turns."""
         fit = self._prompt_fit()
         assert fit is not None
-        return max(MIN_CHUNK_TOKENS, fit.tokens_within(self._chunk_s, first.num_computed))
+        return max(MIN_CHUNK_TOKENS, fit.tokens_within(self._chunk_s, first.prefix_tokens))
 
     @property
     def _chunk_s(self) -> float:
@@ -327,8 +331,7 @@ def _has_due_time(members: Iterable[Sequence]) -> bool:
 def _work_s(fit: PromptFit, sequence: Sequence, chunk_s: float) -> float:
     """Seconds that a prompt still takes alone, in chunks of so many seconds, with the cached prefix that it had or is
     expected to have."""
-    computed = sequence.prefix_tokens
-    work_s = fit.chunk_s(len(sequence.tokens) - computed, computed)
+    work_s = fit.chunk_s(sequence.uncached_tokens, sequence.prefix_tokens)
     return work_s + fit.base_s * int(work_s / chunk_s)
 
 

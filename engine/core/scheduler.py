@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -95,8 +94,7 @@ class Scheduler:
     def enqueue(self, sequence: Sequence) -> None:
         """Adds a sequence to the queue."""
         sequence.status = SequenceStatus.WAITING
-        if sequence.due_after_s < math.inf:
-            self._kv.expect(sequence)
+        self._kv.expect(sequence)
         self.waiting.push(sequence)
         self.waiting_tokens += sequence.remaining
         if self._pacing is not None and self._pacing.active:
@@ -142,8 +140,7 @@ class Scheduler:
 
     def count_bypass(self, precedence: Precedence) -> None:
         """Counts a bypass of the first waiting sequence, after a reservation took blocks."""
-        head = self._blocked_head(precedence)
-        if head is not None:
+        if (head := self._blocked_head(precedence)) is not None:
             head.bypassed += 1
 
     def schedule(self, now: float = 0.0) -> SchedulerOutput:
@@ -169,8 +166,6 @@ class Scheduler:
         # What is left of the budget goes to prompts that were cut, in order.
         cut = [] if step.whole else [each for each, tokens in step.num_new.items() if tokens < each.remaining]
         for sequence in cut:
-            if step.budget == 0:
-                break
             step.give(sequence, min(sequence.remaining - step.num_new[sequence], step.budget))
         return step
 
@@ -244,7 +239,8 @@ class Scheduler:
             step.preempted += 1
             self._kv.free(victim)
             del self.running[victim]
-            victim.reads_left = READS_A_PREEMPTION
+            victim.reads_left, victim.pace = READS_A_PREEMPTION, None  # its times begin anew
+            victim.misfit, self._head = True, None  # reservations that come before it are counted
             self.enqueue(victim)
             if victim is sequence:
                 return False
@@ -256,6 +252,8 @@ class Scheduler:
 
     def _admit(self, step: SchedulerOutput, queued: Iterator[Sequence]) -> None:
         """Starts waiting sequences, as `queued` takes them off the queue, while there are budget, slots and blocks."""
+        if not self.has_slot and (first := self._first_waiting()) is not None:
+            first.misfit = True  # reservations that take slots before it are counted
         # After a preemption blocks are short: admit nobody in this step.
         if step.preempted or not len(self.waiting) or not self.has_slot:
             return
@@ -275,8 +273,7 @@ class Scheduler:
         """Takes sequences off the queue for as long as one more may be tried in this step."""
         blocks_looked_up = 0
         while step.budget > 0 and self.has_slot and blocks_looked_up < _MAX_MISFIT_BLOCKS_A_STEP:
-            sequence = next(queued, None)
-            if sequence is None:
+            if (sequence := next(queued, None)) is None:
                 return
             yield sequence
             if sequence.misfit:
@@ -300,8 +297,8 @@ class Scheduler:
         if not step.num_new or (pacing := self._pacing) is None:
             return True
         fit = pacing.meter.prompt_fit.latest
-        tokens = min(len(prompt.tokens) - prompt.prefix_tokens, step.budget)
-        return not pacing.separate and (fit is None or fit.joins(tokens, len(step.num_new), behind))
+        tokens, there = min(prompt.uncached_tokens, step.budget), len(step.num_new)
+        return not pacing.separate and (fit is None or fit.joins(tokens, there, behind))
 
     def _take_turn(self, sequence: Sequence, order: Turns[Sequence]) -> None:
         """Gives a sequence that is served now the place and the due time of its turn."""
@@ -329,9 +326,12 @@ class Scheduler:
         sequence.bypassed = 0
         return Offer.TAKEN
 
+    def _first_waiting(self) -> Sequence | None:
+        return self._head if self._head is not None and self._head in self.waiting else self.waiting.peek()
+
     def _blocked_head(self, precedence: Precedence) -> Sequence | None:
         """The first waiting sequence, if it does not fit and a request with this precedence comes after it."""
-        first = self._head if self._head is not None and self._head in self.waiting else self.waiting.peek()
+        first = self._first_waiting()
         if first is None or not first.misfit or precedence.precedes(first.precedence):
             return None
         return first
@@ -339,8 +339,8 @@ class Scheduler:
 
 def _give_chunk(step: SchedulerOutput, sequence: Sequence) -> None:
     """Schedules the next chunk of a prompt, of at least one token."""
-    whole = min(sequence.remaining, step.budget)
-    step.give(sequence, whole if step.whole else _chunk(sequence.remaining, step.budget))
+    left, budget = sequence.remaining, step.budget
+    step.give(sequence, min(left, budget) if step.whole else _chunk(left, budget))
     if step.whole and step.budget < MIN_CHUNK_TOKENS:
         step.budget = 0  # too little for one more prompt
 

@@ -80,7 +80,7 @@ class Sequence:
     first_due_s: float = field(init=False)
     """When its prompt is due, on the engine's clock: that of its targets, or of whom it traded places with."""
     expected_cached: int = 0
-    """Leading tokens whose KV was in the prefix cache at triage's latest look, if its first token has a target."""
+    """Leading tokens whose KV was in the prefix cache when it was last looked for while it waited."""
     block_ids: list[int] = field(default_factory=list)
     table_id: int = 0
     """Names its block table; see `ScheduledSequence`. 0 while it has none."""
@@ -129,12 +129,12 @@ class Sequence:
     def prefix_tokens(self) -> int:
         """Leading tokens that its prompt no longer takes: computed ones, or before it starts those that are expected to
         be cached."""
-        return self.num_computed or self.expected_cached
+        return self.expected_cached if self.status is SequenceStatus.WAITING else self.num_computed
 
     @property
     def uncached_tokens(self) -> int:
-        """Tokens that its prompt still takes, without the cached prefix that it is expected to have."""
-        return len(self.tokens) - self.expected_cached
+        """Tokens that its prompt still takes, without the cached prefix that it has or is expected to have."""
+        return len(self.tokens) - self.prefix_tokens
 
     @property
     def num_output(self) -> int:

@@ -98,11 +98,15 @@ class QueueScan(Generic[W]):
         self._prompts = classes
         self.seen: dict[int, SeenClass[W]] = {rank: SeenClass(kept) for rank in classes}
 
-    def go_on(self, most: int, token_s: float, now: float) -> bool:
-        """Looks at `most` more prompts; returns whether it has been through."""
+    def go_on(
+        self, most: int, token_s: float, now: float, refresh: Callable[[W], None] = lambda prompt: None
+    ) -> bool:
+        """Looks at `most` more prompts, each brought up to date by `refresh`; returns whether it has been through."""
         for rank, seen in self.seen.items():
             part = self._prompts[rank][seen.count : seen.count + most]
             if part:
+                for each in part:
+                    refresh(each)
                 seen.look_at(part, token_s, now)
                 most -= len(part)
         return all(seen.count == len(self._prompts[rank]) for rank, seen in self.seen.items())

@@ -126,6 +126,33 @@ def test_what_is_expected_follows_the_cache() -> None:
     manager.free(other)
 
 
+def test_a_long_prefix_that_is_evicted_from_its_end_costs_a_look_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager, tokens = make_manager(500), list(range(4 * 400))
+    manager.free(compute(manager, tokens))
+    waiting = [make_sequence([*tokens, 1]) for _ in range(50)]
+    for each in waiting:
+        manager.expect(each)
+    looks = 0
+    lookup = manager.pool.lookup
+
+    def counted(block_hash: bytes) -> int | None:
+        nonlocal looks
+        looks += 1
+        return lookup(block_hash)
+
+    monkeypatch.setattr(manager.pool, "lookup", counted)
+    manager.free(compute(manager, [10**6] * 4 * 99))
+    for count in range(100):
+        assert manager.pool.allocate(1) != []
+        for each in waiting:
+            manager.expect(each)
+        assert waiting[0].expected_cached <= 4 * 400
+        assert looks < 50 * (3 * (count + 1) + 200)
+    assert waiting[0].expected_cached == manager.block_size * len(manager.computed_prefix(waiting[0], 1600))
+
+
 def test_the_last_token_is_never_expected() -> None:
     manager, tokens = make_manager(), list(range(8))
     manager.free(compute(manager, tokens))

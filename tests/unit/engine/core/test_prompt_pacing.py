@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -500,6 +501,49 @@ def test_prompts_that_share_a_prefix_are_short_once_the_first_has_computed_it() 
     rig.step()
     assert rig.core.load().late_prompts == 0
     assert served(rig) == [*names, "other"]
+
+
+def test_the_clock_counts_what_a_prompt_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the turn of a conversation is no long prompt, and its chunk is measured after what is cached."""
+    rig = measured(prefix_cache=True)
+    known = prompt(1, 1000)
+    rig.core.add_request(request("before", known, prefill_only=True))
+    rig.run()
+    rig.core.release_held("before")
+    stream(rig, "stream", 7)
+    asked: list[tuple[int, int]] = []
+    grant = rig.core._pacing.clock.grant
+
+    def granted(*given: Any, remaining: int, context_tokens: int, **others: Any) -> int:
+        asked.append((remaining, context_tokens))
+        return grant(*given, remaining=remaining, context_tokens=context_tokens, **others)
+
+    monkeypatch.setattr(
+        type(rig.core._pacing.clock), "grant", lambda self, *given, **named: granted(*given, **named)
+    )
+    targets = first_within(rig, 0.5)
+    turn = [*known, *prompt(2, 5)]
+    rig.core.add_request(request("turn", turn, prefill_only=True, targets=targets))
+    rig.step()
+    cached = len(turn) - asked[0][0]
+    assert asked[0] == (len(turn) - cached, cached)
+    assert len(known) - 16 < cached <= len(known)
+
+
+def test_an_answer_that_comes_back_begins_its_times_anew() -> None:
+    """Also one whose blocks are still cached, so that it decodes at once: else what it waited would hold prompts up."""
+    rig = measured(num_blocks=60, prefix_cache=True)
+    for index in range(2):
+        rig.core.add_request(request(f"r{index}", prompt(index, 100), max_tokens=200, targets=TARGETS))
+    while not (again := [each for each in rig.core._scheduler.waiting.in_order() if each.num_output]):
+        rig.step()
+    (victim,) = again
+    assert victim.pace is None
+    rig.clock.now += 30.0
+    rig.run()
+    assert victim.pace is not None
+    assert rig.clock.now - victim.pace.first_s < 30.0
+    rig.assert_clean()
 
 
 def test_far_fewer_are_late_than_in_order_of_arrival() -> None:

@@ -139,6 +139,35 @@ def test_growth_preempts_the_lowest_priority_then_the_latest() -> None:
     assert bench.step() == {"last": kept}
 
 
+def test_reservations_that_take_the_blocks_of_an_interrupted_answer_are_counted() -> None:
+    bench = Bench(blocks=10, bypasses=2)
+    bench.add("first", 12)
+    last = bench.add("last", 12)
+    bench.step()
+    while last.status is SequenceStatus.RUNNING:
+        bench.step()
+    for _ in range(2):
+        assert bench.scheduler.may_bypass(Precedence())
+        bench.scheduler.count_bypass(Precedence())
+    assert not bench.scheduler.may_bypass(Precedence())
+
+
+def test_reservations_that_take_slots_before_a_waiting_prompt_are_counted() -> None:
+    bench = Bench(running=1, bypasses=2)
+    first, second = bench.add("first", 4), bench.add("second", 4)
+    bench.step()
+    bench.step()
+    for _ in range(2):
+        assert bench.scheduler.may_bypass(Precedence())
+        bench.scheduler.count_bypass(Precedence())
+    assert not bench.scheduler.may_bypass(Precedence())
+    assert bench.scheduler.may_bypass(Precedence(class_rank=1)), "what comes before it"
+    bench.end(first)
+    assert bench.step() == {"second": 4}
+    assert second.bypassed == 0
+    assert bench.scheduler.may_bypass(Precedence())
+
+
 def test_prefill_only_sequences_are_never_preempted() -> None:
     bench = Bench(blocks=7, budget=8)
     decode = bench.add("decode", 4)

@@ -55,6 +55,19 @@ def test_late_ones_keep_no_place_and_the_oldest_and_smallest_are_known() -> None
     assert seen[len(behind) :] == fresh[: TRIAGED - len(behind)]
 
 
+def test_what_has_been_cached_meanwhile_counts_beyond_the_window_too() -> None:
+    asked = [waiting(number, 3000, 100.5) for number in range(TRIAGED)]
+    other = [waiting(1000 + number, 400, 100.1) for number in range(2 * TRIAGED)]
+
+    def expect(sequence: Prompt) -> None:
+        if len(sequence.tokens) == 3000:
+            sequence.expected_cached = 2990
+
+    assert not set(TriageWindow().of(queue_of(*other, *asked), FIT, 100.0)) & set(asked[16:])
+    seen = TriageWindow(expect).of(queue_of(*other, *asked), FIT, 100.0)
+    assert len(set(seen) & set(asked)) >= TRIAGED - 16
+
+
 def test_an_interrupted_answer_is_always_looked_at() -> None:
     late = [waiting(number, 100, 5.0) for number in range(3 * TRIAGED)]
     late[200].tokens.append(97)
