@@ -252,7 +252,7 @@ def make_actuator(config: AutoscalerConfig) -> Actuator | None:
             case "docker":
                 from autoscaler.hosts.make_hosts import make_docker_actuator
 
-                return make_docker_actuator(config.docker, config.model)
+                return make_docker_actuator(config.docker, config.model, pulls=not config.dry_run)
             case "kubernetes":
                 from autoscaler.actuators.kubernetes import KubernetesActuator
 

@@ -22,10 +22,11 @@ PULL_S = 3600.0
 """An image of many gigabytes may take long. Nobody waits for it, and neither does the end of the process."""
 
 
-def make_docker_actuator(config: DockerConfig, model: str) -> Actuator:
-    """Of one Engine, or of several hosts. Raises ConfigError for a wrong file of hosts."""
+def make_docker_actuator(config: DockerConfig, model: str, *, pulls: bool = True) -> Actuator:
+    """Of one Engine, or of several hosts, whose images it `pulls` where the file allows it. Raises ConfigError for a wrong
+    file of hosts."""
     if config.hosts is not None:
-        return make_hosts_actuator(config, model)
+        return make_hosts_actuator(config, model, pulls=pulls)
     engine = DockerEngine(config.request_timeout_s)
     return DockerActuator(engine, config.project, docker_gpus(config), model)
 
@@ -37,13 +38,14 @@ def docker_gpus(config: DockerConfig) -> GpuInventory:
     return GpuInventory.listed(config.gpus, config.replicas_per_gpu)
 
 
-def make_hosts_actuator(config: DockerConfig, model: str) -> HostsActuator:
-    """Raises ConfigError for a wrong file."""
+def make_hosts_actuator(config: DockerConfig, model: str, *, pulls: bool = True) -> HostsActuator:
+    """See `make_docker_actuator`. Raises ConfigError for a wrong file."""
     if config.hosts is None:
         raise ConfigError("docker.hosts: there is no file of hosts", field="docker.hosts")
     file = load_hosts(config.hosts)
     links = [
-        HostLink(host.name, _actuator(host, config, model), host.fabric, host.pull) for host in file.hosts
+        HostLink(host.name, _actuator(host, config, model), host.fabric, host.pull and pulls)
+        for host in file.hosts
     ]
     return HostsActuator(links, answer_s=file.answer_s, unknown_s=file.unknown_s)
 
