@@ -23,8 +23,8 @@ PULL_S = 3600.0
 
 
 def make_docker_actuator(config: DockerConfig, model: str, *, pulls: bool = True) -> Actuator:
-    """Of one Engine, or of several hosts, whose images it `pulls` where the file allows it. Raises ConfigError for a wrong
-    file of hosts."""
+    """Of one Engine, or of several hosts, which it has pull images where it `pulls` and the file allows it. Raises
+    ConfigError for a wrong file of hosts."""
     if config.hosts is not None:
         return make_hosts_actuator(config, model, pulls=pulls)
     engine = DockerEngine(config.request_timeout_s)
