@@ -34,7 +34,7 @@ from splitserve.generation.grammar import (
 )
 from splitserve.generation.kv_blocks import chain_salt
 from splitserve.models.tokenizer import TooManyTokensError
-from splitserve.shared_calls import SharedCalls
+from splitserve.runtime.calls.shared_calls import SharedCalls
 from splitserve.v1 import generation_pb2, inference_pb2
 
 SEED_BITS = 63

@@ -58,9 +58,9 @@ from splitserve.metrics import gauge, reload_metrics, serving_metrics
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.rpc.server import LISTENERS, RpcServer, make_server
+from splitserve.runtime.calls.parser_thread import ParserThread, favor_event_loop
 from splitserve.runtime.cancellation import end_tasks
 from splitserve.runtime.loops import LoopRunner
-from splitserve.runtime.parser_thread import ParserThread, favor_event_loop
 from splitserve.runtime.process import END_S, connections_that_fit, relax_collector, stop_signal
 from splitserve.runtime.reload import FileWatcher
 from splitserve.tracing.exporting import exporting_spans

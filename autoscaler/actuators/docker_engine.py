@@ -14,7 +14,7 @@ from docker.utils import kwargs_from_env
 from requests.exceptions import RequestException
 
 from splitserve.errors import DeadlineExceededError, UnavailableError
-from splitserve.runtime.call_thread import CallThread
+from splitserve.runtime.calls.call_thread import CallThread
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import PoolSnapshot
 from splitserve.errors import PermissionDeniedError, ResourceExhaustedError, UnavailableError
 from splitserve.models.tokenizer import Tokenizer
-from splitserve.runtime.parser_thread import ParserThread
+from splitserve.runtime.calls.parser_thread import ParserThread
 from splitserve.tracing.context import TraceContext
 from splitserve.v1 import inference_pb2
 

@@ -16,7 +16,7 @@ from splitserve.errors import InvalidArgumentError
 from splitserve.generation.kv_blocks import NO_BLOCK_KEYS, BlockKeys, block_keys
 from splitserve.logs import log_event
 from splitserve.models.tokenizer import Tokenizer, TooManyTokensError, Turn
-from splitserve.shared_calls import SharedCalls
+from splitserve.runtime.calls.shared_calls import SharedCalls
 from splitserve.v1 import inference_pb2
 
 MAX_NAMED_BLOCKS = 2048

@@ -94,10 +94,10 @@ class Scheduler:
     def enqueue(self, sequence: Sequence) -> None:
         """Adds a sequence to the queue."""
         sequence.status = SequenceStatus.WAITING
-        self._kv.expect(sequence)
         self.waiting.push(sequence)
         self.waiting_tokens += sequence.remaining
         if self._pacing is not None and self._pacing.active:
+            self._kv.expect(sequence)
             self._pacing.window.added(sequence)
 
     def enqueue_waiting(self, sequence: Sequence) -> None:

@@ -30,7 +30,7 @@ from splitserve.models.hf_tokenizer import ByteTokenizer, HfTokenizer
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.request_guard import request_error
 from splitserve.rpc.status import GRAMMAR_FAILED
-from splitserve.shared_calls import SharedCalls
+from splitserve.runtime.calls.shared_calls import SharedCalls
 from splitserve.v1 import generation_pb2
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from splitserve.rpc.channel import (
 from splitserve.rpc.health import Health
 from splitserve.rpc.message_bounds import UNCOUNTED_BYTES, check_fields
 from splitserve.rpc.status import abort_with
-from splitserve.runtime.parser_thread import ParserThread
+from splitserve.runtime.calls.parser_thread import ParserThread
 from splitserve.runtime.process import connections_that_fit
 from splitserve.security.authorizer import ALLOW_ALL, RpcAuthorizer
 from splitserve.security.server_tls import ServerTls

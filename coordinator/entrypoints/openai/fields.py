@@ -22,7 +22,7 @@ from splitserve.generation.bounds import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from splitserve.runtime.parser_thread import SHORT_BYTES
+from splitserve.runtime.calls.parser_thread import SHORT_BYTES
 from splitserve.v1 import generation_pb2
 
 MAX_CHOICES = 128

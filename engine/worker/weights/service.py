@@ -27,7 +27,7 @@ from splitserve.errors import (
 )
 from splitserve.logs import log_event
 from splitserve.metrics import counter, counters
-from splitserve.runtime.call_thread import CallThread
+from splitserve.runtime.calls.call_thread import CallThread
 from splitserve.security.tls import Role
 from splitserve.v1 import weights_pb2
 from splitserve.v1.weights_pb2_grpc import WeightsServiceServicer, add_WeightsServiceServicer_to_server

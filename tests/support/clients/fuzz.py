@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, settings
 
 from coordinator.metrics.event_loop import LoopLag
 from splitserve.generation.grammar import load_compiler
-from splitserve.runtime.parser_thread import favor_event_loop
+from splitserve.runtime.calls.parser_thread import favor_event_loop
 from tests.support.waiting import PATIENCE_S
 
 T = TypeVar("T")
