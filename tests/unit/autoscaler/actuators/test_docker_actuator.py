@@ -293,13 +293,19 @@ async def test_the_last_container_of_each_class_is_kept_as_its_pattern() -> None
     ]
 
 
-async def test_a_list_changes_nothing() -> None:
+def untidy() -> FakeDocker:
+    """Three replicas, of which one has failed and one has overrun its drain."""
     docker = FakeDocker()
     for name in ("a", "b", "c"):
         docker.runs(f"prefill-{name}", "prefill")
     ended, overrun, _ = docker.there.values()
     ended |= {"State": "exited", "ExitCode": 1}
     overrun["Name"] += ".draining-until-1"
+    return docker
+
+
+async def test_a_list_changes_nothing() -> None:
+    docker = untidy()
     before = {name: dict(made) for name, made in docker.there.items()}
     scaled = actuator(docker)
     for _ in range(2):
@@ -312,12 +318,7 @@ async def test_a_container_that_cannot_be_tidied_holds_nothing_up(
     call: str, stuck: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Logging drivers that cannot be read, storage drivers that are busy, processes that do not die."""
-    docker = FakeDocker()
-    for name in ("a", "b", "c"):
-        docker.runs(f"prefill-{name}", "prefill")
-    ended, overrun, _ = docker.there.values()
-    ended |= {"State": "exited", "ExitCode": 1}
-    overrun["Name"] += ".draining-until-1"
+    docker = untidy()
     docker.refuses[call] = 500 if call != "logs" else 501
     scaled = actuator(docker)
     with caplog.at_level(logging.WARNING, "splitserve"):
