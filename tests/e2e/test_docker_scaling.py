@@ -188,8 +188,8 @@ async def ordered(stack: Compose, holds: Callable[[dict[str, str]], bool]) -> No
 
 
 async def test_blocks_of_a_killed_prefill_replica_come_back_on_the_runtimes_word(stack: Compose) -> None:
-    """Its name vanishes with it, so that nobody can refuse a connection; the tickets would hold blocks for 130 s. The long
-    prompt may have had a second one started."""
+    """Its name vanishes with it, so that nobody can refuse a connection; the tickets would hold blocks for 130 s. The
+    long prompt may have had a second one started."""
     await one_each(stack)
     async with stack.client() as client:
         asking = asyncio.create_task(client.generate(tokens(8000, 1), max_tokens=2))
