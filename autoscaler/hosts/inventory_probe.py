@@ -22,6 +22,7 @@ PROBE_LABEL = "splitserve.probe"
 PROBE_S = 20
 """How long a probe may take. A driver that hangs must not hold up what else the host is asked."""
 AGAIN_S = 300.0
+"""How long a host whose probe hung is left alone."""
 STALE_S = 60.0
 """One that is older was left by an autoscaler that was killed; a younger one may be another's."""
 PROBE = ["python3", "-m", "splitserve.gpus.report"]

@@ -43,7 +43,7 @@ class TenantPolicy(ConfigModel):
     requests_per_second: Rate | None = None
     """Rate of new requests."""
     prompt_tokens_per_second: Rate | None = None
-    """Rate of prompt tokens, cached ones included."""
+    """Rate of prompt tokens, cached ones and those that resumed answers have had included."""
     output_tokens_per_second: Rate | None = None
     """Rate of output tokens. They are charged as they are sent, so an answer may overdraw this; the next request is
     refused until the debt is paid."""
