@@ -161,8 +161,8 @@ class GrammarCheck:
             return
         key = sampling.grammar.SerializeToString(deterministic=True)
         if key not in self._accepted:
-            grammar = sampling.grammar
-            await self._checks.result(key, lambda: self._thread.run(lambda: check_compiles(grammar)))
+            work = partial(check_compiles, sampling.grammar)
+            await self._checks.result(key, partial(self._thread.run, work))
             self._accepted[key] = None
         self._accepted.move_to_end(key)
         if len(self._accepted) > MAX_CACHED_GRAMMARS:

@@ -147,7 +147,7 @@ class KvConsumer(KvConnector):
                 continue
             request.began_s = began_s
             if request.local is not None:
-                request.local.begin(began_s, cached_tokens)
+                request.local.cached_tokens = cached_tokens
             elif request.admitted_s is not None:
                 request.admit_ms = max(0.0, began_s - request.admitted_s) * 1e3
                 self._table.started(engine_id)
@@ -227,7 +227,7 @@ class KvConsumer(KvConnector):
         if not entry.computes_here(cached):
             return False
         core.add_request(request)
-        self._requests[request.request_id] = LiveRequest.of(entry, now, local=LocalPrefill(entry.arrived_s))
+        self._requests[request.request_id] = LiveRequest.of(entry, now, local=LocalPrefill())
         self._replies.append((entry.reply, Granted(None, max(0.0, now - entry.arrived_s))))
         return True
 

@@ -15,17 +15,11 @@ from splitserve.v1 import decode_pb2
 
 @dataclass(slots=True)
 class LocalPrefill:
-    """A prompt that is computed on this decode worker. Times are on `time.monotonic`."""
+    """A prompt that is computed on this decode worker."""
 
-    arrived_s: float
     cached_tokens: int = 0
     """Leading tokens that were in the prefix cache when it began."""
-    began_s: float = 0.0
     reported: bool = False
-
-    def begin(self, began_s: float, cached_tokens: int) -> None:
-        """Its first step began."""
-        self.began_s, self.cached_tokens = began_s, cached_tokens
 
 
 @dataclass(slots=True)
@@ -87,8 +81,8 @@ class LiveRequest:
         if (local := self.local) is not None and not local.reported:
             local.reported = True
             message.local_prefill.cached_tokens = local.cached_tokens
-            message.local_prefill.queue_ms = max(0.0, local.began_s - local.arrived_s) * 1e3
-            message.local_prefill.compute_ms = (now - local.began_s) * 1e3
+            message.local_prefill.queue_ms = max(0.0, self.began_s - self.arrived_s) * 1e3
+            message.local_prefill.compute_ms = (now - self.began_s) * 1e3
         if output.failure is not None:
             message.failure.reason, message.failure.message = output.failure
         return message

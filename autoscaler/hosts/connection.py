@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,7 +21,7 @@ from docker.tls import TLSConfig
 from autoscaler.hosts.docker_context import docker_folder, read_context
 from autoscaler.hosts.inventory_file import DockerHost
 from splitserve.errors import ConfigError
-from splitserve.runtime.children import launch
+from splitserve.runtime.children.launch import launcher
 from splitserve.security.tls import TlsFiles
 
 REMOTE_SOCKET = "/var/run/docker.sock"
@@ -120,8 +118,7 @@ class SshTunnel:
         if shutil.which(self._program) is None:
             raise DockerException(f"ssh: there is no program {self._program}")
         # It ends with this process, however that ends: nobody else would close a way to root on that host.
-        launcher = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid())]
-        command = [*launcher, *self.command(socket, timeout_s)]
+        command = [*launcher(), *self.command(socket, timeout_s)]
         words = Path(self._folder.name) / "ssh.log"
         with words.open("wb") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

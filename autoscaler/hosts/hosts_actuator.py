@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from autoscaler.actuators.actuator import ORDINARY, ActualReplica, Actuator, ReplicaKind
 from autoscaler.hosts.host_placement import HostCandidate, choose_host
@@ -60,10 +60,7 @@ class HostsActuator(Actuator):
 
     async def tidy(self) -> None:
         """See Actuator. Hosts that do not answer are left out."""
-        told = [host.link.actuator.tidy() for host in self._hosts if host.reachable]
-        for answer in await asyncio.gather(*told, return_exceptions=True):
-            if answer is not None:
-                raise answer
+        await self._tell_each(lambda actuator: actuator.tidy())
 
     @property
     def gpu_inventory(self) -> int | None:
@@ -102,12 +99,7 @@ class HostsActuator(Actuator):
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
         """See Actuator. Raises UnavailableError (HOST_UNKNOWN) for replicas of a host that does not answer, once all
         others have been told: they are to be told again."""
-        reachable = [host for host in self._hosts if host.reachable]
-        told = [host.link.actuator.stop(pool, names, drain_s) for host in reachable]
-        answers = await asyncio.gather(*told, return_exceptions=True)
-        for answer in answers:
-            if answer is not None:
-                raise answer
+        await self._tell_each(lambda actuator: actuator.stop(pool, names, drain_s))
         for host in self._hosts:
             away = [replica.name for replica in host.replicas if replica.name in names]
             if away and not host.reachable:
@@ -119,6 +111,13 @@ class HostsActuator(Actuator):
     async def close(self) -> None:
         """See Actuator. Replicas stay."""
         await asyncio.gather(*(host.close() for host in self._hosts))
+
+    async def _tell_each(self, order: Callable[[Actuator], Awaitable[None]]) -> None:
+        """Tells all hosts that answer; raises the first error once all of them have been told."""
+        told = [order(host.link.actuator) for host in self._hosts if host.reachable]
+        for answer in await asyncio.gather(*told, return_exceptions=True):
+            if answer is not None:
+                raise answer
 
     async def _ask(self, hosts: Collection[HostWatch]) -> None:
         """Asks all of them. Only those that answered the last time are waited for: who is away delays nobody."""

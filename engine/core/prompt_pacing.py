@@ -160,8 +160,6 @@ class PromptPacing:
         if prompt_fit is None:
             return UNMEASURED_TOKENS
         self._step_s, crowd = steps
-        if first.status is SequenceStatus.WAITING:
-            self._expect(first)
         mixed = not self.separate
         fit = (self.meter.prompt_fit.beside if mixed else None) or prompt_fit
         fit = fit.faster(self.meter.prompt_speed)

@@ -149,9 +149,8 @@ class GrammarCompiler:
         key = sampling.grammar.SerializeToString(deterministic=True)
         compiled = self._cache.get(key)
         if compiled is None:
-            grammar = sampling.grammar
-            work = partial(self._thread.run, lambda: self.compile(grammar))
-            compiled = await self._compiling.result(key, work)
+            work = partial(self.compile, sampling.grammar)
+            compiled = await self._compiling.result(key, partial(self._thread.run, work))
         self._cache[key] = compiled
         self._cache.move_to_end(key)
         if len(self._cache) > CACHED_GRAMMARS:

@@ -6,15 +6,13 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
-from splitserve.runtime.children import launch
+from splitserve.runtime.children.launch import launcher
 
 Role = Literal["coordinator", "prefill", "decode", "worker"]
 Event = Mapping[str, Any]
@@ -119,10 +117,8 @@ class ChildProcess:
         self._reader = asyncio.create_task(self._read(read))
 
     async def _execute(self, environment: Mapping[str, str], output: int) -> RunningProcess:
-        launcher = [sys.executable, "-I", "-S", str(Path(launch.__file__))]
         return await asyncio.create_subprocess_exec(
-            *launcher,
-            str(os.getpid()),
+            *launcher(),
             *self.spec.command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,

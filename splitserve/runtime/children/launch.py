@@ -17,6 +17,11 @@ PROGRAM = (sys.executable, "-m", "splitserve")
 PR_SET_PDEATHSIG = 1
 
 
+def launcher() -> list[str]:
+    """The words before a command that is to end with this process."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid())]
+
+
 def main(arguments: list[str]) -> None:
     """Executes the program; never returns."""
     parent, command = int(arguments[0]), arguments[1:]
