@@ -14,12 +14,12 @@ JOBS ?= 3
 ALONE := $(shell grep -rl 'mark\.alone' tests/integration)
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 SEARCHING := SPLITSERVE_HYPOTHESIS_PROFILE=search SPLITSERVE_FUZZ_EXAMPLES=250 SPLITSERVE_TEST_REFERENCES=sampled
-PACKAGES := splitserve coordinator prefill_worker decode_worker neutral_worker kv_transfer engine autoscaler bench
+PACKAGES := splitserve coordinator prefill_worker decode_worker worker kv_transfer engine autoscaler launcher bench
 
 # Images often set it. Without it each module is compiled once, not in every process that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-vllm model libraries demo test test-all test-vllm test-vllm-all e2e-docker e2e-docker-image wheels check check-types check-rules proto docs docs-check peer-vllm peer-dynamo clean help
+.PHONY: setup setup-vllm model libraries demo test test-all test-vllm test-vllm-all e2e-docker e2e-docker-image wheels check check-types check-rules proto docs docs-check docs-site peer-vllm peer-dynamo clean help
 .DEFAULT_GOAL := help
 
 help: ## What can be made
@@ -90,14 +90,19 @@ check-rules: setup
 proto: setup ## Generate splitserve/v1 from protos/
 	$(BIN)/python dev/proto.py
 
-docs: setup ## Generate docs/configuration.md, docs/api.md, the way of a request in docs/architecture.md, and the Grafana dashboards
+docs: setup ## Generate docs/reference/configuration.md, docs/reference/api.md and the Grafana dashboards
 	$(BIN)/python -m dev.docs.configuration_page
 	$(BIN)/python -m dev.docs.api_page
 	$(BIN)/python -m dev.monitoring.dashboards
-	$(BIN)/python -m dev.docs.request_path
 
 docs-check: setup model ## Every command of README and docs, run once from a clean clone (DOCS_CHECK=--quick: no benches)
 	$(BIN)/python -m dev.docs.check $(DOCS_CHECK)
+
+docs-site: $(VENV)/.docs-stamp ## The documentation as a static site in build/site, with checked links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+$(VENV)/.docs-stamp: $(STAMP)
+	$(BIN)/python -m dev.installer --no-compile --constraint constraints.txt --editable '.[docs]'
+	touch $@
 
 peer-vllm: setup model ## vLLM's prefill/decode pair beside ours; vLLM gets an environment of its own
 	$(BIN)/python -m dev.vllm_environment --folder .peers/vllm $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))

@@ -13,42 +13,39 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from autoscaler.actuators.actuator import ActualReplica, Actuator, ReplicaKind, counted, where_they_lean
-from autoscaler.classes.class_actions import reconcile_classes
-from autoscaler.classes.refused_classes import RefusedClasses
-from autoscaler.decisions.attainment import AttainmentModel
-from autoscaler.decisions.decider import Decided, Decider, held_over
-from autoscaler.decisions.journal import DecisionJournal
-from autoscaler.leanings.movable import movable_workers
-from autoscaler.leanings.turn_watch import TurnWatch
+from autoscaler.actuators.actuator import ONE_GPU, ActualReplica, Actuator, ReplicaShape, by_role, counted
+from autoscaler.decisions import DecisionJournal, decisions_of
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import LoopStatus
 from autoscaler.plan import Decide, Memory, ScalingPlan
-from autoscaler.plan_reasons import decisions_of
 from autoscaler.reconcile import (
     Action,
     Activate,
     Bounds,
+    ChangeRole,
     Drain,
-    Lean,
     PlannedRotation,
     ReplicaView,
     Rest,
     Start,
+    action_word,
     members,
     planned_rotation,
+    reconcile,
 )
-from autoscaler.shadows.shadow import Shadows
 from autoscaler.snapshot import POOLS, PoolName, Snapshot
-from autoscaler.start_watch import StartLimits, StartWatch, cold_starts
+from autoscaler.start_watch import StartLimits, StartWatch
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.logs import log_event
-from splitserve.runtime.deadlines import within
+from splitserve.runtime.waiting import within
 from splitserve.v1 import scaling_pb2
+
+CHANGE_ROLE_S = 60.0
+"""How long a worker that was told to change its role counts in its new pool before it says that it has changed."""
 
 
 class Rotation(Protocol):
-    """Tells the coordinators which workers are on standby and whether decode is lent to prefill."""
+    """Tells the coordinators which workers are on standby, and which roles they have."""
 
     async def apply(self, where: PlannedRotation, decisions: Sequence[scaling_pb2.PoolDecision]) -> None:
         """Puts replicas where they are to be; `decisions` say why, for people. Called at every tick. Raises
@@ -68,10 +65,8 @@ class LoopSettings:
     """Deadline of each action."""
     dry_run: bool = False
     """Decide and log, but do not act."""
-    gpus_each: Mapping[PoolName, int] = field(default_factory=lambda: dict.fromkeys(POOLS, 1))
-    """GPUs of one replica."""
-    neutral: bool = False
-    """Whether neutral workers are started."""
+    shapes: Mapping[PoolName, ReplicaShape] = field(default_factory=lambda: dict.fromkeys(POOLS, ONE_GPU))
+    """The GPUs of one replica."""
     starts: Mapping[PoolName, StartLimits] = field(
         default_factory=lambda: dict.fromkeys(POOLS, StartLimits())
     )
@@ -85,9 +80,6 @@ class PolicyChange:
     settings: LoopSettings
     carry: Callable[[Memory], Memory]
     """The memory of the policy before, as far as the new one can go on from it."""
-    attainment: AttainmentModel = field(default_factory=AttainmentModel)
-    holds: bool = False
-    """Whether the last plan means the same under it, and holds until its first decision."""
 
 
 @dataclass(slots=True)
@@ -104,23 +96,23 @@ class ControlLoop:
     """Without one nobody else may scale the same replicas."""
     changed_policy: Callable[[], PolicyChange | None] = lambda: None
     """Asked before each tick. Raises ConfigError for a file that cannot be taken, once for each of its versions."""
-    shadows: Shadows = field(default_factory=Shadows)
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep
     """Between ticks while a pool is at zero: it may end sooner, when requests wait for workers."""
     rest: Callable[[float], Awaitable[None]] = asyncio.sleep
-    """Between all others: it may end sooner, when a machine is to be taken away."""
-    decider: Decider = field(default_factory=Decider)
+    """Between all others."""
     status: LoopStatus = field(default_factory=LoopStatus)
     journal: DecisionJournal = field(default_factory=DecisionJournal)
     memory: Memory = None
     """The policy's, between ticks. What outlives a restart is put here before the first one."""
     _starts: StartWatch = field(default_factory=StartWatch)
-    _turns: TurnWatch = field(default_factory=TurnWatch)
-    _refused: RefusedClasses = field(default_factory=RefusedClasses)
     _own_names: frozenset[str] = frozenset()
     """Names that the actuator has listed, and that are still registered."""
     _started_for: Mapping[str, PoolName] = field(default_factory=dict)
-    """The pool of each replica to the actuator. Neutral ones may lean elsewhere since."""
+    """The pool that the actuator has each replica in. Its worker may have taken the other role since."""
+    _changing_roles: dict[str, tuple[PoolName, float]] = field(default_factory=dict)
+    """By name: the pool whose role a worker was told to take and has not taken yet, and until when that is believed."""
+    _now_s: float = 0.0
+    """When the last snapshot was taken."""
     _last_plan: ScalingPlan | None = None
 
     async def run(self) -> None:
@@ -130,11 +122,11 @@ class ControlLoop:
             await self.tick()
             left_s = max(0.0, began + self.settings.interval_s - time.monotonic())
             at_zero = self._last_plan is not None and self._last_plan.is_at_zero
-            await self.decider.pause(self.pause if at_zero else self.rest, left_s)
+            await (self.pause if at_zero else self.rest)(left_s)
 
     async def tick(self) -> None:
-        """One round. Errors that a later round may not have are logged, not raised. While a decision takes long, what
-        the last one wants is started where it is missing."""
+        """One round. Errors that a later round may not have are logged, not raised. While the policy fails, what its
+        last plan wants is started where it is missing."""
         self._take_policy()
         if self.lease is not None and self._would_act:
             await self.lease.renew()
@@ -144,45 +136,37 @@ class ControlLoop:
         except SplitserveError as error:
             self._failed("observe", error)
             return
-        snapshot = self._turns.look(self._known(snapshot))
-        snapshot = self._starts.look(snapshot, actual, self.settings.starts)
+        snapshot = self._starts.look(self._known(snapshot), actual, self.settings.starts)
         decided = await self._decided(snapshot)
-        if self.decider.overdue:
-            self.status.errors["decide"] = self.decider.overdue
-        if decided is not None:
-            plan, self.memory = decided.plan, decided.memory
-        elif self._last_plan is not None:
-            plan = held_over(self._last_plan)
-        else:
+        plan = decided or self._last_plan
+        if plan is None:
             return
         pools = self._pools(snapshot, actual)
         pauses = {pool: self._starts.pause_s(pool, snapshot.now_s) for pool in POOLS}
-        actions = reconcile_classes(plan, pools, self.settings.bounds, self._starts.paused(snapshot.now_s))
-        if not (whole := decided is not None and snapshot.complete):
+        actions = reconcile(plan, pools, self.settings.bounds, self._starts.paused(snapshot.now_s))
+        if decided is None or not snapshot.complete:
             actions = tuple(action for action in actions if isinstance(action, Start | Activate))
         self.status.starts(self._starts.failed_starts, pauses, snapshot)
         acted = self._may_act
-        if acted:
-            self._turns.told(actions, snapshot.now_s, whole=whole)
-        if decided is None:
-            await self._carry_out(plan, pools, actions)
-            return
-        for pool in POOLS:
-            if broken := plan.pool(pool).error:
-                self._failed("policy", ConfigError(broken), pool=pool)
-        self._log_decision(plan, pools, actions)
+        if decided is not None:
+            for pool in POOLS:
+                if broken := plan.pool(pool).error:
+                    self._failed("policy", ConfigError(broken), pool=pool)
+            self._log_decision(plan, pools, actions)
         await self._carry_out(plan, pools, actions)
-        # After that, so that what is kept for people delays nothing that has been decided.
-        self.journal.enter(decided.snapshot, plan, pools, actions, acted)
-        self.shadows.look(decided.snapshot, plan)
+        if decided is not None:
+            # Last, so that what is kept for people delays nothing that has been decided.
+            self.journal.enter(snapshot, decisions_of(plan, pools, actions), acted)
 
-    async def _decided(self, snapshot: Snapshot) -> Decided | None:
-        """None also for a policy that raises: counts are kept, and a mended one is taken at the next tick."""
+    async def _decided(self, snapshot: Snapshot) -> ScalingPlan | None:
+        """The plan, made on a thread: a forecast may take seconds. None for a policy that raises: counts are kept, and
+        a mended one is taken at the next tick."""
         try:
-            return await self.decider.decided(self.decide, self.memory, snapshot, self.settings.interval_s)
+            plan, self.memory = await asyncio.to_thread(self.decide, self.memory, snapshot)
         except Exception as error:
             self._failed("policy", ConfigError(f"cannot decide: {type(error).__name__}: {error}"))
             return None
+        return plan
 
     async def _carry_out(
         self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
@@ -211,10 +195,9 @@ class ControlLoop:
             self._failed("policy", error)
             return
         if change is not None:
-            self.decider.forget()
-            self._last_plan = self._last_plan if change.holds else None
+            self._last_plan = None
             self.decide, self.settings = change.decide, change.settings
-            self.memory, self.journal.attainment = change.carry(self.memory), change.attainment
+            self.memory = change.carry(self.memory)
             self.status.policy_is_current = True
             self.status.policy_reloads += 1
 
@@ -222,8 +205,13 @@ class ControlLoop:
         """The snapshot with what only the loop knows."""
         self.status.holds_lease = self.lease is None or self.lease.held
         inventory = None if self.actuator is None else self.actuator.gpu_inventory
-        refused = self._refused.at(snapshot.now_s, cold_starts(snapshot, self.settings.starts))
-        return replace(snapshot, acting=self._may_act, gpu_inventory=inventory, short=refused)
+        self._now_s = snapshot.now_s
+        self._changing_roles = {
+            name: (pool, until_s)
+            for name, (pool, until_s) in self._changing_roles.items()
+            if snapshot.roles.get(name) not in (None, pool) and until_s > snapshot.now_s
+        }
+        return replace(snapshot, acting=self._may_act, gpu_inventory=inventory)
 
     async def _replicas(self, snapshot: Snapshot) -> Sequence[ActualReplica]:
         if self.actuator is None:
@@ -237,7 +225,7 @@ class ControlLoop:
         # Those that were given up are missed on purpose: that is no failed start.
         self._starts.told_to_end(list({replica.name for replica in there} - {r.name for r in kept}))
         ours = [replica for replica in kept if replica.name not in snapshot.foreign]
-        return where_they_lean(ours, snapshot.leanings)
+        return by_role(ours, snapshot.roles)
 
     def _pools(
         self, snapshot: Snapshot, actual: Sequence[ActualReplica]
@@ -247,13 +235,18 @@ class ControlLoop:
         # The coordinators know a replica for a while after it has died: that is not somebody else's.
         registered = {name for name, replica in known.items() if replica.registered}
         self._own_names = frozenset(replica.name for replica in actual) | (self._own_names & registered)
+        actual = by_role(actual, {name: pool for name, (pool, _) in self._changing_roles.items()})
         return {
             pool: members(
                 pool,
                 actual,
                 known,
-                [r for r in seen[pool] if r.registered and not r.ours and r.name not in self._own_names],
-                neutral=self.settings.neutral,
+                [
+                    replica
+                    for replica in seen[pool]
+                    if replica.registered
+                    and (replica.both or not (replica.ours or replica.name in self._own_names))
+                ],
             )
             for pool in POOLS
         }
@@ -262,9 +255,7 @@ class ControlLoop:
         self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
     ) -> bool:
         """Tells the coordinators. False when they say that another autoscaler acts."""
-        movable = movable_workers(plan, pools, actions)
-        where = replace(planned_rotation(plan, pools, actions), movable=movable)
-        applied = self.rotation.apply(where, decisions_of(plan, pools, actions))
+        applied = self.rotation.apply(planned_rotation(pools, actions), decisions_of(plan, pools, actions))
         try:
             await within(self.settings.act_s, applied, "apply the plan")
         except SplitserveError as error:
@@ -275,8 +266,10 @@ class ControlLoop:
                 self.lease.lose()
             return False
         for action in actions:
-            if isinstance(action, Activate | Rest | Lean):
+            if isinstance(action, Activate | Rest | ChangeRole):
                 self._acted(plan, action)
+            if isinstance(action, ChangeRole):
+                self._changing_roles[action.name] = action.pool, self._now_s + CHANGE_ROLE_S
         return True
 
     async def _tidy(self, actuator: Actuator) -> None:
@@ -288,21 +281,19 @@ class ControlLoop:
     async def _act(self, actuator: Actuator, plan: ScalingPlan, action: Action) -> None:
         try:
             match action:
-                case Start(pool, count, kind, gpus, gpu):
-                    each = self.settings.gpus_each[pool] if gpus is None else gpus
-                    wanted = ReplicaKind(each, self.settings.neutral, kind, gpu)
-                    await within(self.settings.act_s, actuator.start(pool, count, wanted), "start")
+                case Start(pool, count):
+                    started = actuator.start(pool, count, self.settings.shapes[pool])
+                    await within(self.settings.act_s, started, "start")
                 case Drain(pool, names):
                     self._starts.told_to_end(names)
                     for home in POOLS:
                         if there := [name for name in names if self._started_for.get(name, pool) == home]:
                             stopped = actuator.stop(home, there, self.settings.drain_s[pool])
                             await within(self.settings.act_s, stopped, "stop")
-                case Activate() | Rest() | Lean():
+                case Activate() | Rest() | ChangeRole():
                     return
         except SplitserveError as error:
-            self._failed(_word(action), error, pool=action.pool)
-            self._refused.note(action, error)
+            self._failed(action_word(action), error, pool=action.pool)
             return
         self._acted(plan, action)
 
@@ -320,31 +311,26 @@ class ControlLoop:
                 pool=pool,
                 desired=wanted.desired,
                 standby=wanted.standby,
-                lend=plan.lend_decode_to_prefill,
                 reason=wanted.reason,
-                actions=[_word(action) for action in actions if action.pool == pool],
+                actions=[action_word(action) for action in actions if action.pool == pool],
                 dry_run=not self._would_act,
                 acts=self._may_act,
                 replicas={state.value: count for state, count in counts.items() if count},
             )
 
     def _acted(self, plan: ScalingPlan, action: Action) -> None:
-        self.status.actions[_word(action)] += 1
+        self.status.actions[action_word(action)] += 1
         match action:
-            case Start(count=count, replica_class=kind):
-                what: dict[str, Any] = {"count": count} | ({"replica_class": kind} if kind else {})
+            case Start(count=count):
+                what: dict[str, Any] = {"count": count}
             case Drain(names=names):
                 what = {"names": list(names)}
-            case Activate(name=name) | Rest(name=name) | Lean(name=name):
+            case Activate(name=name) | Rest(name=name) | ChangeRole(name=name):
                 what = {"names": [name]}
         reason = plan.pool(action.pool).reason
-        log_event("scaling.acted", pool=action.pool, action=_word(action), reason=reason, **what)
+        log_event("scaling.acted", pool=action.pool, action=action_word(action), reason=reason, **what)
 
     def _failed(self, hop: str, error: SplitserveError, **where: str) -> None:
         self.status.errors[hop] += 1
         what = {"hop": hop, "error": error.message, "error_reason": error.reason}
         log_event("scaling.failed", level=logging.WARNING, **what, **where)
-
-
-def _word(action: Action) -> str:
-    return type(action).__name__.lower()

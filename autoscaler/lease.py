@@ -12,22 +12,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from splitserve.client.scaling_client import ScalingClient
 from splitserve.errors import SplitserveError
 from splitserve.logs import log_event
 from splitserve.v1 import scaling_pb2
-
-
-class LeaseSource(Protocol):
-    """One coordinator; `splitserve.client.scaling_client.ScalingClient` is one."""
-
-    target: str
-
-    async def acquire_lease(
-        self, holder: str, *, valid_s: float, model: str = "", number: int = 0
-    ) -> scaling_pb2.AcquireLeaseResponse:
-        """See the proto. Raises SplitserveError."""
 
 
 class Lease:
@@ -35,7 +24,7 @@ class Lease:
 
     def __init__(
         self,
-        clients: Sequence[LeaseSource],
+        clients: Sequence[ScalingClient],
         holder: str,
         model: str,
         valid_s: float,
@@ -93,7 +82,7 @@ class Lease:
         return 2 * sum(vote for vote, yes in zip(votes, granted, strict=True) if yes) > sum(votes)
 
     async def _ask(
-        self, client: LeaseSource, valid_s: float, held: bool
+        self, client: ScalingClient, valid_s: float, held: bool
     ) -> scaling_pb2.AcquireLeaseResponse | None:
         number = self._numbers.get(client.target, 0) if held else 0
         try:

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from autoscaler.plan import Cause, ScalingPlan
 from autoscaler.reconcile import ReplicaView
 from autoscaler.snapshot import POOLS, DecodeSignals, PoolName, PrefillSignals, ReplicaState, Snapshot
 from splitserve.metrics import counter, counters, gauge, gauges
 
-ACTIONS = ("start", "activate", "rest", "drain")
-HOPS = ("observe", "decide", "rotate", "start", "drain", "tidy", "policy")
+ACTIONS = ("start", "activate", "rest", "drain", "change_role")
+HOPS = ("observe", "rotate", "start", "drain", "tidy", "policy")
 
 
 @dataclass(slots=True)
@@ -28,10 +28,9 @@ class LoopStatus:
     actual: Mapping[PoolName, Mapping[ReplicaState, int]] = field(default_factory=dict)
     causes: Mapping[PoolName, Cause] = field(default_factory=dict)
     """What decided each pool's count last."""
-    lending: bool = False
     actions: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
-    """By hop: observation, decisions that took longer than an interval, each kind of action, and the policy file."""
+    """By hop: observation, each kind of action, and the policy."""
     holds_lease: bool = True
     policy_is_current: bool = True
     """False while the policy file cannot be taken and the one before is in force."""
@@ -56,7 +55,6 @@ class LoopStatus:
         self.desired = {pool: plan.pool(pool).desired for pool in POOLS}
         self.standby = {pool: plan.pool(pool).standby for pool in POOLS}
         self.causes = {pool: plan.pool(pool).cause for pool in POOLS}
-        self.lending = plan.lend_decode_to_prefill
         self.actual = {
             pool: {state: sum(m.state is state for m in pools[pool]) for state in ReplicaState}
             for pool in POOLS
@@ -65,49 +63,72 @@ class LoopStatus:
 
 def loop_metrics(status: LoopStatus) -> list[Metric]:
     """All metrics of the autoscaler at one moment."""
-    reason = GaugeMetricFamily(
-        "splitserve_autoscaler_reason",
-        "1 for what decided the number of replicas wanted, 0 for the rest",
-        labels=["pool", "reason"],
-    )
-    for pool, cause in status.causes.items():
-        for one in get_args(Cause):
-            reason.add_metric([pool, one], one == cause)
-    actions = {kind: float(status.actions[kind]) for kind in ACTIONS}
-    errors = {hop: float(status.errors[hop]) for hop in HOPS}
     return [
         gauges(
-            "splitserve_autoscaler_desired_replicas",
-            "Replicas wanted in rotation",
-            "pool",
-            {str(pool): count for pool, count in status.desired.items()},
+            "splitserve_autoscaler_desired_replicas", "Replicas wanted in rotation", "pool", status.desired
+        ),
+        gauges("splitserve_autoscaler_desired_standby", "Warm standbys wanted", "pool", status.standby),
+        gauges(
+            "splitserve_autoscaler_replicas",
+            "Replicas that exist",
+            ("pool", "state"),
+            {
+                (pool, state.value): count
+                for pool, states in status.actual.items()
+                for state, count in states.items()
+            },
         ),
         gauges(
-            "splitserve_autoscaler_desired_standby",
-            "Warm standbys wanted",
-            "pool",
-            {str(pool): count for pool, count in status.standby.items()},
+            "splitserve_autoscaler_reason",
+            "1 for what decided the number of replicas wanted, 0 for the rest",
+            ("pool", "reason"),
+            {
+                (pool, reason): reason == cause
+                for pool, cause in status.causes.items()
+                for reason in get_args(Cause)
+            },
         ),
-        _actual(status),
-        reason,
-        gauge("splitserve_autoscaler_lending", "Whether decode computes prompts meanwhile", status.lending),
         counter("splitserve_autoscaler_decisions", "Decisions made", status.decisions),
-        counters("splitserve_autoscaler_actions", "Actions done", "action", actions),
-        counters("splitserve_autoscaler_errors", "Hops that failed, tried again later", "hop", errors),
+        counters(
+            "splitserve_autoscaler_actions",
+            "Actions done",
+            "action",
+            {kind: status.actions[kind] for kind in ACTIONS},
+        ),
+        counters(
+            "splitserve_autoscaler_errors",
+            "Hops that failed, tried again later",
+            "hop",
+            {hop: status.errors[hop] for hop in HOPS},
+        ),
         counters(
             "splitserve_autoscaler_failed_starts",
             "Replicas that ended or were overdue before they were up for one cold start",
             "pool",
-            {str(pool): float(count) for pool, count in status.failed_starts.items()},
+            status.failed_starts,
         ),
         gauges(
             "splitserve_autoscaler_start_pause_seconds",
             "Time for which nothing is ordered, because the last replicas failed",
             "pool",
-            {str(pool): pause_s for pool, pause_s in status.pauses_s.items()},
+            status.pauses_s,
         ),
-        _cold_starts(status),
-        _reachable(status),
+        gauges(
+            "splitserve_autoscaler_cold_start_seconds",
+            "Median time of a replica's start, by phase",
+            ("pool", "phase"),
+            {
+                (pool, phase): took_s
+                for pool, phases in status.cold_starts_s.items()
+                for phase, took_s in phases.items()
+            },
+        ),
+        gauges(
+            "splitserve_autoscaler_host_reachable",
+            "Whether a host answers; what runs on one that does not is unknown",
+            "host",
+            status.hosts,
+        ),
         gauge("splitserve_autoscaler_holds_lease", "Whether this autoscaler may act", status.holds_lease),
         gauge(
             "splitserve_autoscaler_policy_current",
@@ -120,16 +141,6 @@ def loop_metrics(status: LoopStatus) -> list[Metric]:
     ]
 
 
-def _actual(status: LoopStatus) -> Metric:
-    actual = GaugeMetricFamily(
-        "splitserve_autoscaler_replicas", "Replicas that exist", labels=["pool", "state"]
-    )
-    for pool, states in status.actual.items():
-        for state, count in states.items():
-            actual.add_metric([pool, state.value], count)
-    return actual
-
-
 def _cold_start_s(signals: PrefillSignals | DecodeSignals) -> dict[str, float]:
     """Phases of a pool's cold starts, seconds. What replicas do not see themselves is `schedule`."""
     start, took_s = signals.start, signals.cold_start_s
@@ -137,24 +148,3 @@ def _cold_start_s(signals: PrefillSignals | DecodeSignals) -> dict[str, float]:
         return {}
     seen = {"process": start.process_s, "weights": start.weights_s, "warm_up": start.warm_up_s}
     return seen if took_s is None else {"schedule": max(0.0, took_s - start.total_s), **seen}
-
-
-def _cold_starts(status: LoopStatus) -> Metric:
-    family = GaugeMetricFamily(
-        "splitserve_autoscaler_cold_start_seconds",
-        "Median time of a replica's start, by phase",
-        labels=["pool", "phase"],
-    )
-    for pool, phases in status.cold_starts_s.items():
-        for phase, seconds in phases.items():
-            family.add_metric([pool, phase], seconds)
-    return family
-
-
-def _reachable(status: LoopStatus) -> Metric:
-    return gauges(
-        "splitserve_autoscaler_host_reachable",
-        "Whether a host answers; what runs on one that does not is unknown",
-        "host",
-        {host: float(answers) for host, answers in status.hosts.items()},
-    )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.plan import ScalingPlan
-from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState
+from autoscaler.snapshot import OTHER_POOL, POOLS, PoolName, Replica, ReplicaState
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,6 @@ class Start:
 
     pool: PoolName
     count: int
-    replica_class: str = ""
-    """Of which class; empty: the pool has none."""
-    gpus_each: int | None = None
-    """GPUs of one replica; None: as many as the pool's replicas have."""
-    gpu: str = ""
-    """Their kind; empty: any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +56,20 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
-class Lean:
-    """Let a neutral worker of the other pool lean to this one."""
+class ChangeRole:
+    """Give a worker of the other pool this pool's role."""
 
     pool: PoolName
     name: str
 
 
 _COMING = (ReplicaState.READY, ReplicaState.STANDBY, ReplicaState.STARTING)
-Action = Start | Activate | Rest | Drain | Lean
+Action = Start | Activate | Rest | Drain | ChangeRole
+
+
+def action_word(action: Action) -> str:
+    """The kind of an action, as logs, metrics and reports name it."""
+    return "change_role" if isinstance(action, ChangeRole) else type(action).__name__.lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +81,9 @@ class ReplicaView:
     load: float
     created_wall_s: float
     ours: bool = True
-    """Whether the actuator has it. Others are capacity; nothing is done to them, but that neutral ones may lean
-    elsewhere."""
-    neutral: bool = False
-    replica_class: str = ""
-    """Empty: the default one."""
+    """Whether the actuator has it, and its role is of one pool. Others are capacity; nothing is done to them."""
+    can_change_role: bool = False
+    """Whether it can take the other pool's role while it runs."""
 
 
 def members(
@@ -94,31 +91,24 @@ def members(
     actual: Iterable[ActualReplica],
     seen: Mapping[str, Replica],
     others: Iterable[Replica] = (),
-    *,
-    neutral: bool = False,
 ) -> tuple[ReplicaView, ...]:
     """The replicas of one pool. The actuator says which exist, the coordinators in which state they are.
 
-    `others` are registered workers that the actuator does not have, as those of another host: they count, and are left
-    alone. `neutral`: those that no coordinator sees are taken for neutral workers, as such are started.
+    `others` are registered workers that the actuator does not have, as those of another host, and workers with both
+    roles: they count, and are left alone.
     """
-    found = [
-        ReplicaView(other.name, other.state, other.load, 0.0, False, other.neutral, other.replica_class)
-        for other in others
-    ]
+    views = [ReplicaView(other.name, other.state, other.load, 0.0, False) for other in others]
     for replica in actual:
-        if replica.pool != pool:
+        sighting = seen.get(replica.name)
+        if replica.pool != pool or (sighting is not None and sighting.both):
             continue
-        known = seen.get(replica.name)
-        state = known.state if known is not None else ReplicaState.STARTING
+        state = sighting.state if sighting is not None else ReplicaState.STARTING
         if replica.stopping:
             state = ReplicaState.DRAINING
-        load = known.load if known is not None else 0.0
-        either = known.neutral if known is not None and known.registered else neutral
-        # The actuator knows it from the start; what it adopted may say so only itself.
-        kind = replica.replica_class or (known.replica_class if known is not None else "")
-        found.append(ReplicaView(replica.name, state, load, replica.created_wall_s, True, either, kind))
-    return tuple(found)
+        load = sighting.load if sighting is not None else 0.0
+        can_change_role = sighting is not None and sighting.can_change_role
+        views.append(ReplicaView(replica.name, state, load, replica.created_wall_s, True, can_change_role))
+    return tuple(views)
 
 
 def reconcile(
@@ -131,13 +121,13 @@ def reconcile(
 
     Replicas that are preempted do not count, so they are replaced at once, whatever `behavior` says of the number.
     In `paused` pools nothing is ordered and no overdue replica replaced, because the last ones failed. Where one pool
-    has more in rotation than it shall, and the other less, standby and starting ones counted, neutral workers change
-    sides before anything is started or drained: that takes seconds and no cold start. Those that nobody sees yet, or
-    any more, count on either side: they can lean there as soon as they are seen.
+    has more in rotation than it shall, and the other less, standby and starting ones counted, workers take the other
+    role before anything is started or drained: that takes no cold start.
     """
     goals = {pool: min(max(plan.pool(pool).desired, bounds[pool].min), bounds[pool].max) for pool in POOLS}
     actions: list[Action] = []
-    pools = _leant(plan, goals, pools, actions)
+    if plan.one_shape:
+        pools = _change_roles(goals, pools, actions)
     for pool in POOLS:
         wanted, desired = plan.pool(pool), goals[pool]
         others = [member for member in pools[pool] if not member.ours]
@@ -154,36 +144,23 @@ def reconcile(
     return tuple(actions)
 
 
-def _leant(
-    plan: ScalingPlan,
-    goals: Mapping[PoolName, int],
-    pools: Mapping[PoolName, Sequence[ReplicaView]],
-    actions: list[Action],
+def _change_roles(
+    goals: Mapping[PoolName, int], pools: Mapping[PoolName, Sequence[ReplicaView]], actions: list[Action]
 ) -> Mapping[PoolName, Sequence[ReplicaView]]:
-    """The pools once neutral workers have changed sides, with the actions for it. The total stays."""
+    """Decides which workers change roles, and adds an action for each. Returns the pools as they are then; the total
+    stays."""
     after = {pool: list(pools[pool]) for pool in POOLS}
-    sides: tuple[tuple[PoolName, PoolName], ...] = (("prefill", "decode"), ("decode", "prefill"))
-    for side, other in sides:
-        while sum(member.state in _COMING for member in after[side]) < goals[side]:
-            moved = _to_spare(after[other], goals[other], plan.pool(other).standby)
-            if moved is None:
+    for pool in POOLS:
+        other = OTHER_POOL[pool]
+        while sum(member.state in _COMING for member in after[pool]) < goals[pool]:
+            ready = in_state(after[other], ReplicaState.READY)
+            able = sorted((one for one in ready if one.ours and one.can_change_role), key=least_loaded)
+            if not able or len(ready) <= goals[other]:
                 break
-            if moved.state is ReplicaState.READY:
-                actions.append(Lean(side, moved.name))
-            after[other].remove(moved)
-            after[side].append(moved)
+            actions.append(ChangeRole(pool, able[0].name))
+            after[other].remove(able[0])
+            after[pool].append(able[0])
     return after
-
-
-def _to_spare(there: Sequence[ReplicaView], goal: int, standby: int) -> ReplicaView | None:
-    """The neutral worker that a pool can do without, if it has one."""
-    ready = in_state(there, ReplicaState.READY)
-    able = sorted((member for member in ready if member.neutral), key=least_loaded)
-    if able and len(ready) > goal:
-        return able[0]
-    starting = [one for one in in_state(there, ReplicaState.STARTING) if one.neutral and one.ours]
-    coming = sum(member.state in _COMING for member in there)
-    return min(starting, key=oldest) if starting and coming > goal + max(0, standby) else None
 
 
 def _reconcile_pool(
@@ -242,31 +219,23 @@ class PlannedRotation:
 
     standby: frozenset[str] = frozenset()
     active: frozenset[str] = frozenset()
-    sleeping: frozenset[str] = frozenset()
-    """Of `standby`."""
-    leanings: Mapping[str, PoolName] = field(default_factory=dict)
-    """Of all neutral workers in rotation, also those of others."""
-    lend: bool = False
-    """Whether decode is lent to prefill."""
-    movable: frozenset[str] = frozenset()
-    """Those of `leanings` that coordinators' planners may move until the next plan."""
+    roles: Mapping[str, PoolName] = field(default_factory=dict)
+    """The pool of each replica in rotation that can change its role."""
 
 
 def planned_rotation(
-    plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
+    pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
 ) -> PlannedRotation:
     """Where everything is once the actions have been carried out."""
-    ours = {member.name: pool for pool in POOLS for member in pools[pool] if member.ours}
-    there = [member for pool in POOLS for member in pools[pool] if member.ours]
-    standby = {member.name for member in in_state(there, ReplicaState.STANDBY)}
-    active = {member.name for member in in_state(there, ReplicaState.READY)}
-    leanings = {
+    ours = [member for pool in POOLS for member in pools[pool] if member.ours]
+    standby = {member.name for member in in_state(ours, ReplicaState.STANDBY)}
+    active = {member.name for member in in_state(ours, ReplicaState.READY)}
+    roles = {
         member.name: pool
         for pool in POOLS
-        for member in pools[pool]
-        if member.neutral and member.state is ReplicaState.READY
+        for member in in_state(pools[pool], ReplicaState.READY)
+        if member.ours and member.can_change_role
     }
-    ending: set[str] = set()
     for action in actions:
         match action:
             case Activate(name=name):
@@ -277,14 +246,11 @@ def planned_rotation(
                 standby.add(name)
             case Drain(names=names):
                 # Out of rotation before it drains: no request is routed to a worker that refuses it.
-                ending.update(active.intersection(names))
                 active.difference_update(names)
                 standby.update(names)
-            case Lean(pool, name):
-                leanings[name] = pool
-    sleeping = {name for name in standby - ending if name in ours and plan.pool(ours[name]).sleep}
-    lend = plan.lend_decode_to_prefill
-    return PlannedRotation(frozenset(standby), frozenset(active), frozenset(sleeping), leanings, lend)
+            case ChangeRole(pool, name):
+                roles[name] = pool
+    return PlannedRotation(frozenset(standby), frozenset(active), roles)
 
 
 def in_state(there: Sequence[ReplicaView], state: ReplicaState) -> list[ReplicaView]:

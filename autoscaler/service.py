@@ -5,32 +5,19 @@ from __future__ import annotations
 import asyncio
 import socket
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from prometheus_client.core import Metric
-
 from autoscaler.actuators.actuator import Actuator
 from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
-from autoscaler.counterfactuals.score_metrics import score_metrics
-from autoscaler.counterfactuals.scoring import ScoredPolicy, ShadowScoring
-from autoscaler.decisions.decider import Decider
-from autoscaler.decisions.decisions_page import DECISIONS_PATH, decisions_document
-from autoscaler.decisions.journal import DecisionJournal
+from autoscaler.decisions import DECISIONS_PATH
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
-from autoscaler.policy_in_force import LearnedHistory, PolicyFile, PolicyInForce, shadows_of
+from autoscaler.policy_in_force import PolicyFile, PolicyInForce
 from autoscaler.reconcile import PlannedRotation
-from autoscaler.shadows.shadow import Shadows
-from autoscaler.shadows.shadow_metrics import shadow_metrics
-from autoscaler.sharing.merged_plans import MergedPlans
-from autoscaler.sharing.model_account import ModelAccount
 from autoscaler.signals.demand_watch import DemandWatch
-from autoscaler.signals.history_file import HistoryFile
-from autoscaler.signals.notice_watch import NoticeWatch
 from autoscaler.signals.observer import Observer
 from splitserve.client.scaling_client import MAX_LEASE_S, ScalingClient
 from splitserve.config.autoscaler import AutoscalerConfig
@@ -41,7 +28,7 @@ from splitserve.rpc.credentials import UNSECURED, ClusterCredentials, cluster_cr
 from splitserve.runtime.cancellation import run_beside
 from splitserve.runtime.loops import LoopRunner
 from splitserve.runtime.process import END_S, stop_signal
-from splitserve.runtime.reload import FileWatcher, ReloadedFiles
+from splitserve.runtime.reload import FileWatcher
 from splitserve.security.api_keys import read_key
 from splitserve.v1 import registry_pb2, scaling_pb2
 
@@ -51,22 +38,6 @@ PLAN_INTERVALS = 4
 LEAST_PLAN_S = 30.0
 LEASE_INTERVALS = 3
 """A lease lasts this many intervals at least, so that its holder renews it in time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """What the control loops of several models on one inventory have in common, and one model's part in it."""
-
-    account: ModelAccount
-    plans: MergedPlans
-    turns: asyncio.Lock
-    """Of decisions: each sees what the one before it claims."""
-    lease: Lease | None = None
-
-    @property
-    def decider(self) -> Decider:
-        """Of decisions that see the account."""
-        return Decider(self.turns, self.account.seen, self.account.decided)
 
 
 @asynccontextmanager
@@ -82,13 +53,9 @@ async def control_loop(
     lease_s: float | None = None,
     security: ClusterCredentials = UNSECURED,
     api_key: str | None = None,
-    shadows: Shadows | None = None,
-    history: HistoryFile | None = None,
-    sharing: Sharing | None = None,
 ) -> AsyncIterator[ControlLoop]:
-    """A connected control loop; the caller runs it and `history`, and closes the actuator. With `lease_s` it acts only
-    while it holds the coordinators' lease, given up at the end; with `sharing` it is one of several, and has theirs."""
-    shadows = shadows or Shadows()
+    """A connected control loop; the caller runs it and closes the actuator. With `lease_s` it acts only
+    while it holds the coordinators' lease, which it gives up at the end."""
     async with AsyncExitStack() as stack:
         made = (ScalingClient(target, security=security, api_key=api_key) for target in coordinators)
         clients = [await stack.enter_async_context(client) for client in made]
@@ -97,12 +64,14 @@ async def control_loop(
             listing["on_ended"] = partial(report_ended, clients)
         observer = Observer(clients, **listing, model=model, window_s=window_s)
         settings = LoopSettings(interval_s=interval_s or 0.0, dry_run=dry_run)
-        in_force = PolicyInForce(policy, observer, settings, shadows)
+        in_force = PolicyInForce(policy, observer, settings)
         observer.keep_history(in_force.history_s)
         first = in_force.first()
-        lease = sharing.lease if sharing is not None else None
-        if lease is None and lease_s is not None and actuator is not None and not dry_run:
-            lease = Lease(clients, holder_name(), model, lease_length_s(lease_s, first.settings.interval_s))
+        lease = None
+        if lease_s is not None and actuator is not None and not dry_run:
+            holder = f"{socket.gethostname()[:60]}/{uuid.uuid4()}"  # unique to this run of the autoscaler
+            valid_s = min(MAX_LEASE_S, max(lease_s, LEASE_INTERVALS * first.settings.interval_s))
+            lease = Lease(clients, holder, model, valid_s)
             stack.push_async_callback(lease.release)
         on_demand = partial(_on_demand, policy, observer)
         rotation = CoordinatorRotation(clients, _plan_s(first.settings), lease, on_demand)
@@ -116,30 +85,14 @@ async def control_loop(
         loop = ControlLoop(
             observe=observer.observe,
             decide=first.decide,
-            rotation=rotation if sharing is None else sharing.plans.rotation(model, rotation),
+            rotation=rotation,
             actuator=actuator,
             settings=first.settings,
             lease=lease,
             changed_policy=changed_policy,
-            shadows=shadows,
             pause=DemandWatch(clients, model).pause,
-            rest=NoticeWatch(clients, model).pause,
-            decider=Decider() if sharing is None else sharing.decider,
-            journal=DecisionJournal(first.attainment),
         )
-        if history is not None:
-            history.restore(LearnedHistory(policy, observer, loop), in_force.history_s)
         yield loop
-
-
-def holder_name() -> str:
-    """Unique to this run of the autoscaler."""
-    return f"{socket.gethostname()[:60]}/{uuid.uuid4()}"
-
-
-def lease_length_s(given_s: float, interval_s: float) -> float:
-    """How long a lease lasts that is renewed at each interval."""
-    return min(MAX_LEASE_S, max(given_s, LEASE_INTERVALS * interval_s))
 
 
 def _on_demand(policy: PolicyFile, observer: Observer) -> Sequence[registry_pb2.ServedModel]:
@@ -152,17 +105,17 @@ async def serve(config: AutoscalerConfig) -> None:
 
     Raises ConfigError for a wrong policy file or actuator, FailedPreconditionError for a taken metrics port.
     """
-    policy, shadows = PolicyFile(config.one_policy), shadows_of(config.shadow, config.shadow_window_s)
+    policy = PolicyFile(config.policy)
     security = cluster_credentials("autoscaler", config.tls, config.cluster_token_file)
     watcher = FileWatcher(policy.files, security.server_tls.file if security.server_tls else None)
-    history = None if config.history_file is None else HistoryFile(config.history_file)
     stop = stop_signal(END_S)
-    async with scaling(
-        {config.model: config},
-        lambda actuators: control_loop(
+    async with AsyncExitStack() as stack:
+        stack.callback(log_event, "autoscaler.stopped")
+        actuator = make_actuator(config)
+        running = control_loop(
             policy,
             config.coordinators,
-            actuators[config.model],
+            actuator,
             interval_s=config.interval_s,
             window_s=config.window_s,
             model=config.model,
@@ -170,76 +123,33 @@ async def serve(config: AutoscalerConfig) -> None:
             lease_s=config.lease_s,
             security=security,
             api_key=read_key(config.api_key_file),
-            shadows=shadows,
-            history=history,
-        ),
-    ) as loop:
-        scoring = _scoring(config, loop)
-        background = [("scaling", loop.run), ("scoring", scoring.run), ("files", watcher.follow)]
-        if history is not None:
-            background.append(("history", history.run))
-        told = ScalingEndpoint(
-            lambda: [*loop_metrics(loop.status), *shadow_metrics(shadows), *score_metrics(scoring)],
-            lambda: decisions_document(loop.journal.decisions, scoring.document()),
-            watcher.files,
         )
-        await run_served(config, security, background, told, stop)
+        loop = await stack.enter_async_context(closed_first(actuator, running))
+        loops = LoopRunner()
+        with serving_metrics(
+            lambda: [*loop_metrics(loop.status), loops.metric(), *reload_metrics(watcher.files)],
+            config.host,
+            config.metrics_port,
+            security.server_tls,
+            {DECISIONS_PATH: loop.journal.document},
+            security.token,
+        ):
+            log_event("autoscaler.ready", actuator=config.actuator)
+            scaling, files = loops.run("scaling", loop.run), loops.run("files", watcher.follow)
+            await run_beside(stop.wait(), [("scaling", scaling), ("files", files)])
 
 
 @asynccontextmanager
-async def scaling(
-    configs: Mapping[str, AutoscalerConfig],
-    loops: Callable[[Mapping[str, Actuator | None]], AbstractAsyncContextManager[T]],
-) -> AsyncIterator[T]:
-    """`loops`, with the actuators of these settings, by model. These close before it ends: an order under way ends
-    before the lease does, because another that takes it would not see the order. Raises ConfigError."""
+async def closed_first(actuator: Actuator | None, loop: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
+    """`loop`, which ends after the actuator is closed. An order under way is then over before the lease ends; another
+    autoscaler that takes the lease would not see the order."""
     async with AsyncExitStack() as stack:
-        stack.callback(log_event, "autoscaler.stopped")
-        actuators, closing = dict[str, Actuator | None](), await stack.enter_async_context(AsyncExitStack())
-        for model, config in configs.items():
-            actuators[model] = made = make_actuator(config)
-            if made is not None:
-                closing.push_async_callback(made.close)
-        entered = await stack.enter_async_context(loops(actuators))
+        closing = await stack.enter_async_context(AsyncExitStack())
+        if actuator is not None:
+            closing.push_async_callback(actuator.close)
+        entered = await stack.enter_async_context(loop)
         stack.push_async_callback(closing.aclose)
         yield entered
-
-
-@dataclass(frozen=True, slots=True)
-class ScalingEndpoint:
-    """What an autoscaler tells at its metrics port, beside the state of its loops and files."""
-
-    metrics: Callable[[], Sequence[Metric]]
-    decisions: Callable[[], dict[str, Any]]
-    reloaded: Sequence[ReloadedFiles[Any]]
-
-
-async def run_served(
-    config: AutoscalerConfig,
-    security: ClusterCredentials,
-    background: Sequence[tuple[str, Callable[[], Awaitable[None]]]],
-    told: ScalingEndpoint,
-    stop: asyncio.Event,
-) -> None:
-    """Runs these loops, each with its name, until `stop` is set. Raises FailedPreconditionError for a taken port."""
-    loops = LoopRunner()
-    with serving_metrics(
-        lambda: [*told.metrics(), loops.metric(), *reload_metrics(told.reloaded)],
-        config.host,
-        config.metrics_port,
-        security.server_tls,
-        {DECISIONS_PATH: told.decisions},
-        security.token,
-    ):
-        log_event("autoscaler.ready", actuator=config.actuator)
-        await run_beside(stop.wait(), [(name, loops.run(name, loop)) for name, loop in background])
-
-
-def _scoring(config: AutoscalerConfig, loop: ControlLoop) -> ShadowScoring:
-    """Of the policy in force and its shadows; without shadows there is nothing to compare."""
-    shadows = [ScoredPolicy("shadow", path) for path in config.shadow]
-    policies = [ScoredPolicy("in_force", config.one_policy), *shadows] if shadows else []
-    return ShadowScoring(loop.journal, policies, config.shadow_window_s)
 
 
 def make_actuator(config: AutoscalerConfig) -> Actuator | None:
@@ -250,9 +160,9 @@ def make_actuator(config: AutoscalerConfig) -> Actuator | None:
     try:
         match config.actuator:
             case "docker":
-                from autoscaler.hosts.make_hosts import make_docker_actuator
+                from autoscaler.actuators.hosts.make_hosts import make_docker_actuator
 
-                return make_docker_actuator(config.docker, config.model, pulls=not config.dry_run)
+                return make_docker_actuator(config.docker, config.model)
             case "kubernetes":
                 from autoscaler.actuators.kubernetes import KubernetesActuator
 
@@ -288,22 +198,12 @@ class CoordinatorRotation:
         self._lease = lease
 
     async def apply(self, where: PlannedRotation, decisions: Sequence[scaling_pb2.PoolDecision] = ()) -> None:
-        """See `Rotation`. Raises FailedPreconditionError (STALE_LEASE) when a coordinator says that another may act,
-        and UnavailableError naming the coordinators that could not be reached."""
-        plan: dict[str, Any] = {
-            "standby": sorted(where.standby),
-            "active": sorted(where.active),
-            "lend": where.lend,
-            "decisions": decisions,
-            "leanings": where.leanings,
-        }
-        if models := self._on_demand():
-            plan["on_demand"] = models
-        if where.sleeping:
-            plan["sleeping"] = sorted(where.sleeping)
-        if where.movable:
-            plan["movable"] = sorted(where.movable)
-        calls = [self._apply_to(client, plan) for client in self._clients]
+        """Tells every coordinator.
+
+        Raises FailedPreconditionError (STALE_LEASE) when a coordinator says that another may act, and
+        UnavailableError naming the coordinators that could not be reached."""
+        models = self._on_demand()
+        calls = [self._apply_to(client, where, decisions, models) for client in self._clients]
         failed = [error for error in await asyncio.gather(*calls) if error]
         text = "; ".join(f"{target}: {error}" for target, error in failed)
         if any(error.reason == "STALE_LEASE" for _, error in failed):
@@ -312,12 +212,22 @@ class CoordinatorRotation:
             raise UnavailableError(text, reason="PLAN_NOT_APPLIED")
 
     async def _apply_to(
-        self, client: ScalingClient, plan: Mapping[str, Any]
+        self,
+        client: ScalingClient,
+        where: PlannedRotation,
+        decisions: Sequence[scaling_pb2.PoolDecision],
+        models: Sequence[registry_pb2.ServedModel],
     ) -> tuple[str, SplitserveError] | None:
-        number = self._lease.number_at(client.target) if self._lease is not None else 0
-        fenced: dict[str, Any] = {"lease_number": number} if number else {}
         try:
-            await client.apply_plan(**plan, valid_s=self.valid_s, **fenced)
+            await client.apply_plan(
+                standby=sorted(where.standby),
+                active=sorted(where.active),
+                valid_s=self.valid_s,
+                lease_number=self._lease.number_at(client.target) if self._lease is not None else 0,
+                decisions=decisions,
+                roles=where.roles,
+                on_demand=models,
+            )
         except SplitserveError as error:
             return client.target, error
         return None

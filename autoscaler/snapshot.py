@@ -11,14 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from autoscaler.sharing.claims.shared_view import SharedView
 from splitserve.histograms import Histogram
+from splitserve.latency_model import DecodeLatency
 
 PoolName = Literal["prefill", "decode"]
 POOLS: tuple[PoolName, PoolName] = ("prefill", "decode")
 OTHER_POOL: Mapping[PoolName, PoolName] = {"prefill": "decode", "decode": "prefill"}
-PoolClass = tuple[PoolName, str]
-"""A pool and the name of one of its replica classes; empty where its replicas are alike."""
 
 
 class ReplicaState(enum.Enum):
@@ -56,39 +54,32 @@ class Replica:
     """Whether a coordinator knows it."""
     ours: bool = True
     """Whether the actuator made or adopted it. Others are capacity, but are never started, moved or ended."""
-    neutral: bool = False
-    """Whether it serves both pools; it is counted in the one that it leans to."""
-    replica_class: str = ""
-    """Its class as reported, or as the actuator knows it; empty: the default one."""
+    both: bool = False
+    """Whether its role is `both`: it is listed in both pools, and is capacity that no plan starts, moves or ends."""
+    can_change_role: bool = False
+    """Whether it can take the other pool's role while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalBucket:
-    """Demand that arrived in [`start_s`, `start_s + length_s`), served or not.
-
-    `uncached_tokens` are prompt tokens to compute, as estimated at arrival. `output_tokens` are expected, from the
-    lengths of earlier answers, not measured.
-    """
+    """Demand that arrived in [`start_s`, `start_s + length_s`), served or not."""
 
     start_s: float
     length_s: float
     requests: int
     prompt_tokens: int
     uncached_tokens: int
+    """Prompt tokens that prefill workers have to compute, as estimated at arrival: without those that are cached, and
+    without the prompts that decode workers compute."""
     output_tokens: float
+    """Expected from the lengths of earlier answers, not measured."""
+    local_requests: int = 0
+    """Of `requests`, those whose prompt a decode worker computes."""
 
-
-@dataclass(frozen=True, slots=True)
-class StepTimeModel:
-    """Decode step time, fitted: base + per_sequence * batch + per_context_token * KV tokens of the batch, seconds."""
-
-    base_s: float
-    per_sequence_s: float
-    per_context_token_s: float
-
-    def step_s(self, sequences: float, context_tokens: float) -> float:
-        """Duration of a step, seconds, for a batch of `sequences` with `context_tokens` KV tokens in total."""
-        return self.base_s + self.per_sequence_s * sequences + self.per_context_token_s * context_tokens
+    @property
+    def prefill_requests(self) -> int:
+        """Requests whose prompt prefill workers have to compute."""
+        return self.requests - self.local_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,20 +98,6 @@ class ReplicaStart:
 
 
 @dataclass(frozen=True, slots=True)
-class ClassSignals:
-    """Mean figures of the replicas of one class that have measured them."""
-
-    replicas: int
-    """How many of it serve."""
-    tokens_per_s: float | None = None
-    """Prefill: prompt tokens per second of one busy replica."""
-    kv_capacity_tokens: int | None = None
-    """Decode: KV capacity of one replica."""
-    max_running_requests: int | None = None
-    step: StepTimeModel | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class PrefillSignals:
     """The prefill pool. `latency` is queue + compute of a prompt, without cold samples; `ttft` as clients saw it."""
 
@@ -136,10 +113,6 @@ class PrefillSignals:
     """Measured time from the order of a replica until it was ready, seconds."""
     start: ReplicaStart | None = None
     """The part of it that present replicas have measured themselves."""
-    wake_s: float | None = None
-    """Median time in which replicas that had slept woke up, as they say; None before the first has."""
-    classes: Mapping[str, ClassSignals] = field(default_factory=dict)
-    """The same by class, as replicas report it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,15 +129,13 @@ class DecodeSignals:
     """KV capacity of one replica, tokens."""
     max_running_requests: int | None = None
     """Largest batch of one replica, sequences."""
-    step: StepTimeModel | None = None
+    step: DecodeLatency | None = None
+    """How long a decode step takes: the mean of what the workers have fitted."""
     tpot: Histogram | None = None
     reserve_wait: Histogram | None = None
     """Wait for KV blocks on decode. It delays the first token, but only this pool can shorten it."""
     cold_start_s: float | None = None
     start: ReplicaStart | None = None
-    wake_s: float | None = None
-    classes: Mapping[str, ClassSignals] = field(default_factory=dict)
-    """Figures by class, as replicas report it."""
 
 
 def lead_s(signals: PrefillSignals | DecodeSignals, given_s: float) -> float:
@@ -182,18 +153,6 @@ class LinkSignals:
     """Of one prefill replica's lane, GB/s (10^9 bytes)."""
     kv_bytes_per_token: int | None = None
     transfer: Histogram | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LeaningTurn:
-    """A neutral worker that a coordinator's planner has moved."""
-
-    name: str
-    pool: PoolName
-    """Where it leans since."""
-    at_s: float
-    """When that was seen, on the clock of snapshots."""
-    replica_class: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +183,6 @@ class Snapshot:
     """False before any coordinator knows the model: none has had a worker of it, or was told of it."""
     foreign: frozenset[str] = frozenset()
     """Registered workers of other models. Nothing else in the snapshot says anything about them."""
-    short: frozenset[PoolClass] = frozenset()
-    """Classes of replicas of which no more are to be had now: starts were refused, or failed one after the other."""
-    shared: SharedView | None = None
-    """What other models on the same inventory have and claim; None where there are none."""
-    turns: tuple[LeaningTurn, ...] = ()
-    """What coordinators' planners have moved of late, oldest first."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Further exported metrics by name, for `target` policies; None while unknown."""
 
@@ -238,10 +191,11 @@ class Snapshot:
         return self.prefill if name == "prefill" else self.decode
 
     @property
-    def leanings(self) -> Mapping[str, PoolName]:
-        """Where each neutral worker leans that a coordinator knows, by name."""
-        pools: tuple[tuple[PoolName, tuple[Replica, ...]], ...] = (
-            ("prefill", self.prefill.replicas),
-            ("decode", self.decode.replicas),
-        )
-        return {one.name: pool for pool, there in pools for one in there if one.neutral and one.registered}
+    def roles(self) -> Mapping[str, PoolName]:
+        """The pool that each registered worker serves by its role, by name; without those that serve both."""
+        return {
+            replica.name: pool
+            for pool in POOLS
+            for replica in self.pool(pool).replicas
+            if replica.registered and not replica.both
+        }

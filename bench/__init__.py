@@ -1,5 +1,5 @@
 """Measurements of splitserve: real processes on this machine, figures as tables or JSON.
 
-Each folder is a bench: `python -m bench.engine`, `bench.handoff`, `bench.coordinator`, `bench.routing`,
-`bench.autoscaling`, `bench.advisor`, `bench.chaos`, `bench.goodput`.
+A folder is a bench, run as `python -m bench.engine`: `engine`, `handoff`, `coordinator`, `routing`, `autoscaling`,
+`chaos` and `goodput`. `observability` holds two benches, run by their modules; `peers` holds other serving systems.
 """

@@ -1,4 +1,4 @@
-"""Requests to splitserve: one greedy answer with the arrival time of each token."""
+"""Requests to splitserve: a greedy answer with the arrival time of each token."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class AskedAnswer:
     request_id: str
     token_s: tuple[float, ...]
     compute_s: float = 0.0
-    """Of the prompt, as its worker measured it."""
+    """Seconds in which a worker computed the prompt, as it measured them itself."""
     token_ids: tuple[int, ...] = ()
     cached_tokens: int = 0
-    """Of the prompt, as the workers say."""
+    """Prompt tokens that the prefix cache held, as the workers report them."""
 
     @property
     def ttft_s(self) -> float:

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import psutil
+from typing_extensions import override
 
+from launcher.cluster.child_process import ChildSpec, Event
+from launcher.cluster.placement import available_cores, machine_gpus, make_inventory
+from launcher.cluster.process_specs import (
+    cluster_probe,
+    cluster_target,
+    coordinator_specs,
+    splitserve_command,
+    worker_count,
+    worker_spec,
+    worker_specs,
+)
+from launcher.cluster.supervisor import ClusterObserver, ClusterTimes, LocalCluster
 from splitserve.addresses import claim_port, join_address
 from splitserve.client import AsyncClient
-from splitserve.cluster.child_process import ChildSpec, Event
-from splitserve.cluster.placement import available_cores, machine_gpus
-from splitserve.cluster.process_specs import cluster_probe, cluster_specs, cluster_target, splitserve_command
-from splitserve.cluster.supervisor import ClusterTimes, LocalCluster
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.command_line import arguments
 from splitserve.config.coordinator import CoordinatorConfig
@@ -28,26 +37,28 @@ HOST = "127.0.0.1"
 
 
 @dataclass
-class Watcher:
-    """A ClusterObserver that keeps log events by name and signals readiness."""
+class Watcher(ClusterObserver):
+    """Hands the log events of all processes to `on_event`, and keeps the served model once the cluster is ready."""
 
     model: str = ""
     is_ready: asyncio.Event = field(default_factory=asyncio.Event)
     on_event: Callable[[Event], None] = lambda _event: None
 
+    @override
     def message(self, text: str) -> None:
-        """See ClusterObserver."""
+        pass
 
+    @override
     def loading(self, name: str, fraction: float) -> None:
-        """See ClusterObserver."""
+        pass
 
+    @override
     def ready(self, model: str) -> None:
-        """See ClusterObserver."""
         self.model = model
         self.is_ready.set()
 
+    @override
     def line(self, spec: ChildSpec, line: str, event: Event | None) -> None:
-        """See ClusterObserver."""
         if event is not None:
             self.on_event(event)
 
@@ -65,7 +76,7 @@ class Fronts:
 async def running_cluster(
     config: ClusterConfig, coordinators: Mapping[str, CoordinatorConfig], on_event: Callable[[Event], None]
 ) -> AsyncIterator[Fronts]:
-    """Runs the workers of `config` behind every one of the named coordinators; ends all at the end.
+    """Runs the workers of `config` behind every one of the named coordinators; all processes end with the block.
 
     `on_event` gets the log events of all processes, debug level included.
     """
@@ -92,9 +103,18 @@ async def running_cluster(
                 cluster.request_stop()
 
 
+def cluster_specs(
+    config: ClusterConfig, cores: Sequence[int], gpus: GpuInventory | None = None
+) -> list[ChildSpec]:
+    """All specs in start order, coordinators first, on these cores and GPUs."""
+    inventory = make_inventory(cores, worker_count(config), pin_cores=config.pin_cores, gpus=gpus)
+    workers = worker_specs(config, inventory, partial(worker_spec, config, splitserve_command))
+    return [*coordinator_specs(config), *workers]
+
+
 def _specs(config: ClusterConfig, others: list[CoordinatorConfig]) -> list[ChildSpec]:
     """The cluster's processes, and further coordinators to which its workers report too."""
-    specs = cluster_specs(config, available_cores(), gpus=gpus_of(config))
+    specs = cluster_specs(config, available_cores(), gpus_of(config))
     extra = [
         argument for front in others for argument in ("--coordinator", join_address(HOST, front.grpc_port))
     ]
@@ -119,7 +139,7 @@ def _gpus(kind: str, device: str, replicas_per_gpu: int) -> GpuInventory:
 
 
 def gpus_of(config: ClusterConfig) -> GpuInventory:
-    """The GPUs of the cluster's workers. The machine is asked once."""
+    """The GPUs of the cluster's workers. The machine is asked only at the first call."""
     return _gpus(config.engine.kind, config.engine.device, config.replicas_per_gpu)
 
 

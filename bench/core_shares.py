@@ -14,14 +14,14 @@ from splitserve.errors import ConfigError
 
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 5_000
-"""Short beside a decode step: a worker rests in each of them once its share is used up."""
+"""Period of the limit, short beside a decode step. A worker that has used up its share rests until the next one."""
 WEIGHT = 10_000
-"""Times a hundred of what other processes have, so that they do not take from the shares."""
+"""A hundred times the weight of other processes, so that they do not take from the shares."""
 
 
 class CoreShares:
-    """Groups of one bench, which go before all other processes. One for each process that has a share, and one, without
-    a limit, for the bench and what it starts."""
+    """The control groups of a bench, which go before all other processes. Each process with a share has a group. The
+    bench, and what it starts, has a group without a limit."""
 
     def __init__(self, folder: Path, share: float, *, unified: bool) -> None:
         self._folder, self._share, self._unified = folder, share, unified
@@ -31,7 +31,7 @@ class CoreShares:
         _move(os.getpid(), self._free)
 
     def limit(self, pid: int) -> None:
-        """This process, with all its threads, gets the share from now on; again, or after its end, nothing happens."""
+        """Limits a process with all its threads to the share. Does nothing for one that is limited or has ended."""
         if pid in self._limited:
             return
         self._limited.add(pid)
@@ -46,7 +46,7 @@ class CoreShares:
         _move(pid, group)
 
     def close(self) -> None:
-        """Removes the groups in the folder. Those of processes that still run stay."""
+        """Removes the groups in the folder. The groups of processes that still run stay."""
         _move(os.getpid(), self._folder.parent)
         for group in [*(self._folder / str(pid) for pid in self._limited), self._free]:
             _remove(group)
@@ -59,7 +59,7 @@ def _move(pid: int, group: Path) -> None:
 
 @contextmanager
 def core_shares(share: float) -> Iterator[CoreShares]:
-    """Groups beside that of this process. Raises ConfigError where control groups may not be made."""
+    """Control groups beside that of this process. Raises ConfigError where the process may not make them."""
     unified = (CGROUPS / "cgroup.controllers").exists()
     top = CGROUPS if unified else CGROUPS / "cpu"
     folder = top / f"splitserve-bench-{os.getpid()}"

@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
+from launcher.cluster.placement import available_cores
 from splitserve import __version__
-from splitserve.cluster.placement import available_cores
 from splitserve.host_facts import read_host_facts
 
 PACKAGES = ("torch", "transformers", "nixl-cu13", "grpcio", "numpy")

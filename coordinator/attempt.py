@@ -1,36 +1,28 @@
-"""One attempt at a request on one pair of workers: reserve, prefill, and both workers' output in order."""
+"""One attempt at a request on one pair of workers: reserve, prefill, and both workers' output in order.
+
+The first token comes from the prefill worker and everything after it from the decode worker, on independent streams.
+Decode output may therefore arrive before the first token (OVERTAKEN), or before the transfer report (DECODING).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from contextvars import copy_context
 from functools import partial
+from types import MappingProxyType
 
-from coordinator.attempt_state import (
-    AWAITS_DECODE,
-    AWAITS_FIRST_TOKEN,
-    AWAITS_REPORT,
-    ENDED,
-    ONLY_DECODE_SENDS,
-    PREFILL_NOT_NEEDED,
-    AttemptEvent,
-    AttemptState,
-    DecodeRelease,
-    after,
-    release_of,
-)
-from coordinator.background_tasks import BackgroundTasks
-from coordinator.request.caller import precedence_of
+from coordinator.health.circuit_breakers import NO_FAILURES
+from coordinator.request.inference_request import precedence_of
 from coordinator.request.observer import RequestEvents, RequestObserver
-from coordinator.request.sending import DirectSend
-from coordinator.workers.client import WorkerClient
-from coordinator.workers.output_collector import OutputCollector, WorkerEvent, WorkerFailed
-from coordinator.workers.prefix_index.tier_reads import read_back_speed
+from coordinator.request.sending import Output
+from coordinator.workers.client import BackgroundTasks, WorkerClient
+from coordinator.workers.output_stream import OutputCollector, WorkerEvent, WorkerFailed
 from splitserve.errors import (
     CancelledByPeerError,
     DeadlineExceededError,
@@ -42,8 +34,152 @@ from splitserve.errors import (
 )
 from splitserve.generation.output_delta import take_merged
 from splitserve.logs import log_event
-from splitserve.runtime.own_clock import wait_own_time
+from splitserve.runtime.waiting import wait_own_time
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2
+
+
+class AttemptState(enum.StrEnum):
+    """Progress of an attempt."""
+
+    NEW = "new"
+    """No worker has been called."""
+    RESERVING = "reserving"
+    """Reserve was called on the decode worker."""
+    REFUSED = "refused"
+    """The decode worker refused; it holds nothing for the attempt."""
+    RESERVED = "reserved"
+    """The decode worker returned a ticket."""
+    LOCAL = "local"
+    """The decode worker computes the prompt itself; all output comes from it."""
+    PREFILLING = "prefilling"
+    """Prefill was called; no first token yet."""
+    OVERTAKEN = "overtaken"
+    """The decode worker has the KV; the first token has not arrived yet."""
+    TRANSFERRING = "transferring"
+    """The first token has arrived; the KV is being transferred if there is a decode worker."""
+    WRITTEN = "written"
+    """The prefill worker has reported the last write; nothing from the decode worker yet."""
+    DECODING = "decoding"
+    """The decode worker has the KV; the transfer report is outstanding."""
+    REPORTED = "reported"
+    """The decode worker has the KV, and the prefill worker is done."""
+    ENDED_AT_PREFILL = "ended at prefill"
+    """The first token was also the last."""
+    SETTLING = "settling"
+    """The decode worker's last output was taken; the transfer report is outstanding."""
+    FINISHED = "finished"
+    """The decode worker's last output was taken; nothing is outstanding."""
+    FAILED = "failed"
+    """A worker failed the attempt, or was lost."""
+
+
+class AttemptEvent(enum.StrEnum):
+    """Inputs of the state machine."""
+
+    ASK_DECODE = "ask decode"
+    REFUSAL = "refusal"
+    TICKET = "ticket"
+    COMPUTES_LOCALLY = "computes locally"
+    ASK_PREFILL = "ask prefill"
+    FIRST_TOKEN = "first token"
+    PREFILL_OVER = "prefill over"
+    """The transfer report arrived, or the prefill worker failed when it was no longer needed."""
+    DECODE_HAS_KV = "decode has kv"
+    """The decode worker's first message: admission of the KV, or output."""
+    LAST_TOKEN = "last token"
+    """The first token was taken, and it ends the answer."""
+    LAST_OUTPUT = "last output"
+    """The decode worker's last output was taken."""
+    FAILURE = "failure"
+
+
+_S, _E = AttemptState, AttemptEvent
+IN_FLIGHT = frozenset(
+    {_S.LOCAL, _S.PREFILLING, _S.OVERTAKEN, _S.TRANSFERRING, _S.WRITTEN, _S.DECODING, _S.REPORTED}
+)
+"""States in which output is still expected, and in which a failure is possible."""
+
+AWAITS_FIRST_TOKEN = frozenset({_S.PREFILLING, _S.OVERTAKEN})
+"""States in which no output can be sent yet."""
+AWAITS_DECODE = frozenset({_S.PREFILLING, _S.TRANSFERRING, _S.WRITTEN})
+"""States in which the decode worker's first message tells that it has the KV."""
+ONLY_DECODE_SENDS = frozenset({_S.LOCAL, _S.DECODING, _S.REPORTED})
+"""States that output of the decode worker does not change, unless it is the last."""
+AWAITS_REPORT = frozenset({_S.DECODING, _S.SETTLING})
+"""States in which nothing but the transfer report is expected of the prefill worker."""
+ENDED = frozenset({_S.ENDED_AT_PREFILL, _S.SETTLING, _S.FINISHED})
+"""The last output was taken."""
+PREFILL_NOT_NEEDED = ENDED | {_S.LOCAL, _S.WRITTEN, _S.DECODING, _S.REPORTED}
+"""The first token has arrived and the KV is known to be on the decode worker, or prefill was never called."""
+_DECODE_HOLDS_NOTHING = frozenset({_S.NEW, _S.REFUSED, _S.SETTLING, _S.FINISHED})
+
+TRANSITIONS: Mapping[tuple[AttemptState, AttemptEvent], AttemptState] = MappingProxyType(
+    {
+        (_S.NEW, _E.ASK_DECODE): _S.RESERVING,
+        (_S.NEW, _E.ASK_PREFILL): _S.PREFILLING,
+        (_S.RESERVING, _E.REFUSAL): _S.REFUSED,
+        (_S.RESERVING, _E.TICKET): _S.RESERVED,
+        (_S.RESERVING, _E.COMPUTES_LOCALLY): _S.LOCAL,
+        (_S.RESERVED, _E.ASK_PREFILL): _S.PREFILLING,
+        (_S.PREFILLING, _E.FIRST_TOKEN): _S.TRANSFERRING,
+        (_S.PREFILLING, _E.DECODE_HAS_KV): _S.OVERTAKEN,
+        (_S.OVERTAKEN, _E.FIRST_TOKEN): _S.DECODING,
+        (_S.TRANSFERRING, _E.PREFILL_OVER): _S.WRITTEN,
+        (_S.TRANSFERRING, _E.DECODE_HAS_KV): _S.DECODING,
+        (_S.WRITTEN, _E.DECODE_HAS_KV): _S.REPORTED,
+        (_S.DECODING, _E.PREFILL_OVER): _S.REPORTED,
+        (_S.TRANSFERRING, _E.LAST_TOKEN): _S.ENDED_AT_PREFILL,
+        (_S.WRITTEN, _E.LAST_TOKEN): _S.ENDED_AT_PREFILL,
+        (_S.DECODING, _E.LAST_TOKEN): _S.ENDED_AT_PREFILL,
+        (_S.REPORTED, _E.LAST_TOKEN): _S.ENDED_AT_PREFILL,
+        (_S.DECODING, _E.LAST_OUTPUT): _S.SETTLING,
+        (_S.REPORTED, _E.LAST_OUTPUT): _S.FINISHED,
+        (_S.LOCAL, _E.LAST_OUTPUT): _S.FINISHED,
+        (_S.SETTLING, _E.PREFILL_OVER): _S.FINISHED,
+        **{(state, _E.FAILURE): _S.FAILED for state in IN_FLIGHT},
+    }
+)
+
+MAX_FRUITLESS_ATTEMPTS = 3
+"""Attempts of one request that may fail in a row without a token. A long answer may lose a worker as often as it makes
+progress in between; only its deadline bounds the attempts in sum."""
+
+
+def fruitless_attempts(before: int, tokens: int, reason: str = "") -> int:
+    """Failed attempts in a row without a token, after `before` of them and one more that brought `tokens` and ended
+    for `reason`."""
+    return 0 if tokens else before + (reason not in NO_FAILURES)
+
+
+def after(state: AttemptState, event: AttemptEvent) -> AttemptState:
+    """The state that follows on an event. Raises SplitserveError (ILLEGAL_TRANSITION) for an event out of place."""
+    next_state = TRANSITIONS.get((state, event))
+    if next_state is None:
+        message = f"an attempt that is {state.value} cannot take the event {event.value!r}"
+        raise SplitserveError(message, reason="ILLEGAL_TRANSITION")
+    return next_state
+
+
+class DecodeRelease(enum.Enum):
+    """What the decode worker must be told when an attempt is closed."""
+
+    NOTHING = "nothing"
+    """It holds nothing for the attempt."""
+    WITH_WRITER = "with writer"
+    """A prefill worker may write: quarantine the blocks."""
+    NO_WRITER = "no writer"
+    """The ticket was never handed out, or its last write was reported: nobody writes."""
+
+
+def release_of(state: AttemptState, *, prefill_called: bool, written: bool) -> DecodeRelease:
+    """What to tell the decode worker of an attempt that is closed in `state`.
+
+    `prefill_called`: the ticket has left for a prefill worker. `written`: the transfer report has arrived.
+    """
+    if state in _DECODE_HOLDS_NOTHING:
+        return DecodeRelease.NOTHING
+    return DecodeRelease.WITH_WRITER if prefill_called and not written else DecodeRelease.NO_WRITER
+
 
 ADMIT_WAIT_S = 5.0
 """How long the decode worker may take to acknowledge the completion after the last write, while this process runs. The
@@ -62,7 +198,7 @@ class Attempt:
 
     Worker failures are raised as SplitserveError; `events.state.attempt.suspect` then names the worker at fault.
     `local_prefill_tokens` is how many prompt tokens, at most, the decode worker may compute itself; `targets` is what
-    both are to serve the request with, from now on. `direct` gets what comes from decode while `next_delta` waits, as
+    both are to serve the request with, from now on. `output` gets what comes from decode while `next_delta` waits, as
     long as it is ready and nothing but tokens comes; these deltas count as sent and are not returned.
     """
 
@@ -74,7 +210,7 @@ class Attempt:
         background: BackgroundTasks,
         local_prefill_tokens: int = 0,
         targets: generation_pb2.ServiceTargets | None = None,
-        direct: DirectSend | None = None,
+        output: Output | None = None,
     ) -> None:
         state = events.state
         self.state = AttemptState.NEW
@@ -85,15 +221,15 @@ class Attempt:
         self._prefill, self._decode, self._background = prefill, decode, background
         self._local_prefill_tokens, self._targets = local_prefill_tokens, targets
         self._ticket: kv_transfer_pb2.KvTicket | None = None
-        self._collector = OutputCollector(lambda: events.emit(RequestObserver.decoded))
+        self._collector = OutputCollector(events.decoded)
         self._prefill_task: asyncio.Task[None] | None = None
         self._pending: deque[generation_pb2.OutputDelta] = deque()
         self._decodes = False
         """Whether the decode worker has sent output, after which its outputs change nothing here."""
         self._written = False
         """Whether the transfer report has come."""
-        self._direct = direct
-        self._reader = None if direct is None else partial(copy_context().run, self._pass_on)
+        self._output = output
+        self._reader = None if output is None else partial(copy_context().run, self._pass_on)
         self._broken: Exception | None = None
         """What `_pass_on` has raised; `next_delta` raises it."""
         self._failure: WorkerFailed | None = None
@@ -127,7 +263,6 @@ class Attempt:
             writer_agent_id=self._prefill.worker.agent_id,
             local_prefill_tokens=self._local_prefill_tokens,
             targets=self._targets,
-            lane_gb_per_second=read_back_speed(self._record.prefill, self._record.decode),
         )
         request.timeout.FromNanoseconds(int(left_s * 1e9))
         self._events.reserving(started_s)
@@ -143,7 +278,7 @@ class Attempt:
             raise
         reserve_s = time.monotonic() - started_s
         report = self._record.report
-        report.reserve_ms, report.reserve_wait_ms = reserve_s * 1e3, response.wait_ms
+        report.reserve_ms = reserve_s * 1e3
         # A local prefill's wait is in its own figure, with that for its first step.
         self._events.emit(RequestObserver.reserve_ended, reserve_s if response.HasField("ticket") else 0.0)
         if response.HasField("ticket"):
@@ -268,20 +403,20 @@ class Attempt:
 
     def _pass_on(self) -> bool:
         """Sends what has come without waking the task that waits in `next_delta`. False: that has to go on."""
-        direct, before, pending = self._direct, self.state, self._pending
-        assert direct is not None
+        output, before, pending = self._output, self.state, self._pending
+        assert output is not None
         try:
             self._accept(self._collector.take_all())
             while pending:
                 is_plain = self.state is before and self._failure is None
-                if not is_plain or self._events.state.first_token_s is None or not direct.is_ready():
+                if not is_plain or self._events.state.first_token_s is None or not output.takes_now():
                     return False
                 delta = _next_delta(pending)
                 if delta.finish_reason:
                     pending.appendleft(delta)
                     return False
                 self._events.sent(delta, time.monotonic())
-                direct.send(delta)
+                output.send_now(delta)
         except Exception as error:  # fails this request, not the stream that all requests of the worker share
             self._broken = error
             return False

@@ -1,4 +1,7 @@
-"""The life of a request. Read `RequestFlow._serve` first: reserve, prefill, stream, resume."""
+"""The life of a request. Read `RequestFlow._serve` first: reserve, prefill, stream, resume.
+
+`InputProcessor` turns a client's request into an InferenceRequest: model resolved, fields checked, prompt tokenized.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +9,56 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
-from coordinator.attempt import Attempt, is_retryable
-from coordinator.attempt_state import MAX_FRUITLESS_ATTEMPTS, fruitless_attempts
-from coordinator.background_tasks import BackgroundTasks
-from coordinator.health.breaker_registry import CircuitBreakerRegistry
-from coordinator.input_processor import InputProcessor
-from coordinator.metrics.recorder import StatsRecorder
-from coordinator.metrics.stats import RequestStats
-from coordinator.peer_fetch.fetcher import PrefixFetcher
-from coordinator.peer_fetch.handoff_watch import HandoffWatch
-from coordinator.records.record_keeper import RecordKeeper
-from coordinator.records.traffic import TrafficRecorder
-from coordinator.request.caller import Caller
-from coordinator.request.estimates import Estimates
-from coordinator.request.ids import random_hex
-from coordinator.request.inference_request import InferenceRequest, check_names, timeout_s
-from coordinator.request.observer import AdmissionPlugin, QuotaPlugin, RequestEvents, RequestObserver
-from coordinator.request.request_trace import RequestTrace
-from coordinator.request.sending import DirectSend, Send
-from coordinator.request.service_targets import targets_of
-from coordinator.request.state import RequestState
-from coordinator.routing.first_workers import FirstWorkers
+from coordinator.admission.controller import CapacityAdmission
+from coordinator.attempt import MAX_FRUITLESS_ATTEMPTS, Attempt, fruitless_attempts, is_retryable
+from coordinator.health.circuit_breakers import WRONG_ROLE, CircuitBreakerRegistry
+from coordinator.models.model_routes import Found, ModelRoutes
+from coordinator.models.tokenizers import PromptTokenizers
+from coordinator.request.inference_request import (
+    Caller,
+    InferenceRequest,
+    RequestTargets,
+    RequestTrace,
+    check_highest,
+    check_length,
+    check_names,
+    check_prompt_form,
+    check_request,
+    check_resume,
+    random_bits,
+    random_hex,
+    resolved_sampling,
+    resolved_stop,
+    resolved_targets,
+    timeout_s,
+)
+from coordinator.request.observer import RequestEvents, RequestObserver
+from coordinator.request.sending import Output
+from coordinator.request.state import Estimates, RequestState
 from coordinator.routing.pair_selector import PairSelector
 from coordinator.routing.router import RETRY_AFTER_S, Router
-from coordinator.workers.clients import WorkerClients
+from coordinator.telemetry.record_keeper import RecordKeeper
+from coordinator.telemetry.request_stats import RequestStats, StatsRecorder
+from coordinator.tenants.access_control import Quotas, RequestQuota
+from coordinator.workers.client import BackgroundTasks, WorkerClients
+from coordinator.workers.load import WorkerLoads
 from coordinator.workers.registry import Registry
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.errors import DeadlineExceededError, SplitserveError, UnavailableError
+from splitserve.generation.kv_blocks import chain_salt
+from splitserve.grammars.processes import GrammarProcesses
 from splitserve.logs import log_context, log_event
+from splitserve.models.tokenizer import TooManyTokensError
 from splitserve.v1 import generation_pb2, inference_pb2
 
 
 class RequestFlow:
     """Serves requests on the registered workers.
 
-    `quota_plugins` are asked before a prompt is tokenized, and again before a request counts as demand;
-    `capacity_plugins` after it. `observers` are told of every request, after its own.
+    `quotas` are asked before a prompt is tokenized, and again before a request counts as demand; `admission` after it.
+    `observers` are told of every request, after its own.
     """
 
     def __init__(
@@ -57,36 +73,30 @@ class RequestFlow:
         estimates: Estimates,
         breakers: CircuitBreakerRegistry,
         records: RecordKeeper,
-        traffic: TrafficRecorder,
-        fetcher: PrefixFetcher | None,
-        capacity_plugins: Sequence[AdmissionPlugin] = (),
-        quota_plugins: Sequence[QuotaPlugin] = (),
+        admission: CapacityAdmission,
+        quotas: Quotas | None = None,
         observers: Sequence[RequestObserver] = (),
     ) -> None:
         self._config = config
         self._inputs = inputs
-        self._clients, self._fetcher = clients, fetcher
+        self._clients = clients
         self._background = background
         self._stats = stats
-        self._estimates = estimates
-        self._capacity_plugins = capacity_plugins
-        self._quota_plugins = quota_plugins
-        first_workers = FirstWorkers(config.admission, registry, stats.set_without_pair)
-        offers = (fetcher.offer,) if fetcher is not None else ()
-        self._pairs = PairSelector(config, registry, router, first_workers, *offers)
-        self._records, self._traffic = records, traffic
+        self._estimates, self._breakers = estimates, breakers
+        self._admission, self._quotas = admission, quotas
+        self._loads = registry.loads
+        self._pairs = PairSelector(config, registry, router, stats.set_without_pair)
+        self._records = records
         kept = (records,) if records.enabled else ()
-        watches = (HandoffWatch(fetcher.times),) if fetcher is not None else ()
-        self._observers: Sequence[RequestObserver] = (estimates, breakers, *watches, *kept, *observers)
+        self._observers: Sequence[RequestObserver] = (*kept, *observers)
 
     async def generate(
         self,
         request: inference_pb2.GenerateRequest,
         caller: Caller,
-        send: Send,
+        output: Output,
         call_left_s: float | None = None,
         trace: RequestTrace | None = None,
-        direct: DirectSend | None = None,
     ) -> None:
         """Serves one request; see `InferenceApi.generate` for arguments and errors."""
         received_s = time.monotonic()
@@ -100,9 +110,9 @@ class RequestFlow:
                 async with asyncio.timeout(left_s) as timer:
                     deadline_s = received_s + left_s
                     try:
-                        quotas = [
-                            stack.enter_context(p.entered(request, caller)) for p in self._quota_plugins
-                        ]
+                        quota = None
+                        if self._quotas is not None:
+                            quota = stack.enter_context(self._quotas.entered(request, caller))
                         inference_request = await self._inputs.process(
                             request, caller, request_id, received_s, deadline_s, trace
                         )
@@ -113,8 +123,8 @@ class RequestFlow:
                         raise
                     events = stack.enter_context(self._events_of(inference_request))
                     state = events.state
-                    await self._admit(events, quotas)
-                    await self._serve(events, send, direct)
+                    await self._admit(events, quota)
+                    await self._serve(events, output)
             except TimeoutError:
                 if not timer.expired():
                     raise
@@ -129,65 +139,61 @@ class RequestFlow:
                     log_event("request.cancelled")
                 raise
 
-    async def _serve(self, events: RequestEvents, send: Send, direct: DirectSend | None) -> None:
+    async def _serve(self, events: RequestEvents, output: Output) -> None:
         state = events.state
         while not state.finished:
-            attempt = await self._next_attempt(events, direct)  # a complete pair, or UNAVAILABLE
+            attempt = await self._next_attempt(events, output)  # a complete pair, or UNAVAILABLE
             try:
                 await attempt.reserve()  # the decode worker sets KV blocks aside and returns a ticket
                 attempt.start_prefill()  # the prefill worker writes KV to the decode worker under that ticket
+                self._pairs.prompt_begun(state)
+                self._admission.freed(state)
                 while (delta := await attempt.next_delta()) is not None:
                     first = state.first_token_s is None
                     events.sent(delta, time.monotonic())  # first token from prefill, the rest from decode
                     started = state.started() if first else None
-                    await send(inference_pb2.GenerateResponse(delta=delta, started=started))
+                    await output.send(inference_pb2.GenerateResponse(delta=delta, started=started))
                 await attempt.settle()
-                events.emit(RequestObserver.attempt_completed)
+                self._breakers.attempt_completed(state)
             except SplitserveError as error:
                 events.attempt_failed(error)
+                self._breakers.attempt_failed(state, error)
                 self._resume_or_raise(state, error)  # the next attempt starts from prompt + tokens sent
             finally:
                 attempt.close()  # cancels prefill and aborts decode unless they have already finished
                 events.attempt_ended()
+                self._loads.attempt_ended(state.flight)
+                self._breakers.attempt_ended(state)
+        self._estimates.learn(state)
         events.completed()
         done = state.done()
         _log_completed(done)  # first: who has the last message may end the call before `send` returns
-        await send(inference_pb2.GenerateResponse(done=done))
+        await output.send(inference_pb2.GenerateResponse(done=done))
 
     def _events_of(self, request: InferenceRequest) -> RequestEvents:
         now = time.monotonic()
         state = RequestState.of(request, self._estimates.of(request, now), now)
-        recorded = (self._traffic,) if self._traffic.is_wanted else ()
-        pairs = self._pairs.observers_of(request)
-        return RequestEvents(state, (StatsRecorder(self._stats), *pairs, *self._observers, *recorded))
+        return RequestEvents(state, (StatsRecorder(self._stats), *self._observers))
 
-    async def _admit(self, events: RequestEvents, quotas: Sequence[AdmissionPlugin]) -> None:
-        for quota in quotas:
-            await quota.admit(events)
+    async def _admit(self, events: RequestEvents, quota: RequestQuota | None) -> None:
+        if quota is not None:
+            quota.charge_prompt(events.state.request)
+        events.control = _Control(events.state, self._loads, self._breakers, self._admission, quota)
         events.emit(RequestObserver.arrived)  # requests over quota are not demand to scale for
-        for plugin in self._capacity_plugins:
-            await plugin.admit(events)
+        await self._admission.admit(events)
         events.admitted(time.monotonic())
 
-    async def _next_attempt(self, events: RequestEvents, direct: DirectSend | None) -> Attempt:
-        pair = await self._pairs.select(events.state)
+    async def _next_attempt(self, events: RequestEvents, output: Output) -> Attempt:
+        state = events.state
+        pair = await self._pairs.route(state)  # which workers
+        local_tokens = self._pairs.place(state, pair)  # who of both computes the prompt
+        events.routed(pair.prefill, pair.decode, pair.cost.cached_tokens, time.monotonic(), pair.candidates)
+        self._pairs.account(state, pair, local_tokens)  # it is work of theirs now
+        self._breakers.attempt_began(state)
         prefill = self._clients.client_for(pair.prefill)
         decode = self._clients.client_for(pair.decode) if pair.decode else None
-        fetch = self._fetcher.plan(events.state, pair) if self._fetcher is not None else None
-        for_prefill = fetch is not None and fetch.taker.key == pair.prefill.key
-        cached_tokens = fetch.tokens if fetch is not None and for_prefill else pair.cost.cached_tokens
-        events.routed(pair.prefill, pair.decode, cached_tokens, time.monotonic(), pair.candidates)
-        if fetch is not None and self._fetcher is not None:
-            try:
-                await self._fetcher.fetch(fetch, events)  # if it fails, the prompt is computed
-            except BaseException:
-                events.attempt_ended()
-                raise
-        local_tokens, now = self._pairs.local_prefill_tokens(events.state, pair), time.monotonic()
-        if for_prefill and not pair.is_own and events.state.attempt.has_fetched:
-            local_tokens = 0  # the prefix is where the prompt is to be computed
-        targets = targets_of(events.state, now) if events.state.request.targets is not None else None
-        return Attempt(events, prefill, decode, self._background, local_tokens, targets, direct)
+        targets = state.targets_left(time.monotonic())
+        return Attempt(events, prefill, decode, self._background, local_tokens, targets, output)
 
     def _resume_or_raise(self, state: RequestState, error: SplitserveError) -> None:
         if len(state.token_ids) >= state.request.max_tokens:
@@ -196,9 +202,13 @@ class RequestFlow:
             return
         if not is_retryable(error):
             raise error
-        suspect = state.attempt.suspect
-        state.failed_workers.add(suspect)
-        brought = len(state.token_ids) - state.attempt.first_position
+        attempt, suspect = state.attempt, state.attempt.suspect
+        if error.reason == WRONG_ROLE:
+            refused_by_decode = attempt.decode is not None and attempt.decode.key == suspect
+            state.other_role = attempt.decode if refused_by_decode else attempt.prefill
+        else:
+            state.failed_workers.add(suspect)
+        brought = len(state.token_ids) - attempt.first_position
         state.fruitless_attempts = fruitless_attempts(state.fruitless_attempts, brought, error.reason)
         if state.fruitless_attempts >= MAX_FRUITLESS_ATTEMPTS:
             message = f"{error.message} (attempt {state.attempts}, {state.fruitless_attempts} in a row without a token)"
@@ -210,6 +220,43 @@ class RequestFlow:
             reason=error.reason,
             sent_tokens=len(state.token_ids),
         )
+
+
+class _Control:
+    """The RequestControl of one request: the account of work, then those who read it, then its tenant's quota."""
+
+    __slots__ = ("_admission", "_breakers", "_loads", "_quota", "_state")
+
+    def __init__(
+        self,
+        state: RequestState,
+        loads: WorkerLoads,
+        breakers: CircuitBreakerRegistry,
+        admission: CapacityAdmission,
+        quota: RequestQuota | None,
+    ) -> None:
+        self._state, self._loads, self._breakers = state, loads, breakers
+        self._admission, self._quota = admission, quota
+
+    def output_sent(self, tokens: int) -> None:
+        """Counts output. The first tokens free capacity for prompts."""
+        first = self._loads.output(self._state.flight, tokens)
+        self._admission.output_sent(self._state, tokens, first)
+        self._breakers.output_sent(self._state)
+        if self._quota is not None:
+            self._quota.output_sent(tokens)
+
+    def decoded(self) -> None:
+        """The place on the decode worker is free."""
+        self._loads.decoded(self._state.flight)
+        self._admission.freed(self._state)
+
+    def ended(self, error: BaseException | None) -> None:
+        """Whatever the request still holds is free."""
+        self._loads.ended(self._state.flight)
+        self._admission.ended(self._state)
+        if self._quota is not None:
+            self._quota.ended(error)
 
 
 def _too_late(state: RequestState | None, left_s: float) -> DeadlineExceededError:
@@ -233,3 +280,110 @@ def _log_completed(done: inference_pb2.GenerationDone) -> None:
         prefill_worker=done.served_by.prefill_worker,
         decode_worker=done.served_by.decode_worker,
     )
+
+
+SEED_BITS = 63
+
+
+class InputProcessor:
+    """Resolves the model, validates and tokenizes."""
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        registry: Registry,
+        routes: ModelRoutes,
+        tokenizers: PromptTokenizers,
+        grammars: GrammarProcesses,
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._routes = routes
+        self._tokenizers = tokenizers
+        self._grammars = grammars
+
+    async def process(
+        self,
+        request: inference_pb2.GenerateRequest,
+        caller: Caller,
+        request_id: str,
+        received_s: float,
+        deadline_s: float,
+        trace: RequestTrace | None = None,
+    ) -> InferenceRequest:
+        """The request with all defaults filled in. Both times are on the coordinator's monotonic clock.
+
+        Raises InvalidArgumentError, NotFoundError, or UnavailableError (NO_WORKER) before any worker has registered.
+        """
+        resolved = await self._find_model(request, request.session_id or request_id, caller)
+        model = resolved.model
+        check_request(request, model)
+        targets, slo_ttft_s = self._targets(request, caller)
+        if request.sampling.HasField("grammar"):
+            await self._grammars.check(request.sampling.grammar, caller.tenant)
+        block_size = model.block_size_tokens if self._config.routing == "prefix" else 0
+        prompt_field = f"prompt.{request.WhichOneof('prompt')}"
+        try:
+            prompt = await self._tokenizers.encode_named(
+                model.tokenizer_source,
+                request,
+                block_size,
+                chain_salt(caller.cache_salt, model.adapter),
+                model.context_tokens,
+                check=partial(check_prompt_form, request, model),
+                tenant=caller.tenant,
+            )
+        except TooManyTokensError as error:
+            check_length(error.count, prompt_field, model, caller.max_prompt_tokens, counted=False)
+            raise
+        check_length(len(prompt.token_ids), prompt_field, model, caller.max_prompt_tokens)
+        check_highest(prompt.highest, prompt_field, model)
+        stop = resolved_stop(request.stop, len(prompt.token_ids), model, caller.max_output_tokens)
+        check_resume(request.resume, stop.max_tokens)
+        return InferenceRequest(
+            request_id=request_id,
+            model=model,
+            prompt=prompt.token_ids,
+            sampling=resolved_sampling(request.sampling, seed=random_bits(SEED_BITS)),
+            stop=stop,
+            priority=request.priority,
+            deadline_s=deadline_s,
+            received_s=received_s,
+            caller=caller,
+            session_id=request.session_id,
+            public_name=resolved.public_name,
+            block_keys=prompt.block_keys,
+            resumed=tuple(request.resume.token_ids),
+            resumed_finish=request.resume.finish_reason,
+            trace=trace,
+            targets=targets,
+            slo_ttft_s=slo_ttft_s,
+        )
+
+    def _targets(
+        self, request: inference_pb2.GenerateRequest, caller: Caller
+    ) -> tuple[RequestTargets | None, float | None]:
+        """The targets that request, tenant or settings name, and the TTFT target in seconds; None where nobody does."""
+        settings = self._config.admission
+        named = caller.targets or settings.ttft_slo_s or settings.tpot_slo_s
+        if not (named or request.HasField("ttft_ms") or request.HasField("tpot_ms")):
+            return None, None
+        return resolved_targets(request, caller, settings)
+
+    async def _find_model(self, request: inference_pb2.GenerateRequest, key: str, caller: Caller) -> Found:
+        """Resolves a public name; `key` selects among the models of a route. Waits for the first worker if needed."""
+        name, served = request.model, request.resume.served_model
+        wait_s = self._config.no_worker_wait_s
+        resolved: Found | None = None
+        if await self._registry.wait_until(self._registry.known_models, wait_s):
+            routes = self._routes
+            resolved = await self._registry.wait_until(
+                lambda: (
+                    routes.find_served(name, served, caller) if served else routes.find(name, key, caller)
+                ),
+                wait_s,
+            )
+        if resolved is None:
+            message = "no prefill and no decode worker has registered"
+            raise UnavailableError(message, reason="NO_WORKER", retry_after_s=RETRY_AFTER_S)
+        return resolved

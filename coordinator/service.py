@@ -11,63 +11,73 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from prometheus_client.core import Metric
 
 from coordinator.admission.controller import CapacityAdmission
-from coordinator.background_tasks import BackgroundTasks
-from coordinator.entrypoints.grpc_services import SERVICES, add_services
+from coordinator.canary.canary import Canary
+from coordinator.canary.probe import Prober
 from coordinator.entrypoints.http.server import serving_http
-from coordinator.entrypoints.inference_api import InferenceApi
+from coordinator.entrypoints.inference_api import InferenceApi, InputLimits, TraceSampler
 from coordinator.entrypoints.inference_service import InferenceService
-from coordinator.entrypoints.input_limits import InputLimits
 from coordinator.entrypoints.kserve.service import KserveService
 from coordinator.entrypoints.openai.app import make_app
-from coordinator.entrypoints.page.endpoints import PageEndpoints, page_endpoints
-from coordinator.entrypoints.trace_sampler import TraceSampler
-from coordinator.health.breaker_registry import CircuitBreakerRegistry
+from coordinator.entrypoints.page.endpoints import PageAccess, PageEndpoints
+from coordinator.health.circuit_breakers import CircuitBreakerRegistry
 from coordinator.health.failure_detector import FailureDetector
-from coordinator.input_processor import InputProcessor
-from coordinator.leanings.leaning_loop import LeaningLoop
-from coordinator.metrics.event_loop import LoopLag
-from coordinator.metrics.prometheus import admission_metrics, coordinator_metrics
-from coordinator.metrics.scaling_service import ScalingService
-from coordinator.metrics.stats import RequestStats
-from coordinator.metrics.tenant_metrics import tenant_metrics
+from coordinator.health.notice_moves import NoticeMover
 from coordinator.models.model_routes import configured_routes
 from coordinator.models.routes_service import RoutesService
 from coordinator.models.tokenizers import PromptTokenizers
-from coordinator.peer_fetch.fetcher import PrefixFetcher
-from coordinator.peer_fetch.seeder import Seeder
-from coordinator.quality.watch import QualityWatch, quality_watch
-from coordinator.records.explanation import Explainer
-from coordinator.records.record_keeper import RecordKeeper
-from coordinator.records.tenant_costs import tenant_costs
-from coordinator.records.traffic_stream import TrafficStream
-from coordinator.request.estimates import Estimates
-from coordinator.request_flow import RequestFlow
+from coordinator.request.state import Estimates
+from coordinator.request_flow import InputProcessor, RequestFlow
 from coordinator.routing.pair_selector import make_router
 from coordinator.routing.router import Router
-from coordinator.spot.mover import SpotMover
+from coordinator.routing.warming import KEPT_PROMPTS, Warmer
+from coordinator.telemetry.event_loop import LoopLag
+from coordinator.telemetry.explanation import Explainer
+from coordinator.telemetry.prometheus import admission_metrics, coordinator_metrics
+from coordinator.telemetry.record_keeper import RecordKeeper
+from coordinator.telemetry.request_log import RequestLog
+from coordinator.telemetry.request_stats import RequestStats
+from coordinator.telemetry.scaling_service import ScalingService
+from coordinator.telemetry.tenant_metrics import TenantCosts, tenant_metrics
 from coordinator.tenants.access_control import AccessControl
-from coordinator.workers.clients import WorkerClients
-from coordinator.workers.output_collector import OutputCoalescer
-from coordinator.workers.prefix_index.index import PrefixIndex
+from coordinator.workers.client import BackgroundTasks, WorkerClients
+from coordinator.workers.output_stream import OutputCoalescer
+from coordinator.workers.prefix_index import PrefixIndex, RecentPrompts
 from coordinator.workers.registry import Registry
 from coordinator.workers.registry_service import RegistryService
 from splitserve.config.coordinator import CoordinatorConfig
-from splitserve.generation.grammar import load_compiler
+from splitserve.grammars.processes import GrammarProcesses
+from splitserve.kserve import open_inference_pb2
+from splitserve.kserve.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from splitserve.logs import log_event
 from splitserve.metrics import gauge, reload_metrics, serving_metrics
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.tokenizer import Tokenizer
-from splitserve.rpc.server import LISTENERS, RpcServer, make_server
-from splitserve.runtime.calls.parser_thread import ParserThread, favor_event_loop
+from splitserve.rpc.server import LISTENERS, RpcServer
+from splitserve.runtime.call_thread import ParserThread, favor_event_loop
 from splitserve.runtime.cancellation import end_tasks
 from splitserve.runtime.loops import LoopRunner
 from splitserve.runtime.process import END_S, connections_that_fit, relax_collector, stop_signal
 from splitserve.runtime.reload import FileWatcher
+from splitserve.tracing.context import SpanSink
 from splitserve.tracing.exporting import exporting_spans
-from splitserve.tracing.finished_span import SpanSink
+from splitserve.v1 import inference_pb2, registry_pb2, routes_pb2, scaling_pb2
+from splitserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+from splitserve.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server
+from splitserve.v1.routes_pb2_grpc import add_RoutesServiceServicer_to_server
+from splitserve.v1.scaling_pb2_grpc import add_ScalingServiceServicer_to_server
 
+SERVICES = (
+    inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
+    registry_pb2.DESCRIPTOR.services_by_name["RegistryService"].full_name,
+    scaling_pb2.DESCRIPTOR.services_by_name["ScalingService"].full_name,
+    routes_pb2.DESCRIPTOR.services_by_name["RoutesService"].full_name,
+    open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name,
+)
+"""Full names of the gRPC services."""
 CLEANUP_GRACE_S = 3.0
 """How long shutdown waits for requests to unwind and for aborts to reach the workers."""
+STATUS_GRACE_S = 1.0
+"""How long shutdown waits for the handlers of ended requests to send their status."""
 
 
 class Coordinator:
@@ -88,17 +98,20 @@ class Coordinator:
         self.config = config
         self.access = AccessControl(config)
         self.background = BackgroundTasks()
-        prefixes, trade = PrefixIndex(config.max_indexed_blocks), config.peer_fetch == "on"
-        self.registry = Registry(config.heartbeat_timeout_s, prefixes, trade=trade)
+        recent = RecentPrompts(KEPT_PROMPTS if config.warm_prefixes else 0)
+        self.registry = Registry(config.heartbeat_timeout_s, PrefixIndex(recent=recent))
         self.loops = LoopRunner()
         self.failure_detector = FailureDetector(self.registry, self.loops)
-        self.tokenizers = PromptTokenizers(load, config.tokenizer_threads, config.tokenizers)
+        self.tokenizers = PromptTokenizers(load, config.tokenizers)
+        self.grammars = GrammarProcesses()
         self.stats = RequestStats(config.long_prompt_tokens)
         self.estimates = Estimates(self.registry)
         self.breakers = CircuitBreakerRegistry(self.registry, config.circuit_breaker)
-        self.costs = tenant_costs(self.access.tenants, config.prices)
+        self.costs = TenantCosts(self.access.tenants) if self.access.tenants else None
         self.records = RecordKeeper(config.records, spans, self.costs.add if self.costs else None)
-        self.traffic = TrafficStream(self.coordinator_id)
+        self.request_log = (
+            RequestLog(config.request_log, config.request_log_max_bytes) if config.request_log else None
+        )
         self.routes = configured_routes(config, self.registry)
         self.files = self._followed_files()
         coalescer = OutputCoalescer(config.max_coalesce_ms / 1e3)
@@ -112,14 +125,15 @@ class Coordinator:
             coalescer,
             self.loops,
         )
-        self.fetcher = PrefixFetcher(config, self.registry, self.clients, self.background)
-        self.seeder = Seeder(self.registry, self.fetcher, self.background)
-        self.spot, self.quality = SpotMover(config.spot, self.registry, self.clients), self._quality_watch()
-        self.admission = self._capacity_admission()
+        self.notice_mover = NoticeMover(self.registry, self.clients)
+        self.warmer = Warmer(self.registry, self.clients, config.warm_prefixes)
+        prober = Prober(self.clients, self.background)
+        self.canary = Canary(config.canary, self.registry, self.tokenizers, prober)
+        self.admission = CapacityAdmission(config, self.registry, self.stats.set_held)
         self.parser = ParserThread()
         self.limits = InputLimits(self.registry.known_models, config.max_message_bytes)
         self.api = self._inference_api(router or make_router(config.routing))
-        self.server: RpcServer = make_server(
+        self.server = RpcServer(
             max_message_bytes=config.max_message_bytes,
             authorizer=self.access.guard,
             limit_of=self.limits.limit_of,
@@ -133,25 +147,26 @@ class Coordinator:
         self.page = self._page_endpoints()
         self._add_services()
 
-    def _quality_watch(self) -> QualityWatch:
-        parts = self.tokenizers, self.clients, self.background
-        return quality_watch(self.config.quality, self.registry, *parts)
-
-    def _capacity_admission(self) -> CapacityAdmission | None:
-        queues = self.config.admission.mode == "queue"
-        return CapacityAdmission(self.config, self.registry, self.stats.set_held) if queues else None
-
     def _page_endpoints(self) -> PageEndpoints | None:
-        queues = self.admission.counts if self.admission is not None else dict
-        parts = (self.registry, self.stats, queues, self.records, self.explainer, self.scaling)
-        return page_endpoints(self.config, self.api, *parts)
+        """The page at `/`; None where it is off. Raises ConfigError for a credential that cannot be used."""
+        if self.config.page == "off" or self.config.http_port is None:
+            return None
+        return PageEndpoints(
+            self.api,
+            PageAccess(self.config),
+            self.registry,
+            self.stats,
+            self.admission.counts,
+            self.records,
+            self.explainer,
+            self.scaling,
+        )
 
     def _followed_files(self) -> FileWatcher:
         routes, access = self.config.model_routes_file, self.access
         return FileWatcher(
             self.routes.follow(routes) if routes else None,
             access.tenants.file if access.tenants else None,
-            self.costs.file if self.costs else None,
             access.security.server_tls.file if access.security.server_tls else None,
         )
 
@@ -161,17 +176,15 @@ class Coordinator:
             self.registry,
             router,
             self.clients,
-            InputProcessor(self.config, self.registry, self.routes, self.tokenizers),
+            InputProcessor(self.config, self.registry, self.routes, self.tokenizers, self.grammars),
             self.background,
             self.stats,
             self.estimates,
             self.breakers,
             self.records,
-            self.traffic.recorder,
-            self.fetcher if self.config.peer_fetch == "on" else None,
-            quota_plugins=self.access.quota_plugins,
-            capacity_plugins=[] if self.admission is None else [self.admission],
-            observers=[self.spot.running],
+            quotas=self.access.quotas,
+            admission=self.admission,
+            observers=[self.request_log] if self.request_log is not None else [],
         )
         return InferenceApi(
             flow,
@@ -193,9 +206,14 @@ class Coordinator:
         registry = RegistryService(
             self.registry, self.coordinator_id, self.tokenizers.tokenizer, mutual=self.access.guard.mutual
         )
-        inference = InferenceService(self.api, self.access, self.explainer, self.traffic)
+        inference = InferenceService(self.api, self.access, self.explainer)
         self.kserve = KserveService(self.api, self.access)
-        add_services(self.server.grpc_server, inference, self.kserve, routes, registry, self.scaling)
+        server = self.server.grpc_server
+        add_InferenceServiceServicer_to_server(inference, server)
+        add_GRPCInferenceServiceServicer_to_server(self.kserve, server)
+        add_RoutesServiceServicer_to_server(routes, server)
+        add_RegistryServiceServicer_to_server(registry, server)
+        add_ScalingServiceServicer_to_server(self.scaling, server)
 
     def background_loops(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
         """What runs beside the servers for as long as they do, by name."""
@@ -205,13 +223,12 @@ class Coordinator:
             "circuit_breakers": self.breakers.run,
             "expiry": self.expire_silent_workers,
             "worker_states": self.scaling.watch_states,
-            "leanings": LeaningLoop(self.config, self.registry, lambda model: self.stats.of(model).held).run,
             "files": self.files.follow,
             "loop_lag": self.loop_lag.watch,
             **({"page": self.page.sample} if self.page is not None else {}),
-            **({"seeding": self.seeder.run} if self.config.peer_fetch == "on" else {}),
-            "spot": self.spot.run,
-            **self.quality.loops,
+            "notices": self.notice_mover.run,
+            **({"warming": self.warmer.run} if self.config.warm_prefixes else {}),
+            **({"canary": self.canary.run} if self.canary.interval_s else {}),
         }
 
     async def expire_silent_workers(self) -> None:
@@ -229,13 +246,14 @@ class Coordinator:
     def metrics(self) -> list[Metric]:
         """The current values of all metrics, for a Prometheus scrape."""
         requests = coordinator_metrics(self.registry.snapshot(), self.api.running, self.stats.models())
-        queue = admission_metrics(self.admission.counts()) if self.admission is not None else []
+        queue = admission_metrics(self.admission.counts())
         tenants = tenant_metrics(self.access.tenants) if self.access.tenants else []
         costs = self.costs.metrics() if self.costs else []
         process = [*self.loop_lag.metrics(), self.loops.metric(), *reload_metrics(self.files.files)]
-        watches = [*self.fetcher.metrics(), *self.quality.metrics(), *self.spot.metrics()]
+        watches = [*self.canary.metrics(), *self.notice_mover.metrics()]
         blocks = gauge("splitserve_prefix_index_blocks", "KV blocks known", len(self.registry.prefixes))
-        return [*requests, *queue, blocks, *process, *tenants, *costs, *watches]
+        log = self.request_log.metrics() if self.request_log is not None else []
+        return [*requests, *queue, *log, blocks, *process, *tenants, *costs, *watches]
 
     async def listen(self) -> None:
         """Binds and starts serving. With TLS, also listens on the cluster port, which requires client certificates."""
@@ -268,20 +286,26 @@ class Coordinator:
         log_event("coordinator.draining", running_requests=self.api.running)
         self.api.draining = True
         await self.server.set_serving(False)
-        await self._idle(self.config.drain_s)
+        await _set_within(self.api.idle, self.config.drain_s)
 
     async def close(self) -> None:
         """Ends running requests, lets their aborts reach the workers, stops the server. Idempotent."""
         self.api.end_all()
-        await self._idle(CLEANUP_GRACE_S)
+        await _set_within(self.api.idle, CLEANUP_GRACE_S)
+        # A server that stops cancels handlers, also those that have yet to send the status of a request that has ended.
+        await _set_within(self.server.open_rpcs.none_open, STATUS_GRACE_S)
         # Before the server: stopping it breaks the report streams, which drops the workers and their clients.
         await self.background.close(CLEANUP_GRACE_S)
         await self.server.stop()
+        if self.request_log is not None:
+            await asyncio.to_thread(self.request_log.close)
 
-    async def _idle(self, wait_s: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                await self.api.idle.wait()
+
+async def _set_within(event: asyncio.Event, wait_s: float) -> None:
+    """Waits for an event, up to `wait_s` seconds."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(wait_s):
+            await event.wait()
 
 
 @asynccontextmanager
@@ -307,6 +331,7 @@ async def running_coordinator(
 @asynccontextmanager
 async def _serving(coordinator: Coordinator, config: CoordinatorConfig) -> AsyncIterator[None]:
     try:
+        coordinator.grammars.start()
         await coordinator.listen()
         async with coordinator.serving_http(), AsyncExitStack() as ends:
             # No TaskGroup: it would wait without limit for a loop that does not end.
@@ -318,22 +343,17 @@ async def _serving(coordinator: Coordinator, config: CoordinatorConfig) -> Async
     finally:
         await coordinator.server.stop()
         coordinator.tokenizers.close()
+        coordinator.grammars.close()
         coordinator.parser.close()
 
 
-async def serve(
-    config: CoordinatorConfig,
-    *,
-    load: Callable[[str], Tokenizer] = load_tokenizer,
-    router: Router | None = None,
-) -> None:
+async def serve(config: CoordinatorConfig) -> None:
     """Runs a coordinator until SIGTERM or SIGINT, then drains. A second signal ends the process at once.
 
     Raises UnavailableError when a port is taken.
     """
     stop = stop_signal(config.drain_s + END_S)
-    load_compiler()
-    async with running_coordinator(config, load=load, router=router) as coordinator:
+    async with running_coordinator(config) as coordinator:
         log_event(
             "coordinator.ready",
             host=config.host,

@@ -7,25 +7,35 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 
-from decode_worker.live_request import LiveRequest, LiveRequests, LocalPrefill, public_id
-from decode_worker.reservation_queue import Granted, Reply, ReservationQueue, WaitingReservation
-from engine.core.engine import Engine
-from engine.core.types import RequestOutput, ReservedBlocks, StepResult
-from engine.worker.build import EngineParts
-from engine.worker.engine_thread import KvConnector
-from engine.worker.status import WorkerStatus
+from decode_worker.requests import (
+    Granted,
+    LiveRequest,
+    LiveRequests,
+    Reply,
+    ReservationQueue,
+    WaitingReservation,
+    public_id,
+)
+from engine.core.engine import Engine, RequestOutput, ReservedBlocks, StepResult
 from kv_transfer.handoff.checksums import HandoffVerifier, verify_one_in
-from kv_transfer.handoff.notification import WriteCompletion
-from kv_transfer.handoff.reservation_actions import Abort, Action, Admit, ReleaseWriter, Silence, WriterDone
-from kv_transfer.handoff.reservation_table import ReservationTable
-from kv_transfer.handoff.ticket import KvTicket
-from kv_transfer.transports.poll_dealer import PollDealer
+from kv_transfer.handoff.messages import KvTicket, WriteCompletion
+from kv_transfer.handoff.reservation_table import (
+    Abort,
+    Action,
+    Admit,
+    ReleaseWriter,
+    ReservationTable,
+    Silence,
+    WriterDone,
+)
+from kv_transfer.transports.polling import PollDealer
 from splitserve.errors import SplitserveError
 from splitserve.logs import log_context, log_event
-from splitserve.request_guard import request_error
-from splitserve.tracing.context import trace_id_of
-from splitserve.tracing.finished_span import SpanSink
+from splitserve.rpc.status import request_error
+from splitserve.tracing.context import SpanSink, trace_id_of
 from splitserve.v1 import decode_pb2
+from worker.build import EngineParts
+from worker.connector import KvConnector, WorkerStatus
 
 Outputs = dict[str, list[decode_pb2.SequenceOutput]]
 Emit = Callable[[Outputs], None]
@@ -51,15 +61,10 @@ class KvConsumer(KvConnector):
         super().__init__(parts.endpoint, transport, polls or PollDealer(transport.poll), on_idle)
         self._block_bytes = parts.endpoint.memory.layout.block_bytes
         self._ticket_s = config.ticket_s
-        self._wire = parts.wire
-        one_in = verify_one_in(config.verify_kv, self._wire.memory.memory_kind)
-        self._verifier = HandoffVerifier(epoch, one_in, self._wire)
+        one_in = verify_one_in(config.verify_kv, parts.endpoint.memory.memory_kind)
+        self._verifier = HandoffVerifier(epoch, one_in, parts.kv_memory)
         self._table = ReservationTable(
-            epoch,
-            lease_s=config.lease_s,
-            quarantine_s=config.quarantine_s,
-            content_matches=self._content_matches,
-            orders=self._wire.orders,
+            epoch, quarantine_s=config.quarantine_s, content_matches=self._content_matches
         )
         engine = config.engine
         self._waiting = ReservationQueue(
@@ -73,16 +78,12 @@ class KvConsumer(KvConnector):
         self._rejected: dict[str, int] = {}
 
     def reserve(self, core: Engine, entry: WaitingReservation, now: float) -> None:
-        """Queues a reservation, and grants it at once if blocks are free and no tier is read for it before.
+        """Queues a reservation, and grants it at once if blocks are free.
 
-        Raises like `ReservationQueue.add` and `require_awake`. The error of a request that can never fit, and of a
-        prefix that does not fit now, is passed to `entry.reply`.
+        Raises like `ReservationQueue.add`. The error of a request that can never fit is
+        passed to `entry.reply`.
         """
-        self.require_awake()
-        others_wait = len(self._waiting) > 0
         self._waiting.add(entry)
-        if not others_wait:
-            self._waiting.read_first(core, entry)
         self._grant(core, now)
         self._flush(core)
 
@@ -94,7 +95,7 @@ class KvConsumer(KvConnector):
         if self._waiting.remove(engine_id):
             return True
         alive = engine_id in self._requests
-        if alive and self._requests[engine_id].local is not None:
+        if alive and self._requests[engine_id].is_local:
             self._requests.end(engine_id)
             return core.abort(engine_id)
         self._apply(core, self._table.abort(engine_id, coordinator_id, no_writer, now), silent=True)
@@ -146,8 +147,8 @@ class KvConsumer(KvConnector):
             if request is None:
                 continue
             request.began_s = began_s
-            if request.local is not None:
-                request.local.cached_tokens = cached_tokens
+            if request.is_local:
+                request.cached_tokens = cached_tokens
             elif request.admitted_s is not None:
                 request.admit_ms = max(0.0, began_s - request.admitted_s) * 1e3
                 self._table.started(engine_id)
@@ -160,9 +161,8 @@ class KvConsumer(KvConnector):
 
     def _grant(self, core: Engine, now: float) -> None:
         load = core.load()
-        state = (load.free_blocks, load.kept_blocks, load.reserved_blocks, load.running_requests)
+        state = (load.free_blocks, load.reserved_blocks, load.running_requests)
         self._waiting.grant(state, now, lambda entry: self._try_reserve(core, entry, now))
-        core.reservations_wait(len(self._waiting) > 0)
 
     def _try_reserve(self, core: Engine, entry: WaitingReservation, now: float) -> bool:
         """Grants a reservation, or replies with the error of one that can never fit; False to keep it waiting."""
@@ -173,7 +173,6 @@ class KvConsumer(KvConnector):
                 return True
             blocks = core.reserve(entry.request, number)
             if blocks is None:
-                entry.require_may_wait()
                 return False
             ticket = self._open(entry, blocks, now)
         except BaseException as error:
@@ -204,7 +203,7 @@ class KvConsumer(KvConnector):
         )
         if entry.writer_agent_id:
             self._table.bind_writer(number, entry.writer_agent_id)
-        self._requests[request.request_id] = LiveRequest.of(entry, now, blocks.block_ids)
+        self._requests[request.request_id] = LiveRequest.of(entry, now, count)
         ticket = KvTicket(
             decode_agent_id=self.endpoint.agent_id,
             epoch=self._table.epoch,
@@ -217,7 +216,7 @@ class KvConsumer(KvConnector):
             verify_one_in=self._verifier.one_in,
             adapter_fingerprint=request.adapter_fingerprint,
         )
-        self._verifier.expect(number, blocks.block_ids, len(request.token_ids) - blocks.cached_tokens)
+        self._verifier.expect(number, blocks.block_ids)
         return ticket
 
     def _try_compute(self, core: Engine, entry: WaitingReservation, now: float) -> bool:
@@ -227,7 +226,7 @@ class KvConsumer(KvConnector):
         if not entry.computes_here(cached):
             return False
         core.add_request(request)
-        self._requests[request.request_id] = LiveRequest.of(entry, now, local=LocalPrefill())
+        self._requests[request.request_id] = LiveRequest.of(entry, now, is_local=True)
         self._replies.append((entry.reply, Granted(None, max(0.0, now - entry.arrived_s))))
         return True
 
@@ -248,7 +247,6 @@ class KvConsumer(KvConnector):
     def _admit(self, core: Engine, verdict: Admit, now: float) -> None:
         request = self._requests[verdict.request_id]
         # The writer still owns the blocks, so they cannot have been given to another request.
-        self._wire.unpack(request.received_blocks, verdict.axis_order)
         core.release_writer(verdict.number)
         request.admitted_s = now
         output = core.admit(verdict.number, verdict.first_token)

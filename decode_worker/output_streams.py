@@ -7,16 +7,167 @@ come by the end of the lease, the coordinator counts as lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 
-from decode_worker.attachment import Attachment
-from decode_worker.kept_outputs import KeptOutputs
+from splitserve.errors import FailedPreconditionError
+from splitserve.generation.output_delta import extend_output
 from splitserve.logs import log_event
 from splitserve.v1 import decode_pb2
+
+MAX_MESSAGE_BYTES = 2**20
+"""Outputs that have accumulated leave in messages of this size, or of one output."""
+
+
+class KeptOutputs:
+    """Outputs in order, as messages that are kept until they are acknowledged.
+
+    Everything since the last message is sent together, and the outputs of one request are merged. So a slow reader gets
+    fewer, larger messages, and what waits is bounded by the `max_tokens` of the live requests. A sent message is not
+    changed any more, so what a coordinator has received always ends where an output ends.
+    """
+
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+        """Size of the messages that are sent and not acknowledged."""
+        self._pending: list[decode_pb2.SequenceOutput] = []
+        self._latest: dict[str, decode_pb2.SequenceOutput] = {}
+        """The last pending output of each request."""
+        self._sent: deque[tuple[decode_pb2.StreamOutputsResponse, int]] = deque()
+        self._acknowledged = 0
+        """Messages of the present stream that are no longer kept."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all that is kept. Costs O(pending)."""
+        return self.sent_bytes + sum(output.ByteSize() for output in self._pending)
+
+    def put(self, outputs: Iterable[decode_pb2.SequenceOutput]) -> None:
+        """Adds outputs, and takes them over."""
+        for output in outputs:
+            before = self._latest.get(output.request_id)
+            if before is None or not extend_output(before, output):
+                self._pending.append(output)
+                self._latest[output.request_id] = output
+
+    def take(self) -> decode_pb2.StreamOutputsResponse | None:
+        """The next message to send; None if there is none. It is kept until it is acknowledged."""
+        if not self._pending:
+            return None
+        message = decode_pb2.StreamOutputsResponse(outputs=self._pending)
+        rest: list[decode_pb2.SequenceOutput] = []
+        size = message.ByteSize()
+        if size > MAX_MESSAGE_BYTES and len(self._pending) > 1:
+            count = _fitting(self._pending)
+            rest = self._pending[count:]
+            message = decode_pb2.StreamOutputsResponse(outputs=self._pending[:count])
+            size = message.ByteSize()
+        self._pending = []
+        self._latest.clear()
+        self.put(rest)
+        self._sent.append((message, size))
+        self.sent_bytes += size
+        return message
+
+    def acknowledge(self, messages: int) -> None:
+        """The coordinator has received so many messages of the present stream. Idempotent, in any order."""
+        while self._sent and self._acknowledged < messages:
+            self.sent_bytes -= self._sent.popleft()[1]
+            self._acknowledged += 1
+
+    def rewind(self, positions: Mapping[str, int], live: Collection[str]) -> list[str]:
+        """Begins the next stream: what was sent and not received is to be sent again, before what waits.
+
+        `positions` has the requests that the coordinator still wants, each with the position after the last token that
+        it has received. Returns those that are neither `live` nor have their last output here: they are lost.
+        """
+        outputs = [output for message, _ in self._sent for output in message.outputs]
+        outputs += self._pending
+        self.clear()
+        wanted = [output for output in outputs if _is_wanted(output, positions)]
+        self.put(wanted)
+        ended = {output.request_id for output in wanted if output.delta.finish_reason}
+        return [name for name in positions if name not in live and name not in ended]
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._pending = []
+        self._latest.clear()
+        self._sent.clear()
+        self.sent_bytes = self._acknowledged = 0
+
+
+def _fitting(outputs: list[decode_pb2.SequenceOutput]) -> int:
+    """How many of the first outputs fit in a message; at least one."""
+    size = 0
+    for count, output in enumerate(outputs):
+        size += output.ByteSize()
+        if size > MAX_MESSAGE_BYTES and count:
+            return count
+    return len(outputs)
+
+
+def _is_wanted(output: decode_pb2.SequenceOutput, positions: Mapping[str, int]) -> bool:
+    """Whether the coordinator wants an output. One without tokens may be repeated: it is the first or the last."""
+    position = positions.get(output.request_id)
+    if position is None:
+        return False
+    return not output.delta.token_ids or output.delta.first_position >= position
+
 
 MAX_KEPT_BYTES = 64 * 2**20
 """Most output that is kept: for all coordinators whose streams are broken, and of what one has been sent and does not
 acknowledge. A coordinator that exceeds it counts as lost at once."""
+
+
+class Attachment:
+    """Whether a coordinator reads its outputs, and how long its requests outlive it if it does not. Pure; times in
+    seconds on the caller's clock.
+
+    Coordinators number their streams upwards, from 1. Messages of two connections may overtake each other, so a number
+    that is not above the last one is an older stream that arrives late, and a reservation under another number than the
+    present one belongs to a stream that is gone.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self.number = 0
+        """Number of the latest stream."""
+        self._lease_s = lease_s
+        self._detached_s: float | None = float("-inf")
+        """Since when no stream is open; None while one is."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a stream is open."""
+        return self._detached_s is None
+
+    def open(self, number: int) -> None:
+        """Opens a stream in place of the present one.
+
+        Raises FailedPreconditionError (STALE_ATTACHMENT) if a newer one was opened before.
+        """
+        if number <= self.number:
+            raise FailedPreconditionError(
+                f"attachment {self.number} was opened before attachment {number}", reason="STALE_ATTACHMENT"
+            )
+        self.number = number
+        self._detached_s = None
+
+    def close(self, number: int, now: float) -> bool:
+        """The stream has ended. False if it had been replaced, or had ended before."""
+        if not self.takes(number):
+            return False
+        self._detached_s = now
+        return True
+
+    def takes(self, number: int) -> bool:
+        """Whether this is the number of the open stream."""
+        return self.is_open and number == self.number
+
+    @property
+    def lease_end_s(self) -> float:
+        """When the requests end if no stream is opened before; infinity while one is open."""
+        return float("inf") if self._detached_s is None else self._detached_s + self._lease_s
 
 
 class OutputStream:
@@ -25,12 +176,13 @@ class OutputStream:
     def __init__(self, outputs: _CoordinatorOutputs, number: int) -> None:
         """Opens it in place of an older one. Raises FailedPreconditionError (STALE_ATTACHMENT)."""
         self.outputs = outputs
-        self._stream = outputs.attachment.open(number)
+        outputs.attachment.open(number)
+        self._number = number
         self._wake = asyncio.Event()
         self._closed = False
 
     def rewind(self, positions: Mapping[str, int], live: Collection[str]) -> list[str]:
-        """See `KeptOutputs.rewind`. Does nothing once the stream is closed."""
+        """Has kept outputs sent again from `positions` on; returns the requests that are lost. Nothing once closed."""
         return [] if self._closed else self.outputs.kept.rewind(positions, live)
 
     def wake(self) -> None:
@@ -45,13 +197,12 @@ class OutputStream:
     def end(self, now: float) -> bool:
         """The stream has broken. False if it had been replaced before."""
         self.close()
-        return self.outputs.attachment.close(self._stream, now)
+        return self.outputs.attachment.close(self._number, now)
 
     async def messages(self) -> AsyncIterator[decode_pb2.StreamOutputsResponse]:
         """Yields messages whenever there is output, until the stream is closed."""
-        keep = self.outputs.attachment.resumes
         while not self._closed:
-            while not self._closed and (message := self.outputs.kept.take(keep=keep)) is not None:
+            while not self._closed and (message := self.outputs.kept.take()) is not None:
                 yield message
             await self._wake.wait()
             self._wake.clear()
@@ -115,9 +266,6 @@ class OutputStreams:
         outputs, loop = stream.outputs, asyncio.get_running_loop()
         if not stream.end(loop.time()) or self._coordinators.get(outputs.coordinator_id) is not outputs:
             return
-        if not outputs.attachment.resumes:
-            self._lose(outputs)
-            return
         outputs.reader, outputs.detached_bytes = None, outputs.kept.total_bytes
         outputs.lease = loop.call_at(outputs.attachment.lease_end_s, self._lose, outputs)
         log_event("outputs.detached", coordinator_id=outputs.coordinator_id, lease_s=self._lease_s)
@@ -138,7 +286,7 @@ class OutputStreams:
                 self._lose(coordinator)
 
     def acknowledge(self, coordinator_id: str, number: int, messages: int) -> None:
-        """See DecodeService.AcknowledgeOutputs in the proto."""
+        """Drops kept outputs that the coordinator says it has."""
         outputs = self._coordinators.get(coordinator_id)
         if outputs is not None and outputs.attachment.takes(number):
             outputs.kept.acknowledge(messages)

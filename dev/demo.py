@@ -13,7 +13,7 @@ QUESTION = "What is the name of the capital of France?"
 START_TIMEOUT_S = 300
 ANSWER_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 60
-SPLITSERVE = [sys.executable, "-m", "splitserve"]
+SPLITSERVE = [sys.executable, "-m", "launcher"]
 
 
 def address_from(stdout: IO[str]) -> str:

@@ -48,8 +48,8 @@ def download_wheels(cpu_index: str, python: str = OWN_PYTHON) -> None:
     if python != OWN_PYTHON:
         download += ["--python-version", python]
     subprocess.run([*download, "--no-deps", *options, torch], check=True)
-    found = ["--find-links", str(WHEELS), "--constraint", str(constraints)]
-    subprocess.run([*download, *found, torch, *requirements(project, torch=True)], check=True)
+    sources = ["--find-links", str(WHEELS), "--constraint", str(constraints)]
+    subprocess.run([*download, *sources, torch, *requirements(project, torch=True)], check=True)
     stamp.write_text(wanted)
 
 

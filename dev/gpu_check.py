@@ -94,7 +94,7 @@ def parts(device: Mapping[str, Any]) -> list[CheckPart]:
     shapes = "llama-3.1-8b" if device["memory_bytes"] >= LARGE_DEVICE_BYTES else "smollm2-135m"
     bench = [PYTHON, "-m", "bench.engine", "--device", "cuda", "--random-weights", shapes, "--json"]
     bench += ["--context", "1024", "2048", "--batch", "1", "32", "--logs", str(OUT / "bench-logs")]
-    self_test = [PYTHON, "-m", "engine.runner.self_test", "--device", "cuda", "--rates", "--json"]
+    self_test = [PYTHON, "-m", "engine.runner.self_test", "--device", "cuda", "--json"]
     return [
         CheckPart("self-test", self_test, 90, [*ENGINE, "nixl-cu13"], read_self_test),
         CheckPart("tests/gpu", [*pytest, "tests/gpu"], 200, TESTS, read_tests),
@@ -104,21 +104,21 @@ def parts(device: Mapping[str, Any]) -> list[CheckPart]:
 
 
 def read_self_test(output: str) -> tuple[Outcome, str, dict[str, Any]]:
-    """Of `engine.runner.self_test --json`."""
-    found = _json_in(output)
-    failed = [check["name"] for check in found["checks"] if not check["passed"]]
-    summary = f"{len(found['checks'])} checks" + (f", failed: {', '.join(failed)}" if failed else "")
-    return "failed" if failed else "passed", summary, found
+    """Reads the output of `engine.runner.self_test --json`."""
+    content = _json_in(output)
+    failed = [check["name"] for check in content["checks"] if not check["passed"]]
+    summary = f"{len(content['checks'])} checks" + (f", failed: {', '.join(failed)}" if failed else "")
+    return "failed" if failed else "passed", summary, content
 
 
 def read_bench(output: str) -> tuple[Outcome, str, dict[str, Any]]:
-    """Of `bench.engine --json`."""
-    found = _json_in(output)
+    """Reads the output of `bench.engine --json`."""
+    content = _json_in(output)
     shown = [
         f"{row['phase']} {row['batch']}x{row['context_tokens']}: {row['share_of_limit']:.0%} of the limit"
-        for row in found["rows"]
+        for row in content["rows"]
     ]
-    return ("passed" if shown else "failed"), "; ".join(shown), found
+    return ("passed" if shown else "failed"), "; ".join(shown), content
 
 
 def _json_in(output: str) -> dict[str, Any]:
@@ -126,9 +126,9 @@ def _json_in(output: str) -> dict[str, Any]:
     for begin in range(len(output)):
         if output[begin] == "{" and (begin == 0 or output[begin - 1] == "\n"):
             with suppress(json.JSONDecodeError):
-                found = json.loads(output[begin:])
-                if isinstance(found, dict):
-                    return found
+                content = json.loads(output[begin:])
+                if isinstance(content, dict):
+                    return content
     raise ValueError("no JSON object in its output")
 
 
@@ -164,8 +164,8 @@ def run_part(part: CheckPart, limit_s: float, missing: frozenset[str], folder: P
 def _run(command: Sequence[str], log: Path, limit_s: float) -> int | None:
     """The exit code; None if the process group had to be killed."""
     # What the caller has on its path stays on it: packages may be installed there.
-    found = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"PYTHONPATH": os.pathsep.join(found), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     environment["CUDA_DEVICE_ORDER"] = os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     with log.open("w") as out, log.with_suffix(".err").open("w") as err:
         process = subprocess.Popen(
@@ -203,16 +203,17 @@ else:
 
 
 def find_device(command: Sequence[str] = (PYTHON, "-c", _DEVICE)) -> dict[str, Any]:
-    """The first CUDA device; only `why` where there is none. Asked of another process, which holds no memory of it."""
+    """The first CUDA device; only `why` where there is none. Another process asks torch, so that this one holds no GPU
+    memory."""
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        found: dict[str, Any] = json.loads(asked.stdout.strip().splitlines()[-1])
+        device: dict[str, Any] = json.loads(asked.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         return {"why": "torch did not answer in 60 s"}
     except (ValueError, IndexError):
         lines = asked.stderr.strip().splitlines()
         return {"why": lines[-1] if lines else "torch did not answer"}
-    return found
+    return device
 
 
 def _driver() -> str:
@@ -234,8 +235,9 @@ def _commit() -> str:
 def _packages() -> list[PackageState]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     versions: dict[str, str] = {}
-    for each in metadata.distributions():  # in the order of the path: the first one is what is imported
-        versions.setdefault(normalized(each.metadata["Name"]), each.version)
+    # In the order of the path: the first one of a name is what is imported.
+    for distribution in metadata.distributions():
+        versions.setdefault(normalized(distribution.metadata["Name"]), distribution.version)
     wanted = {normalized(name) for name in (*TESTS, "rich", "nixl-cu13")}
     of_tests = [line for line in project["optional-dependencies"]["dev"] if _is_one_of(line, wanted)]
     return package_states([*project["dependencies"], *of_tests], versions, wanted)
@@ -249,7 +251,7 @@ def _is_one_of(requirement: str, names: set[str]) -> bool:
 def check(
     device: Mapping[str, Any], run: Sequence[CheckPart], folder: Path, total_s: float = TOTAL_S
 ) -> bool:
-    """Runs the parts, prints a line for each, writes `report.md` and `report.json`. Whether all passed."""
+    """Runs the parts, prints a line for each, writes `report.md` and `report.json`; whether all passed."""
     folder.mkdir(parents=True, exist_ok=True)
     packages = _packages()
     for package in packages:
@@ -271,7 +273,7 @@ def check(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """See the module."""
+    """Runs all parts on the first CUDA device and writes the report. Returns the exit code of the process."""
     parser = argparse.ArgumentParser(prog="python -m dev.gpu_check", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help=f"default: {OUT}")
     folder = parser.parse_args(arguments).out.resolve()

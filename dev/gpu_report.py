@@ -109,7 +109,7 @@ def all_passed(results: Sequence[PartResult]) -> bool:
 
 
 def as_markdown(document: Mapping[str, Any]) -> str:
-    """The same for people."""
+    """The report in Markdown, for people."""
     device = document["device"]
     lines = [
         f"# GPU check: {'passed' if document['passed'] else 'not passed'}",

@@ -37,8 +37,8 @@ def main() -> None:
     parser.add_argument("--extras", nargs="*", default=EXTRAS)
     args = parser.parse_args()
     extras = [*args.extras, "vllm"] if args.torch == "vllm" else args.extras
-    found = requirements(Path("pyproject.toml"), torch=args.torch != "none", extras=extras)
-    print(*found, sep="\n")
+    lines = requirements(Path("pyproject.toml"), torch=args.torch != "none", extras=extras)
+    print(*lines, sep="\n")
 
 
 if __name__ == "__main__":

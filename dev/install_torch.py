@@ -33,8 +33,8 @@ def offered_version(requirement: str, *options: str) -> str | None:
     look = ["--dry-run", "--no-deps", "--force-reinstall", *options, requirement]
     run = install(look, check=False)
     # "Would install torch-2.9.0+cpu" of pip, " + torch==2.9.0+cpu" of uv.
-    found = re.search(rf"(?:Would install| \+) {name}(?:-|==)(\S+)", run.stdout + run.stderr)
-    return found[1] if found and run.returncode == 0 else None
+    match = re.search(rf"(?:Would install| \+) {name}(?:-|==)(\S+)", run.stdout + run.stderr)
+    return match[1] if match and run.returncode == 0 else None
 
 
 def pip_options(requirement: str, *, gpu: bool, any_build: bool, cpu_index: str) -> list[str]:

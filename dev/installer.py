@@ -21,13 +21,13 @@ PIP = (sys.executable, "-m", "pip")
 
 def pip_settings(listing: str) -> dict[str, str]:
     """`pip config list` by name without section; environment variables win, as in pip."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for section in ("global", "install", ":env:"):
         for line in listing.splitlines():
             name, _, value = line.partition("=")
             if value and name.rpartition(".")[0] == section:
-                found[name.rpartition(".")[2]] = str(ast.literal_eval(value))
-    return found
+                settings[name.rpartition(".")[2]] = str(ast.literal_eval(value))
+    return settings
 
 
 def uv_options(settings: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:

@@ -1,1 +1,1 @@
-"""Moves KV blocks between workers' memories. Read `handoff/ticket.py` first, then `handoff/pusher.py`."""
+"""Moves KV blocks between workers' memories. Read `handoff/messages.py` first, then `handoff/pusher.py`."""

@@ -1,38 +1,146 @@
-"""What sends KV on the engine thread: pushes the blocks of every finished chunk to the ticket's owner."""
+"""The prefill worker on the engine thread: reports first tokens to the calls of prompts, and pushes the KV blocks of
+finished chunks to the tickets' owners."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, field
 
-from engine.core.engine import Engine
-from engine.core.types import ChunkProgress, EngineRequest, RequestOutput, StepResult
-from engine.worker.build import EngineParts
-from engine.worker.engine_thread import KvConnector
-from engine.worker.status import HandoffWrites, WorkerStatus
-from kv_transfer.handoff.push_state import PushDone, PushEvent, PushFailed
-from kv_transfer.handoff.pusher import KvPusher
-from kv_transfer.handoff.ticket import KvTicket
-from kv_transfer.transports.poll_dealer import PollDealer
-from kv_transfer.transports.transport import PollResult, TransferEndpoint
-from prefill_worker.live_prefill import LivePrefill, log_written, public_id
-from prefill_worker.peer_lanes import PeerLanes
-from prefill_worker.prefill_event import (
-    TOKEN_FIRST_S,
-    EmitEvents,
-    Failed,
-    FirstTokenReady,
-    HandedOff,
-    PrefillEvent,
-)
-from prefill_worker.prefix_pushes import PrefixPush, PrefixPushes
-from splitserve.errors import FailedPreconditionError, InvalidArgumentError
+from typing_extensions import override
+
+from engine.core.engine import ChunkProgress, Engine, EngineRequest, RequestOutput, StepResult
+from kv_transfer.handoff.messages import KvTicket
+from kv_transfer.handoff.pusher import BlockWrite, KvPusher, PushDone, PushEvent, PushFailed
+from kv_transfer.lanes import LaneKind, PeerLanes
+from kv_transfer.transports.polling import PollDealer
+from kv_transfer.transports.transport import TransferEndpoint
+from splitserve.errors import FailedPreconditionError, SplitserveError
 from splitserve.logs import log_context, log_event
-from splitserve.request_guard import request_error
-from splitserve.rpc.status import failure_error
-from splitserve.tracing.context import trace_id_of
-from splitserve.tracing.finished_span import SpanSink
+from splitserve.rpc.status import failure_error, request_error
+from splitserve.tracing.context import (
+    Attributes,
+    FinishedSpan,
+    SpanSink,
+    TraceContext,
+    trace_id_of,
+    unix_offset_s,
+)
+from worker.build import EngineParts
+from worker.connector import KvConnector, WorkerStatus, WriteOutcome, Writes
+
+TOKEN_FIRST_S = 100e-6
+"""Maximum seconds that writes wait for a first token to leave the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenReady:
+    """The prompt is computed. `last`: no handoff follows."""
+
+    output: RequestOutput
+    cached_tokens: int
+    queue_s: float
+    compute_s: float
+    chunks: int
+    last: bool
+    sent: threading.Event = field(default_factory=threading.Event, compare=False)
+    """Set when the token has left the process; the engine thread waits up to TOKEN_FIRST_S for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOff:
+    """The handoff is complete: the last write was acknowledged."""
+
+    written_bytes: int
+    descriptors: int
+    transfer_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request has failed."""
+
+    error: SplitserveError
+
+
+PrefillEvent = FirstTokenReady | HandedOff | Failed
+
+EmitEvents = Callable[[list[tuple[str, PrefillEvent]]], None]
+
+
+@dataclass(slots=True)
+class LivePrefill:
+    """One prompt. Times are on `time.monotonic`; 0: it has not come to that."""
+
+    request_id: str
+    ticket: KvTicket | None
+    arrived_s: float
+    trace: TraceContext | None = None
+    """Its attempt's span."""
+    writes: dict[int, BlockWrite] | None = None
+    """Its writes of KV by handle; None where its spans are not exported."""
+    began_s: float = 0.0
+    computed_s: float = 0.0
+    cached_tokens: int = 0
+    chunks: int = 0
+    over: bool = False
+    """Whether the client has got its last event; only blocks are still held."""
+    failure: str = ""
+    """Reason and message."""
+
+    def export(self, sink: SpanSink) -> None:
+        """Exports its spans, if it has a trace. Call it once, when its blocks are released."""
+        if self.trace is not None:
+            sink(self.spans(self.trace, time.monotonic(), unix_offset_s()))
+
+    def spans(self, trace: TraceContext, ended_s: float, offset_s: float) -> list[FinishedSpan]:
+        """The whole, then waiting, computing and each write. `offset_s` turns its times into seconds since 1970."""
+        attributes: Attributes = {
+            "splitserve.request_id": public_id(self.request_id),
+            "splitserve.cached_tokens": self.cached_tokens,
+            "splitserve.chunks": self.chunks,
+        }
+        start_s, end_s = self.arrived_s + offset_s, ended_s + offset_s
+        own, parent = trace.child(), trace.span_id
+        whole = FinishedSpan("prefill", own, parent, start_s, end_s, attributes, "server", error=self.failure)
+        spans = [whole, whole.part("queue", start_s, (self.began_s or ended_s) + offset_s)]
+        if self.began_s:
+            computed_s = (self.computed_s or ended_s) + offset_s
+            spans.append(whole.part("compute", self.began_s + offset_s, computed_s))
+        for write in (self.writes or {}).values():
+            size = {"splitserve.blocks": write.blocks, "splitserve.descriptors": write.descriptors}
+            written_s = (write.ended_s or ended_s) + offset_s
+            spans.append(whole.part("write", write.began_s + offset_s, written_s, size))
+        return spans
+
+
+def engine_id(request_id: str, number: int) -> str:
+    """A prompt's id in the engine. `number` is another one for each call: a retry may come back with the same request
+    id while the first attempt still drains.
+
+    It begins with a slash, as no id of a reservation does: one engine may have both.
+    """
+    return f"/{request_id}/{number}"
+
+
+def public_id(engine_id: str) -> str:
+    """The coordinator's id of a request."""
+    return engine_id.removeprefix("/").rpartition("/")[0] or engine_id
+
+
+def log_written(done: PushDone, now: float) -> None:
+    """Logs a handoff whose last write has ended at `now`, in monotonic seconds."""
+    log_event(
+        "handoff.written",
+        level=logging.DEBUG,
+        bytes=done.written_bytes,
+        descriptors=done.descriptors,
+        contiguous_runs=done.contiguous_runs,
+        computed_s=now - done.transfer_s,
+        written_s=now,
+    )
 
 
 class KvProducer(KvConnector):
@@ -56,42 +164,32 @@ class KvProducer(KvConnector):
         config, transport = parts.config, parts.transport
         self._peers = PeerLanes(transport, parts.endpoint, config.expected_lane_gb_per_s, config.lane_policy)
         super().__init__(parts.endpoint, transport, PollDealer(self._peers.poll), on_idle)
-        self._pusher = KvPusher(transport, parts.wire)
-        self._block_tokens = parts.endpoint.memory.layout.block_size_tokens
+        self._pusher = KvPusher(transport, parts.kv_memory)
         self._emit, self._spans = emit, spans
         self._on_peers_changed = on_peers_changed
         self._token_first_s = token_first_s
-        self._completed_bytes = 0
+        self._completed = self._completed_bytes = 0
         self._rejected: dict[str, int] = {}
-        self._writes = HandoffWrites()
+        self._writes: Writes = {}
         self._live: dict[str, LivePrefill] = {}
         self._endpoints: dict[str, TransferEndpoint] = {}
         self._events: list[tuple[str, PrefillEvent]] = []
-        self._prefixes = PrefixPushes(parts.endpoint.memory.layout.block_bytes)
 
     def start(self, core: Engine, request: EngineRequest, ticket: KvTicket | None, now: float) -> None:
-        """Queues a prompt. Of a `prefix_only` request nothing is computed: its cached blocks are written.
+        """Queues a prompt.
 
         Raises FailedPreconditionError or InvalidArgumentError, with the field, for a ticket that must not be used here;
-        like `require_awake`; otherwise like `Engine.add_request`, and the decode worker is told that nothing will be
+        otherwise like `Engine.add_request`, and the decode worker is told that nothing will be
         written.
         """
-        self.require_awake()
         trace = request.trace
         exported = self._spans is not None and trace is not None and trace.sampled
         prefill = LivePrefill(request.request_id, ticket, now, trace, {} if exported else None)
-        if ticket is None:
-            if request.prefix_only:
-                raise InvalidArgumentError("ticket must be set, as only a prefix is wanted", field="ticket")
-        else:
+        if ticket is not None:
             ticket.require_adapter(request.adapter_fingerprint)
             self._pusher.start(request.request_id, ticket, self._target(ticket), now, prefill.writes)
         try:
-            if request.prefix_only and ticket is not None:
-                push = PrefixPush(request.request_id, ticket.decode_agent_id, request.precedence)
-                core.hold_prefix(request, partial(self._prefixes.add, push))
-            else:
-                core.add_request(request)
+            core.add_request(request)
         except BaseException:
             core.abort(request.request_id)
             core.release_held(request.request_id)
@@ -134,8 +232,9 @@ class KvProducer(KvConnector):
         """Agent ids that tickets may name; `WorkerStatus.usable_agents` are those that they should."""
         return self._transport.connected() & self._endpoints.keys()
 
+    @override
     def before_step(self, core: Engine, now: float) -> bool:
-        """See `advance`. Nobody writes to a worker that is a producer only: notifications are dropped."""
+        """Nobody writes to a worker that is a producer only: notifications are dropped."""
         polling = super().before_step(core, now)
         self.polls.take_notifications()
         return polling
@@ -143,8 +242,6 @@ class KvProducer(KvConnector):
     def advance(self, core: Engine, now: float) -> bool:
         """Collects finished writes; True while any push or measurement is in progress."""
         self._collect(core, now)
-        if len(self._prefixes):
-            self._push_prefixes(core, now)
         self._flush(core)
         return self._pusher.active > 0 or self._peers.measuring or self._transport.needs_poll
 
@@ -209,22 +306,6 @@ class KvProducer(KvConnector):
             now=now,
         )
 
-    def _push_prefixes(self, core: Engine, now: float) -> None:
-        """Writes what may be written of prefixes, and fails those that are not held."""
-        for piece in self._prefixes.due(self._is_over, self._pusher.writes_to, self._peers.gb_per_s):
-            name, blocks, last = piece.push.request_id, piece.push.blocks, piece.is_last
-            if not blocks:
-                message = "a block of the prefix is not cached here any more"
-                gone = FailedPreconditionError(message, reason="PREFIX_GONE")
-                self._give_up(core, name, piece.push.refusal or gone)
-                continue
-            tokens, token = piece.end * self._block_tokens, 0 if last else None
-            self._pusher.on_progress(name, tokens, blocks, is_last=last, first_token=token, now=now)
-
-    def _is_over(self, request_id: str) -> bool:
-        prefill = self._live.get(request_id)
-        return prefill is None or prefill.over
-
     def _on_output(self, core: Engine, output: RequestOutput, now: float) -> None:
         prefill = self._live.get(output.request_id)
         if prefill is None or prefill.over:
@@ -249,7 +330,7 @@ class KvProducer(KvConnector):
             self._end(core, output.request_id, prefill)
 
     def _collect(self, core: Engine, now: float) -> None:
-        for event in self._pusher.poll(now, PollResult(self.polls.take_writes())):
+        for event in self._pusher.poll(now, self.polls.take_writes()):
             prefill = self._live.pop(event.request_id, None)
             trace = prefill.trace if prefill is not None else None
             with log_context(request_id=public_id(event.request_id), trace_id=trace_id_of(trace)):
@@ -273,16 +354,21 @@ class KvProducer(KvConnector):
             return
         lane = self._peers.kind_of(prefill.ticket.decode_agent_id)
         if isinstance(event, PushDone):
-            self._writes = self._writes.ended(lane, "completed", event.descriptors, event.contiguous_runs)
+            self._count(lane, "completed")
+            self._completed += 1
             self._completed_bytes += event.written_bytes
             done = HandedOff(event.written_bytes, event.descriptors, event.transfer_s)
             self._events.append((event.request_id, done))
         elif isinstance(event, PushFailed):
-            self._writes = self._writes.ended(lane, "failed")
+            self._count(lane, "failed")
             rejected = self._rejected.get(event.reason, 0) + 1
             self._rejected = self._rejected | {event.reason: rejected}  # the old one is in a status
             error = failure_error(event.reason, event.message)
             self._events.append((event.request_id, Failed(error)))
+
+    def _count(self, lane: LaneKind, outcome: WriteOutcome) -> None:
+        ended = self._writes.get((lane, outcome), 0) + 1
+        self._writes = {**self._writes, (lane, outcome): ended}  # the old one is in a status
 
     def _end(self, core: Engine, request_id: str, prefill: LivePrefill) -> None:
         prefill.over = True
@@ -329,7 +415,7 @@ class KvProducer(KvConnector):
             transfers_in_flight=writes,
             lanes=self._peers.lanes(),
             usable_agents=self._peers.usable(),
-            handoffs_completed=self._writes.completed,
+            handoffs_completed=self._completed,
             handoff_bytes=self._completed_bytes,
             handoffs_rejected=self._rejected,
             writes=self._writes,

@@ -96,6 +96,10 @@ class CancelledByPeerError(SplitserveError):
     default_reason = "CANCELLED"
 
 
+ERROR_BY_CODE = {kind.code: kind for kind in SplitserveError.__subclasses__()}
+"""The class of each status code: those above, and none of those below, which share their codes."""
+
+
 class UnsupportedModelError(InvalidArgumentError):
     """A model family or option that the engine does not support; raised at load."""
 

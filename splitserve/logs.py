@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -38,8 +38,8 @@ _context_fields: ContextVar[Mapping[str, str]] = ContextVar("context_fields", de
 def log_context(**fields: str) -> Iterator[None]:
     """Adds these to every event logged in this context and in tasks started from it, beside what is there already, such
     as `request_id` and `trace_id`. An empty one is in no event. A field of an event's own goes before them."""
-    there = {**_context_fields.get(), **fields}
-    token = _context_fields.set({name: value for name, value in there.items() if value})
+    merged = {**_context_fields.get(), **fields}
+    token = _context_fields.set({name: value for name, value in merged.items() if value})
     try:
         yield
     finally:
@@ -62,37 +62,6 @@ def _log(event: str, level: int, fields: dict[str, Any], error: BaseException | 
     fields = {**_context_fields.get(), **fields}
     exc_info = (type(error), error, error.__traceback__) if error is not None else None
     _logger.log(level, event, exc_info=exc_info, extra={"event_fields": fields})
-
-
-class _Recorder(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
-@contextmanager
-def recorded_events() -> Iterator[list[logging.LogRecord]]:
-    """The events of this context, in place of logging them; for `repeat_events`."""
-    recorder, before = _Recorder(), (_logger.level, _logger.propagate)
-    _logger.addHandler(recorder)
-    _logger.setLevel(logging.DEBUG)
-    _logger.propagate = False
-    try:
-        yield recorder.records
-    finally:
-        _logger.removeHandler(recorder)
-        _logger.propagate = before[1]
-        _logger.setLevel(before[0])
-
-
-def repeat_events(events: Iterable[logging.LogRecord]) -> None:
-    """Logs events that were recorded, as far as the level is logged now, with their own times."""
-    for event in events:
-        if _logger.isEnabledFor(event.levelno):
-            _logger.handle(event)
 
 
 def configure_logging(part: str, *, format: LogFormat | None = None, level: str | None = None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -18,13 +18,13 @@ from splitserve.histograms import LATENCY_BOUNDS_S, DurationCounts
 from splitserve.logs import log_event
 from splitserve.metrics_server import MetricsServer, Pages
 from splitserve.runtime.reload import ReloadedFiles
-from splitserve.security.server_tls import ServerTls
+from splitserve.security.tls import ServerTls
 
 EVERY = 4
 """One in EVERY histogram bounds is exported: buckets 75% apart suffice for dashboards and keep scrapes small."""
 SHOWN = tuple(range(EVERY - 1, len(LATENCY_BOUNDS_S), EVERY))
-Samples = Mapping[str, float]
-"""Label value to number."""
+Key = TypeVar("Key", bound=str | tuple[str, ...])
+"""The value of a label, or one for each of several labels."""
 Read = Callable[[], list[Metric]]
 
 
@@ -76,11 +76,11 @@ def gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(name, text, value=value)
 
 
-def gauges(name: str, text: str, label: str, samples: Samples) -> Metric:
-    """A gauge with one label of low cardinality."""
-    family = GaugeMetricFamily(name, text, labels=[label])
+def gauges(name: str, text: str, label: str | Sequence[str], samples: Mapping[Key, float]) -> Metric:
+    """A gauge with one or more labels of low cardinality."""
+    family = GaugeMetricFamily(name, text, labels=[label] if isinstance(label, str) else label)
     for key, value in samples.items():
-        family.add_metric([key], value)
+        family.add_metric([key] if isinstance(key, str) else key, value)
     return family
 
 
@@ -89,18 +89,24 @@ def counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(name, text, value=value)
 
 
-def counters(name: str, text: str, label: str, samples: Samples) -> Metric:
-    """A counter with one label of low cardinality."""
-    family = CounterMetricFamily(name, text, labels=[label])
+def counters(name: str, text: str, label: str | Sequence[str], samples: Mapping[Key, float]) -> Metric:
+    """A counter with one or more labels of low cardinality."""
+    family = CounterMetricFamily(name, text, labels=[label] if isinstance(label, str) else label)
     for key, value in samples.items():
-        family.add_metric([key], value)
+        family.add_metric([key] if isinstance(key, str) else key, value)
     return family
+
+
+def bucket_label(bound: float) -> str:
+    """The label `le` of a histogram's bound, with six digits, as OpenMetrics writes numbers: "1.0" for 1."""
+    return str(float(f"{bound:.6g}"))
 
 
 def add_durations(family: HistogramMetricFamily, labels: list[str], durations: DurationCounts) -> None:
     """Adds one histogram, with the exported bounds only."""
     reached = list(accumulate(durations.counts.copy()))
-    buckets = [(f"{LATENCY_BOUNDS_S[index]:.6g}", float(reached[index])) for index in SHOWN]
+    bounds = (bucket_label(LATENCY_BOUNDS_S[index]) for index in SHOWN)
+    buckets = [(bound, float(reached[index])) for bound, index in zip(bounds, SHOWN, strict=True)]
     family.add_metric(labels, [*buckets, ("+Inf", float(reached[-1]))], sum_value=durations.sum_s)
 
 
@@ -111,9 +117,9 @@ def reload_metrics(files: Sequence[ReloadedFiles[Any]]) -> list[Metric]:
     reloads = CounterMetricFamily(
         "splitserve_file_reloads", "Changed files that were read again", labels=["file", "outcome"]
     )
-    for one in files:
-        for outcome, count in one.outcomes.items():
-            reloads.add_metric([one.name, outcome], count)
-    refused = {one.name: float(one.rejected) for one in files}
+    for reloaded in files:
+        for outcome, count in reloaded.outcomes.items():
+            reloads.add_metric([reloaded.name, outcome], count)
+    refused = {reloaded.name: float(reloaded.rejected) for reloaded in files}
     text = "Whether a file as it is now was refused, so that an older one is in force"
     return [reloads, gauges("splitserve_file_rejected", text, "file", refused)]

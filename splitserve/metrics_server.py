@@ -51,8 +51,8 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         pages: Pages = MappingProxyType({}),
         token: str | None = None,
     ) -> None:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family, _, _, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, _, _, _, address = addresses[0]
         self._tls = tls
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__((str(address[0]), port), _Handler)

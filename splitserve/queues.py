@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, Protocol, TypeVar
 
 from splitserve.errors import BrokenInvariantError
 
-if TYPE_CHECKING:
-    from _typeshed import SupportsRichComparison
-
-K = TypeVar("K", float, tuple[int, int])
+K = TypeVar("K", float, tuple[int, int], tuple[int, float, int])
 T = TypeVar("T")
-E = TypeVar("E", bound="SupportsRichComparison")
 
 
 class Bypassable(Protocol):
@@ -66,17 +62,6 @@ def offer_in_order(
             return
 
 
-def heap_in_order(heap: Sequence[E]) -> Iterator[E]:
-    """Entries of a heap of `heapq`, smallest first, in O(log k) for the k-th: children come after their parent."""
-    next_ones = [(heap[0], 0)] if heap else []
-    while next_ones:
-        entry, index = heapq.heappop(next_ones)
-        yield entry
-        for child in (2 * index + 1, 2 * index + 2):
-            if child < len(heap):
-                heapq.heappush(next_ones, (heap[child], child))
-
-
 class LazyHeap(Generic[K, T]):
     """A priority queue: smallest key first, equal keys in insertion order. Items are hashable and unique.
 
@@ -119,12 +104,6 @@ class LazyHeap(Generic[K, T]):
                 return key, item
             heapq.heappop(self._heap)
         return None
-
-    def in_order(self) -> Iterator[T]:
-        """The items, smallest key first. Not to be changed meanwhile. O(log k) for the k-th, amortized."""
-        for _, serial, item in heap_in_order(self._heap):
-            if self._live.get(item) == serial:
-                yield item
 
     def pop(self) -> T | None:
         """Removes and returns the item with the smallest key; None if empty."""

@@ -27,7 +27,7 @@ class ActualReplica:
 
     name: str
     pool: PoolName
-    """Its pool. To an actuator that of a neutral one is the pool that it was started for, wherever it leans now."""
+    """To an actuator the pool that it was started for, whatever role it has now."""
     stopping: bool
     """It is draining and has not ended yet."""
     created_wall_s: float
@@ -38,8 +38,6 @@ class ActualReplica:
     """Ordered and not made yet: it will vanish, and another name stand in its place."""
     host: str = ""
     """The host that it runs on, where there are several."""
-    replica_class: str = ""
-    """The class that it was started as; empty: the default one, or its worker says."""
     presence: Presence = Presence.HERE
 
 
@@ -48,28 +46,21 @@ def counted(replicas: Iterable[ActualReplica], registered: Collection[str]) -> l
     return [r for r in replicas if r.presence is not Presence.GIVEN_UP or r.name in registered]
 
 
-def where_they_lean(
-    replicas: Iterable[ActualReplica], leanings: Mapping[str, PoolName]
-) -> list[ActualReplica]:
-    """The replicas with neutral ones in the pools that `leanings` say. Those that nobody has seen yet stay where they
-    were started."""
-    return [replace(replica, pool=leanings.get(replica.name, replica.pool)) for replica in replicas]
+def by_role(replicas: Iterable[ActualReplica], roles: Mapping[str, PoolName]) -> list[ActualReplica]:
+    """The replicas in the pools of their roles. Those that nobody has seen yet stay where they were started."""
+    return [replace(replica, pool=roles.get(replica.name, replica.pool)) for replica in replicas]
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaKind:
-    """What a replica to be created shall be, beside its pool."""
+class ReplicaShape:
+    """The GPUs of one replica."""
 
     gpus: int = 1
-    neutral: bool = False
-    """A worker that serves both pools and leans to this one at first."""
-    replica_class: str = ""
-    """Of that class; empty where the pool has none."""
     gpu: str = ""
-    """The kind of its GPUs; empty: any."""
+    """Their kind; empty: any."""
 
 
-ORDINARY = ReplicaKind()
+ONE_GPU = ReplicaShape()
 
 
 class Actuator(ABC):
@@ -96,23 +87,17 @@ class Actuator(ABC):
         return None
 
     @property
-    def lists_all(self) -> bool:
-        """Whether the last list has all that exists; False while something may run that cannot be known yet."""
-        return True
-
-    @property
     def hosts(self) -> Mapping[str, bool]:
         """Whether each host answered when it was last asked; empty where there is only one."""
         return {}
 
     @abstractmethod
-    async def start(self, pool: PoolName, count: int, kind: ReplicaKind = ORDINARY) -> None:
+    async def start(self, pool: PoolName, count: int, shape: ReplicaShape = ONE_GPU) -> None:
         """Creates replicas; returns once they are ordered.
 
-        Raises ResourceExhaustedError (NO_GPU) when the inventory has not `kind.gpus` GPUs for the next one; those
+        Raises ResourceExhaustedError (NO_GPU) when the inventory has not `shape.gpus` GPUs for the next one; those
         before it stay ordered. Raises FailedPreconditionError (GPU_KIND, field `gpu`) where no GPU of the inventory is
-        of its kind. Raises FailedPreconditionError (WORKER_KIND) where the platform's pattern for this pool
-        is known to run workers of the other kind."""
+        of its kind."""
 
     @abstractmethod
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
@@ -122,3 +107,24 @@ class Actuator(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Closes the connection. Replicas keep running, unless they are children of this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many more replicas of a pool fit on a host now."""
+
+    replicas: int
+    reason: str = ""
+    """Without room: NO_GPU, GPU_KIND, NO_ROOM, NO_TEMPLATE, NO_IMAGE or NO_MODEL."""
+    why: str = ""
+    """The same for people."""
+    linked: int = 0
+    """NVLink pairs inside the next replica."""
+
+
+class RoomActuator(Actuator):
+    """An actuator of one host among several."""
+
+    @abstractmethod
+    async def room(self, pool: PoolName, shape: ReplicaShape) -> Room:
+        """Room for such replicas of this pool. Raises SplitserveError where the host does not answer."""

@@ -4,7 +4,7 @@ A pool's containers carry the label `splitserve.pool`. All state, drains and the
 Engine every time: a restarted autoscaler continues where the last one stopped, and containers that compose started
 count like those of the autoscaler. A new replica is a copy of the pool's newest container.
 
-The last container of a pool, and of each class in it, is kept after it has ended, as the template for the next one.
+The last container of a pool is kept after it has ended, as the template for the next one.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ from typing import Any
 
 from docker import APIClient
 from docker.errors import APIError, NotFound
+from typing_extensions import override
 
-from autoscaler.actuators.actuator import ORDINARY, ActualReplica, ReplicaKind
-from autoscaler.actuators.docker_engine import DockerEngine, last_lines, may_be_gone, pulled
-from autoscaler.actuators.docker_gpus import gpus_of
+from autoscaler.actuators.actuator import ONE_GPU, ActualReplica, ReplicaShape, Room, RoomActuator
+from autoscaler.actuators.docker_engine import DockerEngine, last_lines, may_be_gone
 from autoscaler.actuators.docker_room import HostLimits, free_room, readiness
-from autoscaler.actuators.docker_seats import Seat, choose_seat, has_host_network, ports_of
 from autoscaler.actuators.docker_template import (
-    CLASS_LABEL,
     MODEL_LABEL,
     POOL_LABEL,
     PROJECT_LABEL,
     Container,
+    Seat,
+    choose_seat,
     command_of,
     further_networks,
+    gpus_of,
+    has_host_network,
+    ports_of,
     replica_body,
     replica_name,
     worker_id,
 )
-from autoscaler.actuators.room import Room, RoomActuator
-from autoscaler.actuators.worker_kind import WORKER_KIND, check_kind, other_kind
-from autoscaler.snapshot import PoolName
+from autoscaler.snapshot import POOLS, PoolName
 from splitserve.errors import FailedPreconditionError
-from splitserve.gpus.engine_command import check_command, environment_of
 from splitserve.gpus.inventory import GpuInventory
 from splitserve.gpus.placement import GpuUse, choose_gpus, taken
+from splitserve.gpus.worker_gpus import check_command, environment_of
 from splitserve.logs import log_event
 
 MAX_DRAIN_S = 86_400.0
@@ -65,7 +66,7 @@ class DockerActuator(RoomActuator):
     """Scales the pools of one compose project. `gpus` are those that replicas may use; without any they need none.
 
     With `model` only containers whose label `splitserve.model` says so are replicas; nothing is done to the others.
-    `limits` are for one host of several; images are then pulled through `puller`.
+    `limits` are for one host of several.
     """
 
     proves_end = True  # the Engine lists a container until its processes have ended
@@ -77,13 +78,12 @@ class DockerActuator(RoomActuator):
         gpus: GpuInventory | None = None,
         model: str = "",
         limits: HostLimits | None = None,
-        puller: DockerEngine | None = None,
     ) -> None:
         self._engine = engine
         self._project = project
         self._gpus = gpus or GpuInventory()
         self._model = model
-        self._limits, self._puller = limits, puller
+        self._limits = limits
         self._ask_gpus = limits.ask_gpus if limits is not None else None
         self._has_own_gpus = self._ask_gpus is not None
         self._taken_by_others = 0
@@ -99,46 +99,42 @@ class DockerActuator(RoomActuator):
         self._stuck: set[str] = set()
         """Ids of those that the Engine did not remove or kill when it was told to."""
 
+    @override
     async def replicas(self) -> tuple[ActualReplica, ...]:
-        """See Actuator."""
         return await self._engine.call("list replicas", self._look)
 
+    @override
     async def tidy(self) -> None:
-        """See Actuator."""
         if self._ended or self._overrun:
             await self._engine.call("tidy", self._tidy)
 
     @property
+    @override
     def gpu_inventory(self) -> int | None:
-        """See Actuator. Without the GPUs that replicas of other models have."""
+        """Without the GPUs that replicas of other models have."""
         return max(0, self._gpus.capacity - self._taken_by_others) if self._gpus.gpus else None
 
-    async def start(self, pool: PoolName, count: int, kind: ReplicaKind = ORDINARY) -> None:
-        """See Actuator. Raises FailedPreconditionError (NO_TEMPLATE) for a pool without any container, ConfigError
+    @override
+    async def start(self, pool: PoolName, count: int, shape: ReplicaShape = ONE_GPU) -> None:
+        """Raises FailedPreconditionError (NO_TEMPLATE) for a pool without any container, ConfigError
         (field `gpus_per_replica`) for more GPUs than the worker's engine computes on."""
         await self._engine.call(
             f"start {pool}",
-            lambda client: self._start(client, pool, count, kind),
+            lambda client: self._start(client, pool, count, shape),
         )
 
+    @override
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
-        """See Actuator."""
         await self._engine.call(f"stop {pool}", lambda client: self._stop(client, pool, names, drain_s))
 
-    async def room(self, pool: PoolName, kind: ReplicaKind) -> Room:
-        """See RoomActuator."""
-        return await self._engine.call(f"room for {pool}", lambda client: self._room(client, pool, kind))
+    @override
+    async def room(self, pool: PoolName, shape: ReplicaShape) -> Room:
+        return await self._engine.call(f"room for {pool}", lambda client: self._room(client, pool, shape))
 
-    async def pull(self, image: str) -> None:
-        """See RoomActuator."""
-        assert self._puller is not None
-        await self._puller.call(f"pull {image}", lambda client: pulled(client, image))
-
+    @override
     async def close(self) -> None:
-        """See Actuator. Replicas stay."""
+        """Replicas stay."""
         await self._engine.close()
-        if self._puller is not None:
-            await self._puller.close()
 
     def _look(self, client: APIClient) -> tuple[ActualReplica, ...]:
         if self._ask_gpus is not None and (asked := self._ask_gpus(client)) is not None:
@@ -154,9 +150,8 @@ class DockerActuator(RoomActuator):
         for container in self._living(self._ours(everything)):
             if (facts := self._facts_of(client, container)) is not None:
                 stopping, gpu = container.drain_until_s is not None, ",".join(facts.gpus) or None
-                made_s, kind = container.created_wall_s, container.replica_class
                 living.append(
-                    ActualReplica(facts.name, container.pool, stopping, made_s, gpu, replica_class=kind)
+                    ActualReplica(facts.name, container.pool, stopping, container.created_wall_s, gpu)
                 )
         return tuple(sorted(living, key=lambda replica: replica.name))
 
@@ -166,15 +161,16 @@ class DockerActuator(RoomActuator):
     def _containers(self, client: APIClient) -> list[Container]:
         labels = [f"{PROJECT_LABEL}={self._project}", POOL_LABEL]
         entries: list[dict[str, Any]] = client.containers(all=True, filters={"label": labels})
-        found = [Container.of(entry) for entry in entries]
-        return [container for container in found if container is not None and container.state != "removing"]
+        containers = [Container.of(entry) for entry in entries]
+        return [
+            container for container in containers if container is not None and container.state != "removing"
+        ]
 
     def _living(self, containers: Sequence[Container]) -> list[Container]:
         """Running containers. Notes what is to be tidied: ended ones, and those past their drain deadline."""
         living, self._ended = [], []
-        kinds = sorted({(one.pool, one.replica_class) for one in containers})
-        for pool, kind in kinds:
-            members = [one for one in containers if (one.pool, one.replica_class) == (pool, kind)]
+        for pool in POOLS:
+            members = [container for container in containers if container.pool == pool]
             gone = [container for container in members if container.gone]
             template = max(gone, key=_age) if len(gone) == len(members) and gone else None
             for container in members:
@@ -242,18 +238,12 @@ class DockerActuator(RoomActuator):
                 log=log,
             )
 
-    def _patterns(self, containers: Sequence[Container], pool: PoolName, name: str) -> list[Container]:
-        """Containers of a pool, with a class of this class only, of which a new one may be a copy."""
-        there = [one for one in self._ours(containers) if one.pool == pool]
-        return [one for one in there if one.replica_class == name] if name else there
-
-    def _start(self, client: APIClient, pool: PoolName, count: int, kind: ReplicaKind) -> None:
+    def _start(self, client: APIClient, pool: PoolName, count: int, shape: ReplicaShape) -> None:
         for _ in range(count):
             containers = self._containers(client)
-            members = self._patterns(containers, pool, kind.replica_class)
+            members = [container for container in self._ours(containers) if container.pool == pool]
             if not members:
                 labels = f"{POOL_LABEL}={pool}" + (f" and {MODEL_LABEL}={self._model}" if self._model else "")
-                labels += f" and {CLASS_LABEL}={kind.replica_class}" if kind.replica_class else ""
                 message = (
                     f"project {self._project} has no container with the label {labels} to copy; "
                     "`docker compose up` makes the first one"
@@ -261,33 +251,28 @@ class DockerActuator(RoomActuator):
                 raise FailedPreconditionError(message, reason="NO_TEMPLATE")
             template = max(members, key=_age)
             inspected = client.inspect_container(template.id)
-            check_kind(f"the containers of service {template.service}", command_of(inspected), kind.neutral)
             number = 1 + max(c.number for c in containers if c.service == template.service)
             gpus: tuple[str, ...] = ()
-            if self._gpus.gpus and kind.gpus:
+            if self._gpus.gpus and shape.gpus:
                 environment = environment_of(inspected["Config"]["Env"] or ())
-                check_command(command_of(inspected), environment, kind.gpus)
-                gpus = choose_gpus(self._gpus, self._uses(client, containers), pool, kind.gpus, kind.gpu)
+                check_command(command_of(inspected), environment, shape.gpus)
+                gpus = choose_gpus(self._gpus, self._uses(client, containers), pool, shape.gpus, shape.gpu)
             name = replica_name(template.name, self._project, template.service, number)
             seat = self._seat(client, inspected, containers)
             self._create(client, name, inspected, replica_body(inspected, number, gpus, seat))
             log_event("replica.ordered", container=name, pool=pool, gpu=",".join(gpus) or None)
 
-    def _room(self, client: APIClient, pool: PoolName, kind: ReplicaKind) -> Room:
+    def _room(self, client: APIClient, pool: PoolName, shape: ReplicaShape) -> Room:
         containers = self._containers(client)
-        members = self._patterns(containers, pool, kind.replica_class)
+        members = [container for container in self._ours(containers) if container.pool == pool]
         newest = max(members, key=_age) if members else None
         template = client.inspect_container(newest.id) if newest is not None else None
         uses = self._uses(client, containers)
         most = self._limits.max_replicas if self._limits is not None else None
         unready = readiness(client, self._project, template, pool)
-        if unready is None and kind.gpus and self._has_own_gpus and not self._gpus.gpus:
+        if unready is None and shape.gpus and self._has_own_gpus and not self._gpus.gpus:
             unready = Room(0, "NO_GPU", "its driver shows no GPU")
-        if unready is None and newest is not None and template is not None:
-            what = f"the containers of service {newest.service}"
-            if problem := other_kind(what, command_of(template), kind.neutral):
-                unready = Room(0, WORKER_KIND, problem)
-        return unready or free_room(self._gpus, uses, pool, kind.gpus, most, kind.gpu)
+        return unready or free_room(self._gpus, uses, pool, shape.gpus, most, shape.gpu)
 
     def _seat(
         self, client: APIClient, inspected: dict[str, Any], containers: Sequence[Container]

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from docker import APIClient
 from docker.errors import APIError, DockerException
@@ -14,13 +14,12 @@ from docker.utils import kwargs_from_env
 from requests.exceptions import RequestException
 
 from splitserve.errors import DeadlineExceededError, UnavailableError
-from splitserve.runtime.calls.call_thread import CallThread
+from splitserve.runtime.call_thread import CallThread
 
 T = TypeVar("T")
 
 CLOSE_S = 5.0
-"""How long the end of the process waits for a call under way: an order is a few short requests. A pull of gigabytes is
-cut off; the Engine forgets what has not come whole."""
+"""How long the end of the process waits for a call under way: an order is a few short requests."""
 
 UNREACHABLE = "DOCKER_UNREACHABLE"
 """The Engine gave no answer, so whether it did what was asked is not known."""
@@ -49,13 +48,6 @@ def last_lines(client: APIClient, container: str, lines: int) -> str:
         return f"(not readable: {error.explanation})"
 
 
-def pulled(client: APIClient, image: str) -> None:
-    """Pulls an image, however long that takes. Raises DockerException."""
-    client.pull(image)
-    inspect: Any = client.inspect_image  # untyped in the stubs
-    inspect(image)  # a failed pull says so only in its progress
-
-
 class DockerEngine:
     """One Engine, by default that of the environment. `connect` takes the deadline of one request, seconds.
 
@@ -69,12 +61,10 @@ class DockerEngine:
         deadline_s: float = 25.0,
         connect: Callable[[float], APIClient] = engine_of_environment,
         let_go: Callable[[], None] = lambda: None,
-        close_s: float = CLOSE_S,
     ) -> None:
         self._request_timeout_s = request_timeout_s
         self._deadline_s = deadline_s
         self._connect, self._let_go = connect, let_go
-        self._close_s = close_s
         self._thread = CallThread("docker")
         self._client: APIClient | None = None
 
@@ -92,8 +82,8 @@ class DockerEngine:
             raise DeadlineExceededError(message) from None
 
     async def close(self) -> None:
-        """Closes the connection. Queued calls are cancelled; one under way has `close_s` seconds to end."""
-        await self._thread.close(self._close_s)
+        """Closes the connection. Queued calls are cancelled; one under way has CLOSE_S seconds to end."""
+        await self._thread.close(CLOSE_S)
         await asyncio.to_thread(self._let_go)
 
     def _run(self, what: str, work: Callable[[APIClient], T]) -> T:

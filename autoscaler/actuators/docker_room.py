@@ -10,9 +10,8 @@ from typing import Any
 from docker import APIClient
 from docker.errors import ImageNotFound
 
-from autoscaler.actuators.docker_seats import HostNetwork
-from autoscaler.actuators.docker_template import PROJECT_LABEL, SERVICE_LABEL
-from autoscaler.actuators.room import Room
+from autoscaler.actuators.actuator import Room
+from autoscaler.actuators.docker_template import PROJECT_LABEL, SERVICE_LABEL, HostNetwork
 from splitserve.errors import FailedPreconditionError, ResourceExhaustedError
 from splitserve.gpus.inventory import GpuInventory
 from splitserve.gpus.placement import GpuUse, choose_gpus, taken
@@ -47,7 +46,7 @@ def readiness(client: APIClient, project: str, template: dict[str, Any] | None, 
     try:
         inspect(image)
     except ImageNotFound:
-        return Room(0, "NO_IMAGE", f"the image {image} is not there", missing_image=image)
+        return Room(0, "NO_IMAGE", f"the image {image} is not there")
     labels = [f"{PROJECT_LABEL}={project}", f"{SERVICE_LABEL}={MODELS_SERVICE}"]
     for entry in client.containers(all=True, filters={"label": labels}):
         state = client.inspect_container(entry["Id"])["State"]

@@ -1,23 +1,26 @@
-"""Docker containers as replicas: reading their state, and copying one as a template. Pure."""
+"""Docker containers as replicas: reading their state, and copying one as a template, with GPUs and, on its host's
+network, ports, address and name of its own. Pure.
+
+A worker with the host's network takes these from its environment; `compose/entrypoint.sh` passes on what is not there.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from autoscaler.actuators.docker_gpus import give_gpus, with_variables
-from autoscaler.actuators.docker_seats import Seat
-from autoscaler.actuators.worker_kind import runs_neutral
 from autoscaler.snapshot import POOLS, PoolName
+from splitserve.addresses import join_address
+from splitserve.errors import ResourceExhaustedError
+from splitserve.gpus.worker_gpus import GPU_VARIABLE, environment_of
 
 POOL_LABEL = "splitserve.pool"
 MODEL_LABEL = "splitserve.model"
 """The served model, where several models share a project."""
-CLASS_LABEL = "splitserve.class"
-"""The class of replicas, where a pool has several."""
 ORDERED_LABEL = "splitserve.ordered-by"
 """On containers that the autoscaler made."""
 PROJECT_LABEL = "com.docker.compose.project"
@@ -46,8 +49,6 @@ class Container:
     """Seconds since the epoch; None while it does not drain."""
     model: str = ""
     """By its label; empty without one."""
-    replica_class: str = ""
-    """By its label; empty without one."""
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> Self | None:
@@ -69,7 +70,6 @@ class Container:
             ordered=ORDERED_LABEL in labels,
             drain_until_s=float(draining["until"]) if draining else None,
             model=labels.get(MODEL_LABEL, ""),
-            replica_class=labels.get(CLASS_LABEL, ""),
         )
 
     @property
@@ -84,8 +84,7 @@ class Container:
 
 def worker_id(inspected: Mapping[str, Any], pool: PoolName) -> str:
     """The name under which a container's worker registers, as the image's entry point makes it."""
-    kind = "worker" if runs_neutral(command_of(inspected)) else pool
-    return f"{kind}-{inspected['Config']['Hostname']}"
+    return f"{pool}-{inspected['Config']['Hostname']}"
 
 
 def command_of(inspected: Mapping[str, Any]) -> Sequence[str]:
@@ -123,16 +122,13 @@ def replica_body(
         config["Env"] = with_variables(config.get("Env") or (), seat.variables)
     host["RestartPolicy"] = {"Name": "no", "MaximumRetryCount": 0}
     host["PortBindings"] = {}
-    return {**config, "HostConfig": host, "NetworkingConfig": {"EndpointsConfig": _first(inspected)}}
+    first = dict(list(_endpoints(inspected).items())[:1])
+    return {**config, "HostConfig": host, "NetworkingConfig": {"EndpointsConfig": first}}
 
 
 def further_networks(inspected: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Networks to connect after creation: Docker before 25 accepts only one when creating."""
     return dict(list(_endpoints(inspected).items())[1:])
-
-
-def _first(inspected: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    return dict(list(_endpoints(inspected).items())[:1])
 
 
 def _endpoints(inspected: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -149,3 +145,120 @@ def _endpoints(inspected: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         }
         for name in sorted(networks, key=lambda name: (name != mode, name))
     }
+
+
+GPU_LABEL = "splitserve.gpu"
+NVIDIA_VARIABLE = "NVIDIA_VISIBLE_DEVICES"
+"""The GPUs in view, where Docker runs the container with `runtime: nvidia`."""
+_NO_IDS = frozenset({"", "all", "none", "void"})
+
+
+def gpus_of(inspected: Mapping[str, Any]) -> tuple[str, ...]:
+    """The GPUs of a container: by its label, else those that it was given by their ids."""
+    label = inspected["Config"]["Labels"].get(GPU_LABEL)
+    if label:
+        return tuple(str(label).split(","))
+    return tuple(map(str, _given_ids(inspected["Config"], inspected["HostConfig"])))
+
+
+def give_gpus(config: dict[str, Any], host: dict[str, Any], gpus: Sequence[str]) -> None:
+    """Gives a container's copy these GPUs, in its label and its worker's setting.
+
+    A template that sees all GPUs stays so, since `cuda_ipc` needs the others in view. One that was given its GPUs by
+    their ids sees its own alone; Docker then numbers them from 0.
+    """
+    isolated = bool(_given_ids(config, host))
+    host["DeviceRequests"] = [_for_gpus(request, gpus) for request in host.get("DeviceRequests") or ()]
+    inside = (
+        [str(number) if gpu.isdecimal() else gpu for number, gpu in enumerate(gpus)] if isolated else gpus
+    )
+    variables = {GPU_VARIABLE: ",".join(inside)}
+    if _ids_of_runtime(config, host):
+        variables[NVIDIA_VARIABLE] = ",".join(gpus)
+    config["Labels"] = {**config["Labels"], GPU_LABEL: ",".join(gpus)}
+    config["Env"] = with_variables(config.get("Env") or (), variables)
+
+
+def _given_ids(config: Mapping[str, Any], host: Mapping[str, Any]) -> list[str]:
+    requests = [request for request in host.get("DeviceRequests") or () if _is_for_gpus(request)]
+    ids = [gpu for request in requests for gpu in request["DeviceIDs"] or ()]
+    return ids or _ids_of_runtime(config, host)
+
+
+def _ids_of_runtime(config: Mapping[str, Any], host: Mapping[str, Any]) -> list[str]:
+    """The ids in NVIDIA_VISIBLE_DEVICES. Images of NVIDIA's set it to `all`, whichever way a container runs."""
+    given = environment_of(config.get("Env") or ()).get(NVIDIA_VARIABLE, "")
+    return [] if host.get("Runtime") != "nvidia" or given in _NO_IDS else given.split(",")
+
+
+def _is_for_gpus(request: Mapping[str, Any]) -> bool:
+    return any("gpu" in kinds for kinds in request.get("Capabilities") or ())
+
+
+def _for_gpus(request: Mapping[str, Any], gpus: Sequence[str]) -> Mapping[str, Any]:
+    if not _is_for_gpus(request) or request.get("Count") == -1:
+        return request
+    return {**request, "Count": 0, "DeviceIDs": list(gpus)}
+
+
+def with_variables(entries: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    """A container's environment, "NAME=value" each, with these variables in place of its own."""
+    kept = [entry for entry in entries if entry.partition("=")[0] not in variables]
+    return [*kept, *(f"{name}={value}" for name, value in variables.items())]
+
+
+PORT, METRICS_PORT = "SPLITSERVE_PORT", "SPLITSERVE_METRICS_PORT"
+HOST, ADDRESS = "SPLITSERVE_HOST", "SPLITSERVE_ADVERTISE_ADDRESS"
+
+
+@dataclass(frozen=True, slots=True)
+class HostNetwork:
+    """What workers on one host's network are given: its name in their ids, its address, and ports from `first_port` to
+    `last_port`, two each."""
+
+    name: str
+    address: str
+    first_port: int
+    last_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One worker's place on its host."""
+
+    hostname: str
+    """The container's host name, which is the worker's id without its pool."""
+    variables: Mapping[str, str]
+
+
+def has_host_network(inspected: Mapping[str, Any]) -> bool:
+    """Whether a container has its host's network."""
+    return bool(inspected["HostConfig"]["NetworkMode"] == "host")
+
+
+def ports_of(inspected: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ports that a container's environment names."""
+    given = environment_of(inspected["Config"].get("Env") or ())
+    return tuple(int(given[name]) for name in (PORT, METRICS_PORT) if given.get(name, "").isdecimal())
+
+
+def choose_seat(network: HostNetwork, used: Collection[int], number: int | None = None) -> Seat:
+    """A seat with two ports that no container of the project has.
+
+    The search begins at a place that follows from `number` (default: random), since a port may be taken by a process
+    that is no container of ours: the next try then finds another. Raises ResourceExhaustedError (NO_PORT).
+    """
+    number = secrets.randbits(48) if number is None else number
+    places = (network.last_port - network.first_port + 1) // 2
+    for step in range(places):
+        port = network.first_port + 2 * ((number + step) % places)
+        if port not in used and port + 1 not in used:
+            variables = {
+                HOST: network.address,
+                PORT: str(port),
+                METRICS_PORT: str(port + 1),
+                ADDRESS: join_address(network.address, port),
+            }
+            return Seat(f"{network.name}-{number:012x}", variables)
+    message = f"host {network.name}: the ports {network.first_port} to {network.last_port} are all taken"
+    raise ResourceExhaustedError(message, reason="NO_PORT")

@@ -1,5 +1,4 @@
-"""Replicas as pods of one Deployment or StatefulSet per pool, or per class of a pool, scaled through the scale
-subresource.
+"""Replicas as pods of one Deployment or StatefulSet per pool, scaled through the scale subresource.
 
 Pods follow the replica count with a delay. Meanwhile an ordered pod that does not exist yet is listed under a
 placeholder name, and a surplus pod as stopping, so that nothing is ordered twice.
@@ -12,13 +11,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoscaler.actuators.actuator import ORDINARY, ActualReplica, Actuator, ReplicaKind
+from typing_extensions import override
+
+from autoscaler.actuators.actuator import ONE_GPU, ActualReplica, Actuator, ReplicaShape
 from autoscaler.actuators.kubernetes_api import KubernetesApi, Pod, Scale
-from autoscaler.actuators.worker_kind import check_kind
 from autoscaler.snapshot import POOLS, PoolName
 from splitserve.config.autoscaler import KubernetesConfig
-from splitserve.errors import FailedPreconditionError, NotFoundError
-from splitserve.gpus.engine_command import check_command
+from splitserve.errors import FailedPreconditionError
+from splitserve.gpus.worker_gpus import check_command
 from splitserve.logs import log_event
 
 CHOSEN_COST = -1000
@@ -32,76 +32,46 @@ class KubernetesActuator(Actuator):
     always removes its highest ordinal. GPUs are assigned by the Kubernetes scheduler.
     """
 
-    def __init__(
-        self, api: KubernetesApi, workloads: Mapping[PoolName, str], classes: Sequence[str] = ()
-    ) -> None:
-        """`classes` have workloads of their own, named after those of the pools, which need not exist then."""
-        self._api = api
-        self._workloads = {
-            pool: {"": name} | {kind: f"{name}-{kind}" for kind in classes}
-            for pool, name in workloads.items()
-        }
-        """By pool and class."""
-        self._has_classes = bool(classes)
+    def __init__(self, api: KubernetesApi, workloads: Mapping[PoolName, str]) -> None:
+        self._api, self._workloads = api, workloads
         self._warned = False
 
     @classmethod
     def connect(cls, settings: KubernetesConfig) -> KubernetesActuator:
         """Reads the configuration; calls nothing yet. Raises ConfigError."""
         workloads: dict[PoolName, str] = {"prefill": settings.prefill, "decode": settings.decode}
-        return cls(KubernetesApi(settings), workloads, settings.classes)
+        return cls(KubernetesApi(settings), workloads)
 
+    @override
     async def replicas(self) -> tuple[ActualReplica, ...]:
-        """See Actuator."""
-        found = []
+        replicas = []
         for pool in POOLS:
-            for kind, seen in (await self._look(pool)).items():
-                for pod in seen.pods:
-                    stopping = pod.deleting or pod in seen.leaving
-                    found.append(
-                        ActualReplica(pod.name, pool, stopping, pod.created_wall_s, replica_class=kind)
-                    )
-                found += [
-                    ActualReplica(name, pool, False, time.time(), placeholder=True, replica_class=kind)
-                    for name in seen.pending
-                ]
-        return tuple(sorted(found, key=lambda replica: replica.name))
+            seen = await self._look(pool)
+            for pod in seen.pods:
+                stopping = pod.deleting or pod in seen.leaving
+                replicas.append(ActualReplica(pod.name, pool, stopping, pod.created_wall_s))
+            replicas += [
+                ActualReplica(name, pool, False, time.time(), placeholder=True) for name in seen.pending
+            ]
+        return tuple(sorted(replicas, key=lambda replica: replica.name))
 
-    async def start(self, pool: PoolName, count: int, kind: ReplicaKind = ORDINARY) -> None:
-        """See Actuator. Never NO_GPU: a pod without a GPU waits in the scheduler's queue.
+    @override
+    async def start(self, pool: PoolName, count: int, shape: ReplicaShape = ONE_GPU) -> None:
+        """Never NO_GPU: a pod without a GPU waits in the scheduler's queue.
 
-        Raises FailedPreconditionError (REPLICA_CLASSES) for a class that has no workload of its own, (NO_TEMPLATE)
-        where that does not exist, and (GPUS_PER_REPLICA) where its pods are limited to another number of GPUs than
-        `kind.gpus`, ConfigError where their engine cannot use so many.
+        Raises NotFoundError where the workload does not exist, FailedPreconditionError (GPUS_PER_REPLICA) where its
+        pods are limited to another number of GPUs than `shape.gpus`, ConfigError where their engine cannot use so many.
         """
-        workload = self._workload(pool, kind.replica_class)
-        try:
-            scale = await self._api.scale(workload)
-        except NotFoundError as error:
-            if not kind.replica_class:
-                raise
-            raise FailedPreconditionError(error.message, reason="NO_TEMPLATE") from None
+        workload = self._workloads[pool]
+        scale = await self._api.scale(workload)
         if pods := await self._api.pods(scale.selector):
             newest = max(pods, key=lambda pod: pod.created_wall_s)
-            check_kind(f"the pods of {workload}", newest.command, kind.neutral)
-            _check_gpus(workload, newest, kind.gpus)
+            _check_gpus(workload, newest, shape.gpus)
         await self._api.set_replicas(workload, scale.replicas + count, scale.version)
 
-    def _workload(self, pool: PoolName, kind: str) -> str:
-        if kind not in self._workloads[pool]:
-            message = (
-                f"{pool}.classes: a pool is one workload of equal pods, and {kind} has none of its own; name it in "
-                "kubernetes.classes (--workload-class)"
-            )
-            raise FailedPreconditionError(message, reason="REPLICA_CLASSES", field="classes")
-        return self._workloads[pool][kind]
-
+    @override
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
-        """See Actuator."""
-        for seen in (await self._look(pool)).values():
-            await self._stop(seen, names, drain_s)
-
-    async def _stop(self, seen: _Seen, names: Sequence[str], drain_s: float) -> None:
+        seen = await self._look(pool)
         chosen = [pod for pod in seen.staying if pod.name in names]
         fewer = len(chosen) + len(seen.pending & set(names))
         if not fewer:
@@ -115,25 +85,15 @@ class KubernetesActuator(Actuator):
         await self._api.set_replicas(seen.workload, seen.scale.replicas - fewer, seen.scale.version)
         self._check_grace(chosen, drain_s)
 
+    @override
     async def close(self) -> None:
-        """See Actuator. Pods stay."""
+        """Pods stay."""
         self._api.close()
 
-    async def _look(self, pool: PoolName) -> dict[str, _Seen]:
-        """By class; with classes only those that exist. Raises NotFoundError where none does."""
-        found: dict[str, _Seen] = {}
-        for kind, workload in self._workloads[pool].items():
-            try:
-                scale = await self._api.scale(workload)
-            except NotFoundError:
-                if not self._has_classes:
-                    raise
-                continue
-            found[kind] = _Seen(workload, scale, await self._api.pods(scale.selector))
-        if not found:
-            names = ", ".join(self._workloads[pool].values())
-            raise NotFoundError(f"kubernetes: none of the workloads of {pool} exists: {names}")
-        return found
+    async def _look(self, pool: PoolName) -> _Seen:
+        workload = self._workloads[pool]
+        scale = await self._api.scale(workload)
+        return _Seen(workload, scale, await self._api.pods(scale.selector))
 
     def _check_grace(self, pods: Sequence[Pod], drain_s: float) -> None:
         short = [pod for pod in pods if pod.grace_s < drain_s]

@@ -23,6 +23,9 @@ from splitserve.errors import (
     UnavailableError,
 )
 
+CALL_S = 5.0
+"""Deadline of one call to the API server: it answers within a second, and the control loop tries again at its next
+tick."""
 MERGE_PATCH = "application/merge-patch+json"
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 """Of the pods of a ReplicaSet the one with the lowest cost goes first.
@@ -76,7 +79,6 @@ class KubernetesApi:
         configuration.retries = False  # the control loop retries at its next tick
         self._client = client.ApiClient(configuration)
         self._core, self._apps = client.CoreV1Api(self._client), client.AppsV1Api(self._client)
-        self._timeout_s = settings.request_timeout_s
         self.namespace = namespace
 
     async def scale(self, workload: str) -> Scale:
@@ -123,12 +125,12 @@ class KubernetesApi:
         self, what: str, of: Callable[[Any], T], call: Callable[..., Any], *arguments: Any, **options: Any
     ) -> T:
         """What `of` makes of an answer."""
-        found = await self._call(what, call, *arguments, **options)
+        answer = await self._call(what, call, *arguments, **options)
         with _answer_of_a_server(what):
-            return of(found)
+            return of(answer)
 
     async def _call(self, what: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        options["_request_timeout"] = self._timeout_s
+        options["_request_timeout"] = CALL_S
         try:
             with _answer_of_a_server(what):
                 return await asyncio.to_thread(call, *arguments, **options)

@@ -127,10 +127,10 @@ def follow(
     stable = _stabilized(limits, kept, now_s, current, wanted)
     kept = (*kept, (now_s, wanted))
     if stable > current:
-        allowed = max(current, min(_highest(limits.up, memory.changes, now_s, current), high))
+        allowed = max(current, min(_reached(limits.up, 1, memory.changes, now_s, current), high))
         result = min(stable, allowed)
     elif stable < current:
-        allowed = min(current, max(_lowest(limits.down, memory.changes, now_s, current), low))
+        allowed = min(current, max(_reached(limits.down, -1, memory.changes, now_s, current), low))
         result = max(stable, allowed)
     else:
         result = current
@@ -156,31 +156,17 @@ def _stabilized(
     return min(max(current, min(up, wanted)), max(down, wanted))
 
 
-def _highest(rules: Rules, changes: tuple[tuple[float, int], ...], now_s: float, current: int) -> int:
-    """The most replicas that the policies for growing allow now."""
+def _reached(
+    rules: Rules, sign: Literal[1, -1], changes: tuple[tuple[float, int], ...], now_s: float, current: int
+) -> int:
+    """The count farthest from `current` that the rules allow now: for growing (`sign` 1) or for shrinking (-1)."""
     if rules.select == "Disabled":
         return current
     allowed = []
     for rule in rules.policies:
-        at_start = current - _net_change(changes, now_s - rule.periodSeconds)
-        more = at_start + rule.value if rule.type == "Pods" else math.ceil(at_start * (1 + rule.value / 100))
-        allowed.append(more)
-    return max(allowed) if rules.select == "Max" else min(allowed)
-
-
-def _lowest(rules: Rules, changes: tuple[tuple[float, int], ...], now_s: float, current: int) -> int:
-    """The fewest replicas that the policies for shrinking allow now."""
-    if rules.select == "Disabled":
-        return current
-    allowed = []
-    for rule in rules.policies:
-        at_start = current - _net_change(changes, now_s - rule.periodSeconds)
-        fewer = (
-            at_start - rule.value if rule.type == "Pods" else math.floor(at_start * (1 - rule.value / 100))
-        )
-        allowed.append(fewer)
-    return min(allowed) if rules.select == "Max" else max(allowed)
-
-
-def _net_change(changes: tuple[tuple[float, int], ...], cutoff_s: float) -> int:
-    return sum(added for at, added in changes if at > cutoff_s)
+        at_start = current - sum(added for at_s, added in changes if at_s > now_s - rule.periodSeconds)
+        if rule.type == "Pods":
+            allowed.append(at_start + sign * rule.value)
+        else:
+            allowed.append(sign * math.ceil(sign * at_start * (1 + sign * rule.value / 100)))
+    return max(allowed) if (rules.select == "Max") == (sign > 0) else min(allowed)

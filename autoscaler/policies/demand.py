@@ -15,13 +15,25 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from autoscaler.policies.slo.slo_tuning import SloTuning
+from autoscaler.policies.policy_file import SloTuning
 from autoscaler.snapshot import ArrivalBucket
 
 Amount = Callable[[ArrivalBucket], float]
 Floats = npt.NDArray[np.float64]
 _FEWEST_FORECASTS = 6
 _MINUTE_S = 60.0
+SPAN_S = 40.0
+"""Demand is averaged over this time, or over the time that a request may wait if that is longer: shorter peaks are
+worked off."""
+HYSTERESIS = 3.0
+"""Before one of N replicas is removed, N - 1 must carry the demand plus this many standard errors of its mean."""
+GROWTH_NOISE = 4.0
+"""Standard errors by which demand must have risen before growth is extrapolated over the cold start."""
+GROWTH_LIMIT = 0.5
+"""Largest share by which growth is extrapolated: a rise seldom lasts for a whole cold start."""
+DRIFT = 0.08
+"""Standard deviation of the demand's change in a minute, as a share of it, that counts as one more forecast error; it
+grows with the square root of the cold start. It matters where few errors are known, or only quiet ones."""
 _DRIFTS: Floats = np.array([NormalDist().inv_cdf(0.5 + (number + 0.5) / 80) for number in range(40)])
 """Sizes of drifts, in their standard deviation: those of a normal distribution, at even shares."""
 
@@ -45,7 +57,7 @@ class DemandForecast:
     weights: Floats
     """[buckets]: requests that arrived, fading with age."""
     fading: Floats
-    """[buckets]: 1 for the present, 1/e after `fade_s`."""
+    """[buckets]: 1 for the present, 1/e after half of `history_s`."""
     slow: float
     """Mean rate of the slow window."""
     noise: float
@@ -56,13 +68,8 @@ class DemandForecast:
     """Factor, at least 1, by which demand grows until one lead from now."""
     covered_s: float
     """Length of the record, seconds."""
-    drift: float
-    """Share by which demand may have changed after a minute, as far as the record does not say."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing arrived in all of the slow window."""
-        return self.slow == 0
+    settled: bool
+    """Whether the record is long enough to remove replicas by it."""
 
     def covered_rate(self, span_s: float, lead_s: float, share: float, window_s: float) -> Covered:
         """The mean rate over `span_s` to be ready for in `lead_s` seconds: a forecast, and with head-room.
@@ -91,19 +98,19 @@ class DemandForecast:
         short = came - (mean_came + slope * (was - mean_was))
         forecast = max(0.0, mean_came + slope * (present - mean_was))
         independent = float((fading * self.lengths_s[at]).sum()) / (lead_s + span_s)
-        drift = forecast * self.drift * math.sqrt(lead_s / _MINUTE_S)
+        drift = forecast * DRIFT * math.sqrt(lead_s / _MINUTE_S)
         seen, bound = _quantile(short, weights, share), _conformal(short, weights, share, independent, drift)
         return Covered(forecast, forecast + max(0.0, seen, bound))
 
 
-def _slope(given: Floats, found: Floats, weights: Floats) -> float:
+def _slope(given: Floats, outcomes: Floats, weights: Floats) -> float:
     """Of the regression line of `found` on `given`, within 0 and 1; 1 where nothing varies."""
     given = given - np.average(given, weights=weights)
-    found = found - np.average(found, weights=weights)
+    outcomes = outcomes - np.average(outcomes, weights=weights)
     spread = float(np.average(given * given, weights=weights))
     if spread <= 0:
         return 1.0
-    return min(1.0, max(0.0, float(np.average(given * found, weights=weights)) / spread))
+    return min(1.0, max(0.0, float(np.average(given * outcomes, weights=weights)) / spread))
 
 
 def _quantile(values: Floats, weights: Floats, share: float) -> float:
@@ -140,7 +147,7 @@ def measure(
 ) -> DemandForecast | None:
     """The demand as recorded until now; None without a record."""
     begin = now_s - tuning.history_s
-    kept = _unbroken([b for b in arrivals if begin <= b.start_s < now_s], now_s, tuning.slow_window_s)
+    kept = [bucket for bucket in arrivals if begin <= bucket.start_s < now_s]
     if not kept:
         return None
     amounts = np.array([amount(bucket) for bucket in kept], dtype=np.float64)
@@ -148,14 +155,15 @@ def measure(
     lengths = ends - np.array([bucket.start_s for bucket in kept])
     requests = np.array([bucket.requests for bucket in kept], dtype=np.float64)
     ages = now_s - ends
-    slow, noise = _mean(amounts, lengths, ages, 0.0, tuning.slow_window_s)
-    before, _ = _mean(amounts, lengths, ages, tuning.slow_window_s, 2 * tuning.slow_window_s)
-    fast, _ = _mean(amounts, lengths, ages, 0.0, tuning.fast_window_s)
-    growth = 1.0
-    if now_s - kept[0].start_s >= 2 * tuning.slow_window_s and before > 0:
-        rise = max(0.0, slow - before - tuning.growth_noise * math.sqrt(2) * noise)
-        growth = 1 + min(tuning.growth_limit, rise / before * lead_s / tuning.slow_window_s)
-    fading = np.exp(-ages / tuning.fade_s)
+    slow, noise = _mean(amounts, lengths, ages, 0.0, tuning.window_s)
+    before, _ = _mean(amounts, lengths, ages, tuning.window_s, 2 * tuning.window_s)
+    # A step of the demand shows in a sixth of the window; arrivals are counted by the second.
+    fast, _ = _mean(amounts, lengths, ages, 0.0, max(1.0, tuning.window_s / 6))
+    covered_s, growth = now_s - kept[0].start_s, 1.0
+    if covered_s >= 2 * tuning.window_s and before > 0:
+        rise = max(0.0, slow - before - GROWTH_NOISE * math.sqrt(2) * noise)
+        growth = 1 + min(GROWTH_LIMIT, rise / before * lead_s / tuning.window_s)
+    fading = np.exp(-ages / (tuning.history_s / 2))
     return DemandForecast(
         amounts,
         lengths,
@@ -165,18 +173,9 @@ def measure(
         noise,
         fast,
         growth,
-        now_s - kept[0].start_s,
-        tuning.drift,
+        covered_s,
+        covered_s >= min(tuning.settle_s, tuning.history_s),
     )
-
-
-def _unbroken(record: Sequence[ArrivalBucket], now_s: float, longest_s: float) -> Sequence[ArrivalBucket]:
-    """The record since its last gap of more than `longest_s`, as a restart leaves: what demand did in it is unknown."""
-    following = [*(bucket.start_s for bucket in record[1:]), now_s]
-    for number in range(len(record) - 1, -1, -1):
-        if following[number] - (record[number].start_s + record[number].length_s) > longest_s:
-            return record[number + 1 :]
-    return record
 
 
 def _mean(

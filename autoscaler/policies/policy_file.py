@@ -7,10 +7,8 @@ from pathlib import Path
 from reprlib import Repr
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
-from autoscaler.classes.class_rules import check_classes, least_gpus
-from autoscaler.classes.replica_class import BudgetedPolicy, ClassedPool
 from autoscaler.policies.behavior import (
     HPA_DOWN,
     HPA_UP,
@@ -22,37 +20,46 @@ from autoscaler.policies.behavior import (
     broken_rule,
 )
 from autoscaler.policies.schedule import ScheduleWindow
-from autoscaler.policies.slo.slo_tuning import Seconds, SloTuning
-from autoscaler.sizing.class_speeds import MAX_CLASSES, with_speeds
 from autoscaler.snapshot import POOLS, PoolName
 from splitserve.config.yaml_file import YamlFile, read_yaml_file
 from splitserve.errors import ConfigError
+from splitserve.gpus.inventory import is_slices
 
 MOST_BYTES = 1 << 20
 """Of a policy file: parsing YAML takes about ten seconds a MiB."""
 MOST_REPLICAS = 10_000
 """The largest bound of a pool, so more are never wanted."""
-Percentile = Annotated[float, Field(gt=0, lt=100)]
 
 
-class PoolPolicy(ClassedPool):
+def _percent(value: Any) -> Any:
+    if isinstance(value, float) and 0 < value < 1:
+        raise ValueError(f"is in percent: {100 * value:g} is the {100 * value:g}th percentile, not {value:g}")
+    return value
+
+
+Percentile = Annotated[float, Field(ge=1, lt=100), BeforeValidator(_percent)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+
+class PoolPolicy(PolicyModel):
     """Settings of every kind of policy."""
 
     min_replicas: Annotated[int, Field(ge=0, le=MOST_REPLICAS)] = 1
     """Never fewer in rotation. 0: the pool is given up when nothing was asked for during `idle_s`, and started again by
-    the next request, which waits for it; docs/autoscaling.md has it under "From and to zero"."""
+    the next request, which waits for it; docs/guides/autoscaling.md has it under "From and to zero"."""
     max_replicas: Annotated[int, Field(ge=1, le=MOST_REPLICAS)] = 8
     """Never more in rotation."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=64)] = 1
     """GPUs that one replica takes from `gpu_budget`, and that Docker and `splitserve up` give to it, those that share
-    NVLink together (docs/gpus.md); 0: none, as on a machine without GPUs. On Kubernetes the pod's limits must say the
+    NVLink together (docs/guides/gpus.md); 0: none, as on a machine without GPUs. On Kubernetes the pod's
+    limits must say the
     same. vLLM's tensor parallel size, where it is given, must be equal to it; the torch engine takes one."""
+    gpu: Annotated[str, Field(max_length=64, pattern=r"^([A-Za-z0-9][A-Za-z0-9 .,+()/_-]*)?$")] = ""
+    """The kind of its GPUs: words of what the driver calls them, such as "H100", "A100 80GB" or, for slices,
+    "MIG 3g.40gb" (docs/guides/gpus.md). On Docker and under `splitserve up` replicas get only such. Default: any. On
+    Kubernetes, and where no GPUs are given out, it is for people."""
     warm_standby: Annotated[int, Field(ge=0, le=MOST_REPLICAS)] = 0
-    """Replicas beside those in rotation that are loaded and connected. They join at once and occupy GPUs. With
-    `classes` units, carried by the cheapest replicas."""
-    sleep: bool = False
-    """Let the replicas of `warm_standby` sleep: they give up the memory of their KV, and wake up within about a second
-    when they are to join. At zero they are what the pool keeps."""
+    """Replicas beside those in rotation that are loaded and connected. They join at once and occupy GPUs."""
     drain_s: Annotated[float, Field(ge=0, le=86_400)] = 120.0
     """How long a draining replica may take to finish its requests; then they resume elsewhere and it is stopped."""
     cold_start_s: Seconds = 60.0
@@ -64,7 +71,7 @@ class PoolPolicy(ClassedPool):
     """Windows with their own minimum, for every kind; the only input of `kind: schedule`."""
     behavior: Behavior = Behavior()
     """How fast the count may change, as in an HPA. The kinds `slo` and `predictive` have their own defaults for
-    what is not given here: growing is not slowed down, shrinking waits for `slo.scale_down_cold_starts`."""
+    what is not given here: growing is not slowed down, shrinking waits for half a cold start."""
 
     @model_validator(mode="after")
     def _ordered(self) -> PoolPolicy:
@@ -72,9 +79,10 @@ class PoolPolicy(ClassedPool):
             raise broken_rule(
                 f"max_replicas ({self.max_replicas}) must be at least min_replicas ({self.min_replicas})"
             )
-        if self.floor.units > self.max_replicas:
+        if self.gpus_per_replica > 1 and is_slices(self.gpu):
             raise broken_rule(
-                f"on_demand_floor ({self.floor}) must be at most max_replicas ({self.max_replicas})"
+                f"gpus_per_replica ({self.gpus_per_replica}) must be 1 with gpu {self.gpu!r}: CUDA shows a process one "
+                "slice"
             )
         return self
 
@@ -83,28 +91,52 @@ class PoolPolicy(ClassedPool):
         return Limits.of(self.behavior)
 
 
+SCALE_DOWN_COLD_STARTS = 0.5
+"""Replicas are removed when not wanted for this many cold starts: sooner, keeping one that is wanted again would have
+been cheaper."""
+
+
+class SloTuning(PolicyModel):
+    """How the default policy estimates demand."""
+
+    history_s: Annotated[float, Field(ge=2, le=86_400)] = 1800.0
+    """How far back forecasts are compared with what then arrived; arrivals half as old count 1/e of current ones. More
+    where demand is quiet for long and then bursts."""
+    window_s: Seconds = 60.0
+    """The current demand is the mean over this window, and growth is measured against the window before it. New
+    replicas clear a backlog within half of it. Less where cold starts take seconds."""
+    miss_share: Annotated[float, Field(gt=0, le=4)] = 2.0
+    """Requests for which the head-room may be too small, as a multiple of those that `percentile` lets miss their
+    target. Many of them still meet it. Lower: safer and more expensive."""
+    settle_s: Annotated[float, Field(ge=0, le=86_400)] = 300.0
+    """No replica is removed before arrivals were observed for this long: burstiness is not known sooner."""
+    trim_after_s: Seconds = 120.0
+    """How long the percentile must exceed the target, with nothing starting, before latency alone adds a replica."""
+    min_samples: Annotated[int, Field(ge=1, le=10_000)] = 20
+    """Fewest requests in the window for measured latency to count. Less for models with few, long requests."""
+
+
 class SloPool(PoolPolicy):
     """Sized by arriving demand, corrected by measured latency. The default."""
 
     kind: Literal["slo"] = "slo"
     """Which policy."""
-    signal: Literal["ttft", "tpot"] | None = None
-    """The latency that the pool is sized for: `ttft` for prefill, `tpot` for decode, which are also the defaults."""
     target_ms: Annotated[float, Field(gt=0, le=3_600_000)]
-    """What the percentile of that latency shall not exceed. Of the TTFT only the part that prefill answers for: the
-    wait for prefill, in the coordinator's queue or on a worker, and computing the prompt. The wait for admission to
-    decode (its KV), tokenization and transfer are left out. Requests that admission refused are in no percentile."""
+    """What the percentile of latency shall not exceed: of TTFT in section `prefill`, of TPOT in `decode`. Of the TTFT
+    only the part that prefill answers for: the wait for prefill, in the coordinator's queue or on a worker, and
+    computing the prompt. The wait for admission to decode (its KV), tokenization and transfer are left out. Requests
+    that admission refused are in no percentile."""
     percentile: Percentile = 95.0
     """Percentile of requests that shall meet the target."""
     slo: SloTuning = SloTuning()
     """Section `slo`: how the policy estimates demand. The defaults suit most workloads."""
 
     def limits(self, cold_start_s: float) -> Limits:
-        """`behavior`, where it is silent: up in one go, down after `slo.scale_down_cold_starts`."""
+        """`behavior`, where it is silent: up in one go, down after SCALE_DOWN_COLD_STARTS."""
         at_once = Rules(
             0.0, "Max", (ScalingRule(type="Pods", value=MOST_REPLICAS, periodSeconds=1),), HPA_UP.tolerance
         )
-        window_s = min(3600.0, self.slo.scale_down_cold_starts * cold_start_s)
+        window_s = min(3600.0, SCALE_DOWN_COLD_STARTS * cold_start_s)
         down = Rules(window_s, "Max", HPA_DOWN.policies, HPA_DOWN.tolerance)
         return Limits.of(self.behavior, Limits(at_once, down))
 
@@ -144,7 +176,7 @@ class PredictivePool(SloPool):
     """Length of the season that repeats: a day."""
     interval_s: Annotated[float, Field(ge=1, le=86_400)] = 900.0
     """Interval over which demand is averaged for the forecast. At least four in a season."""
-    forecast_percentile: Annotated[float, Field(ge=50, lt=100)] = 80.0
+    forecast_percentile: Annotated[float, Field(ge=50, lt=100), BeforeValidator(_percent)] = 80.0
     """Percentile of the forecast's own error that is covered."""
 
     @model_validator(mode="after")
@@ -157,7 +189,8 @@ class PredictivePool(SloPool):
 
 
 class CustomPool(PoolPolicy):
-    """A function of your own: `(memory, Snapshot, PoolStatus) -> (Recommendation, memory)`; docs/autoscaling.md."""
+    """A function of your own: `(memory, Snapshot, PoolStatus) -> (Recommendation, memory)`;
+    docs/guides/autoscaling.md."""
 
     kind: Literal["custom"]
     """Which policy."""
@@ -188,35 +221,13 @@ AnyPool = Annotated[
 ]
 
 
-class Ratio(PolicyModel):
-    """Bounds on prefill replicas for each decode replica. They only ever add replicas, never take needed ones away."""
-
-    min_prefill_per_decode: Annotated[float, Field(ge=0, le=1000)] | None = None
-    """Fewest prefill replicas per decode replica. Default: no bound."""
-    max_prefill_per_decode: Annotated[float, Field(ge=0.001, le=1000)] | None = None
-    """Most prefill replicas per decode replica. Default: no bound."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Ratio:
-        low, high = self.min_prefill_per_decode, self.max_prefill_per_decode
-        if low is not None and high is not None and low > high:
-            raise broken_rule(
-                f"max_prefill_per_decode ({high:g}) must be at least min_prefill_per_decode ({low:g})"
-            )
-        return self
-
-
-class ScalingPolicy(BudgetedPolicy):
+class ScalingPolicy(PolicyModel):
     """The whole file."""
 
-    workers: Literal["pinned", "neutral"] = "pinned"
-    """What is started: workers of one pool, or neutral ones, which serve both and lean to the pool that they are
-    started for. Those change sides before one is started; the bounds of a pool count them where they lean."""
     gpu_budget: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """GPUs that both pools may take together, standby included. With `classes`, which both pools must have then, each
-    replica counts the GPUs of its class. Default with `classes`: no budget; without: the actuator's inventory
-    (`docker.gpus`, or the GPUs of `splitserve up`'s machine) and those of workers that it did not start; no budget
-    where it has none, as on Kubernetes."""
+    """GPUs that both pools may take together, standby included. Default: the actuator's inventory (`docker.gpus`, or
+    the GPUs of `splitserve up`'s machine) and those of workers that it did not start; no budget where it has none, as
+    on Kubernetes."""
     interval_s: Annotated[float, Field(gt=0, le=3600)] = 5.0
     """Time between decisions."""
     idle_s: Seconds = 300.0
@@ -225,29 +236,14 @@ class ScalingPolicy(BudgetedPolicy):
     """Section `prefill`: the pool that answers for queue and compute of prompts."""
     decode: AnyPool
     """Section `decode`: the pool that determines the time per output token and holds the KV."""
-    ratio: Ratio = Ratio()
-    """Section `ratio`."""
-    link_gb_per_s: Annotated[float, Field(gt=0, le=100_000)] | None = None
-    """GB/s (10^9 bytes) of a link that the KV of all prefill replicas shares; more of them than it carries add
-    nothing. Default: every prefill replica has its own lane, whose speed is measured."""
-    lend_decode: bool = True
-    """Let decode workers compute prompts themselves while prefill replicas start, when that is sooner."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ScalingPolicy:
-        for name, pool, signal in (("prefill", self.prefill, "ttft"), ("decode", self.decode, "tpot")):
-            if isinstance(pool, SloPool) and pool.signal not in (None, signal):
-                raise broken_rule(f"{name}.signal must be {signal}: no other pool can improve it")
-        sizes = self.prefill.gpus_per_replica, self.decode.gpus_per_replica
-        if self.workers == "neutral" and sizes[0] != sizes[1]:
-            both = f"{sizes[0]} for prefill and {sizes[1]} for decode"
-            raise broken_rule(f"workers (neutral) must have one size: gpus_per_replica is {both}")
         if self.gpu_budget is not None and self.least_gpus > self.gpu_budget:
             raise broken_rule(
                 f"gpu_budget ({self.gpu_budget}) must hold min_replicas and warm_standby of both pools: "
                 f"{self.least_gpus}"
             )
-        check_classes(self)
         return self
 
     @property
@@ -261,17 +257,23 @@ class ScalingPolicy(BudgetedPolicy):
         return 0 in (self.prefill.min_replicas, self.decode.min_replicas)
 
     @property
-    def least_awake(self) -> tuple[int, int]:
-        """The fewest replicas of prefill and of decode that can serve: one of each, or one neutral worker for both."""
-        prefill, decode = self.prefill.min_replicas, self.decode.min_replicas
-        if self.workers == "neutral":
-            return prefill, max(decode, 0 if prefill else 1)
-        return max(1, prefill), max(1, decode)
+    def least_awake(self) -> Mapping[PoolName, int]:
+        """The fewest replicas of each pool that can serve."""
+        return {name: max(1, pool.min_replicas) for name, pool in self.pools.items()}
 
     @property
     def least_gpus(self) -> int:
         """GPUs of both pools at the fewest replicas that can serve, with standbys."""
-        return least_gpus((self.prefill, self.decode), self.least_awake)
+        return sum(
+            (self.least_awake[name] + pool.warm_standby) * pool.gpus_per_replica
+            for name, pool in self.pools.items()
+        )
+
+    @property
+    def one_shape(self) -> bool:
+        """Whether replicas of both pools have the same GPUs."""
+        prefill, decode = self.prefill, self.decode
+        return (prefill.gpus_per_replica, prefill.gpu) == (decode.gpus_per_replica, decode.gpu)
 
 
 def read_policy_file(path: Path) -> YamlFile:
@@ -285,7 +287,7 @@ def load_policy(path: Path) -> ScalingPolicy:
 
 
 def policy_in(file: YamlFile) -> ScalingPolicy:
-    """The policy in a file that has been read; see `load_policy`."""
+    """The policy in a file that has been read. Raises ConfigError naming line, first bad field and its bound."""
     values, folder = dict(file.values), file.path.absolute().parent
     for name in POOLS:
         pool: Any = values.get(name)
@@ -293,19 +295,16 @@ def policy_in(file: YamlFile) -> ScalingPolicy:
         if isinstance(function, str) and function.rpartition(":")[0].endswith(".py"):
             values[name] = {**pool, "function": str(folder / function)}
     with file.naming_lines():
-        values |= {name: with_speeds(name, values[name], folder) for name in POOLS if name in values}
         return parse_policy(values)
 
 
 def named_files(file: YamlFile) -> list[Path]:
-    """The files of code and of engine models that a policy file names, whether or not it is right."""
+    """The files of code that a policy file names, whether or not it is right."""
     folder = file.path.absolute().parent
     pools = [pool for name in POOLS if isinstance(pool := file.values.get(name), dict)]
     functions = [function for pool in pools if isinstance(function := pool.get("function"), str)]
     code = [place for function in functions if (place := function.rpartition(":")[0]).endswith(".py")]
-    listed = [classes[:MAX_CLASSES] for pool in pools if isinstance(classes := pool.get("classes"), list)]
-    models = [one.get("engine_model") for classes in listed for one in classes if isinstance(one, dict)]
-    return [folder / name for name in (*code, *models) if isinstance(name, str)]
+    return [folder / name for name in code]
 
 
 def parse_policy(values: dict[str, Any]) -> ScalingPolicy:
@@ -314,13 +313,16 @@ def parse_policy(values: dict[str, Any]) -> ScalingPolicy:
         return ScalingPolicy.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        # Pydantic puts the tag of a discriminated union (`kind`) into the location: leave it out.
-        where = [
-            str(part) for index, part in enumerate(first["loc"]) if not (index == 1 and _is_tag(first["loc"]))
-        ]
-        field = ".".join(where) or "policy"
+        where = list(first["loc"])
+        if len(where) > 1 and where[0] in POOLS and where[1] in _KINDS:
+            # Pydantic puts the tag of a discriminated union (`kind`) into the location: leave it out.
+            del where[1]
+        field = ".".join(map(str, where)) or "policy"
         if first["type"] == "rule":
-            field, message = _named_in(field, first["msg"])
+            # A rule over several fields: its message begins with the name of one of them.
+            named = first["msg"].split(maxsplit=1)[0]
+            field = named if field == "policy" else f"{field}.{named}"
+            message = f"{field}{first['msg'].removeprefix(named)}"
         elif first["type"] == "value_error":
             message = f"{field}: {first['msg'].removeprefix('Value error, ')}"
         else:
@@ -333,14 +335,3 @@ _KINDS = ("slo", "target", "schedule", "predictive", "custom")
 _BRIEF = Repr()
 """A value in a message: anchors of YAML make large ones of a few bytes."""
 _BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxother, _BRIEF.maxlong = 2, 200, 200, 40
-
-
-def _is_tag(location: tuple[int | str, ...]) -> bool:
-    return location[0] in ("prefill", "decode") and location[1] in _KINDS
-
-
-def _named_in(block: str, message: str) -> tuple[str, str]:
-    """Field and text of a rule over several fields; its message begins with the field's name."""
-    field = message.split(maxsplit=1)[0]
-    full = field if block == "policy" else f"{block}.{field}"
-    return full, f"{full}{message.removeprefix(field)}"

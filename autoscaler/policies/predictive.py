@@ -18,7 +18,7 @@ from autoscaler.policies.policy_file import PredictivePool
 from autoscaler.policies.recommendation import PoolStatus, Recommendation
 from autoscaler.policies.slo.slo_decode import decode_for_rate, recommend_decode
 from autoscaler.policies.slo.slo_prefill import prefill_for_rate, recommend_prefill
-from autoscaler.snapshot import ArrivalBucket, PoolName, Snapshot, lead_s
+from autoscaler.snapshot import PoolName, Snapshot, lead_s
 from splitserve.errors import ConfigError
 
 SEASONS_KEPT = 4
@@ -81,15 +81,10 @@ def _observed(
         if end > snapshot.now_s or bucket.start_s < memory.seen_until_s - 1e-6:
             continue
         memory = _entered(pool, memory, math.floor((bucket.start_s + offset) / pool.interval_s))
-        amount = memory.amount + _amount(name, bucket)
-        memory = replace(
-            memory, seen_until_s=end, amount=amount, covered_s=memory.covered_s + bucket.length_s
-        )
+        arrived = bucket.uncached_tokens if name == "prefill" else bucket.output_tokens
+        amount, covered_s = memory.amount + arrived, memory.covered_s + bucket.length_s
+        memory = replace(memory, seen_until_s=end, amount=amount, covered_s=covered_s)
     return memory
-
-
-def _amount(name: PoolName, bucket: ArrivalBucket) -> float:
-    return float(bucket.uncached_tokens) if name == "prefill" else bucket.output_tokens
 
 
 def _entered(pool: PredictivePool, memory: PredictiveMemory, interval: int) -> PredictiveMemory:
@@ -108,9 +103,7 @@ def _entered(pool: PredictivePool, memory: PredictiveMemory, interval: int) -> P
         unrecorded = season + unrecorded % season  # of a longer gap the phase is kept
     for _ in range(unrecorded):
         rates.append(rates[-season] if len(rates) >= season else rates[-1])
-    kept = tuple(rates[-SEASONS_KEPT * season :])
-    entered = replace(memory, interval=interval, amount=0.0, covered_s=0.0, rates=kept)
-    return replace(entered, forecast=_forecast(pool, entered))
+    return _forecast(pool, memory, interval, tuple(rates[-SEASONS_KEPT * season :]))
 
 
 def _set_back(pool: PredictivePool, memory: PredictiveMemory, interval: int) -> PredictiveMemory:
@@ -122,9 +115,7 @@ def _set_back(pool: PredictivePool, memory: PredictiveMemory, interval: int) -> 
         ahead = season + ahead % season
     if len(memory.rates) - ahead < _least_rates(season):
         ahead %= season
-    kept = memory.rates[: max(0, len(memory.rates) - ahead)]
-    entered = replace(memory, interval=interval, amount=0.0, covered_s=0.0, rates=kept)
-    return replace(entered, forecast=_forecast(pool, entered))
+    return _forecast(pool, memory, interval, memory.rates[: max(0, len(memory.rates) - ahead)])
 
 
 def season_intervals(pool: PredictivePool) -> int:
@@ -132,18 +123,14 @@ def season_intervals(pool: PredictivePool) -> int:
     return round(pool.season_s / pool.interval_s)
 
 
-def resumed(pool: PredictivePool, memory: PredictiveMemory, wall_s: float) -> PredictiveMemory:
-    """What an earlier process recorded, as it is at `wall_s`, with its forecast. Raises as `forecast_rates`."""
-    memory = replace(memory, rates=memory.rates[-SEASONS_KEPT * season_intervals(pool) :])
-    interval = math.floor(wall_s / pool.interval_s)
-    if memory.interval is not None and interval > memory.interval:
-        return _entered(pool, memory, interval)
-    return replace(memory, forecast=_forecast(pool, memory))
-
-
-def _forecast(pool: PredictivePool, memory: PredictiveMemory) -> tuple[float, ...]:
+def _forecast(
+    pool: PredictivePool, memory: PredictiveMemory, interval: int, rates: tuple[float, ...]
+) -> PredictiveMemory:
+    """The memory at the start of `interval`, after these rates, with a new forecast."""
     season = season_intervals(pool)
-    return forecast_rates(memory.rates, season, season, pool.forecast_percentile)
+    forecast = forecast_rates(rates, season, season, pool.forecast_percentile)
+    entered = replace(memory, interval=interval, amount=0.0, covered_s=0.0)
+    return replace(entered, rates=rates, forecast=forecast)
 
 
 def _least_rates(season: int) -> int:

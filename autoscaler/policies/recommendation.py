@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from autoscaler.policies.slo.slo_tuning import SloTuning
-from autoscaler.snapshot import Replica, ReplicaState, Snapshot
+from autoscaler.policies.policy_file import SloPool
+from autoscaler.snapshot import Snapshot
 from splitserve.histograms import Histogram
 
 
@@ -44,13 +44,10 @@ Recommend = Callable[[Any, Snapshot, PoolStatus], tuple[Recommendation, Any]]
 """One pool's policy: (its memory, None at first; snapshot; status) -> (recommendation, memory). Pure."""
 
 
-def count(replicas: tuple[Replica, ...], state: ReplicaState) -> int:
-    """Replicas in this state."""
-    return sum(1 for replica in replicas if replica.state is state)
-
-
 BUSY = 0.5
 """Below this utilization slow requests have another cause than too few replicas: long prompts, slow steps."""
+COMFORTABLE = 0.9
+"""A busy pool loses replicas only with the measured percentile below this share of the target."""
 TOLERANCE = 0.1
 """As an HPA's; histogram buckets are no finer."""
 
@@ -63,44 +60,40 @@ class TrimMemory:
 
 
 def trim(
+    pool: SloPool,
     memory: TrimMemory,
     now_s: float,
     status: PoolStatus,
     recommendation: Recommendation,
-    measured_s: float | None,
-    idle: bool,
-    utilization: float,
-    target_s: float,
-    tuning: SloTuning,
+    latency: Histogram | None,
+    busy: float | None,
 ) -> tuple[Recommendation, TrimMemory]:
-    """Corrects a recommendation by the measured latency.
+    """Corrects a recommendation by the measured latency. `busy`: replicas that demand fills; None while unknown.
 
     Adds a replica to the existing ones when the target has been missed for long although demand does not call for one;
     one that was wanted and never came is not added to. Does not scale down while a busy pool's percentile is near the
-    target, or is unknown (`measured_s` None) with traffic (not `idle`).
+    target. Nor does it while the percentile is unknown, since too few requests were measured, unless the replicas that
+    remain would not be busy: most requests of such a pool may have been served elsewhere.
     """
-    above = measured_s is not None and measured_s > (1 + TOLERANCE) * target_s and utilization >= BUSY
+    target_s, enough = pool.target_ms / 1e3, latency is not None and latency.total >= pool.slo.min_samples
+    measured_s = latency.percentile(pool.percentile) if latency is not None and enough else None
+    is_busy = busy is None or busy >= BUSY * status.ready
+    above = measured_s is not None and measured_s > (1 + TOLERANCE) * target_s and is_busy
     since = (memory.above_since_s if memory.above_since_s is not None else now_s) if above else None
     if status.starting > 0 or recommendation.wanted > status.current:
         since = None
-    if since is not None and now_s - since >= tuning.trim_after_s and measured_s is not None:
+    if since is not None and now_s - since >= pool.slo.trim_after_s and measured_s is not None:
         reason = f"latency {measured_s * 1e3:.0f} ms above {target_s * 1e3:.0f} ms for {now_s - since:.0f} s"
         existing = status.current if status.existing is None else status.existing
         wanted = max(status.current, existing + 1)
         return Recommendation(wanted, reason, max(recommendation.need, existing)), TrimMemory(None)
-    if recommendation.wanted < status.current and not idle:
-        if measured_s is None:
-            return Recommendation(
-                status.current, "latency not measured: no scaling down", recommendation.need
-            ), TrimMemory(since)
-        if measured_s > tuning.comfortable * target_s and utilization >= BUSY:
-            reason = f"latency {measured_s * 1e3:.0f} ms near {target_s * 1e3:.0f} ms: no scaling down"
-            return Recommendation(status.current, reason, recommendation.need), TrimMemory(since)
+    reason = ""
+    if recommendation.wanted >= status.current:
+        return recommendation, TrimMemory(since)
+    if measured_s is None and (busy is None or busy >= BUSY * recommendation.wanted):
+        reason = "latency not measured: no scaling down"
+    elif measured_s is not None and measured_s > COMFORTABLE * target_s and is_busy:
+        reason = f"latency {measured_s * 1e3:.0f} ms near {target_s * 1e3:.0f} ms: no scaling down"
+    if reason:
+        recommendation = Recommendation(status.current, reason, recommendation.need)
     return recommendation, TrimMemory(since)
-
-
-def measured(histogram: Histogram | None, percentile: float, tuning: SloTuning) -> float | None:
-    """The percentile, seconds; None when too few requests were measured."""
-    if histogram is None or histogram.total < tuning.min_samples:
-        return None
-    return histogram.percentile(percentile)

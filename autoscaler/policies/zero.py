@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
+from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.policies.schedule import scheduled_replicas
-from autoscaler.snapshot import DecodeSignals, PoolName, PrefillSignals, ReplicaState, Snapshot, lead_s
+from autoscaler.snapshot import PoolName, ReplicaState, Snapshot, lead_s
 
 _COMING = (ReplicaState.READY, ReplicaState.STARTING)
 
@@ -44,8 +44,7 @@ def zero_state(
     low = {name: pool.min_replicas for name, pool in policy.pools.items()}
     if not policy.may_be_at_zero:
         return ZeroState(low), None
-    prefill, decode = policy.least_awake
-    awake: Mapping[PoolName, int] = {"prefill": prefill, "decode": decode}
+    awake = policy.least_awake
     memory = memory or ZeroMemory(not _any(policy, snapshot, _COMING), snapshot.now_s)
     active_s = _active_s(memory, snapshot)
     idle = f"idle for {snapshot.now_s - active_s:.0f} s"
@@ -89,27 +88,20 @@ def _active_s(memory: ZeroMemory, snapshot: Snapshot) -> float:
 
 def _scheduled(policy: ScalingPolicy, snapshot: Snapshot) -> bool:
     """Whether a window of a schedule wants replicas now, or within the time that the first of them take."""
-    return any(
-        _is_due(pool, snapshot.pool(name), snapshot.wall_s, policy.interval_s)
-        for name, pool in policy.pools.items()
-    )
-
-
-def _is_due(pool: AnyPool, signals: PrefillSignals | DecodeSignals, wall_s: float, interval_s: float) -> bool:
-    standbys = sum(replica.state is ReplicaState.STANDBY for replica in signals.replicas)
-    wanted = scheduled_replicas(pool.schedule, wall_s, lead_s(signals, pool.cold_start_s))
-    if wanted > standbys:
-        return True
-    # Of standbys the cold start is the time in which they wake up.
-    return scheduled_replicas(pool.schedule, wall_s, (signals.wake_s or 0.0) + interval_s) > 0
+    for name, pool in policy.pools.items():
+        signals = snapshot.pool(name)
+        standbys = sum(replica.state is ReplicaState.STANDBY for replica in signals.replicas)
+        soon = scheduled_replicas(pool.schedule, snapshot.wall_s, lead_s(signals, pool.cold_start_s))
+        if soon > standbys or scheduled_replicas(pool.schedule, snapshot.wall_s, policy.interval_s):
+            return True
+    return False
 
 
 def _any(policy: ScalingPolicy, snapshot: Snapshot, states: tuple[ReplicaState, ...]) -> bool:
     """Whether a pool that may be at zero has a replica in one of these states."""
-    pools = ((policy.prefill, snapshot.prefill), (policy.decode, snapshot.decode))
     return any(
         replica.state in states
-        for pool, signals in pools
+        for name, pool in policy.pools.items()
         if not pool.min_replicas
-        for replica in signals.replicas
+        for replica in snapshot.pool(name).replicas
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoscaler.signals.totals import DemandCounts
@@ -35,17 +34,17 @@ class ArrivalLog:
 
     def add(self, start_s: float, end_s: float, demand: DemandCounts) -> None:
         """Spreads demand evenly over the buckets in [`start_s`, `end_s`); what precedes the first one is dropped."""
-        for bucket, share in self._shares(start_s, end_s):
-            bucket.demand = bucket.demand.combined(demand, share)
-
-    def rows(self) -> list[tuple[float, float, DemandCounts]]:
-        """Start, end and demand of each bucket, oldest first, without what silent coordinators may have got."""
-        return [(bucket.start_s, bucket.end_s, bucket.demand) for bucket in self._buckets]
-
-    def restore(self, rows: Sequence[tuple[float, float, DemandCounts]]) -> None:
-        """Begins with these buckets, in order of time. Call before the first `look`; nothing is known of the time from
-        the last of them to that."""
-        self._buckets = deque(_Bucket(*row) for row in rows)
+        length_s = end_s - start_s
+        if length_s <= 0:
+            if self._buckets:
+                self._buckets[-1].demand += demand
+            return
+        for bucket in reversed(self._buckets):
+            if bucket.end_s <= start_s:
+                break
+            overlap_s = min(bucket.end_s, end_s) - max(bucket.start_s, start_s)
+            if overlap_s > 0:
+                bucket.demand = bucket.demand.combined(demand, overlap_s / length_s)
 
     def buckets(self, held: list[tuple[float, DemandCounts]]) -> tuple[ArrivalBucket, ...]:
         """All buckets, oldest first. `held`: (last answer, mean demand per second) of each coordinator."""
@@ -55,28 +54,27 @@ class ArrivalLog:
                 seconds = bucket.end_s - max(bucket.start_s, since_s)
                 if seconds > 0:
                     demands[bucket.end_s] = demands[bucket.end_s].combined(per_s, seconds)
-        return tuple(_rounded(bucket, demands[bucket.end_s]) for bucket in self._buckets)
-
-    def _shares(self, start_s: float, end_s: float) -> list[tuple[_Bucket, float]]:
-        length_s = end_s - start_s
-        if length_s <= 0:
-            return [(self._buckets[-1], 1.0)] if self._buckets else []
-        shares = []
+        buckets: deque[ArrivalBucket] = deque()
+        # What decode workers compute is known later than it arrives: what the newest buckets cannot hold of it arrived
+        # before them.
+        later_requests = later_tokens = 0.0
         for bucket in reversed(self._buckets):
-            if bucket.end_s <= start_s:
-                break
-            overlap_s = min(bucket.end_s, end_s) - max(bucket.start_s, start_s)
-            if overlap_s > 0:
-                shares.append((bucket, overlap_s / length_s))
-        return shares
-
-
-def _rounded(bucket: _Bucket, demand: DemandCounts) -> ArrivalBucket:
-    return ArrivalBucket(
-        start_s=bucket.start_s,
-        length_s=bucket.end_s - bucket.start_s,
-        requests=round(demand.requests),
-        prompt_tokens=round(demand.prompt_tokens),
-        uncached_tokens=round(demand.uncached_tokens),
-        output_tokens=demand.output_tokens,
-    )
+            demand = demands[bucket.end_s]
+            later_requests += demand.local_requests
+            later_tokens += demand.local_tokens
+            local_requests = min(demand.requests, later_requests)
+            local_tokens = min(demand.uncached_tokens, later_tokens)
+            later_requests -= local_requests
+            later_tokens -= local_tokens
+            buckets.appendleft(
+                ArrivalBucket(
+                    start_s=bucket.start_s,
+                    length_s=bucket.end_s - bucket.start_s,
+                    requests=round(demand.requests),
+                    prompt_tokens=round(demand.prompt_tokens),
+                    uncached_tokens=round(demand.uncached_tokens - local_tokens),
+                    output_tokens=demand.output_tokens,
+                    local_requests=round(local_requests),
+                )
+            )
+        return tuple(buckets)

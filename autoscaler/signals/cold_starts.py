@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from autoscaler.actuators.actuator import ActualReplica
-from autoscaler.signals.history_file import MAX_COLD_STARTS
 from autoscaler.snapshot import POOLS, PoolName, ReplicaStart, ReplicaState
 from splitserve.v1 import scaling_pb2
 
+MAX_COLD_STARTS = 5
+"""How many of the latest cold starts of a pool count."""
 _UP = (ReplicaState.READY, ReplicaState.STANDBY)
 
 
@@ -40,15 +41,6 @@ class ColdStarts:
                 self._took_s[replica.pool].append(max(0.0, since_s - replica.created_wall_s))
         self._starting, self._were_up = starting, were_up
 
-    def measured(self) -> dict[PoolName, tuple[float, ...]]:
-        """The latest cold starts of each pool, seconds, the newest last."""
-        return {pool: tuple(took_s) for pool, took_s in self._took_s.items()}
-
-    def remember(self, measured: Mapping[PoolName, Sequence[float]]) -> None:
-        """Goes on from these."""
-        for pool, took_s in measured.items():
-            self._took_s[pool].extend(took_s)
-
     def of(self, pool: PoolName) -> float | None:
         """Median of the latest cold starts, seconds; None before the first."""
         took_s = self._took_s[pool]
@@ -65,9 +57,3 @@ def start_phases(workers: Sequence[scaling_pb2.WorkerSignals]) -> ReplicaStart |
         median(start.weights_seconds for start in starts),
         median(start.warm_up_seconds for start in starts),
     )
-
-
-def wake_s(workers: Sequence[scaling_pb2.WorkerSignals]) -> float | None:
-    """Median of the times in which workers woke up the last time; None where none has slept."""
-    took_s = [worker.wake_seconds for worker in workers if worker.HasField("wake_seconds")]
-    return median(took_s) if took_s else None

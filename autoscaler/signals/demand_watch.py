@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from autoscaler.signals.early_pause import EarlyPause
-from splitserve.client.scaling_client import MAX_DEMAND_S
+from splitserve.client.scaling_client import MAX_DEMAND_S, ScalingClient
+from splitserve.errors import SplitserveError
+from splitserve.runtime.waiting import first_answer
+
+AGAIN_S = 0.5
+"""Pause after an answer without news, or none, before the next call."""
 
 
-class DemandSource(Protocol):
-    """One coordinator; `splitserve.client.scaling_client.ScalingClient` is one."""
+class DemandWatch:
+    """Asks all coordinators at once. An empty `model` stands for all models."""
 
-    async def demand(self, model: str, wait_s: float) -> bool:
-        """Whether a request waits for workers: once one does, or after `wait_s` seconds. Raises SplitserveError."""
+    def __init__(
+        self,
+        sources: Sequence[ScalingClient],
+        model: str = "",
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sources, self._model, self._clock = tuple(sources), model, clock
+        self._woke_s = float("-inf")
 
+    async def pause(self, wait_s: float) -> None:
+        """Returns after `wait_s` seconds, or as soon as a request waits for workers.
 
-class DemandWatch(EarlyPause[DemandSource]):
-    """Ends a pause when a request waits for workers."""
+        The latter at most once in `wait_s`, so that a decision which cannot be made or carried out is no busy loop.
+        """
+        until_s = self._clock() + wait_s
+        if self._clock() - self._woke_s > wait_s and await self._asked(wait_s):
+            self._woke_s = self._clock()
+            return
+        await asyncio.sleep(max(0.0, until_s - self._clock()))
 
-    async def _has_news(self, source: DemandSource, wait_s: float) -> bool:
-        return await source.demand(self._model, min(wait_s, MAX_DEMAND_S))
+    async def _asked(self, wait_s: float) -> bool:
+        """Whether any coordinator says so within `wait_s` seconds; one that does not answer does not."""
+        return bool(await first_answer((self._ask(source, wait_s) for source in self._sources), wait_s))
+
+    async def _ask(self, source: ScalingClient, wait_s: float) -> bool:
+        """True once a request waits at this coordinator; else it asks until it is cancelled."""
+        while True:
+            # The decision after the pause logs a coordinator that does not answer.
+            with suppress(SplitserveError):
+                if await source.demand(self._model, min(wait_s, MAX_DEMAND_S)):
+                    return True
+            await asyncio.sleep(min(wait_s, AGAIN_S))

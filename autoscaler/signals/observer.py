@@ -4,38 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import astuple
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-from autoscaler.actuators.actuator import ActualReplica, counted, where_they_lean
+from autoscaler.actuators.actuator import ActualReplica, by_role, counted
 from autoscaler.signals.arrival_log import ArrivalLog
-from autoscaler.signals.cold_starts import ColdStarts, start_phases, wake_s
-from autoscaler.signals.ended_replicas import EndedReplicas
-from autoscaler.signals.history_file import MAX_BUCKETS, ForecastHistory
-from autoscaler.signals.totals import CoordinatorTrack, DemandCounts, Totals, totals_of
+from autoscaler.signals.cold_starts import ColdStarts, start_phases
+from autoscaler.signals.totals import CoordinatorTrack, totals_of
 from autoscaler.signals.worker_view import (
     Sighting,
-    by_class,
     context_tokens,
-    kv_bytes_per_token,
-    kv_capacity_tokens,
+    decode_latency,
     lane_gb_per_s,
-    max_running_requests,
+    mean_reported,
     merged,
     of_pool,
     prefill_tokens_per_s,
     replicas,
-    serving,
-    step_fit,
     with_served,
 )
-from autoscaler.snapshot import (
-    DecodeSignals,
-    LinkSignals,
-    PrefillSignals,
-    Snapshot,
-)
+from autoscaler.snapshot import POOLS, DecodeSignals, LinkSignals, PrefillSignals, Replica, Snapshot
+from splitserve.client.scaling_client import ScalingClient
 from splitserve.errors import SplitserveError, UnavailableError
 from splitserve.histograms import LATENCY_BOUNDS_S, Histogram
 from splitserve.logs import log_event
@@ -51,26 +39,17 @@ OnEnded = Callable[[Sequence[tuple[str, int]]], Awaitable[None]]
 """Takes (worker id, epoch) pairs."""
 
 
-class SignalSource(Protocol):
-    """One coordinator; `splitserve.client.scaling_client.ScalingClient` is one."""
-
-    target: str
-
-    async def signals(self, model: str = "") -> scaling_pb2.GetSignalsResponse:
-        """Its signals. Raises SplitserveError."""
-
-
 async def _no_replicas() -> Sequence[ActualReplica]:
     return ()
 
 
 class Observer:
-    """Polls all coordinators at each `observe`; nothing runs in between. Memory is bounded by `history_s`.
+    """Polls all coordinators at each `observe`; nothing runs in between. Memory is bounded by `keep_history`.
 
     The caller closes `sources`. `on_ended` is told of boots whose replicas are listed no more; give it only where that
     proves that they have ended. `replicas` lists the actuator's replicas; other workers are included as well.
-    Histograms cover `window_s`, arrivals up to `history_s`. An empty `model` sums all models; with one, the workers of
-    the others are only named (`Snapshot.foreign`).
+    Histograms cover `window_s`, arrivals DEFAULT_HISTORY_S or what `keep_history` says. An empty `model` sums all
+    models; with one, the workers of the others are only named (`Snapshot.foreign`).
 
     For a coordinator that does not answer, its last figures and mean demand count for `window_s`, then they are
     missing. In both cases the snapshot is not `complete`.
@@ -78,12 +57,11 @@ class Observer:
 
     def __init__(
         self,
-        sources: Sequence[SignalSource],
+        sources: Sequence[ScalingClient],
         replicas: Replicas = _no_replicas,
         *,
         model: str = "",
         window_s: float = DEFAULT_WINDOW_S,
-        history_s: float = DEFAULT_HISTORY_S,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         on_ended: OnEnded | None = None,
@@ -95,7 +73,7 @@ class Observer:
         self._window_s = window_s
         self._clock, self._wall_clock = clock, wall_clock
         self._tracks = {source.target: CoordinatorTrack(window_s) for source in self._sources}
-        self._log = ArrivalLog(max(history_s, window_s))
+        self._log = ArrivalLog(max(DEFAULT_HISTORY_S, window_s))
         self._cold_starts = ColdStarts()
         self._foreign: dict[str, None] = {}
         self.served: dict[str, registry_pb2.ServedModel] = {}
@@ -105,33 +83,6 @@ class Observer:
         """From now on keeps the arrivals of this many seconds."""
         self._log.history_s = max(history_s, self._window_s)
 
-    def wall_s(self) -> float:
-        """Now, seconds since the epoch."""
-        return self._wall_clock()
-
-    @property
-    def ahead_s(self) -> float:
-        """Seconds since the epoch at time 0 of the clock of snapshots."""
-        return self._wall_clock() - self._clock()
-
-    def history(self) -> ForecastHistory:
-        """See `Remembering`."""
-        ahead_s = self.ahead_s
-        rows = [(start + ahead_s, end + ahead_s, demand) for start, end, demand in self._log.rows()]
-        return ForecastHistory(
-            model=self._model,
-            saved_wall_s=self._wall_clock(),
-            arrivals=tuple((start, end, *astuple(demand)) for start, end, demand in rows[-MAX_BUCKETS:]),
-            cold_starts_s=self._cold_starts.measured(),
-        )
-
-    def remember(self, history: ForecastHistory) -> None:
-        """See `Remembering`."""
-        ahead_s, now = self.ahead_s, self._clock()
-        rows = [(row[0] - ahead_s, row[1] - ahead_s, DemandCounts(*row[2:])) for row in history.arrivals]
-        self._log.restore([(start, end, demand) for start, end, demand in rows if end <= now])
-        self._cold_starts.remember(history.cold_starts_s)
-
     async def observe(self) -> Snapshot:
         """Takes a snapshot. Raises UnavailableError (NO_COORDINATOR) when none answers, and what `replicas` raises."""
         answers = await asyncio.gather(*(self._ask(source) for source in self._sources))
@@ -140,14 +91,17 @@ class Observer:
         if not answered:
             named = ", ".join(source.target for source in self._sources)
             raise UnavailableError(f"no coordinator answers: {named}", reason="NO_COORDINATOR")
-        if self._on_ended is not None and (ended := self._ended.look(_names(listed), _boots(answered))):
-            await self._on_ended(ended)
+        if self._on_ended is not None:
+            names = [replica.name for replica in listed]
+            if ended := self._ended.look(names, _boots(answered)):
+                await self._on_ended(ended)
         now, wall = self._clock(), self._wall_clock()
         self._log.look(now)
         for target, response, at_s in answered:
-            increment = self._tracks[target].take(response, totals_of(self._models(response)), at_s)
-            if increment is not None:
-                self._log.add(increment.start_s, increment.end_s, increment.totals.demand)
+            arrived = self._tracks[target].take(response, totals_of(self._models(response)), at_s)
+            if arrived is not None:
+                since_s, demand = arrived
+                self._log.add(since_s, at_s, demand)
         self._learn_foreign(answered)
         known = [model for _, answer, _ in answered for model in self._models(answer)]
         self.served = with_served(self.served, known)
@@ -170,7 +124,7 @@ class Observer:
         while len(self._foreign) > MAX_FOREIGN:
             del self._foreign[next(iter(self._foreign))]
 
-    async def _ask(self, source: SignalSource) -> tuple[str, scaling_pb2.GetSignalsResponse, float] | None:
+    async def _ask(self, source: ScalingClient) -> tuple[str, scaling_pb2.GetSignalsResponse, float] | None:
         try:
             # Of all models: the workers of the others must be known, in order to be left alone.
             response = await source.signals()
@@ -186,98 +140,93 @@ class Observer:
     def _snapshot(
         self, actual: Sequence[ActualReplica], now: float, wall: float, *, complete: bool
     ) -> Snapshot:
-        held = [track for track in self._tracks.values() if self._is_held(track, now)]
+        held = [
+            track
+            for track in self._tracks.values()
+            if track.last_s is not None and now - track.last_s <= self._window_s
+        ]
         models = [(self._models(track.last), track.last_s) for track in held if track.last and track.last_s]
         seen = merged(models)
         since = {name: (worker.state, wall - (now - worker.since_s)) for name, worker in seen.items()}
-        leanings = {name: worker.pool for name, worker in seen.items() if worker.signals.neutral}
-        actual = where_they_lean(counted(actual, seen), leanings)
+        roles = {name: worker.pools[0] for name, worker in seen.items() if len(worker.pools) == 1}
+        actual = by_role(counted(actual, seen), roles)
         self._cold_starts.look(actual, since)
-        totals = _sum(track.window(now) for track in held)
+        windows = [window for track in held if (window := track.window(now)) is not None]
+        phases = sum(windows[1:], windows[0]).phases if windows else {}
         here = [model for answer, _ in models for model in answer]
+        progress = [model.in_progress for model in here]
+        listed = {pool: replicas(pool, seen, actual, now, wall) for pool in POOLS}
         return Snapshot(
             now_s=now,
-            prefill=self._prefill(seen, here, totals, actual, now, wall),
-            decode=self._decode(seen, here, totals, actual, now, wall),
-            link=_link(seen, totals),
+            prefill=self._prefill(listed["prefill"], of_pool("prefill", seen), progress, phases),
+            decode=self._decode(listed["decode"], of_pool("decode", seen), progress, phases),
+            link=LinkSignals(
+                lane_gb_per_s(of_pool("prefill", seen)),
+                mean_reported(worker.signals.kv_bytes_per_token for worker in seen.values()),
+                phases.get(scaling_pb2.PHASE_TRANSFER),
+            ),
             arrivals=self._log.buckets([(t.last_s, t.demand_per_s(now)) for t in held if t.last_s]),
             window_s=self._window_s,
             wall_s=wall,
             complete=complete,
-            waiting_for_workers=sum(model.in_progress.waiting_for_workers for model in here),
-            in_progress=sum(_in_progress(model.in_progress) for model in here),
+            waiting_for_workers=sum(model.waiting_for_workers for model in progress),
+            in_progress=sum(
+                model.admitting_requests
+                + model.reserving_requests
+                + model.prefilling_requests
+                + model.decoding_requests
+                for model in progress
+            ),
             model_known=bool(self.served),
             foreign=frozenset(self._foreign),
-            metrics=_metrics(seen, here),
+            metrics=_metrics(seen, progress),
         )
-
-    def _is_held(self, track: CoordinatorTrack, now: float) -> bool:
-        return track.last_s is not None and now - track.last_s <= self._window_s
 
     def _models(self, response: scaling_pb2.GetSignalsResponse) -> list[scaling_pb2.ModelSignals]:
         return [model for model in response.models if not self._model or model.model == self._model]
 
     def _prefill(
         self,
-        seen: dict[str, Sighting],
-        models: Sequence[scaling_pb2.ModelSignals],
-        totals: Totals | None,
-        actual: Sequence[ActualReplica],
-        now: float,
-        wall: float,
+        replicas: tuple[Replica, ...],
+        workers: Sequence[scaling_pb2.WorkerSignals],
+        progress: Sequence[scaling_pb2.InProgress],
+        phases: Mapping[int, Histogram],
     ) -> PrefillSignals:
-        workers = serving("prefill", seen)
         return PrefillSignals(
-            replicas=replicas("prefill", seen, actual, now, wall),
-            waiting_requests=sum(model.in_progress.prefilling_requests for model in models),
-            backlog_tokens=round(sum(model.in_progress.prefilling_tokens for model in models)),
+            replicas=replicas,
+            waiting_requests=sum(model.prefilling_requests for model in progress),
+            backlog_tokens=round(sum(model.prefilling_tokens for model in progress)),
             tokens_per_s=prefill_tokens_per_s(workers),
-            latency=_phase(totals, scaling_pb2.PHASE_PREFILL),
-            ttft=_phase(totals, scaling_pb2.PHASE_TTFT),
+            latency=phases.get(scaling_pb2.PHASE_PREFILL),
+            ttft=phases.get(scaling_pb2.PHASE_TTFT),
             cold_start_s=self._cold_starts.of("prefill"),
             start=start_phases(workers),
-            wake_s=wake_s(workers),
-            classes=by_class("prefill", seen),
         )
 
     def _decode(
         self,
-        seen: dict[str, Sighting],
-        models: Sequence[scaling_pb2.ModelSignals],
-        totals: Totals | None,
-        actual: Sequence[ActualReplica],
-        now: float,
-        wall: float,
+        replicas: tuple[Replica, ...],
+        workers: Sequence[scaling_pb2.WorkerSignals],
+        progress: Sequence[scaling_pb2.InProgress],
+        phases: Mapping[int, Histogram],
     ) -> DecodeSignals:
-        workers = serving("decode", seen)
         return DecodeSignals(
-            replicas=replicas("decode", seen, actual, now, wall),
+            replicas=replicas,
             running_requests=sum(worker.load.running_requests for worker in workers),
             # The coordinators count those that wait on the workers as well.
             waiting_reservations=max(
-                sum(model.in_progress.reserving_requests for model in models),
+                sum(model.reserving_requests for model in progress),
                 sum(worker.load.waiting_reservations for worker in workers),
             ),
             context_tokens=context_tokens(workers),
-            kv_capacity_tokens=kv_capacity_tokens(workers),
-            max_running_requests=max_running_requests(workers),
-            step=step_fit(workers),
-            tpot=_phase(totals, scaling_pb2.PHASE_TPOT),
-            reserve_wait=_phase(totals, scaling_pb2.PHASE_RESERVE),
+            kv_capacity_tokens=mean_reported(worker.kv_capacity_tokens for worker in workers),
+            max_running_requests=mean_reported(worker.max_running_requests for worker in workers),
+            step=decode_latency(workers),
+            tpot=phases.get(scaling_pb2.PHASE_TPOT),
+            reserve_wait=phases.get(scaling_pb2.PHASE_RESERVE),
             cold_start_s=self._cold_starts.of("decode"),
             start=start_phases(workers),
-            wake_s=wake_s(workers),
-            classes=by_class("decode", seen),
         )
-
-
-def _in_progress(now: scaling_pb2.InProgress) -> int:
-    stages = now.admitting_requests, now.reserving_requests, now.prefilling_requests, now.decoding_requests
-    return sum(stages)
-
-
-def _names(actual: Sequence[ActualReplica]) -> list[str]:
-    return [replica.name for replica in actual]
 
 
 def _boots(answers: Iterable[tuple[str, scaling_pb2.GetSignalsResponse, float]]) -> list[tuple[str, int]]:
@@ -285,22 +234,13 @@ def _boots(answers: Iterable[tuple[str, scaling_pb2.GetSignalsResponse, float]])
     return [(worker.worker_id, worker.epoch) for model in models for worker in model.workers]
 
 
-def _link(seen: dict[str, Sighting], totals: Totals | None) -> LinkSignals:
-    return LinkSignals(
-        gb_per_s=lane_gb_per_s(of_pool("prefill", seen)),
-        kv_bytes_per_token=kv_bytes_per_token([worker.signals for worker in seen.values()]),
-        transfer=_phase(totals, scaling_pb2.PHASE_TRANSFER),
-    )
-
-
 def _metrics(
-    seen: dict[str, Sighting], models: Sequence[scaling_pb2.ModelSignals]
+    seen: dict[str, Sighting], progress: Sequence[scaling_pb2.InProgress]
 ) -> dict[str, float | None]:
-    """Further metrics for `target` policies, by name; see docs/metrics.md."""
+    """Further metrics for `target` policies, by name; see docs/reference/metrics.md."""
     loads = [worker.load for worker in of_pool("decode", seen)]
     total_blocks = sum(load.total_blocks for load in loads)
     free_blocks = sum(load.free_blocks for load in loads)
-    progress = [model.in_progress for model in models]
     return {
         "admitting_requests": float(sum(p.admitting_requests for p in progress)),
         "reserving_requests": float(sum(p.reserving_requests for p in progress)),
@@ -311,15 +251,35 @@ def _metrics(
     }
 
 
-def _phase(totals: Totals | None, phase: int) -> Histogram | None:
-    return None if totals is None else totals.phases[phase]
+MAX_ENDED = 256
+"""Boots told again at each look; coordinators keep as many."""
 
 
-def _sum(parts: Iterable[Totals | None]) -> Totals | None:
-    known = [part for part in parts if part is not None]
-    if not known:
-        return None
-    total = known[0]
-    for part in known[1:]:
-        total += part
-    return total
+class EndedReplicas:
+    """For an actuator whose list is complete: what was on it and is on it no more has ended.
+
+    Workers that were never on the list belong to somebody else and are never named. A replica that runs again under its
+    name stays on the list; that its older boot has ended is for the coordinators to find out.
+    """
+
+    def __init__(self) -> None:
+        self._boots: dict[str, set[int]] = {}
+        """Epochs seen, by the name of a replica that is on the list."""
+        self._ended: dict[tuple[str, int], None] = {}
+
+    def look(self, listed: Iterable[str], boots: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+        """The boots, (worker id, epoch), that have ended, the latest MAX_ENDED.
+
+        `boots` are those that coordinators reported before the replicas were listed.
+        """
+        names = set(listed)
+        for name in names - self._boots.keys():
+            self._boots[name] = set()
+        for name, epoch in boots:
+            if name in self._boots:
+                self._boots[name].add(epoch)
+        for name in self._boots.keys() - names:
+            self._ended |= dict.fromkeys((name, epoch) for epoch in sorted(self._boots.pop(name)))
+        while len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+        return tuple(self._ended)

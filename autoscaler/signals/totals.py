@@ -25,12 +25,15 @@ EMPTY = Histogram(LATENCY_BOUNDS_S, (0.0,) * (len(LATENCY_BOUNDS_S) + 1))
 
 @dataclass(frozen=True, slots=True)
 class DemandCounts:
-    """Arrived requests and tokens."""
+    """Arrived requests and tokens. `local_*`: the part of `requests` and of `uncached_tokens` that decode workers
+    compute, counted later than the arrival."""
 
     requests: float = 0.0
     prompt_tokens: float = 0.0
     uncached_tokens: float = 0.0
     output_tokens: float = 0.0
+    local_requests: float = 0.0
+    local_tokens: float = 0.0
 
     def __add__(self, other: DemandCounts) -> DemandCounts:
         return self.combined(other, 1.0)
@@ -42,6 +45,8 @@ class DemandCounts:
             self.prompt_tokens + other.prompt_tokens * share,
             self.uncached_tokens + other.uncached_tokens * share,
             self.output_tokens + other.output_tokens * share,
+            self.local_requests + other.local_requests * share,
+            self.local_tokens + other.local_tokens * share,
         )
 
 
@@ -75,19 +80,15 @@ def totals_of(models: Iterable[scaling_pb2.ModelSignals]) -> Totals:
                 phases[histogram.phase] = Histogram(LATENCY_BOUNDS_S, tuple(map(float, histogram.counts)))
         arrivals = model.arrivals
         demand = DemandCounts(
-            arrivals.requests, arrivals.prompt_tokens, arrivals.uncached_tokens, arrivals.output_tokens
+            arrivals.requests,
+            arrivals.prompt_tokens,
+            arrivals.uncached_tokens,
+            arrivals.output_tokens,
+            arrivals.local_requests,
+            arrivals.local_tokens,
         )
         total += Totals(phases, demand)
     return total
-
-
-@dataclass(frozen=True, slots=True)
-class Increment:
-    """The increase in [`start_s`, `end_s`)."""
-
-    start_s: float
-    end_s: float
-    totals: Totals
 
 
 class CoordinatorTrack:
@@ -103,22 +104,25 @@ class CoordinatorTrack:
         self.last_s: float | None = None
         """When it last answered."""
 
-    def take(self, response: scaling_pb2.GetSignalsResponse, raw: Totals, now: float) -> Increment | None:
-        """Records an answer with its counters (`totals_of`). Returns the increase; None for the first answer."""
+    def take(
+        self, response: scaling_pb2.GetSignalsResponse, raw: Totals, now: float
+    ) -> tuple[float, DemandCounts] | None:
+        """Records an answer with its counters (`totals_of`). Returns the demand since the answer before, and when that
+        began; None for the first answer."""
         before_s, restarted = self.last_s, response.coordinator_id != self._boot
-        increment: Increment | None = None
+        arrived: tuple[float, DemandCounts] | None = None
         if before_s is not None:
             grown = raw if restarted else raw.since(self._raw)
             # After a restart the counters cover the uptime only.
             start_s = max(before_s, now - response.uptime_seconds) if restarted else before_s
-            increment = Increment(min(start_s, now), now, grown)
+            arrived = min(start_s, now), grown.demand
             self._total += grown
         self._boot, self._raw = response.coordinator_id, raw
         self.last, self.last_s = response, now
         self._observations.append((now, self._total))
         while len(self._observations) > 1 and self._observations[1][0] <= now - self._window_s:
             self._observations.popleft()
-        return increment
+        return arrived
 
     def window(self, now: float) -> Totals | None:
         """The increase over the window that ends now; None before the second answer."""

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from autoscaler.plan import ScalingPlan
-from autoscaler.simulation.cluster.cluster import Cluster
-from autoscaler.simulation.cluster.neutral_replica import NeutralReplica
-from autoscaler.simulation.cluster.replica import PrefillReplica, SimulatedReplica, SimulatedRequest
+from autoscaler.simulation.cluster.replica import SimulatedRequest
+from autoscaler.simulation.scenario import Slo
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
+from splitserve.roles import RoleName
 
 PERCENTILES = (50, 95, 99)
-
-
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """Targets of every request, seconds."""
-
-    ttft_s: float = 2.0
-    tpot_s: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,40 +22,21 @@ class Moment:
     """The cluster at one decision."""
 
     at_s: float
-    demand_tokens_per_s: float
-    """Prompt tokens per second over the last three full arrival buckets."""
-    output_tokens_per_s: float
     replicas: Mapping[PoolName, Mapping[str, int]]
     """By pool and state."""
     desired: Mapping[PoolName, int]
     backlog_tokens: int
     waiting_reservations: int
-    running_requests: int
-    ttft_p95_s: float | None
-    tpot_p95_s: float | None
-    lending: bool
 
 
 def moment_of(snapshot: Snapshot, plan: ScalingPlan) -> Moment:
     """The record of a decision."""
-    full = [b for b in snapshot.arrivals if b.start_s + b.length_s <= snapshot.now_s][-3:]
-    length_s = sum(bucket.length_s for bucket in full) or 1.0
-    ttft, tpot = snapshot.prefill.ttft, snapshot.decode.tpot
     return Moment(
         at_s=snapshot.now_s,
-        demand_tokens_per_s=sum(bucket.prompt_tokens for bucket in full) / length_s,
-        output_tokens_per_s=sum(bucket.output_tokens for bucket in full) / length_s,
-        replicas={
-            "prefill": _by_state(snapshot.prefill.replicas),
-            "decode": _by_state(snapshot.decode.replicas),
-        },
+        replicas={pool: _by_state(snapshot.pool(pool).replicas) for pool in POOLS},
         desired={pool: plan.pool(pool).desired for pool in POOLS},
         backlog_tokens=snapshot.prefill.backlog_tokens,
         waiting_reservations=snapshot.decode.waiting_reservations,
-        running_requests=snapshot.decode.running_requests,
-        ttft_p95_s=ttft.percentile(95) if ttft else None,
-        tpot_p95_s=tpot.percentile(95) if tpot else None,
-        lending=plan.lend_decode_to_prefill,
     )
 
 
@@ -72,28 +45,6 @@ def _by_state(replicas: Iterable[Replica]) -> dict[str, int]:
     for replica in replicas:
         counts[replica.state.value] += 1
     return counts
-
-
-def replica_hours(cluster: Cluster, pool: PoolName, end_s: float) -> dict[str, float]:
-    """Hours from the order to start each replica until it ended, or until `end_s`, by class; of a neutral
-    one while it leaned there."""
-    hours: dict[str, float] = {}
-    for one in [*cluster.prefill, *cluster.decode, *cluster.ended]:
-        last_s = min(end_s, end_s if one.ended_s is None else one.ended_s)
-        for begin_s, until_s in _stays_in(pool, one, last_s):
-            life_s = max(0.0, min(last_s, until_s) - begin_s)
-            hours[one.replica_class] = hours.get(one.replica_class, 0.0) + life_s / 3600
-    return hours
-
-
-def _stays_in(pool: PoolName, replica: SimulatedReplica, last_s: float) -> list[tuple[float, float]]:
-    """Since when and until when it was of this pool; a neutral one is where it leans."""
-    if isinstance(replica, NeutralReplica):
-        ends = [*(at_s for at_s, _ in replica.changes), last_s]
-        stays = zip(replica.stays, ends, strict=True)
-        return [(begin_s, until_s) for (begin_s, where), until_s in stays if where == pool]
-    own: PoolName = "prefill" if isinstance(replica, PrefillReplica) else "decode"
-    return [(replica.ordered_s, last_s)] if own == pool else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +57,14 @@ class Outcome:
     moments: Sequence[Moment]
     actions: Mapping[str, int]
     action_times: Sequence[tuple[float, str]]
-    replica_hours: Mapping[PoolName, float]
+    replica_hours: Mapping[RoleName, float]
+    """From the order to start each replica until it ended, or the run did."""
     duration_s: float
     cpu_s: float
-    class_hours: Mapping[PoolName, Mapping[str, float]] = field(default_factory=dict)
-    """Replica-hours by pool and class; the class is empty where replicas are alike."""
-    preempted_replicas: int = 0
-    """Those with a notice that their machines are taken away."""
-    leaning_changes: Mapping[PoolName, int] | None = None
-    """How often a neutral replica changed sides, by where to; None without such."""
-    resumed_requests: int = 0
-    """How often a request went on elsewhere, because its machine was gone."""
 
     @property
     def total_replica_hours(self) -> float:
-        """Replica-hours of both pools."""
+        """Replica-hours of all roles."""
         return sum(self.replica_hours.values())
 
     @property
@@ -186,10 +130,7 @@ class Outcome:
             "replica_hours": round(self.total_replica_hours, 4),
             "replica_hours_prefill": round(self.replica_hours["prefill"], 4),
             "replica_hours_decode": round(self.replica_hours["decode"], 4),
-            "preempted_replicas": self.preempted_replicas,
-            "resumed_requests": self.resumed_requests,
             "peak_replicas": self.peak_replicas,
-            **({} if self.leaning_changes is None else {"leaning_changes": dict(self.leaning_changes)}),
             "actions": sum(self.actions.values()),
             "actions_by_kind": dict(self.actions),
             "phases_s": self.phases(),
@@ -210,5 +151,7 @@ def _span(since_s: float | None, until_s: float | None) -> float | None:
 def _percentiles(values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
-    found = np.percentile(np.asarray(values), PERCENTILES)
-    return {f"p{percent}": round(float(value), 6) for percent, value in zip(PERCENTILES, found, strict=True)}
+    percentiles = np.percentile(np.asarray(values), PERCENTILES)
+    return {
+        f"p{percent}": round(float(value), 6) for percent, value in zip(PERCENTILES, percentiles, strict=True)
+    }

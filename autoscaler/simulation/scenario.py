@@ -1,26 +1,100 @@
-"""What determines a simulated run, except the policy."""
+"""What determines a simulated run, except the policy: trace, engine, targets, and how long replicas take to start."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
-from autoscaler.simulation.cluster_settings import ClusterSettings
-from autoscaler.simulation.outcome import Slo
-from autoscaler.simulation.preemptions import NONE_TAKEN, Preemptions
-from autoscaler.simulation.start_times import StartTimes
-from autoscaler.simulation.traces.scaling import decode_claim
+from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.simulation.traces.scaling import pool_work_s
 from autoscaler.simulation.traces.trace import Trace
-from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import POOLS, PoolName
-from engine.pacing.token_clock import ServiceTargets
-from splitserve.config.coordinator import AdmissionConfig
+from splitserve.config.coordinator import AdmissionConfig, LocalPrefill
 from splitserve.errors import InvalidArgumentError
+
+_P95_Z = NormalDist().inv_cdf(0.95)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnStart:
+    """What becomes of one order."""
+
+    took_s: float
+    """From the order until the replica is ready, or until its process ends."""
+    fails: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StartTimes:
+    """Log-normal: above 0, skewed to the right as the pulls and loads that it sums up are, and given by two
+    percentiles. The n-th replica of a pool draws the same time under every policy.
+
+    A failed start takes its time like any other and then ends instead of becoming ready, as a worker that finds too
+    little memory once its weights are loaded.
+    """
+
+    median_s: float = 60.0
+    p95_s: float | None = None
+    """None: all take `median_s`."""
+    failing: float = 0.0
+    """Share of starts that fail."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.median_s) and self.median_s >= 0):
+            raise InvalidArgumentError(
+                f"cold_start must be at least 0, not {self.median_s:g}", field="cold_start"
+            )
+        if self.p95_s is not None and not (math.isfinite(self.p95_s) and self.p95_s >= self.median_s > 0):
+            message = (
+                f"cold_start_p95 must be at least the median, which must be above 0 ({self.median_s:g}),"
+                f" not {self.p95_s:g}"
+            )
+            raise InvalidArgumentError(message, field="cold_start_p95")
+        if not 0 <= self.failing < 1:
+            raise InvalidArgumentError(
+                f"failed_starts must be at least 0 and below 1, not {self.failing:g}", field="failed_starts"
+            )
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the logarithm."""
+        return 0.0 if self.p95_s is None else math.log(self.p95_s / self.median_s) / _P95_Z
+
+    @property
+    def mean_s(self) -> float:
+        """Mean time of a start, seconds."""
+        return self.median_s * math.exp(self.spread**2 / 2)
+
+    def of(self, name: str) -> DrawnStart:
+        """The start of the replica of this name."""
+        if not self.spread and not self.failing:
+            return DrawnStart(self.median_s)
+        chance = random.Random(f"{self.seed} {name}")
+        took_s = self.median_s * math.exp(chance.gauss(0.0, self.spread))
+        return DrawnStart(took_s, chance.random() < self.failing)
+
+    def __str__(self) -> str:
+        text = f"{self.median_s:g} s"
+        if self.p95_s is not None:
+            text += f", p95 {self.p95_s:g} s"
+        return f"{text}, {self.failing:.0%} fail" if self.failing else text
+
 
 _MINUTE_S = 60.0
 _FIRST_MINUTES = 5
 _FIRST_UTILIZATION = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Targets of every request, seconds."""
+
+    ttft_s: float = 2.0
+    tpot_s: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,84 +106,37 @@ class Scenario:
     slo: Slo = field(default_factory=Slo)
     cold_start_s: float = 60.0
     initial: Mapping[PoolName, int] | None = None
-    """Replicas ready at the start, the same for all policies. Default: enough for the busiest of the first five
-    minutes at 80% utilization."""
+    """Replicas ready at the start, the same for all policies. Default: enough for the busiest of the first five minutes
+    at 80% utilization."""
+    both: int = 0
+    """Replicas of role `both`, ready at the start. No policy starts, moves or ends them."""
     window_s: float = 60.0
     """Window of the histograms in snapshots."""
-    prefix_cache: str = "worker"
-    """See `ClusterSettings`."""
-    no_worker_wait_s: float = 2.0
-    wake_s: float = 1.0
-    """See `ClusterSettings`."""
+    prefix_cache: bool = True
+    """Whether each replica caches prefixes."""
+    cache_tokens: int | None = None
+    """Capacity of each cache. Default: the KV capacity of a replica."""
     start_times: StartTimes | None = None
     """Cold starts by chance. None: each takes `cold_start_s`, and none fails."""
     admission: AdmissionConfig | None = None
-    """See `ClusterSettings`."""
-    colocated: bool = False
-    """See `ClusterSettings`."""
-    steps: bool = False
-    """Whether replicas are computed step by step; the SLO is then each request's own target."""
-    hybrid: bool = False
-    """Whether the coordinator's pair policy says who computes a prompt, as its setting `hybrid`; with `steps` only."""
-    lent_cores: bool = False
-    """Whether replicas lend each other cores, as workers on one cpu host do; with `steps` only."""
-    speeds: Mapping[PoolName, Mapping[str, float]] = field(default_factory=dict)
-    """See `ClusterSettings`. `initial` counts units."""
-    spot: Mapping[PoolName, Collection[str]] = field(default_factory=dict)
-    """See `ClusterSettings`."""
-    preemptions: Preemptions = NONE_TAKEN
-    """Of the machines of these classes."""
-    neutral: bool = False
-    """Whether replicas are neutral ones. `initial` says how many lean where at first."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.wake_s < math.inf:
-            raise InvalidArgumentError(f"wake must be at least 0, not {self.wake_s:g}", field="wake")
-        if self.neutral and self.steps and not self.hybrid:
-            message = "neutral workers that are computed step by step need the pair policy (hybrid: on)"
-            raise InvalidArgumentError(message, field="hybrid")
-        if self.steps and self.preemptions.per_hour:
-            message = "preemptions are simulated in closed form only, not with --steps"
-            raise InvalidArgumentError(message, field="preemptions")
-        if self.steps:
-            _check_steps(self)
-            return
-        for name, wanted in (("hybrid", self.hybrid), ("lent_cores", self.lent_cores)):
-            if wanted:
-                message = f"{name} needs replicas that are computed step by step (--steps)"
-                raise InvalidArgumentError(message, field=name)
-
-    @property
-    def settings(self) -> ClusterSettings:
-        """Settings of the simulated cluster."""
-        targets = ServiceTargets(self.slo.tpot_s, self.slo.ttft_s)
-        return ClusterSettings(
-            self.engine,
-            self.cold_start_s,
-            self.prefix_cache,
-            no_worker_wait_s=self.no_worker_wait_s,
-            admission=self.admission,
-            colocated=self.colocated,
-            steps=self.steps,
-            hybrid=self.hybrid,
-            lent_cores=self.lent_cores,
-            neutral=self.neutral,
-            speeds=self.speeds,
-            spot=self.spot,
-            preemptions=self.preemptions,
-            targets=targets if self.steps else None,
-            leaning_targets=targets,
-            wake_s=self.wake_s,
-            start_times=self.start_times,
-        )
+    """The coordinator's admission control. None: requests go to the replicas at once."""
+    local_prefill: LocalPrefill = "auto"
+    """The coordinator's setting: whether decode replicas compute prompts themselves."""
+    changes_role: bool = False
+    """Whether replicas can take the other pool's role while they run."""
 
     @property
     def starts(self) -> StartTimes:
         """How long starts take."""
         return self.start_times or StartTimes(self.cold_start_s)
 
+    @property
+    def tpot_target_s(self) -> float | None:
+        """The TPOT target by which the coordinator and the engines keep the pace of streams; None: they have none."""
+        return None if self.admission is None else self.admission.tpot_slo_s
+
     def first_replicas(self) -> Mapping[PoolName, int]:
-        """Replicas at the start."""
+        """Replicas at the start, without those of role `both`."""
         if self.initial is not None:
             return self.initial
         work: dict[PoolName, list[float]] = {pool: [0.0] * _FIRST_MINUTES for pool in POOLS}
@@ -117,25 +144,8 @@ class Scenario:
             minute = int(request.arrival_s // _MINUTE_S)
             if minute >= _FIRST_MINUTES:
                 break
-            share, busy_s = decode_claim(self.engine, request, self.slo.tpot_s)
-            work["prefill"][minute] += self.engine.prompt_s(request.prompt_tokens)
-            work["decode"][minute] += share * busy_s
+            prefill_s, decode_s = pool_work_s([request], self.engine, self.slo.tpot_s)
+            work["prefill"][minute] += prefill_s
+            work["decode"][minute] += decode_s
         length_s = min(_MINUTE_S, max(1.0, self.trace.duration_s)) * _FIRST_UTILIZATION
         return {pool: max(1, math.ceil(max(work[pool]) / length_s)) for pool in POOLS}
-
-
-def _check_steps(scenario: Scenario) -> None:
-    """Raises InvalidArgumentError for what the engine's own core refuses."""
-    if scenario.prefix_cache == "pool":
-        raise InvalidArgumentError(
-            "prefix_cache: an engine has a cache of its own: worker or off", field="prefix_cache"
-        )
-    engine = scenario.engine
-    most = min(engine.context_tokens, engine.kv_capacity_tokens)
-    for number, request in enumerate(scenario.trace.requests):
-        if request.prompt_tokens + request.output_tokens > most:
-            raise InvalidArgumentError(
-                f"trace: request {number} has {request.prompt_tokens} + {request.output_tokens} tokens;"
-                f" a replica holds {most}",
-                field="trace",
-            )

@@ -1,50 +1,33 @@
-"""Replays a trace against a policy on a virtual clock."""
+"""Replays a trace against a policy on a virtual clock: what `splitserve simulate` compares policies by."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import merge
-from typing import Protocol
+from functools import partial
 
-from autoscaler.actuators.actuator import ActualReplica
-from autoscaler.classes.class_actions import reconcile_classes
-from autoscaler.leanings.movable import movable_workers
-from autoscaler.leanings.turn_watch import TurnWatch
-from autoscaler.plan import Decide, Memory, ScalingPlan
-from autoscaler.reconcile import (
-    Action,
-    Bounds,
-    Drain,
-    ReplicaView,
-    Start,
-    planned_rotation,
-)
+from autoscaler.decide import make_decide
+from autoscaler.plan import Decide, Memory, PoolPlan, ScalingPlan
+from autoscaler.policies.policy_file import ScalingPolicy
+from autoscaler.reconcile import Action, Bounds, Drain, ReplicaView, action_word, reconcile
 from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.observer import SimulatedObserver
-from autoscaler.simulation.outcome import Moment, Outcome, moment_of, replica_hours
+from autoscaler.simulation.outcome import Moment, Outcome, moment_of
 from autoscaler.simulation.scenario import Scenario
-from autoscaler.snapshot import POOLS, PoolClass, PoolName, Snapshot
-from autoscaler.start_watch import StartLimits, StartWatch
+from autoscaler.snapshot import POOLS, PoolName, Snapshot
+from autoscaler.start_watch import StartLimits, StartWatch, start_limits
+from splitserve.models.sources import Progress
+from splitserve.roles import POOLS_OF
 
-NO_BOUNDS: Mapping[PoolName, Bounds] = {"prefill": Bounds(1, 10_000), "decode": Bounds(1, 10_000)}
+NO_BOUNDS: Mapping[PoolName, Bounds] = dict.fromkeys(POOLS, Bounds(1, 10_000))
 _PROGRESS_STEPS = 100
-
-
-class Account(Protocol):
-    """What a run asks before it orders replicas, where others share what there is."""
-
-    def listed(self, now_s: float, replicas: Sequence[ActualReplica]) -> None:
-        """What exists, before each decision."""
-
-    def able(self, start: Start) -> int:
-        """How many of these may be ordered now; they count from now on."""
-
-    def acted(self) -> None:
-        """After each action."""
+SETTLED_S = 3600.0
+"""As long as the longest stabilization window. A gap between requests costs little, however long it is: once nothing
+has changed for so long, decisions are so far apart until so long before the next request. Inside of a gap a schedule
+may take effect later by so much."""
 
 
 @dataclass(slots=True)
@@ -61,14 +44,7 @@ class Simulation:
     starts: Mapping[PoolName, StartLimits] | None = None
     """Limits of the control loop's watch over starts, which replaces overdue replicas and pauses after failed ones.
     None: nobody watches, and what has ended is ordered again at once."""
-    account: Account | None = None
-    """None: nothing is shared."""
-    first: Mapping[PoolName, Sequence[str]] | None = None
-    """Classes of the replicas at the start. None: as many of the first class as the scenario says."""
-    acts: bool = True
-    """False: nothing is started, ended or moved, and neutral replicas lean where the coordinator's planner says."""
     _watch: StartWatch = field(default_factory=lambda: StartWatch(lambda *_, **__: None))
-    _turns: TurnWatch = field(default_factory=TurnWatch)
     _memory: Memory = None
     _plan: ScalingPlan | None = None
     _requests: list[SimulatedRequest] = field(default_factory=list)
@@ -76,44 +52,47 @@ class Simulation:
     _actions: dict[str, int] = field(default_factory=dict)
     _action_times: list[tuple[float, str]] = field(default_factory=list)
     _end_s: float = 0.0
-    _observer: SimulatedObserver | None = None
+    _next_arrival_s: float = 0.0
+    _changed_s: float = 0.0
+    """When the plan's numbers changed last, or the cluster was not idle."""
 
     def run(self) -> Outcome:
         """Replays the trace until its last request has ended. Decisions stop with the last arrival."""
-        return run_together([self])[0]
-
-    @property
-    def horizon_s(self) -> float:
-        """The end of the interval of the last arrival."""
-        return math.ceil(max(self.scenario.trace.duration_s, 1e-9) / self.interval_s) * self.interval_s
-
-    def begin(self, events: EventQueue, end_s: float) -> LiveRun:
-        """Makes the cluster, and decides from now on until `end_s`."""
-        scenario, self._end_s = self.scenario, end_s
-        self._requests = [SimulatedRequest(request) for request in scenario.trace.requests]
+        began, events = time.process_time(), EventQueue()
+        scenario = self.scenario
+        last_s = max(scenario.trace.duration_s, 1e-9)
+        self._end_s = math.ceil(last_s / self.interval_s) * self.interval_s
+        self._requests = [SimulatedRequest.of(request) for request in scenario.trace.requests]
         cluster = Cluster(
-            replace(scenario.settings, on_demand=any(one.min == 0 for one in self.bounds.values())),
+            scenario,
             events,
             on_first_token=lambda request, _: observer.first_token(request),
             on_end=lambda request, _: observer.ended(request),
+            on_local=lambda request, _: observer.local(request),
+            on_demand=any(bounds.min == 0 for bounds in self.bounds.values()),
         )
-        self._observer = observer = SimulatedObserver(cluster, scenario.engine, scenario.window_s)
-        cluster.looks_until_s = end_s
+        observer = SimulatedObserver(cluster, scenario)
         cluster.on_waiting = lambda now_s: self._wake(now_s, cluster, observer)
-        cluster.on_notice = lambda now_s: self._heard(now_s, cluster, observer)
-        for pool, kinds in self._first_replicas().items():
-            for kind in kinds:
-                cluster.order(pool, 1, 0.0, cold_start_s=0.0, kind=kind)
+        for pool, count in scenario.first_replicas().items():
+            cluster.order(pool, count, 0.0, cold_start_s=0.0)
+        cluster.order("both", scenario.both, 0.0, cold_start_s=0.0)
         self._decide_at(0.0, events, cluster, observer)
-        return LiveRun(self, cluster, observer, self._requests)
+        stride = max(1, len(self._requests) // _PROGRESS_STEPS)
+        for place, request in enumerate(self._requests):
+            if place % stride == 0:
+                self.on_progress(place / len(self._requests))
+            self._next_arrival_s = request.arrival_s
+            while events.next_s <= request.arrival_s:
+                when_s, event = events.pop()
+                event(when_s)
+            observer.arrived(request, request.arrival_s)
+            cluster.arrive(request, request.arrival_s)
+        while events.next_s < float("inf"):
+            when_s, event = events.pop()
+            event(when_s)
+        return self._outcome(cluster, time.process_time() - began)
 
-    def replicas(self) -> Sequence[ActualReplica]:
-        """All that exist now."""
-        return () if self._observer is None else self._observer.actual()
-
-    def outcome(self, cluster: Cluster, cpu_s: float) -> Outcome:
-        """Once all has ended."""
-        class_hours = {pool: replica_hours(cluster, pool, self._end_s) for pool in POOLS}
+    def _outcome(self, cluster: Cluster, cpu_s: float) -> Outcome:
         return Outcome(
             name=self.name,
             slo=self.scenario.slo,
@@ -121,125 +100,105 @@ class Simulation:
             moments=self._moments,
             actions=self._actions,
             action_times=self._action_times,
-            replica_hours={pool: sum(hours.values()) for pool, hours in class_hours.items()},
-            class_hours=class_hours,
+            replica_hours={
+                role: sum(one.hours_as(role, self._end_s) for one in (*cluster.replicas, *cluster.ended))
+                for role in POOLS_OF
+            },
             duration_s=self._end_s,
-            preempted_replicas=cluster.notices,
-            resumed_requests=cluster.resumed,
-            leaning_changes=cluster.leaning_changes if self.scenario.neutral else None,
             cpu_s=cpu_s,
         )
-
-    def _first_replicas(self) -> Mapping[PoolName, Sequence[str]]:
-        if self.first is not None:
-            return self.first
-        found: dict[PoolName, Sequence[str]] = {}
-        for pool, count in self.scenario.first_replicas().items():
-            kind, speed = next(iter(self.scenario.speeds.get(pool, {"": 1.0}).items()))
-            found[pool] = [kind] * math.ceil(count / speed)
-        return found
 
     def _decide_at(
         self, at_s: float, events: EventQueue, cluster: Cluster, observer: SimulatedObserver
     ) -> None:
         def decide(now_s: float) -> None:
+            before = self._plan
             self._decide(now_s, cluster, observer)
-            if now_s + self.interval_s < self._end_s:
-                self._decide_at(now_s + self.interval_s, events, cluster, observer)
+            is_idle = events.next_s == float("inf")
+            if not is_idle or before is None or self._plan is None or self._plan.numbers != before.numbers:
+                self._changed_s = now_s
+            next_s = now_s + self.interval_s * self._intervals_until_next(now_s)
+            if next_s < self._end_s:
+                self._decide_at(next_s, events, cluster, observer)
 
         events.at(at_s, decide)
+
+    def _intervals_until_next(self, now_s: float) -> int:
+        """Intervals from one decision to the next: 1 unless the cluster has settled, and none beyond an arrival."""
+        if now_s - self._changed_s < SETTLED_S:
+            return 1
+        rarely_s = min(SETTLED_S, self._next_arrival_s - SETTLED_S - now_s)
+        return max(1, math.floor(rarely_s / self.interval_s))
 
     def _wake(self, now_s: float, cluster: Cluster, observer: SimulatedObserver) -> None:
         """Decides at once: at zero the autoscaler does not wait for its interval."""
         if self._plan is not None and self._plan.is_at_zero:
             self._decide(now_s, cluster, observer)
 
-    def _heard(self, now_s: float, cluster: Cluster, observer: SimulatedObserver) -> None:
-        """Decides at once: coordinators tell the autoscaler of a notice."""
-        if now_s < self._end_s:
-            self._decide(now_s, cluster, observer)
-
     def _decide(self, now_s: float, cluster: Cluster, observer: SimulatedObserver) -> None:
-        if self.account is not None:
-            self.account.listed(now_s, observer.actual())
         snapshot, paused = self._watched(observer.snapshot(now_s), observer)
         self._plan, self._memory = plan, _ = self.decide(self._memory, snapshot)
         self._moments.append(moment_of(snapshot, plan))
-        cluster.sleeping = {pool for pool in POOLS if plan.pool(pool).sleep}
-        if not self.acts:
-            return
         pools = _members(cluster, snapshot)
-        actions = reconcile_classes(plan, pools, self.bounds, paused)
-        for action in actions:
+        for action in reconcile(plan, pools, self.bounds, paused):
             self._carry_out(action, now_s, cluster)
-        where = planned_rotation(plan, pools, actions)
-        self._turns.told(actions, now_s)
-        cluster.lead(where.leanings, movable_workers(plan, pools, actions), now_s)
-        cluster.lending = plan.lend_decode_to_prefill
 
     def _carry_out(self, action: Action, now_s: float, cluster: Cluster) -> None:
         if isinstance(action, Drain):
             self._watch.told_to_end(action.names)
-        if isinstance(action, Start) and self.account is not None:
-            action = replace(action, count=self.account.able(action))
-            if not action.count:
-                return
-        word = type(action).__name__.lower()
+        word = action_word(action)
         self._actions[word] = self._actions.get(word, 0) + 1
         self._action_times.append((now_s, f"{word} {action.pool}"))
         cluster.act(action, now_s)
-        if self.account is not None:
-            self.account.acted()
 
     def _watched(
         self, snapshot: Snapshot, observer: SimulatedObserver
-    ) -> tuple[Snapshot, Collection[PoolClass]]:
-        """The snapshot with overdue replicas marked, and the classes of which nothing is to be ordered now."""
-        snapshot = self._turns.look(snapshot)
+    ) -> tuple[Snapshot, Collection[PoolName]]:
+        """The snapshot with overdue replicas marked, and the pools in which nothing is to be ordered now."""
         if self.starts is None:
             return snapshot, ()
         seen = self._watch.look(snapshot, observer.actual(), self.starts)
         return seen, self._watch.paused(seen.now_s)
 
 
-@dataclass(frozen=True, slots=True)
-class LiveRun:
-    """A run that has begun."""
-
-    simulation: Simulation
-    cluster: Cluster
-    observer: SimulatedObserver
-    requests: Sequence[SimulatedRequest]
-
-    def arrivals(self, number: int) -> Iterator[tuple[float, int, SimulatedRequest]]:
-        """When each request arrives, with the run's number; tells how far it is."""
-        stride = max(1, len(self.requests) // _PROGRESS_STEPS)
-        for place, request in enumerate(self.requests):
-            if place % stride == 0:
-                self.simulation.on_progress(place / len(self.requests))
-            yield request.arrival_s, number, request
-
-
-def run_together(simulations: Sequence[Simulation]) -> list[Outcome]:
-    """Runs on one clock, each until the last request of all has ended. Decisions stop with the last arrival of all."""
-    began, events = time.process_time(), EventQueue()
-    end_s = max(one.horizon_s for one in simulations)
-    runs = [one.begin(events, end_s) for one in simulations]
-    arrivals = merge(*(run.arrivals(number) for number, run in enumerate(runs)), key=lambda one: one[:2])
-    for arrival_s, number, request in arrivals:
-        while events.next_s <= arrival_s:
-            when_s, event = events.pop()
-            event(when_s)
-        runs[number].observer.arrived(request, arrival_s)
-        runs[number].cluster.arrive(request, arrival_s)
-    while events.next_s < float("inf"):
-        when_s, event = events.pop()
-        event(when_s)
-    cpu_s = (time.process_time() - began) / max(1, sum(len(run.requests) for run in runs))
-    return [run.simulation.outcome(run.cluster, cpu_s * len(run.requests)) for run in runs]
-
-
 def _members(cluster: Cluster, seen: Snapshot) -> Mapping[PoolName, Sequence[ReplicaView]]:
     """Both pools, each replica in the state in which the snapshot has it."""
     states = {replica.name: replica.state for replica in (*seen.prefill.replicas, *seen.decode.replicas)}
-    return {pool: [replace(one, state=states[one.name]) for one in cluster.members(pool)] for pool in POOLS}
+    return {
+        pool: [replace(member, state=states[member.name]) for member in cluster.members(pool)]
+        for pool in POOLS
+    }
+
+
+POLICY_NAME = "policy"
+
+
+def compare(
+    scenario: Scenario, policies: Mapping[str, ScalingPolicy], on_progress: Progress = lambda *_: None
+) -> list[Outcome]:
+    """One run for each policy, by name, in their order."""
+    return [
+        run_policy(scenario, policy, partial(on_progress, name), name) for name, policy in policies.items()
+    ]
+
+
+def run_policy(
+    scenario: Scenario,
+    policy: ScalingPolicy,
+    on_progress: Callable[[float], None] = lambda _: None,
+    name: str = POLICY_NAME,
+) -> Outcome:
+    """Runs the policy under the control loop's watch over starts."""
+    bounds, decide, starts = bounds_of(policy), make_decide(policy), start_limits(policy)
+    return Simulation(scenario, decide, policy.interval_s, bounds, name, on_progress, starts=starts).run()
+
+
+def bounds_of(policy: ScalingPolicy) -> dict[PoolName, Bounds]:
+    """Minimum and maximum of both pools."""
+    return {name: Bounds(pool.min_replicas, pool.max_replicas) for name, pool in policy.pools.items()}
+
+
+def static_replicas(counts: Mapping[PoolName, int]) -> Decide:
+    """A decider with constant counts."""
+    plan = ScalingPlan(PoolPlan(counts["prefill"]), PoolPlan(counts["decode"]))
+    return lambda memory, snapshot: (plan, memory)

@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from autoscaler.advisor.candidates import ClusterShape
 from autoscaler.simulation.scenario import Scenario
-from autoscaler.sizing.gpu_catalog import GpuClass
+from autoscaler.sizing.candidates import ClusterShape
 from autoscaler.sizing.model_shape import ModelShape
-from autoscaler.sizing.roofline import GPU_COUNTS, Efficiency, ReplicaDesign, design
+from autoscaler.sizing.roofline import GPU_COUNTS, GpuClass, ReplicaDesign, design
 from autoscaler.sizing.sizing import Sizing, SizingTerms, least_replicas, size
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 
@@ -28,26 +27,24 @@ class SizedReplica:
         return self.design.gpus * self.sizing.best.candidate.workers
 
 
-def designs_of(
-    model: ModelShape, gpu: GpuClass, efficiency: Efficiency, lane_gb_per_s: float, longest: int
-) -> list[ReplicaDesign]:
+def designs_of(model: ModelShape, gpu: GpuClass, lane_gb_per_s: float, longest: int) -> list[ReplicaDesign]:
     """The replicas of 1, 2, 4 and 8 GPUs that hold the model and a request of `longest` tokens, the smallest first.
 
     Raises FailedPreconditionError (MODEL_DOES_NOT_FIT) if there is none.
     """
-    found: list[ReplicaDesign] = []
+    designs: list[ReplicaDesign] = []
     refused = None
     for gpus in GPU_COUNTS:
         try:
-            one = design(model, gpu, gpus, efficiency, lane_gb_per_s)
+            candidate = design(model, gpu, gpus, lane_gb_per_s)
         except FailedPreconditionError as error:
             refused = error
         except InvalidArgumentError:
             continue  # its heads do not divide among so many
         else:
-            found += [one] if one.engine.kv_capacity_tokens >= longest else []
-    if found:
-        return found
+            designs += [candidate] if candidate.engine.kv_capacity_tokens >= longest else []
+    if designs:
+        return designs
     if refused is not None and refused.reason == "MODEL_DOES_NOT_FIT":
         raise refused
     message = (
@@ -67,17 +64,21 @@ def cheapest(
 
     Raises what `size` does if no design reaches the goal, for the one with the most GPUs.
     """
-    began_s, found = time.monotonic(), list[SizedReplica]()
+    began_s, sized_replicas = time.monotonic(), list[SizedReplica]()
     refused: FailedPreconditionError | None = None
-    scenarios = [(one, replace(scenario, engine=one.engine)) for one in designs]
-    for one, on_it in sorted(scenarios, key=lambda pair: pair[0].gpus * least_replicas(pair[1])):
-        if found and one.gpus * least_replicas(on_it) >= min(sized.gpus for sized in found):
+    scenarios = [(candidate, replace(scenario, engine=candidate.engine)) for candidate in designs]
+    for candidate, its_scenario in sorted(scenarios, key=lambda pair: pair[0].gpus * least_replicas(pair[1])):
+        if sized_replicas and candidate.gpus * least_replicas(its_scenario) >= min(
+            sized.gpus for sized in sized_replicas
+        ):
             continue
         left_s = max(1.0, terms.limit_s - (time.monotonic() - began_s))
         try:
-            found.append(SizedReplica(one, size(on_it, replace(terms, limit_s=left_s), on_replayed)))
+            sized_replicas.append(
+                SizedReplica(candidate, size(its_scenario, replace(terms, limit_s=left_s), on_replayed))
+            )
         except FailedPreconditionError as error:
-            refused = error if refused is None or one is designs[-1] else refused
-    if refused is not None and not found:
+            refused = error if refused is None or candidate is designs[-1] else refused
+    if refused is not None and not sized_replicas:
         raise refused
-    return sorted(found, key=lambda sized: sized.gpus)
+    return sorted(sized_replicas, key=lambda sized: sized.gpus)

@@ -1,6 +1,6 @@
 """The fewest replicas that keep a traffic's targets: of two pools, and of colocated ones.
 
-Each trial is a replay of the trace by the advisor's means, on fixed replicas behind the production router. The search
+Each trial is a replay of the trace on fixed replicas behind the production router. The search
 begins where the work of the trace just fits, adds replicas until the goal is reached, and takes away as long as it
 stays.
 """
@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from autoscaler.advisor.advice import Prediction, predicted, ranked
-from autoscaler.advisor.candidates import ClusterShape, replay
 from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.traces.scaling import pool_work_s
+from autoscaler.sizing.candidates import ClusterShape, Prediction, predicted, ranked
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 
 MAX_REPLICAS = 1024
@@ -81,7 +80,7 @@ def idle_share(scenario: Scenario) -> float:
     for request in scenario.trace.requests:
         context = request.prompt_tokens + request.output_tokens / 2
         quick = engine.request_s + engine.prompt_s(request.prompt_tokens) <= slo.ttft_s
-        met += quick and (request.output_tokens < 2 or engine.decode_step_s(1, context) <= slo.tpot_s)
+        met += quick and (request.output_tokens < 2 or engine.decode.decode_step_s(1, context) <= slo.tpot_s)
     return met / max(1, len(scenario.trace.requests))
 
 
@@ -135,8 +134,9 @@ class _Search:
 
     def split(self) -> Prediction | None:
         """The fewest replicas of two pools."""
-        floor = self._floor()
-        best = self._grown(ClusterShape("split", *floor))
+        prefill, decode = (max(1, math.ceil(work - 1e-9)) for work in self._work())
+        floor = prefill, decode
+        best = self._grown(ClusterShape(*floor))
         if best is None:
             return None
         least = floor if self.terms.steady else (1, 1)
@@ -150,7 +150,7 @@ class _Search:
         floor = max(1, math.ceil(sum(self._work()) - 1e-9))
         below, count = (floor if self.terms.steady else 1) - 1, floor
         most, most_at = -1.0, count
-        while (found := self._tried(ClusterShape("colocated", 0, count))) is not None:
+        while (found := self._tried(ClusterShape(0, 0, count))) is not None:
             if found.attainment >= self.terms.goal:
                 break
             if found.attainment >= most + _PLATEAU:
@@ -160,7 +160,7 @@ class _Search:
             below, count = count, max(count + 1, math.ceil(count * 1.25))
         while found is not None and count - below > 1:
             middle = count - 1 if below < floor else (below + count) // 2
-            trial = self._tried(ClusterShape("colocated", 0, middle))
+            trial = self._tried(ClusterShape(0, 0, middle))
             if trial is None:
                 break
             if trial.attainment >= self.terms.goal:
@@ -178,22 +178,17 @@ class _Search:
         if self.done and time.monotonic() - self.began_s > self.terms.limit_s:
             self.out_of_time = True
             return None
-        self.done[shape] = predicted(shape, replay(shape, self.scenario))
+        self.done[shape] = predicted(shape, self.scenario)
         if self.on_replayed is not None:
             self.on_replayed(shape)
         return self.done[shape]
 
     def _passing(self, shape: ClusterShape) -> Prediction | None:
-        found = self._tried(shape)
-        return found if found is not None and found.attainment >= self.terms.goal else None
-
-    def _floor(self) -> tuple[int, int]:
-        """Replicas of each pool whose time the work of the trace just fills, as far as it may."""
-        prefill, decode = (max(1, math.ceil(each - 1e-9)) for each in self._work())
-        return prefill, decode
+        prediction = self._tried(shape)
+        return prediction if prediction is not None and prediction.attainment >= self.terms.goal else None
 
     def _work(self) -> tuple[float, float]:
-        """Replicas, in fractions."""
+        """Replicas of each pool, in fractions, whose time the work of the trace just fills, as far as it may."""
         trace = self.scenario.trace
         work = pool_work_s(trace.requests, self.scenario.engine, self.scenario.slo.tpot_s)
         length_s = max(trace.duration_s, 1e-3) * (STEADY_BUSY if self.terms.steady else 1.0)
@@ -206,11 +201,11 @@ class _Search:
             # Far from the goal in larger steps; `_shrunk` takes back what was too much.
             part = 8 if now.attainment >= _NEAR else 3
             more, wider = prefill + max(1, prefill // part), decode + max(1, decode // part)
-            one_pool = (ClusterShape("split", more, decode), ClusterShape("split", prefill, wider))
+            one_pool = (ClusterShape(more, decode), ClusterShape(prefill, wider))
             nexts = [found for each in one_pool if (found := self._tried(each)) is not None]
             best = max(nexts, key=lambda one: (one.attainment, -one.strain), default=None)
             if best is None or best.attainment < now.attainment + _PLATEAU:
-                best = self._tried(ClusterShape("split", more, wider))
+                best = self._tried(ClusterShape(more, wider))
             now = best
         return now
 
@@ -233,13 +228,13 @@ class _Search:
         for towards in (1, -1):
             shape = best.candidate
             while True:
-                shape = ClusterShape("split", shape.prefill + towards, shape.decode - towards)
+                shape = ClusterShape(shape.prefill + towards, shape.decode - towards)
                 if shape.prefill < least[0] or shape.decode < least[1]:
                     break
-                found = self._passing(shape)
-                if found is None:
+                exchanged = self._passing(shape)
+                if exchanged is None:
                     break
-                smaller = self._shrunk(found, least)
+                smaller = self._shrunk(exchanged, least)
                 if smaller.candidate.workers < best.candidate.workers:
                     return smaller
         return None
@@ -247,6 +242,6 @@ class _Search:
 
 def _less(shape: ClusterShape, step: int, least: tuple[int, int]) -> Iterator[ClusterShape]:
     if shape.prefill - step >= least[0]:
-        yield ClusterShape("split", shape.prefill - step, shape.decode)
+        yield ClusterShape(shape.prefill - step, shape.decode)
     if shape.decode - step >= least[1]:
-        yield ClusterShape("split", shape.prefill, shape.decode - step)
+        yield ClusterShape(shape.prefill, shape.decode - step)

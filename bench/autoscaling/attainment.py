@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoscaler.simulation.evaluation.comparison import run_policy
-from autoscaler.simulation.outcome import Outcome, Slo
-from autoscaler.simulation.scenario import Scenario
+from autoscaler.simulation.engine_model import preset
+from autoscaler.simulation.outcome import Outcome
+from autoscaler.simulation.scenario import Scenario, Slo
+from autoscaler.simulation.simulator import run_policy
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
-from autoscaler.sizing.engine_model import preset
 from bench.autoscaling.cases import default_policy
 
 COLD_STARTS_S = (60.0, 180.0)

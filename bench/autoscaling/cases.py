@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
-from autoscaler.simulation.outcome import Slo
-from autoscaler.simulation.scenario import Scenario
-from autoscaler.simulation.start_times import StartTimes
+from autoscaler.simulation.engine_model import preset
+from autoscaler.simulation.scenario import Scenario, Slo, StartTimes
 from autoscaler.simulation.traces.scaling import scaled_to_peak
 from autoscaler.simulation.traces.synthetic import SYNTHETIC, TraceShape, synthetic
 from autoscaler.simulation.traces.trace import Trace, load_trace
-from autoscaler.sizing.engine_model import preset
 
 MOST_REPLICAS = 64
 SEED = 0
@@ -80,7 +78,9 @@ def _scaled(case: ScalingCase, folder: Path) -> Trace:
     if case.trace in SYNTHETIC:
         return synthetic(_QUICK_SHAPE)
     whole = load_trace(folder / case.trace, SEED)
-    trace = Trace(whole.name, [one for one in whole.requests if one.arrival_s < case.minutes * 60])
+    trace = Trace(
+        whole.name, [request for request in whole.requests if request.arrival_s < case.minutes * 60]
+    )
     return scaled_to_peak(trace, case.peak, preset(case.preset), case.slo.tpot_s, SEED)
 
 

@@ -9,19 +9,20 @@ import numpy as np
 from scipy.optimize import minimize
 
 from autoscaler.plan import Memory, PoolPlan, ScalingPlan
+from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.simulator import Simulation
 from autoscaler.simulation.traces.trace import Trace
-from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import Snapshot
+from splitserve.latency_model import DecodeLatency, PrefillLatency
 
 FIRST_GUESS = {
-    "prefill_token_s": 1e-3,
-    "prefill_token2_s": 1e-7,
-    "prefill_step_s": 2e-2,
-    "step_s": 2e-2,
-    "sequence_s": 2e-3,
-    "context_token_s": 1e-6,
+    "prefill.base_s": 2e-2,
+    "prefill.token_s": 1e-3,
+    "prefill.pair_s": 2e-7,
+    "decode.base_s": 2e-2,
+    "decode.sequence_s": 2e-3,
+    "decode.context_token_s": 1e-6,
     "handoff_s": 1e-2,
     "request_s": 5e-3,
 }
@@ -38,7 +39,7 @@ Latencies = tuple[Sequence[float], Sequence[float]]
 
 def simulate(trace: Trace, engine: EngineModel) -> Latencies:
     """TTFT and TPOT in the simulator, with one replica in each pool."""
-    scenario = Scenario(trace, engine=engine, initial={"prefill": 1, "decode": 1}, prefix_cache="off")
+    scenario = Scenario(trace, engine=engine, initial={"prefill": 1, "decode": 1}, prefix_cache=False)
 
     def decide(memory: Memory, _snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
         return ScalingPlan(PoolPlan(1), PoolPlan(1)), memory
@@ -57,7 +58,14 @@ def fitted(trace: Trace, took: Latencies, known: EngineModel, evaluations: int =
     names = list(FIRST_GUESS)
 
     def model(logs: np.ndarray) -> EngineModel:
-        return dataclasses.replace(known, **dict(zip(names, np.exp(logs).tolist(), strict=True)))
+        values = dict(zip(names, np.exp(logs).tolist(), strict=True))
+        prefill, decode = (
+            [value for name, value in values.items() if name.startswith(part)]
+            for part in ("prefill.", "decode.")
+        )
+        others = {name: value for name, value in values.items() if "." not in name}
+        parts = PrefillLatency(*prefill), DecodeLatency(*decode)
+        return dataclasses.replace(known, prefill=parts[0], decode=parts[1], **others)
 
     def error(logs: np.ndarray) -> float:
         predicted = simulate(trace, model(logs))

@@ -61,7 +61,7 @@ def cluster(model: str, interval_s: float, token: Path) -> Iterator[tuple[str, p
         policy = Path(scratch) / "policy.yaml"
         rules = {"interval_s": interval_s, "idle_s": 2, "prefill": POOL, "decode": POOL}
         policy.write_text(json.dumps(rules))
-        command = [sys.executable, "-m", "splitserve", "up", "--model", model, "--autoscale", str(policy)]
+        command = [sys.executable, "-m", "launcher", "up", "--model", model, "--autoscale", str(policy)]
         command += ["--cluster-token-file", str(token), "--grpc-port", "0", "--http-port", "off"]
         if model == "simulated":
             command += ["--engine", "simulated"]
@@ -78,14 +78,14 @@ def cluster(model: str, interval_s: float, token: Path) -> Iterator[tuple[str, p
 
 def workers(supervisor: psutil.Process) -> list[psutil.Process]:
     """The processes of workers."""
-    found = []
+    processes = []
     for child in supervisor.children():
         try:
             if "--worker-id" in child.cmdline():
-                found.append(child)
+                processes.append(child)
         except psutil.Error:  # it has just ended
             continue
-    return found
+    return processes
 
 
 async def one_round(client: AsyncClient, scaling: ScalingClient, supervisor: psutil.Process) -> Round:
@@ -100,8 +100,8 @@ async def one_round(client: AsyncClient, scaling: ScalingClient, supervisor: psu
     first_s = min(child.create_time() for child in workers(supervisor))
     (model,) = (await scaling.signals()).models
     now_s = time.time()
-    ready = [one for one in model.workers if one.state == scaling_pb2.WORKER_STATE_READY]
-    ready_s = max(now_s - one.state_seconds for one in ready)
+    ready = [worker for worker in model.workers if worker.state == scaling_pb2.WORKER_STATE_READY]
+    ready_s = max(now_s - worker.state_seconds for worker in ready)
     return Round(ttft_s, ready_s - first_s, first_s - began_s, began_s + ttft_s - ready_s)
 
 
@@ -125,15 +125,20 @@ def main() -> int:
     parser.add_argument("--interval", type=positive_number, default=5.0, help="seconds between decisions")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    found = asyncio.run(measure(given.model, given.rounds, given.interval))
-    ratio = median(one.ratio for one in found)
+    rounds = asyncio.run(measure(given.model, given.rounds, given.interval))
+    ratio = median(measured.ratio for measured in rounds)
     if given.json:
-        print(json.dumps({"rounds": [asdict(one) for one in found], "ratio": round(ratio, 4), "bar": BAR}))
+        print(
+            json.dumps(
+                {"rounds": [asdict(measured) for measured in rounds], "ratio": round(ratio, 4), "bar": BAR}
+            )
+        )
     else:
         print("ttft s  cold start s  order s  rest s  ratio")
-        for one in found:
+        for measured in rounds:
             print(
-                f"{one.ttft_s:6.2f}  {one.cold_start_s:12.2f}  {one.order_s:7.3f}  {one.rest_s:6.3f}  {one.ratio:5.3f}"
+                f"{measured.ttft_s:6.2f}  {measured.cold_start_s:12.2f}  {measured.order_s:7.3f}  "
+                f"{measured.rest_s:6.3f}  {measured.ratio:5.3f}"
             )
         print(f"median ratio {ratio:.3f}, bar {BAR}")
     return 0 if ratio <= BAR else 1

@@ -11,11 +11,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from autoscaler.simulation.evaluation.baselines import Knobs
-from autoscaler.simulation.evaluation.clairvoyant import clairvoyant_bound
-from autoscaler.simulation.evaluation.comparison import POLICY_NAME, bounds_of, run_baseline, run_policy
 from autoscaler.simulation.outcome import Outcome
+from autoscaler.simulation.simulator import POLICY_NAME, bounds_of, run_policy
 from bench.autoscaling.cases import ScalingCase, default_policy, scenario_of
+from bench.autoscaling.opponents.baselines import Knobs
+from bench.autoscaling.opponents.clairvoyant import clairvoyant_bound
+from bench.autoscaling.opponents.runs import run_baseline
 from splitserve.config.coordinator import AdmissionConfig
 
 ATTAINMENT = 0.97
@@ -95,12 +96,12 @@ def all_replayed(replays: Sequence[Replay], folder: Path, processes: int) -> lis
     """Runs the jobs in so many processes; rows in the order of the jobs. Progress goes to standard error."""
     if processes <= 1:
         return [_told(replayed(replay, folder)) for replay in replays]
-    found: dict[int, ReplayRow] = {}
+    rows: dict[int, ReplayRow] = {}
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         jobs = {pool.submit(replayed, replay, folder): index for index, replay in enumerate(replays)}
         for job in as_completed(jobs):
-            found[jobs[job]] = _told(job.result())
-    return [found[index] for index in range(len(replays))]
+            rows[jobs[job]] = _told(job.result())
+    return [rows[index] for index in range(len(replays))]
 
 
 def _told(row: ReplayRow) -> ReplayRow:

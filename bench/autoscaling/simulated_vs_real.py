@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.traces.trace import Trace, TraceRequest, load_trace
-from autoscaler.sizing.engine_model import EngineModel
 from bench.asking import AskedAnswer, ask, random_prompt
 from bench.autoscaling.engine_fit import EVALUATIONS, Latencies, fitted, simulate
 from bench.cluster import running_cluster
@@ -88,33 +88,33 @@ async def replay(asker: Asker, trace: Trace) -> list[AskedAnswer]:
     """Sends every request at its time to the workers."""
     began = time.monotonic()
 
-    async def one(request: TraceRequest) -> AskedAnswer:
+    async def answered(request: TraceRequest) -> AskedAnswer:
         await asyncio.sleep(max(0.0, began + request.arrival_s - time.monotonic()))
         return await asker.ask(request.prompt_tokens, request.output_tokens)
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(request)) for request in trace.requests]
+        tasks = [group.create_task(answered(request)) for request in trace.requests]
     return [task.result() for task in tasks]
 
 
 def compared(real: Sequence[float], simulated: Sequence[float]) -> dict[str, dict[str, float]]:
     """Percentiles of both in milliseconds, and the simulator's error."""
-    found = {}
+    rows = {}
     for percent in PERCENTILES:
         was, predicted = float(np.percentile(real, percent)), float(np.percentile(simulated, percent))
-        found[f"p{percent}"] = {
+        rows[f"p{percent}"] = {
             "real_ms": round(was * 1e3, 2),
             "simulated_ms": round(predicted * 1e3, 2),
             "error": round(predicted / was - 1, 4),
         }
-    return found
+    return rows
 
 
 async def run(options: argparse.Namespace, tell: Console) -> dict[str, Any]:
     """Calibrates, replays, simulates, compares."""
     trace = load_trace(options.trace)
     config = ClusterConfig(model=options.model)
-    coordinators = {FRONT: CoordinatorConfig(hybrid="off")}
+    coordinators = {FRONT: CoordinatorConfig(local_prefill="never")}
     async with running_cluster(config, coordinators, lambda _event: None) as fronts:
         asker = Asker(fronts.clients[FRONT])
         await asker.ask(64, 8)
@@ -132,16 +132,16 @@ async def run(options: argparse.Namespace, tell: Console) -> dict[str, Any]:
 
 def _row(trace: Trace, real: Latencies, predicted: Latencies) -> dict[str, Any]:
     names = ("ttft", "tpot")
-    found: dict[str, Any] = {
+    row: dict[str, Any] = {
         "slice": trace.name,
         "requests": len(trace.requests),
         "duration_s": round(trace.duration_s, 1),
     }
-    found["requests_took"] = [
+    row["requests_took"] = [
         [request.arrival_s, request.prompt_tokens, request.output_tokens, ttft_s, tpot_s]
         for request, ttft_s, tpot_s in zip(trace.requests, *real, strict=True)
     ]
-    return found | {name: compared(was, is_) for name, was, is_ in zip(names, real, predicted, strict=True)}
+    return row | {name: compared(was, is_) for name, was, is_ in zip(names, real, predicted, strict=True)}
 
 
 def main() -> int:
@@ -161,12 +161,12 @@ def main() -> int:
     options = parser.parse_args()
     machine, tell = this_machine(), Console(stderr=True)
     try:
-        found = asyncio.run(run(options, tell))
+        content = asyncio.run(run(options, tell))
     except SplitserveError as error:
         tell.print(f"error: {error.message}")
         return 1
     command = shlex.join(["python", "-m", "bench.autoscaling.simulated_vs_real", *sys.argv[1:]])
-    print(json.dumps(report("simulated_vs_real", command, machine, **found), indent=2))
+    print(json.dumps(report("simulated_vs_real", command, machine, **content), indent=2))
     return 0
 
 

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from autoscaler.simulation.evaluation.baselines import BASELINES, STATIC, STATIC_BEST, Knobs
 from bench.autoscaling.cases import CASES
+from bench.autoscaling.opponents.baselines import BASELINES, STATIC, STATIC_BEST, Knobs
 from bench.autoscaling.replays import ATTAINMENT, Replay, ReplayRow
 
 
 def _grid(**values: Sequence[Any]) -> list[Knobs]:
-    return [dict(zip(values, each, strict=True)) for each in product(*values.values())]
+    return [dict(zip(values, combination, strict=True)) for combination in product(*values.values())]
 
 
 GRIDS: Mapping[str, Sequence[Knobs]] = {

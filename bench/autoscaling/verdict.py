@@ -1,7 +1,7 @@
 """The default policy against opponents at their best and the clairvoyant bound: `python -m bench.autoscaling`.
 
 * attained: share of requests within both targets.
-* x bound: replica-hours over those of the clairvoyant schedule (`autoscaler.simulation.evaluation.clairvoyant`), or of
+* x bound: replica-hours over those of the clairvoyant schedule (`bench.autoscaling.opponents.clairvoyant`), or of
   the best static counts where those are fewer.
 * better on both: more attained, and in fewer replica-hours.
 
@@ -22,10 +22,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from autoscaler.simulation.evaluation.baselines import STATIC_BEST
-from autoscaler.simulation.evaluation.comparison import POLICY_NAME
+from autoscaler.simulation.simulator import POLICY_NAME
 from bench.autoscaling.attainment import Bar, synthetic_bars
 from bench.autoscaling.cases import CASES, QUICK, STARTS
+from bench.autoscaling.opponents.baselines import STATIC_BEST
 from bench.autoscaling.replays import ATTAINMENT, BOUND, Replay, ReplayRow, all_replayed
 from bench.autoscaling.tuning import GRIDS, OPPONENTS, TUNED, best_of, tuning_replays
 from bench.machine import this_machine
@@ -63,16 +63,16 @@ def _kinds(arguments: argparse.Namespace) -> Sequence[str]:
 
 def by_case(rows: Iterable[ReplayRow]) -> Verdicts:
     """The rows of each case and kind of starts, in order."""
-    found: dict[tuple[str, str], list[ReplayRow]] = {}
+    rows_by_case: dict[tuple[str, str], list[ReplayRow]] = {}
     for row in rows:
-        found.setdefault((row.case, row.starts), []).append(row)
-    return found
+        rows_by_case.setdefault((row.case, row.starts), []).append(row)
+    return rows_by_case
 
 
-def bars_of(found: Verdicts, is_quick: bool) -> list[Bar]:
+def bars_of(rows_by_case: Verdicts, is_quick: bool) -> list[Bar]:
     """Conditions on the judged cases. On quick ones, which are too short to attain, only who is better on both."""
     bars = []
-    for (case, kind), rows in found.items():
+    for (case, kind), rows in rows_by_case.items():
         title = f"{case}, {kind}"
         policy = next(row for row in rows if row.name == POLICY_NAME)
         bound = bound_of(rows)
@@ -99,13 +99,13 @@ def bound_of(rows: Sequence[ReplayRow]) -> ReplayRow | None:
     return min(known, key=lambda row: row.replica_hours, default=None) if was_sought else None
 
 
-def _table(found: Verdicts) -> Table:
+def _table(rows_by_case: Verdicts) -> Table:
     table = Table(title="attained / replica-hours / x bound / actions")
     table.add_column("case")
-    names = list(dict.fromkeys(row.name for rows in found.values() for row in rows))
+    names = list(dict.fromkeys(row.name for rows in rows_by_case.values() for row in rows))
     for name in names:
         table.add_column(name, justify="right")
-    for (case, kind), rows in found.items():
+    for (case, kind), rows in rows_by_case.items():
         cells = {row.name: row for row in rows}
         bound = bound_of(rows)
         shown = [_cell(cells[name], bound) if name in cells else "" for name in names]
@@ -146,15 +146,15 @@ def _tune(arguments: argparse.Namespace) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the selected cases and prints the results."""
     rows = all_replayed(judged_replays(arguments), arguments.traces, arguments.processes)
-    found = by_case(rows)
-    bars = bars_of(found, arguments.quick)
+    rows_by_case = by_case(rows)
+    bars = bars_of(rows_by_case, arguments.quick)
     if not arguments.only and not arguments.quick:
         bars += synthetic_bars()
     if arguments.json:
         print(json.dumps(_json(rows, bars)))
     else:
         console = Console(width=None if sys.stdout.isatty() else WIDTH)
-        console.print(_table(found))
+        console.print(_table(rows_by_case))
         for bar in bars:
             mark = "[green]ok " if bar.holds else "[red]NOT"
             console.print(f"{mark}[/] {bar.what}: {bar.value}")

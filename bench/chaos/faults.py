@@ -1,4 +1,4 @@
-"""Which fault comes next, and doing it."""
+"""Chooses the next fault, and does it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bench.chaos.members import ChaosCluster, Member
-from splitserve.cluster.child_process import Role
+from launcher.cluster.child_process import Role
 
 FaultKind = Literal["kill", "pause", "reset", "drain", "kill coordinator"]
 KINDS: tuple[FaultKind, ...] = ("kill", "pause", "reset", "drain", "kill coordinator")
@@ -20,7 +20,7 @@ LEAST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault to be done to one of the two members of a role. `pause_s`: of a pause, seconds."""
+    """A fault to be done to one of the two members of a role. `pause_s`: how long a pause lasts."""
 
     kind: FaultKind
     role: Role
@@ -48,7 +48,7 @@ def next_fault(pick: random.Random, whole: Collection[Role]) -> Fault | None:
 
 
 async def do(fault: Fault, member: Member) -> None:
-    """Does it; returns when it is over, but for the process's return."""
+    """Does the fault to the member. Returns when the fault is over; a process that ended may still be starting."""
     match fault.kind:
         case "kill" | "kill coordinator":
             member.signal(signal.SIGKILL)
@@ -76,7 +76,8 @@ async def attack(
         if fault is None:
             await asyncio.sleep(0.2)
             continue
-        member = next(one for one in cluster.members if one.name == f"{fault.role}-{fault.number}")
+        name = f"{fault.role}-{fault.number}"
+        member = next(member for member in cluster.members if member.name == name)
         tell(fault)
         await do(fault, member)
         done[fault.kind] += 1

@@ -11,12 +11,14 @@ streams arrive at `--load` of it, and every few seconds there is one fault:
 
 A fault hits a role only while both of its members serve, so one of two is always left. Clients know both coordinators.
 
-With `--ttft` and `--tpot` all streams have targets, so that prompts go to workers of either pool (`hybrid: on`).
+With `--step-noise` each time that a worker measures of a step is multiplied by exp(SIGMA * z), z standard normal.
+With `--ttft` and `--tpot` all streams have targets, so that workers of either pool compute prompts (`local_prefill`).
 
 * streams, completed: those offered, and those that came to their regular end.
 * computed_by_decode: those of them whose prompt the decode worker computed itself, with no handoff.
 * wrong_tokens: tokens that differ from the greedy ones of `transformers`, in float32.
 * longest_gap_s: longest time between two tokens of one stream; longest_ttft_s: until the first.
+* own_ends: how often a process ended that nobody had told to.
 * leaked_blocks: KV blocks that are not free a while after the last stream, and calls or sequences that are left.
 """
 
@@ -52,7 +54,7 @@ LEFT = (
 
 
 def main() -> int:
-    """Runs it; exit code 1 where tokens were wrong or blocks leaked."""
+    """Runs the attack; exit code 1 where tokens were wrong, blocks leaked, or a process ended by itself."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -66,12 +68,15 @@ def main() -> int:
     parser.add_argument("--prompts", type=positive_whole, default=24, help="different ones; default: 24")
     parser.add_argument("--ttft", type=positive_number, metavar="SECONDS", help="target for the first token")
     parser.add_argument("--tpot", type=positive_number, metavar="SECONDS", help="target for the others")
+    parser.add_argument(
+        "--step-noise", type=float, default=0.0, metavar="SIGMA", help="noise in the workers' measured times"
+    )
     parser.add_argument("--seed", type=whole_number, default=0)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--log", type=Path, default=Path("build/chaos.log"), help="the processes' output")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    found = run_and_print(parser.parse_args(), _run)
-    return 1 if found["wrong_tokens"] or found["leaked_blocks"] else 0
+    figures = run_and_print(parser.parse_args(), _run)
+    return 1 if figures["wrong_tokens"] or figures["leaked_blocks"] or figures["own_ends"] else 0
 
 
 def run_and_print(
@@ -79,13 +84,13 @@ def run_and_print(
 ) -> dict[str, Any]:
     """Runs a bench with options `log` and `json`, and prints what it has found."""
     options.log.parent.mkdir(parents=True, exist_ok=True)
-    found = asyncio.run(run(options))
+    figures = asyncio.run(run(options))
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(figures))
     else:
-        for field, value in found.items():
+        for field, value in figures.items():
             print(f"{field}: {value}")
-    return found
+    return figures
 
 
 async def _run(options: argparse.Namespace) -> dict[str, Any]:
@@ -103,7 +108,9 @@ async def _run(options: argparse.Namespace) -> dict[str, Any]:
 
     targets = {"--ttft-slo": options.ttft, "--tpot-slo": options.tpot}
     slo = [word for name, value in targets.items() if value is not None for word in (name, f"{value:g}")]
-    async with running_cluster(options.model, options.log, coordinator_options=slo) as cluster:
+    async with running_cluster(
+        options.model, options.log, coordinator_options=slo, step_noise=options.step_noise
+    ) as cluster:
         # The first answers compile nothing but connect everything.
         await capacity_per_s(cluster.target, known, AT_ONCE, 3.0)
         capacity = await capacity_per_s(cluster.target, known, AT_ONCE, CALIBRATION_S)
@@ -114,7 +121,7 @@ async def _run(options: argparse.Namespace) -> dict[str, Any]:
         stop.set()
         await load
         leaked = await _left(cluster)
-    found = {
+    figures = {
         "minutes": options.minutes,
         "capacity_per_s": round(capacity, 3),
         "offered_per_s": round(rate, 3),
@@ -125,6 +132,7 @@ async def _run(options: argparse.Namespace) -> dict[str, Any]:
         "wrong_tokens": tally.wrong_tokens,
         "leaked_blocks": sum(leaked.values()),
         "left": leaked,
+        "own_ends": sum(member.own_ends for member in cluster.members),
         "faults": sum(faults.values()),
         "faults_by_kind": dict(faults),
         "longest_gap_s": round(tally.longest_gap_s, 3),
@@ -132,7 +140,7 @@ async def _run(options: argparse.Namespace) -> dict[str, Any]:
         "errors": dict(tally.errors),
     }
     return report(
-        "chaos", shlex.join(["python", "-m", "bench.chaos", *sys.argv[1:]]), this_machine(), **found
+        "chaos", shlex.join(["python", "-m", "bench.chaos", *sys.argv[1:]]), this_machine(), **figures
     )
 
 

@@ -36,7 +36,7 @@ def references(model: str, prompts: int, seed: int = 5, max_tokens: int = MAX_TO
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.set_num_threads(1)  # two that wait for each other take many times as long where other programs run
+    torch.set_num_threads(1)  # two threads that wait for each other take many times as long on a busy machine
     folder = resolve_model(model).path
     tokenizer = AutoTokenizer.from_pretrained(folder)
     reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -62,18 +62,18 @@ class StreamTally:
     """What became of the streams."""
 
     timeout_s: float = TIMEOUT_S
-    """Of one stream."""
+    """Deadline of a stream."""
     streams: int = 0
     completed: int = 0
     wrong_tokens: int = 0
     resumed: int = 0
     computed_by_decode: int = 0
-    """Whose prompt, in the last attempt, the decode worker computed."""
+    """Streams whose prompt was computed by the decode worker, in their last attempt."""
     longest_gap_s: float = 0.0
-    """Between two tokens of one stream."""
+    """The longest time between two tokens of a stream."""
     longest_ttft_s: float = 0.0
     longest_s: float = 0.0
-    """From a stream's begin to its regular end."""
+    """The longest time from a stream's begin to its regular end."""
     errors: Counter[str] = field(default_factory=Counter)
 
     def _add_gap(self, gap_s: float, position: int) -> None:
@@ -83,7 +83,7 @@ class StreamTally:
             print(f"a stream waited {gap_s:.1f} s for token {position}", file=sys.stderr)
 
     async def stream(self, client: AsyncClient, known: Known) -> None:
-        """One stream from beginning to end."""
+        """Runs a stream from beginning to end, and counts what became of it."""
         self.streams += 1
         began_s = last_s = time.monotonic()
         got = 0

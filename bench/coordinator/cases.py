@@ -47,7 +47,7 @@ class LoadPlan:
 
     @property
     def model(self) -> tuple[str, int]:
-        """Name and vocabulary size."""
+        """Name and vocabulary size of the scripted model."""
         return self.tokenizer, self.vocabulary
 
     async def load(self, front: Process, entrypoint: str, max_tokens: int, **changed: Any) -> Result:
@@ -66,7 +66,7 @@ class LoadPlan:
 
 async def token_costs(plan: LoadPlan, entrypoints: list[str]) -> Result:
     """CPU time of tokens and requests, paced like a real decode and unpaced; token ages at both ends."""
-    found: Result = {}
+    costs: Result = {}
     paced, fast = plan.paced_step_ms, plan.fast_step_ms
     for pace, step_ms in (("paced", paced), ("saturated", fast)):
         async with front_and_workers(plan.config, step_ms, plan.model, plan.cores) as (fronts, workers):
@@ -76,15 +76,15 @@ async def token_costs(plan: LoadPlan, entrypoints: list[str]) -> Result:
                 few = await plan.load(fronts[0], entrypoint, FEW_TOKENS)
                 token_us = endless["cpu_us_per_token_all"]
                 request_us = 1e6 * few["cpu_s"] / max(1, few["requests"]) - FEW_TOKENS * token_us
-                found[f"{entrypoint}_{pace}"] = {
+                costs[f"{entrypoint}_{pace}"] = {
                     "cpu_us_per_token": token_us,
                     "cpu_us_per_request": request_us,
                     "windows": {"endless": endless, "answers": answers, "few": few},
                 }
             if pace == "paced":
                 direct = Process(fronts[0].pid, workers.grpc)
-                found["direct_paced"] = await plan.load(direct, "direct", ANSWER_TOKENS)
-    return found
+                costs["direct_paced"] = await plan.load(direct, "direct", ANSWER_TOKENS)
+    return costs
 
 
 async def loop_lag(plan: LoadPlan) -> Result:
@@ -108,7 +108,7 @@ async def open_streams(plan: LoadPlan) -> Result:
 
 async def scaling(plan: LoadPlan) -> Result:
     """Throughput of answers of 64 tokens, through one coordinator and through two."""
-    found: Result = {}
+    by_count: Result = {}
     for count in (1, 2):
         async with front_and_workers(plan.config, plan.fast_step_ms, plan.model, plan.cores, count) as (
             fronts,
@@ -117,16 +117,16 @@ async def scaling(plan: LoadPlan) -> Result:
             windows = await asyncio.gather(
                 *(plan.load(front, "sse", ANSWER_TOKENS, streams=STREAMS // count) for front in fronts)
             )
-        found[str(count)] = {
+        by_count[str(count)] = {
             "tokens_per_s": sum(window["tokens_per_s"] for window in windows),
             "cpu_share": [window["cpu_share"] for window in windows],
         }
-    return found
+    return by_count
 
 
 async def beside_dynamo(plan: LoadPlan, model_path: Path, paced_speedup: float) -> Result:
     """The same SSE windows against NVIDIA Dynamo's frontend; its tokens carry no time stamps."""
-    found: Result = {}
+    costs: Result = {}
     for pace, speedup in (("paced", paced_speedup), ("saturated", 0.0)):
         async with dynamo(model_path, speedup, plan.cores) as front:
             model = str(model_path)
@@ -135,12 +135,12 @@ async def beside_dynamo(plan: LoadPlan, model_path: Path, paced_speedup: float) 
             few = await plan.load(front, "sse", FEW_TOKENS, model=model)
         token_us = endless["cpu_us_per_token_all"]
         request_us = 1e6 * few["cpu_s"] / max(1, few["requests"]) - FEW_TOKENS * token_us
-        found[f"dynamo_{pace}"] = {
+        costs[f"dynamo_{pace}"] = {
             "cpu_us_per_token": token_us,
             "cpu_us_per_request": request_us,
             "windows": {"endless": endless, "answers": answers, "few": few},
         }
-    return found
+    return costs
 
 
 def _lag_buckets(http_address: str) -> dict[float, float]:

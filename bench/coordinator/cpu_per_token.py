@@ -38,7 +38,7 @@ from bench.coordinator.processes import split_cores
 from bench.machine import report, this_machine
 from bench.option_values import positive_number
 from bench.routing.decisions import measured
-from splitserve.cluster.placement import available_cores
+from launcher.cluster.placement import available_cores
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.models.sources import models_dir
 
@@ -70,12 +70,12 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def flat(found: dict[str, Any]) -> dict[str, Any]:
-    """The figures by the names in the module docstring; only measured ones."""
+def flat(results: dict[str, Any]) -> dict[str, Any]:
+    """The measured figures, by their names in the module docstring."""
     figures: dict[str, Any] = {}
     for entrypoint in ("grpc", "sse", "dynamo"):
         for pace, suffix in (("paced", ""), ("saturated", "_saturated")):
-            if (case := found.get(f"{entrypoint}_{pace}")) is None:
+            if (case := results.get(f"{entrypoint}_{pace}")) is None:
                 continue
             answers = case["windows"]["answers"]
             figures[f"cpu_us_per_token_{entrypoint}{suffix}"] = case["cpu_us_per_token"]
@@ -85,25 +85,25 @@ def flat(found: dict[str, Any]) -> dict[str, Any]:
             ]
             figures[f"cpu_us_per_request_{entrypoint}{suffix}"] = case["cpu_us_per_request"]
             figures[f"requests_per_s_{entrypoint}{suffix}"] = answers["requests_per_s"]
-    if (paced := found.get("grpc_paced")) is not None:
-        ages, direct = paced["windows"]["answers"]["age_ms"], found["direct_paced"]["age_ms"]
+    if (paced := results.get("grpc_paced")) is not None:
+        ages, direct = paced["windows"]["answers"]["age_ms"], results["direct_paced"]["age_ms"]
         figures["added_ms_p50"], figures["added_ms_p99"] = (ages[p] - direct[p] for p in ("50", "99"))
-        figures["cpu_us_per_request"] = found["grpc_saturated"]["cpu_us_per_request"]
+        figures["cpu_us_per_request"] = results["grpc_saturated"]["cpu_us_per_request"]
         figures["requests_per_s"] = figures["requests_per_s_grpc_saturated"]
-    if "lag" in found:
-        figures["loop_lag_ms_p99"] = found["lag"]["p99_ms_at_most"]
-    if "memory" in found:
-        figures["bytes_per_open_stream"] = found["memory"]["bytes_per_stream"]
-    if "scaling" in found:
-        one, two = (found["scaling"][count]["tokens_per_s"] for count in ("1", "2"))
-        figures["two_coordinators_by_one"] = two / one
-    if "routing" in found:
-        figures["routing_us_p99"] = found["routing"]["p99_us"]
+    if "lag" in results:
+        figures["loop_lag_ms_p99"] = results["lag"]["p99_ms_at_most"]
+    if "memory" in results:
+        figures["bytes_per_open_stream"] = results["memory"]["bytes_per_stream"]
+    if "scaling" in results:
+        one_per_s, two_per_s = (results["scaling"][count]["tokens_per_s"] for count in ("1", "2"))
+        figures["two_coordinators_by_one"] = two_per_s / one_per_s
+    if "routing" in results:
+        figures["routing_us_p99"] = results["routing"]["p99_us"]
     return figures
 
 
 async def measure(args: argparse.Namespace, parts: list[str], tell: Console) -> dict[str, Any]:
-    """The parts, one after the other."""
+    """Measures the parts one after the other; the results by part."""
     plan = LoadPlan(
         split_cores(available_cores()),
         args.seconds,
@@ -114,7 +114,7 @@ async def measure(args: argparse.Namespace, parts: list[str], tell: Console) -> 
         VOCABULARY,
         args.max_coalesce_ms,
     )
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def begin(part: str) -> bool:
         if part in parts:
@@ -122,18 +122,18 @@ async def measure(args: argparse.Namespace, parts: list[str], tell: Console) -> 
         return part in parts
 
     if begin("tokens"):
-        found |= await token_costs(plan, args.entrypoints.split(","))
+        results |= await token_costs(plan, args.entrypoints.split(","))
     if begin("dynamo") and is_installed():
-        found |= await beside_dynamo(plan, _model_path(), DYNAMO_SPEEDUP)
+        results |= await beside_dynamo(plan, _model_path(), DYNAMO_SPEEDUP)
     if begin("lag"):
-        found["lag"] = await loop_lag(plan)
+        results["lag"] = await loop_lag(plan)
     if begin("memory"):
-        found["memory"] = await open_streams(plan)
+        results["memory"] = await open_streams(plan)
     if begin("scaling"):
-        found["scaling"] = await scaling(plan)
+        results["scaling"] = await scaling(plan)
     if begin("routing"):
-        found["routing"] = asdict(measured(ROUTED_WORKERS, ROUTED_BLOCKS, DECISIONS))
-    return found
+        results["routing"] = asdict(measured(ROUTED_WORKERS, ROUTED_BLOCKS, DECISIONS))
+    return results
 
 
 def _model_path() -> Path:
@@ -144,11 +144,11 @@ def main() -> None:
     """Measures and prints."""
     args = parse_arguments()
     machine, parts = this_machine(), args.parts.split(",")
-    found = asyncio.run(measure(args, parts, Console(stderr=True)))
-    figures = flat(found)
+    results = asyncio.run(measure(args, parts, Console(stderr=True)))
+    figures = flat(results)
     if args.json:
         command = shlex.join(["python", "-m", "bench.coordinator", *sys.argv[1:]])
-        print(json.dumps(report("coordinator", command, machine, **figures, details=found)))
+        print(json.dumps(report("coordinator", command, machine, **figures, details=results)))
         return
     table = Table("figure", "value")
     for name, value in figures.items():

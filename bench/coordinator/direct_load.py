@@ -15,6 +15,10 @@ from splitserve.v1.decode_pb2_grpc import DecodeServiceStub
 from splitserve.v1.prefill_pb2_grpc import PrefillServiceStub
 
 TIMEOUT_S = 600
+ATTACHMENT = 1
+"""Number of the one output stream."""
+ACKNOWLEDGE_S = 0.25
+"""Time between two acknowledgements, as a coordinator sends them; the worker keeps unacknowledged outputs."""
 
 
 class Direct:
@@ -25,22 +29,35 @@ class Direct:
         self._id = str(uuid.uuid4())
         self._decode, self._prefill = DecodeServiceStub(channel), PrefillServiceStub(channel)
         self._ends: dict[str, asyncio.Future[None]] = {}
+        self._received = 0
+        """Messages with outputs."""
 
     async def run(self, streams: int, max_tokens: int) -> None:
         """Keeps `streams` requests in flight until cancelled."""
-        outputs: Any = self._decode.StreamOutputs(decode_pb2.StreamOutputsRequest(coordinator_id=self._id))
+        opening = decode_pb2.StreamOutputsRequest(coordinator_id=self._id, attachment=ATTACHMENT)
+        outputs: Any = self._decode.StreamOutputs(opening)
         await outputs.read()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._read(outputs))
+            group.create_task(self._acknowledge())
             for _ in range(streams):
                 group.create_task(self._again_and_again(max_tokens))
 
     async def _read(self, outputs: Any) -> None:
         while (message := await outputs.read()) is not grpc.aio.EOF:
+            self._received += bool(message.outputs)
             for output in message.outputs:
                 self._tally.text(output.delta.text)
                 if output.delta.finish_reason:
                     self._ends.pop(output.request_id).set_result(None)
+
+    async def _acknowledge(self) -> None:
+        while True:
+            await asyncio.sleep(ACKNOWLEDGE_S)
+            read = decode_pb2.AcknowledgeOutputsRequest(
+                coordinator_id=self._id, attachment=ATTACHMENT, messages=self._received
+            )
+            await self._decode.AcknowledgeOutputs(read)
 
     async def _again_and_again(self, max_tokens: int) -> None:
         stop = generation_pb2.StopParams(max_tokens=max_tokens)
@@ -48,7 +65,11 @@ class Direct:
             name = uuid.uuid4().hex
             end = self._ends[name] = asyncio.get_running_loop().create_future()
             reserve = decode_pb2.ReserveRequest(
-                request_id=name, coordinator_id=self._id, token_ids=[1, 2, 3], stop=stop
+                request_id=name,
+                coordinator_id=self._id,
+                attachment=ATTACHMENT,
+                token_ids=[1, 2, 3],
+                stop=stop,
             )
             reserve.timeout.seconds = TIMEOUT_S
             ticket = (await self._decode.Reserve(reserve)).ticket

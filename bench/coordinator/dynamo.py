@@ -36,11 +36,11 @@ async def dynamo(model_path: Path, speedup: float, cores: Cores) -> AsyncIterato
     python = str(FOLDER / "bin" / "python")
     port = claim_port(HOST, 0, "http_port")
     with tempfile.TemporaryDirectory() as folder:
-        found = ["--discovery-backend", "file"]
+        discovery = ["--discovery-backend", "file"]
         variables = {"DYN_FILE_KV": folder, "HF_HUB_OFFLINE": "1", "DYN_LOG": "error"}
-        front = [python, "-m", "dynamo.frontend", "--http-host", HOST, "--http-port", str(port), *found]
+        front = [python, "-m", "dynamo.frontend", "--http-host", HOST, "--http-port", str(port), *discovery]
         mock = [python, "-m", "dynamo.mocker", "--model-path", model, "--model-name", model]
-        mock += ["--speedup-ratio", str(speedup), *found]
+        mock += ["--speedup-ratio", str(speedup), *discovery]
         async with AsyncExitStack() as stack:
             process = await stack.enter_async_context(program(front, cores.front, variables))
             for mode in ("prefill", "decode"):

@@ -92,7 +92,7 @@ async def coordinator(
     """A coordinator on free ports, of this version or of another one's folder."""
     ports = {"grpc_port": claim_port(HOST, 0), "http_port": claim_port(HOST, 0)}
     config = config.model_copy(update={"host": HOST, **ports})
-    command = [sys.executable, "-m", "splitserve", "coordinator", *arguments(config)]
+    command = [sys.executable, "-m", "launcher", "coordinator", *arguments(config)]
     # A path that is set here would go before the folder.
     variables = None if checkout is None else {"PYTHONPATH": str(checkout)}
     async with program(command, cores, variables, checkout) as process:

@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvloop
+from typing_extensions import override
 
 from bench.option_values import positive_number, positive_whole
 from decode_worker.output_streams import OutputStreams
 from kv_transfer.layout import KvLayout
 from splitserve.client.registry_client import RegistryClient
 from splitserve.rpc.carried_calls import CarriedCalls, decode_methods, prefill_methods
-from splitserve.rpc.server import make_server
+from splitserve.rpc.server import RpcServer
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2, registry_pb2
 from splitserve.v1.calls_pb2_grpc import add_CallServiceServicer_to_server
 from splitserve.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
@@ -67,7 +68,7 @@ class ScriptedDecode(DecodeServiceServicer):
         self._step_s, self._epoch, self.agent_id = step_s, epoch, agent_id
         self._streams = OutputStreams(self._forget, LEASE_S)
         self._decoding: dict[str, dict[int, _Live]] = {}
-        """By coordinator."""
+        """The live requests by their number, for each coordinator."""
         self._reserved: dict[int, tuple[str, _Live]] = {}
         self._numbers = itertools.count(1)
         self._work = asyncio.Event()
@@ -77,8 +78,8 @@ class ScriptedDecode(DecodeServiceServicer):
         """Requests reserved or decoding."""
         return len(self._reserved) + sum(len(live) for live in self._decoding.values())
 
+    @override
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:
-        """See DecodeService.Reserve in the proto."""
         number = next(self._numbers)
         live = _Live(request.request_id, request.prior_output_tokens + 1, request.stop.max_tokens)
         self._reserved[number] = request.coordinator_id, live
@@ -92,8 +93,8 @@ class ScriptedDecode(DecodeServiceServicer):
         ticket.time_to_live.CopyFrom(request.timeout)
         return decode_pb2.ReserveResponse(ticket=ticket)
 
+    @override
     async def Abort(self, request: decode_pb2.AbortRequest, context: Any) -> decode_pb2.AbortResponse:
-        """See DecodeService.Abort in the proto."""
         for number in [n for n, (_, e) in self._reserved.items() if e.request_id == request.request_id]:
             del self._reserved[number]
         for decoding in self._decoding.values():
@@ -101,10 +102,10 @@ class ScriptedDecode(DecodeServiceServicer):
                 del decoding[number]
         return decode_pb2.AbortResponse(aborted=True)
 
+    @override
     async def StreamOutputs(
         self, request: decode_pb2.StreamOutputsRequest, context: Any
     ) -> AsyncIterator[decode_pb2.StreamOutputsResponse]:
-        """See DecodeService.StreamOutputs in the proto."""
         stream = self._streams.open(request.coordinator_id, request.attachment)
         first = decode_pb2.StreamOutputsResponse(epoch=self._epoch)
         first.lease.FromSeconds(LEASE_S)
@@ -118,10 +119,10 @@ class ScriptedDecode(DecodeServiceServicer):
         finally:
             self._streams.release(stream)
 
+    @override
     async def AcknowledgeOutputs(
         self, request: decode_pb2.AcknowledgeOutputsRequest, context: Any
     ) -> decode_pb2.AcknowledgeOutputsResponse:
-        """See DecodeService.AcknowledgeOutputs in the proto."""
         self._streams.acknowledge(request.coordinator_id, request.attachment, request.messages)
         return decode_pb2.AcknowledgeOutputsResponse()
 
@@ -170,10 +171,10 @@ class ScriptedPrefill(PrefillServiceServicer):
     def __init__(self, decodes: Mapping[str, ScriptedDecode]) -> None:
         self._decodes = decodes
 
+    @override
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Any
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        """See PrefillService.Prefill in the proto."""
         await context.send_initial_metadata(())
         first = prefill_pb2.PrefillResponse()
         delta = first.first_token.delta
@@ -199,7 +200,7 @@ async def serve(
     addresses = []
     servers = []
     for decode in decodes.values():
-        server = make_server()
+        server = RpcServer()
         add_DecodeServiceServicer_to_server(decode, server.grpc_server)
         prefill = ScriptedPrefill(decodes)
         add_PrefillServiceServicer_to_server(prefill, server.grpc_server)
@@ -213,10 +214,10 @@ async def serve(
         for number, (decode, address) in enumerate(zip(decodes.values(), addresses, strict=True)):
             group.create_task(decode.run())
             for coordinator in coordinators:
-                for pool in (registry_pb2.POOL_DECODE, registry_pb2.POOL_PREFILL):
-                    name = registry_pb2.Pool.Name(pool).removeprefix("POOL_").lower()
-                    request = registration(f"{name}-{number}", pool, address, epoch, tokenizer, vocabulary)
-                    if pool == registry_pb2.POOL_DECODE:
+                for role in (registry_pb2.ROLE_DECODE, registry_pb2.ROLE_PREFILL):
+                    name = registry_pb2.Role.Name(role).removeprefix("ROLE_").lower()
+                    request = registration(f"{name}-{number}", role, address, epoch, tokenizer, vocabulary)
+                    if role == registry_pb2.ROLE_DECODE:
                         request.endpoint.agent_id = decode.agent_id
                     group.create_task(_membership(coordinator, request, decode))
 
@@ -242,7 +243,7 @@ async def _membership(
 
 def registration(
     worker_id: str,
-    pool: registry_pb2.Pool.ValueType,
+    role: registry_pb2.Role.ValueType,
     address: str,
     epoch: int,
     tokenizer: str,
@@ -253,7 +254,7 @@ def registration(
     return registry_pb2.RegisterRequest(
         worker_id=worker_id,
         epoch=epoch,
-        pool=pool,
+        role=role,
         address=address,
         model=registry_pb2.ServedModel(
             name=tokenizer,
@@ -263,7 +264,7 @@ def registration(
         ),
         endpoint=kv_transfer_pb2.TransferEndpoint(
             agent_id=str(uuid.uuid4()),
-            transport="memory",
+            transport="nixl",
             metadata=b"scripted",
             base_address=4096,
             block_bytes=layout.block_bytes,
@@ -273,7 +274,6 @@ def registration(
         ),
         max_step_tokens=STEP_TOKENS,
         max_running_requests=RUNNING,
-        carries_calls=True,
     )
 
 

@@ -95,7 +95,7 @@ class SseStream(asyncio.Protocol):
 
 
 async def run_sse(tally: Tally, target: str, model: str, streams: int, prompt: str, max_tokens: int) -> None:
-    """Keeps `streams` requests in flight until cancelled. Raises Refused when the server does not stream."""
+    """Keeps `streams` requests in flight until cancelled. Raises SseRefused when the server does not stream."""
     host, _, port = target.rpartition(":")
     loop = asyncio.get_running_loop()
     protocols = []

@@ -1,14 +1,15 @@
 """Cost of a grammar per step: `python -m bench.engine.grammar`.
 
-For batches of constrained rows, at every position of a JSON answer: the masks (llguidance follows the last token and
-tells what may come next), and the sampler with and without them, on random logits over SmolLM2's vocabulary. All on
-one core; no model is loaded, so a step's own time is to be added. `compile_ms` is paid once a grammar and worker, on
-the grammar thread; `vocabulary_ms` once a worker, when it starts.
+For batches of constrained rows, at every position of a JSON answer: the masks (the grammar's process follows the last
+token and tells what may come next), and the sampler with and without them, on random logits over SmolLM2's vocabulary.
+All on one core; no model is loaded, so a step's own time is to be added. `compile_ms` is paid once a grammar and
+worker; `vocabulary_ms` once a worker, when it starts.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import time
@@ -20,11 +21,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from engine.core.types import ModelFacts, SamplingParams, ScheduledSequence
+from engine.core.model_runner import ModelFacts, SamplingParams, ScheduledSequence
 from engine.runner.sampler import sample
 from engine.runner.sampling_row import SamplingRow
-from engine.runner.structured_output import CompiledGrammar, GrammarCompiler, MaskFiller
+from engine.runner.structured_output import CompiledGrammar, GrammarCompiler, masks_of
 from splitserve.models.hf_tokenizer import load_tokenizer
+from splitserve.v1 import generation_pb2
 from splitserve.v1.generation_pb2 import Grammar
 
 MODEL = "smollm2-135m-instruct"
@@ -60,7 +62,8 @@ def step_costs(
 ) -> dict[str, float]:
     """Medians and a 95th percentile over the positions of the answer, milliseconds per step."""
     matchers = [compiled.matcher() for _ in range(batch)]
-    filler = MaskFiller(facts.vocabulary_size)
+    for matcher in matchers:
+        matcher.advance(())
     logits = torch.randn(batch, facts.vocabulary_size, generator=torch.Generator().manual_seed(0)) * 3
     masks_ms, free_ms, held_ms = [], [], []
     for end in range(1, len(answer)):
@@ -70,7 +73,9 @@ def step_costs(
             for n, matcher in enumerate(matchers)
         ]
         began = time.perf_counter()
-        masks = filler.masks(sequences)
+        for matcher in matchers:
+            matcher.advance(tokens[-1:])
+        masks = masks_of(sequences, wait_s=10)
         masks_ms.append((time.perf_counter() - began) * 1e3)
         free = [SamplingRow(sampling, tokens, 0, end) for _ in sequences]
         held = [SamplingRow(sampling, tokens, 0, end, frozenset(), masks[n]) for n in range(batch)]
@@ -95,9 +100,16 @@ def main() -> None:
     tokenizer = load_tokenizer(MODEL)
     facts = ModelFacts(8192, 49152, frozenset({EOS}))
     compiler = GrammarCompiler(tokenizer, facts)
-    vocabulary_ms = timed_ms(lambda: compiler.compile(Grammar(regex="a")))
-    compile_ms = timed_ms(lambda: compiler.compile(Grammar(json_schema=json.dumps(SCHEMA))))
-    compiled = compiler.compile(Grammar(json_schema=json.dumps(SCHEMA)))
+
+    def compiled_of(grammar: Grammar) -> CompiledGrammar:
+        compiled = asyncio.run(compiler.compiled(generation_pb2.SamplingParams(grammar=grammar)))
+        assert compiled is not None
+        return compiled
+
+    schema = Grammar(json_schema=json.dumps(SCHEMA))
+    vocabulary_ms = timed_ms(lambda: compiled_of(Grammar(regex="a")))
+    compile_ms = timed_ms(lambda: compiled_of(schema))
+    compiled = compiled_of(schema)
     answer = tokenizer.encode(ANSWER)
     rows: list[dict[str, Any]] = [
         {"batch": batch, "sampling": name, **step_costs(compiled, answer, facts, batch, sampling)}

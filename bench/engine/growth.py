@@ -29,21 +29,15 @@ from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import override
 
 from bench.machine import report, this_machine
+from engine.core.engine import EngineRequest, StopParams
 from engine.core.engine_core import EngineCore
-from engine.core.model_runner import ModelRunner
-from engine.core.types import (
-    EngineRequest,
-    ModelFacts,
-    SampledToken,
-    SamplingParams,
-    ScheduledSequence,
-    StopParams,
-)
+from engine.core.model_runner import ModelFacts, ModelRunner, SampledToken, SamplingParams, ScheduledSequence
 from engine.kv_cache.block_pool import BlockPool
 from kv_transfer.layout import KvLayout
-from kv_transfer.transports.transport import KvMemoryRegion
+from kv_transfer.transports.regions import KvMemoryRegion
 from splitserve.config.engine import EngineConfig
 from splitserve.models.hf_tokenizer import ByteTokenizer
 from splitserve.runtime.process import relax_collector
@@ -98,28 +92,31 @@ class IdleRunner(ModelRunner):
         self.inside_s = 0.0
 
     @property
+    @override
     def num_blocks(self) -> int:
-        """See ModelRunner."""
         return self._num_blocks
 
     @property
+    @override
     def pool_memory(self) -> KvMemoryRegion:
-        """See ModelRunner."""
         return KvMemoryRegion(0, self._num_blocks, self.layout, probe_blocks=0)
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
-        """None: there is no memory."""
+        """No blocks: there is no memory."""
         return []
 
+    @override
     def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
-        """See ModelRunner. Counts its own time."""
         began = time.thread_time()
-        tokens = [SampledToken(97 + len(each.token_ids) % 26) if each.sample else None for each in batch]
+        tokens = [
+            SampledToken(97 + len(scheduled.token_ids) % 26) if scheduled.sample else None
+            for scheduled in batch
+        ]
         self.inside_s += time.thread_time() - began
         return tokens
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Releases nothing: the runner owns no memory."""
 
 
 class MeasuredEngine:
@@ -262,20 +259,20 @@ def main() -> int:
     options = parser.parse_args()
     machine = this_machine()
     relax_collector()  # as in a worker's process
-    tell, found = Console(stderr=True), {}
+    tell, tables = Console(stderr=True), {}
     for name, cases in TABLES.items():
         tell.print(f"measuring a step, by {name}")
-        found[f"a step, by {name}"] = step_rows(cases)
+        tables[f"a step, by {name}"] = step_rows(cases)
     tell.print("measuring operations and pools")
-    found["operations"] = [operations_row(waiting) for waiting in WAITING]
-    found["pools"] = [pool_row(blocks) for blocks in POOLS]
+    tables["operations"] = [operations_row(waiting) for waiting in WAITING]
+    tables["pools"] = [pool_row(blocks) for blocks in POOLS]
     if options.json:
         command = shlex.join(["python", "-m", "bench.engine.growth", *sys.argv[1:]])
-        rows = [{"table": name} | row for name, some in found.items() for row in some]
+        rows = [{"table": name} | row for name, rows in tables.items() for row in rows]
         print(json.dumps(report("engine_growth", command, machine, rows=rows), indent=2))
         return 0
-    for name, some in found.items():
-        Console().print(table(name, some))
+    for name, rows in tables.items():
+        Console().print(table(name, rows))
     return 0
 
 

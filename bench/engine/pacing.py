@@ -1,4 +1,4 @@
-"""What the token clock does to streams and prompts: `python -m bench.engine.pacing [--json]`. About four minutes.
+"""What TPOT targets do to streams and prompts: `python -m bench.engine.pacing [--json]`. About four minutes.
 
 One engine with real weights computes answers one after the other in each of `--streams` slots, and a long prompt each
 `--every` seconds besides. Turns with targets and without alternate (A B B A ...), with the same requests. Of each turn:
@@ -9,32 +9,35 @@ One engine with real weights computes answers one after the other in each of `--
 * prompts, answers: that ended.
 
 The medians over the turns of each kind are printed. Requests of the first two seconds are not counted.
-
-`--misjudged 0.67 1 1.5` runs turns with targets alone, the factors in turns, each on an engine of its own that takes
-all steps for so many times as long as they are; `tpot_attained` is then of all answers of a factor, which are added up.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
+import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
-from typing import Any, TypeVar
+from typing import Any
 
-from bench.engine.turns import GREEDY, TOKENS, engine_of, medians_of_turns, show
-from bench.machine import this_machine
+from rich.console import Console
+from rich.table import Table
+
+from bench.engine.processes.random_model import loaded_runner
+from bench.machine import report, this_machine
 from bench.option_values import positive_number, positive_whole
+from engine.core.engine import EngineRequest, StopParams
 from engine.core.engine_core import EngineCore
-from engine.core.step_stats import StepMeter
-from engine.core.types import EngineRequest, StopParams
-from engine.pacing.step_time_fit import PromptTimeFit, StepTimeFit
-from engine.pacing.token_clock import ServiceTargets
+from engine.core.model_runner import SamplingParams, warm_up
+from splitserve.config.engine import EngineConfig
 
-_Engine = TypeVar("_Engine")
+GREEDY = SamplingParams(temperature=0.0)
+TOKENS = range(1000, 30_000)
+KV_BYTES = {"cpu": 2**30, "cuda": 2**32}
 STREAM_PROMPT = 16
 UNCOUNTED_S = 2.0
 
@@ -68,7 +71,7 @@ class PacedRequest:
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of turn; see the module."""
+    """The figures of a turn, as the module describes them."""
 
     tpot_attained: float
     gap_p50_ms: float
@@ -110,14 +113,14 @@ class PacedTurn:
     def _ask(self, prompt: int, answer: int, due_s: float, *, long: bool) -> None:
         self._count += 1
         request_id = f"{self._turn}-{self._targets}-{self._count}"
-        targets = ServiceTargets(self._load.tpot_s, self._load.ttft_s, due_s + self._load.ttft_s)
         self._core.add_request(
             EngineRequest(
                 request_id,
                 tuple(self._chance.choices(TOKENS, k=prompt)),
                 GREEDY,
                 StopParams(max_tokens=answer, ignore_eos=True),
-                targets=targets if self._targets else None,
+                tpot_s=self._load.tpot_s if self._targets else None,
+                first_due_s=due_s + self._load.ttft_s if self._targets else float("inf"),
             )
         )
         self._open[request_id] = PacedRequest(due_s, long)
@@ -150,53 +153,30 @@ class PacedTurn:
         )
 
 
-def misjudging_meter(factor: float) -> StepMeter:
-    """A meter that takes each step for `factor` times as long as it was, decodes and prompts alike."""
-    meter = StepMeter()
-    meter.fit, meter.prompt_fit = _StepTimes(factor), _PromptTimes(factor)
-    return meter
+def engine_of(model: str, threads: int, device: str, *, random_weights: bool) -> EngineCore:
+    """A warm engine on this many cores, without a prefix cache. `random_weights`: see `loaded_runner`."""
+    config = EngineConfig(
+        dtype="bfloat16",
+        device=device,
+        threads=threads,
+        kv_memory_bytes=KV_BYTES["cpu" if device == "cpu" else "cuda"],
+        prefix_cache=False,
+    )
+    runner, tokenizer = loaded_runner(model, config, random_weights=random_weights)
+    warm_up(runner, None)
+    return EngineCore(runner, config, tokenizer)
 
 
-class _StepTimes(StepTimeFit):
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self._factor = factor
-
-    def record(self, sequences: int, context_tokens: int, duration_s: float) -> None:
-        super().record(sequences, context_tokens, duration_s * self._factor)
-
-
-class _PromptTimes(PromptTimeFit):
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self._factor = factor
-
-    def record(self, tokens: int, pairs: float, duration_s: float) -> None:
-        super().record(tokens, pairs, duration_s * self._factor)
-
-    def record_mixed(self, tokens: int, pairs: float, decode_s: float, duration_s: float) -> None:
-        """`decode_s` is of the fit above, so it is wrong by the factor already."""
-        super().record_mixed(tokens, pairs, decode_s, duration_s * self._factor)
-
-
-def misjudged_rows(
-    turns: int, engines: dict[float, _Engine], run: Callable[[_Engine, int], Row]
-) -> list[dict[str, Any]]:
-    """A row for each factor: its engine's turns, which alternate with the others' (A B C C B A ...)."""
-    found: dict[float, list[Row]] = {factor: [] for factor in engines}
+def medians_of_turns(core: EngineCore, load: Load, turns: int) -> list[dict[str, Any]]:
+    """Runs so many turns with targets and so many without, in the order A B B A; the medians of each kind."""
+    rows: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for turn in range(turns):
-        for factor in engines if turn % 2 == 0 else reversed(engines):
-            found[factor].append(run(engines[factor], turn))
-    return [{"factor": factor, **_pooled(rows)} for factor, rows in found.items()]
-
-
-def _pooled(rows: Sequence[Row]) -> dict[str, float]:
-    answers = sum(row.answers for row in rows)
-    medians = {name: median(asdict(row)[name] for row in rows) for name in asdict(rows[0])}
-    attained = sum(row.tpot_attained * row.answers for row in rows) / answers
-    prompts = sum(row.prompts for row in rows)
-    figures = {**medians, "tpot_attained": attained, "answers": answers, "prompts": prompts}
-    return {name: round(value, 3) for name, value in figures.items()}
+        for targets in (True, False) if turn % 2 == 0 else (False, True):
+            rows[targets].append(asdict(PacedTurn(core, load, targets, turn).run()))
+    return [
+        {"targets": kind, **{name: round(median(row[name] for row in own), 3) for name in own[0]}}
+        for kind, own in rows.items()
+    ]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -218,11 +198,8 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--seconds", type=positive_number, default=20.0, help="of a turn")
     parser.add_argument("--turns", type=positive_whole, default=5, help="of each kind")
-    parser.add_argument("--misjudged", type=positive_number, nargs="+", metavar="FACTOR", help="see above")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    if len(set(options.misjudged or ())) < len(options.misjudged or ()):
-        parser.error("--misjudged: each factor only once")
     load = Load(
         options.streams,
         options.answer,
@@ -233,27 +210,18 @@ def main(arguments: Sequence[str]) -> None:
         options.seconds,
     )
     machine = this_machine()
-
-    def engine(meter: StepMeter | None = None) -> EngineCore:
-        return engine_of(
-            options.model,
-            options.threads,
-            meter=meter,
-            device=options.device,
-            random_weights=options.random_weights,
-        )
-
-    if options.misjudged:
-        cores = {factor: engine(misjudging_meter(factor)) for factor in options.misjudged}
-        rows = misjudged_rows(
-            options.turns, cores, lambda core, turn: PacedTurn(core, load, True, turn).run()
-        )
-    else:
-        core = engine()
-        rows = medians_of_turns(
-            options.turns, lambda turn, targets: PacedTurn(core, load, targets, turn).run()
-        )
-    show("pacing", arguments, machine, rows, as_json=options.json, load=asdict(load))
+    core = engine_of(options.model, options.threads, options.device, random_weights=options.random_weights)
+    rows = medians_of_turns(core, load, options.turns)
+    if options.json:
+        command = shlex.join(["python", "-m", "bench.engine.pacing", *arguments])
+        print(json.dumps(report("pacing", command, machine, load=asdict(load), rows=rows)))
+        return
+    table = Table()
+    for name in rows[0]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    Console().print(table)
 
 
 if __name__ == "__main__":

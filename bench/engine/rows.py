@@ -25,7 +25,7 @@ class EngineCase:
 
     @property
     def question(self) -> dict[str, Any]:
-        """As `bench.engine.processes.questions` has it."""
+        """The case as a question of `bench.engine.processes.questions`, of so many steps."""
         return {"phase": self.phase, "batch": self.batch, "context": self.context, "steps": self.steps}
 
     @property
@@ -85,11 +85,11 @@ class EngineRow:
     ratio_to_transformers: float | None
 
 
-def medians(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Median per key; for non-numbers, such as a device name, the first value."""
-    first = found[0] if found else {}
+    first = runs[0] if runs else {}
     return {
-        key: value if isinstance(value, str) else median(each[key] for each in found)
+        key: value if isinstance(value, str) else median(run[key] for run in runs)
         for key, value in first.items()
     }
 

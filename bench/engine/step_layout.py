@@ -20,7 +20,7 @@ from bench.option_values import positive_whole
 from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.cuda.staging import Staging, StepSize
 from engine.backends.interface import flatten
-from engine.core.types import SamplingParams, ScheduledSequence
+from engine.core.model_runner import SamplingParams, ScheduledSequence
 from splitserve.generation.kv_blocks import blocks_for
 
 BLOCK = 16
@@ -76,7 +76,7 @@ def measure(sequences: int, context: int, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """See the module."""
+    """Prints a row for each of `CASES`: a line of text, or one JSON document with `--json`."""
     parser = argparse.ArgumentParser(description="host time to lay out a decode step")
     parser.add_argument("--steps", type=positive_whole, default=160, help="per case; blocks end every 16")
     parser.add_argument("--json", action="store_true", help="a JSON document instead of lines")

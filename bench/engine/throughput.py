@@ -38,7 +38,7 @@ from bench.engine.processes.engine_process import GIB, MOST_KV_GIB, engine_comma
 from bench.engine.rows import OWN, EngineCase, EngineRow, Work, make_row, medians
 from bench.machine import report, this_machine
 from bench.option_values import positive_whole
-from splitserve.cluster.placement import available_cores
+from launcher.cluster.placement import available_cores
 from splitserve.config.cluster import ClusterConfig
 from splitserve.errors import SplitserveError
 from splitserve.models.sources import resolve_model
@@ -207,8 +207,8 @@ def main() -> int:
         parser.exit(1, f"{parser.prog}: {error.message}\n")
     if options.json:
         command = shlex.join(["python", "-m", "bench.engine", *sys.argv[1:]])
-        found = report("engine", command, machine, limits=limits, rows=[asdict(row) for row in rows])
-        print(json.dumps(found, indent=2))
+        content = report("engine", command, machine, limits=limits, rows=[asdict(row) for row in rows])
+        print(json.dumps(content, indent=2))
     else:
         Console().print(table(rows))
     return 0

@@ -54,7 +54,7 @@ class LoadResult:
     @property
     def lateness_s(self) -> list[float]:
         """How much later than scheduled each request was sent."""
-        return [one.sent_s - one.at_s for one in self.requests]
+        return [request.sent_s - request.at_s for request in self.requests]
 
 
 class LoadGenerator:
@@ -76,7 +76,9 @@ class LoadGenerator:
         for number in range(0, len(self._job.warm_up), 2):
             pair = self._job.warm_up[number : number + 2]
             deadline_s = clock() + self._job.timeout_s
-            for ending, error in await asyncio.gather(*(self._answered(one, [], deadline_s) for one in pair)):
+            for ending, error in await asyncio.gather(
+                *(self._answered(planned, [], deadline_s) for planned in pair)
+            ):
                 if ending != "complete":
                     raise RuntimeError(f"a request of the warm-up {ending}: {error}")
         begin_s = clock() + LEAD_S
@@ -98,7 +100,7 @@ class LoadGenerator:
     async def _answered(
         self, request: PlannedRequest, chunks: list[Chunk], deadline_s: float
     ) -> tuple[Ending, str]:
-        """How one request ended; its chunks are added."""
+        """Sends a request and adds its chunks to the list; how the request ended, and the error."""
         job = self._job
         body = completion_body(job.at, request.prompt, request.output_tokens, job.targets_ms)
         try:
@@ -137,7 +139,7 @@ def job_from_json(text: str) -> LoadJob:
     fields: dict[str, Any] = json.loads(text)
     fields["at"] = ServedAt(**fields["at"])
     for name in ("warm_up", "requests"):
-        fields[name] = [PlannedRequest(**one) for one in fields[name]]
+        fields[name] = [PlannedRequest(**planned) for planned in fields[name]]
     fields["targets_ms"] = tuple(fields["targets_ms"])
     return LoadJob(**fields)
 
@@ -150,11 +152,11 @@ def result_from_json(text: str) -> LoadResult:
 
 def requests_from(listed: Sequence[dict[str, Any]]) -> tuple[SentRequest, ...]:
     """Requests from the objects that JSON holds."""
-    return tuple(SentRequest(**{**one, "event_s": tuple(one["event_s"])}) for one in listed)
+    return tuple(SentRequest(**{**request, "event_s": tuple(request["event_s"])}) for request in listed)
 
 
 def main() -> None:
-    """One job."""
+    """Runs the job that stdin holds, and prints its result."""
     job = job_from_json(sys.stdin.read())
     gc.disable()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -15,10 +15,9 @@ requests; no two runs of a system share prompts. Order of systems: forward for e
   the cores' speed, and how late the generator sent. A row is marked where that was too late (`late_generator`, * in the
   table) or where others used more than a tenth of the cores (`busy_machine`, !): it says less.
 
-Systems: default, unlent (the default without lent cores), split (that, and the pools kept apart), colocated,
-colocated-plain (without targets) are splitserve's (`systems.py`); vllm is one server on all cores, vllm-pair its
-NixlConnector pair. All are asked over HTTP, by the same client. A full verdict takes days; `--runs FILE` keeps runs,
-and a later call goes on with it.
+Systems (`systems.py`): default, split (the pools kept apart), colocated and colocated-plain (without targets) are
+splitserve's; vllm is one server on all cores, vllm-pair its NixlConnector pair. All are asked over HTTP, by the same
+client. A full verdict takes days; `--runs FILE` keeps runs, and a later call goes on with them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from typing import Any
 
 from rich.console import Console
 
-from autoscaler.simulation.outcome import Slo
+from autoscaler.simulation.scenario import Slo
 from bench.goodput.mixes import MIXES
 from bench.goodput.outcome import attained_share
 from bench.goodput.rows import cells_of, differences, goodput_of, row_of
@@ -73,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tell.print("stopped")
         return EXIT_STOPPED
     cells = cells_of(turns)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "rows": [row_of(cell, slo) for cell in cells],
         "differences": differences(cells, slo),
         "goodput": goodput_of(cells, slo),
@@ -81,10 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         command = shlex.join(["python", "-m", "bench.goodput", *(arguments or sys.argv[1:])])
         targets = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}
-        print(json.dumps(report("goodput", command, machine, targets=targets, **found), indent=2))
+        print(json.dumps(report("goodput", command, machine, targets=targets, **results), indent=2))
     else:
         shown = Console(width=max(WIDTH, Console().width))
-        for table in tables(found):
+        for table in tables(results):
             shown.print(table)
     return 0
 

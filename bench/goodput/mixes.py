@@ -93,7 +93,7 @@ def _arrivals(chance: random.Random, rate: float, cv: float, requests: int) -> I
 
 
 def _single(chance: random.Random, mix: LoadMix, at_s: float, vocabulary: int) -> PlannedRequest:
-    (drawn,) = chance.choices(mix.classes, [one.share for one in mix.classes])
+    (drawn,) = chance.choices(mix.classes, [prompt_class.share for prompt_class in mix.classes])
     prompt = random_prompt(chance, chance.randint(*drawn.prompt_tokens), vocabulary)
     return PlannedRequest(at_s, tuple(prompt), chance.randint(*drawn.output_tokens), drawn.name)
 
@@ -118,7 +118,11 @@ def _conversations(
     under_way: list[_Conversation] = []
     requests = []
     for at_s in times:
-        due = [one for one in under_way if one.turns < TURNS and at_s - one.last_s >= THINK_S]
+        due = [
+            conversation
+            for conversation in under_way
+            if conversation.turns < TURNS and at_s - conversation.last_s >= THINK_S
+        ]
         if due and chance.random() < FOLLOW_UP:
             talk, kind = chance.choice(due), "follow-up"
         else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from autoscaler.simulation.outcome import Slo
+from autoscaler.simulation.scenario import Slo
 from bench.goodput.mixes import LONG_TOKENS
 from bench.goodput.statistics import percentile
 
@@ -22,7 +22,7 @@ class SentRequest:
     kind: str
     prompt_tokens: int
     output_tokens: int
-    """Wanted; `tokens` are those that came by the server's own count."""
+    """Tokens that the request asks for; `tokens` came, by the server's own count."""
     at_s: float
     """When it was to be sent, from which TTFT counts."""
     sent_s: float
@@ -65,8 +65,8 @@ class SentRequest:
 
 
 def attained_share(requests: Sequence[SentRequest], slo: Slo) -> float | None:
-    """Share of all that were sent; None of none."""
-    return sum(one.attains(slo) for one in requests) / len(requests) if requests else None
+    """Share of the sent requests that meet both targets; None where none was sent."""
+    return sum(request.attains(slo) for request in requests) / len(requests) if requests else None
 
 
 def figures(requests: Sequence[SentRequest], slo: Slo) -> dict[str, Any]:
@@ -75,26 +75,28 @@ def figures(requests: Sequence[SentRequest], slo: Slo) -> dict[str, Any]:
     `token_weighted`: the attained share of tokens, of prompts and answers together. `tpot_attained`: of the complete
     ones. Lateness is that of misses that were complete.
     """
-    long = [one for one in requests if one.prompt_tokens >= LONG_TOKENS]
-    short = [one for one in requests if one.prompt_tokens < LONG_TOKENS]
-    kinds = sorted({one.kind for one in requests})
-    ttft_s = [one.ttft_s for one in requests if one.ttft_s is not None]
-    tpot_s = [one.tpot_s for one in requests if one.tpot_s is not None]
-    gaps_s = [one.max_gap_s for one in requests]
-    late_s = [late for one in requests if (late := one.lateness_s(slo)) is not None]
-    weights = [one.prompt_tokens + one.output_tokens for one in requests]
-    good = [weight for one, weight in zip(requests, weights, strict=True) if one.attains(slo)]
-    endings = Counter(one.ending for one in requests)
+    long = [request for request in requests if request.prompt_tokens >= LONG_TOKENS]
+    short = [request for request in requests if request.prompt_tokens < LONG_TOKENS]
+    kinds = sorted({request.kind for request in requests})
+    ttft_s = [request.ttft_s for request in requests if request.ttft_s is not None]
+    tpot_s = [request.tpot_s for request in requests if request.tpot_s is not None]
+    gaps_s = [request.max_gap_s for request in requests]
+    late_s = [late for request in requests if (late := request.lateness_s(slo)) is not None]
+    weights = [request.prompt_tokens + request.output_tokens for request in requests]
+    good = [weight for request, weight in zip(requests, weights, strict=True) if request.attains(slo)]
+    endings = Counter(request.ending for request in requests)
     return {
         "requests": len(requests),
         "attained_short": _rounded(attained_share(short, slo)),
         "attained_long": _rounded(attained_share(long, slo)),
         "by_class": {
-            kind: _rounded(attained_share([one for one in requests if one.kind == kind], slo))
+            kind: _rounded(attained_share([request for request in requests if request.kind == kind], slo))
             for kind in kinds
         },
         "token_weighted": _rounded(sum(good) / sum(weights)),
-        "tpot_attained": _rounded(sum(one <= slo.tpot_s for one in tpot_s) / len(tpot_s) if tpot_s else None),
+        "tpot_attained": _rounded(
+            sum(request_tpot_s <= slo.tpot_s for request_tpot_s in tpot_s) / len(tpot_s) if tpot_s else None
+        ),
         "ttft_p50_s": _rounded(percentile(ttft_s, 0.5)),
         "ttft_p95_s": _rounded(percentile(ttft_s, 0.95)),
         "tpot_p50_s": _rounded(percentile(tpot_s, 0.5)),

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from autoscaler.simulation.outcome import Slo
+from autoscaler.simulation.scenario import Slo
 from bench.goodput.outcome import attained_share, figures
 from bench.goodput.statistics import Estimate, difference, goodput, mean_over_seeds
 from bench.goodput.systems import FIXED_OWN
@@ -41,10 +41,12 @@ class Cell:
 
 def cells_of(turns: Sequence[FinishedTurn]) -> list[Cell]:
     """The runs by mix, rate and system, in order of first appearance."""
-    found: dict[tuple[str, float, str], dict[int, FinishedTurn]] = defaultdict(dict)
+    runs_by_system: dict[tuple[str, float, str], dict[int, FinishedTurn]] = defaultdict(dict)
     for turn in turns:
-        found[turn.key.mix, turn.key.rate, turn.key.system][turn.key.seed] = turn
-    return [Cell(*where, runs) for where, runs in sorted(found.items(), key=lambda item: item[0][:2])]
+        runs_by_system[turn.key.mix, turn.key.rate, turn.key.system][turn.key.seed] = turn
+    return [
+        Cell(*where, runs) for where, runs in sorted(runs_by_system.items(), key=lambda item: item[0][:2])
+    ]
 
 
 def row_of(cell: Cell, slo: Slo) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def differences(cells: Sequence[Cell], slo: Slo) -> list[dict[str, Any]]:
     loads: dict[tuple[str, float], dict[str, Cell]] = defaultdict(dict)
     for cell in cells:
         loads[cell.mix, cell.rate][cell.system] = cell
-    found = []
+    rows = []
     for (mix, rate), by_system in loads.items():
         if OWN not in by_system:
             continue
@@ -88,20 +90,20 @@ def differences(cells: Sequence[Cell], slo: Slo) -> list[dict[str, Any]]:
             against["best fixed"] = fixed
         for label, names in against.items():
             shares = [by_system[name].shares(slo) for name in (OWN, *names)]
-            seeds = sorted(set.intersection(*(set(one) for one in shares)))
+            seeds = sorted(set.intersection(*(set(by_seed) for by_seed in shares)))
             if not seeds:
                 continue
-            own, *others = [[one[seed] for seed in seeds] for one in shares]
+            own, *others = [[by_seed[seed] for seed in seeds] for by_seed in shares]
             estimate = difference(own, others)
-            found.append(
+            rows.append(
                 {"mix": mix, "rate": rate, "against": label, "seeds": len(seeds)}
                 | {"difference": round(estimate.value, 4), **_bounds(estimate)}
             )
-    return found
+    return rows
 
 
 def goodput_of(cells: Sequence[Cell], slo: Slo) -> dict[str, dict[str, dict[str, Any]]]:
-    """By mix and system: see GoodputRate."""
+    """The highest rate with 90% attained, by mix and system, as the fields of a GoodputRate."""
     points: dict[str, dict[str, dict[float, float]]] = defaultdict(lambda: defaultdict(dict))
     for cell in cells:
         points[cell.mix][cell.system][cell.rate] = fmean(cell.shares(slo).values())
@@ -112,8 +114,8 @@ def goodput_of(cells: Sequence[Cell], slo: Slo) -> dict[str, dict[str, dict[str,
 
 
 def _goodput_fields(attained: Mapping[float, float]) -> dict[str, Any]:
-    found = goodput(attained)
-    return asdict(found) | {"rate": round(found.rate, 3)}
+    estimate = goodput(attained)
+    return asdict(estimate) | {"rate": round(estimate.rate, 3)}
 
 
 def _bounds(estimate: Estimate) -> dict[str, float | None]:

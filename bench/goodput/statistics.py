@@ -69,7 +69,7 @@ def difference(own: Sequence[float], others: Sequence[Sequence[float]]) -> Estim
 
 
 def goodput(attained: Mapping[float, float], wanted: float = 0.9) -> GoodputRate:
-    """From the attained share by rate; see GoodputRate. Raises ValueError without any rate."""
+    """The highest rate that attains the wanted share. Raises ValueError where there is no rate."""
     if not attained:
         raise ValueError("no rate was tried")
     rates = sorted(attained)
@@ -83,6 +83,6 @@ def goodput(attained: Mapping[float, float], wanted: float = 0.9) -> GoodputRate
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least this share of them does not exceed; None of none."""
+    """The smallest value that at least this share of them does not exceed; None where there are none."""
     ordered = sorted(values)
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)] if ordered else None

@@ -12,13 +12,13 @@ from typing import Any
 
 import yaml
 
-from autoscaler.simulation.outcome import Slo
+from autoscaler.simulation.scenario import Slo
 from bench.asking import HIGHEST_TOKEN
 from bench.goodput.wire import ServedAt
 from bench.peers.vllm_server import Layout, running_colocated, running_pair
 from bench.server_process import HOST, ServerProcess
+from launcher.cluster.placement import available_cores
 from splitserve.addresses import claim_port
-from splitserve.cluster.placement import available_cores
 from splitserve.models.sources import resolve_model
 
 READY_S = 300.0
@@ -53,8 +53,7 @@ _COLOCATED = {
 }
 SYSTEMS: Mapping[str, OwnSystem | VllmSystem] = {
     "default": OwnSystem(_SPLIT),
-    "unlent": OwnSystem({**_SPLIT, "lend_cores": False}),
-    "split": OwnSystem({**_SPLIT, "lend_cores": False, "coordinator": {"hybrid": "off"}}),
+    "split": OwnSystem({**_SPLIT, "coordinator": {"local_prefill": "never"}}),
     "colocated": OwnSystem(_COLOCATED, all_cores=True),
     "colocated-plain": OwnSystem(_COLOCATED, targets=False, all_cores=True),
     "vllm": VllmSystem(pair=False),
@@ -62,7 +61,7 @@ SYSTEMS: Mapping[str, OwnSystem | VllmSystem] = {
 }
 OWN = tuple(name for name, system in SYSTEMS.items() if isinstance(system, OwnSystem))
 FIXED_OWN = ("split", "colocated", "colocated-plain")
-"""Those that never change how they work; the default is to be no worse than the best of them."""
+"""Systems of splitserve that never change how they work. The default must be no worse than the best of them."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class ServingOptions:
 
 @asynccontextmanager
 async def served(name: str, options: ServingOptions) -> AsyncIterator[ServedAt]:
-    """Starts a system; it is ready, and at the end all of its processes have ended. Raises RuntimeError."""
+    """Starts a system and yields when it is ready; all of its processes end with the block. Raises RuntimeError."""
     system = SYSTEMS[name]
     if isinstance(system, OwnSystem):
         async with _own(name, system, options) as at:
@@ -109,7 +108,7 @@ async def _own(name: str, system: OwnSystem, options: ServingOptions) -> AsyncIt
     settings = own_settings(system, options, len(available_cores()))
     file = options.log_dir / f"{name}.yaml"
     file.write_text(yaml.safe_dump(settings))
-    command = [sys.executable, "-m", "splitserve", "up", "--config", str(file)]
+    command = [sys.executable, "-m", "launcher", "up", "--config", str(file)]
     command += ["--grpc-port", str(grpc_port), "--http-port", str(http_port), "--drain", "0"]
     server = ServerProcess(command, options.log_dir / f"{name}.log")
     try:

@@ -10,7 +10,7 @@ WIDTH = 118
 """Least width: the first table needs it."""
 
 
-def tables(found: dict[str, Any]) -> list[Table]:
+def tables(results: dict[str, Any]) -> list[Table]:
     """Rows, differences (if there are any) and goodput."""
     rows = Table(title="attained, with its 95% interval over seeds")
     for column in ("mix", "rate", "system", "attained"):
@@ -26,7 +26,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
     ):
         rows.add_column(column, justify="right")
     rows.add_column("others", justify="right")
-    for row in found["rows"]:
+    for row in results["rows"]:
         rows.add_row(
             *(row["mix"], f"{row['rate']:g}", row["system"] + _marks(row)),
             f"{row['attained']:.3f}{_interval(row)}",
@@ -39,16 +39,16 @@ def tables(found: dict[str, Any]) -> list[Table]:
     against = Table(title="default less another, paired by seed", min_width=40)
     for column in ("mix", "rate", "less", "difference"):
         against.add_column(column)
-    for one in found["differences"]:
-        shown = f"{one['difference']:+.3f}{_interval(one)}"
-        against.add_row(one["mix"], f"{one['rate']:g}", one["against"], shown)
+    for row in results["differences"]:
+        shown = f"{row['difference']:+.3f}{_interval(row)}"
+        against.add_row(row["mix"], f"{row['rate']:g}", row["against"], shown)
     good = Table(title="goodput: requests a second with 90% attained", min_width=40)
     for column in ("mix", "system", "rate"):
         good.add_column(column)
     words = {"between": "", "at least": "at least ", "below": "below "}
-    for mix, by_system in found["goodput"].items():
-        for system, one in by_system.items():
-            good.add_row(mix, system, f"{words[one['bound']]}{one['rate']:.2f}")
+    for mix, by_system in results["goodput"].items():
+        for system, row in by_system.items():
+            good.add_row(mix, system, f"{words[row['bound']]}{row['rate']:.2f}")
     return [table for table in (rows, against, good) if table.row_count]
 
 

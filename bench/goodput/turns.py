@@ -26,7 +26,7 @@ from bench.machine import OtherLoad, StolenTime, core_speed_mb_per_s
 from splitserve.runtime.cancellation import end_tasks
 
 GRACE_S = 60.0
-"""For the generator to start and to report, beyond what its job can last."""
+"""Time for the generator to start and to report, beyond what its job can last."""
 MOST_STOLEN = 0.05
 """A turn in which the machine's host took more of the cores within ten seconds is run again: a step waits for its
 slowest thread, so that both systems nearly stand still for as long."""
@@ -86,24 +86,24 @@ async def finished_turns(
 ) -> AsyncIterator[FinishedTurn]:
     """Runs them in this order; those that the file `kept` holds are not run again, new ones are added to it. Of turns
     that were disturbed (`MOST_STOLEN`) and run again the least disturbed one counts."""
-    known = {one.key: one for one in kept_turns(kept)} if kept is not None else {}
+    known = {turn.key: turn for turn in kept_turns(kept)} if kept is not None else {}
     for key in keys:
-        found = known.get(key)
-        if found is None:
-            found = await run_turn(key, options, timeout_s)
+        turn = known.get(key)
+        if turn is None:
+            turn = await run_turn(key, options, timeout_s)
             for _ in range(MOST_AGAIN):
-                if found.stolen <= MOST_STOLEN:
+                if turn.stolen <= MOST_STOLEN:
                     break
                 again = await run_turn(key, options, timeout_s)
-                found = min(found, again, key=lambda turn: turn.stolen)
+                turn = min(turn, again, key=lambda run: run.stolen)
             if kept is not None:
                 with kept.open("a") as file:
-                    file.write(json.dumps(asdict(found)) + "\n")
-        yield found
+                    file.write(json.dumps(asdict(turn)) + "\n")
+        yield turn
 
 
 async def run_turn(key: TurnKey, options: ServingOptions, timeout_s: float) -> FinishedTurn:
-    """One run. Raises RuntimeError if the system does not start or the generator fails."""
+    """Runs a turn. Raises RuntimeError if the system does not start or the generator fails."""
     plan = planned(key.mix, key.rate, key.requests, key.seed, options.vocabulary)
     before = core_speed_mb_per_s()
     load = OtherLoad()

@@ -1,1 +1,1 @@
-"""The handoff: its phases, its lanes, narrower KV, checksums. Read `phases.py` first."""
+"""The handoff: its phases, the raw write beside it, and checksums. Read `phases.py` first."""

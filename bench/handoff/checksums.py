@@ -21,7 +21,7 @@ import xxhash
 
 from bench.machine import report, this_machine
 from kv_transfer.handoff.checksums import ONE_IN, digests_of, fold_digests, verified_positions
-from splitserve.cluster.placement import available_cores
+from launcher.cluster.placement import available_cores
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 30 * 2 * 3 * BLOCK_TOKENS * 64 * 2

@@ -46,14 +46,14 @@ from bench.handoff.raw_write import RawLane, raw_lane
 from bench.handoff.rows import Handoff, HandoffRow, Samples, make_row
 from bench.machine import OtherLoad, report, this_machine
 from bench.option_values import positive_number, positive_whole
-from engine.worker.build import SIMULATED
+from launcher.cluster.child_process import Event
+from launcher.cluster.placement import available_cores
 from splitserve.client import AsyncClient
-from splitserve.cluster.child_process import Event
-from splitserve.cluster.placement import available_cores
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import DeadlineExceededError
+from worker.build import SIMULATED
 
 LENGTHS = (16, 64, 128, 256, 512, 1000, 2000, 4000, 8000)
 MAX_TOKENS = 12
@@ -140,7 +140,7 @@ class HandoffBench:
         return samples
 
     async def _turn(self, length: int, number: int) -> Samples:
-        """Split, colocated and raw once; colocated first in every second turn."""
+        """Measures split, colocated and the raw write once; colocated comes first in every second turn."""
         samples = Samples(length)
         for kind in ("split", "colocated") if number % 2 else ("colocated", "split"):
             self._place(*(self._pids if kind == "split" else reversed(self._pids)))
@@ -158,8 +158,8 @@ class HandoffBench:
             await self._turn(WARM_UP_TOKENS, number)
 
     def _place(self, computing: int, other: int) -> None:
-        """On cpu the worker that computes the prompt on the first core, the other one on the second, if there is
-        one."""
+        """Puts the worker that computes the prompt on the first core and the other worker on the second one, where the
+        device is cpu and there are two cores."""
         if not self._on_cpu:
             return
         first, *more = available_cores()
@@ -176,7 +176,6 @@ async def run(
     repeats: int,
     max_other_load: float,
     tell: Console,
-    wire_dtype: Literal["same", "fp8_e4m3"] = "same",
     replicas_per_gpu: int = 1,
 ) -> list[HandoffRow]:
     """Measures all lengths that fit the model's context."""
@@ -184,13 +183,12 @@ async def run(
     kind: Literal["simulated", "torch"] = "simulated" if model == SIMULATED else "torch"
     config = ClusterConfig(
         model=model,
-        wire_dtype=wire_dtype,
         replicas_per_gpu=replicas_per_gpu,
         engine=EngineConfig(kind=kind),
     )
     devices = lane_devices(config)
     coordinators = {
-        "split": CoordinatorConfig(hybrid="off"),
+        "split": CoordinatorConfig(local_prefill="never"),
         "colocated": CoordinatorConfig(local_prefill="always"),
     }
     rows: list[HandoffRow] = []

@@ -50,7 +50,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class HandoffRow:
-    """The figures of one prompt length; see `bench.handoff` for what each one is."""
+    """The figures of one prompt length, as the docstring of `bench.handoff.phases` describes them."""
 
     prompt_tokens: int
     repeats: int

@@ -28,6 +28,7 @@ from statistics import median
 import grpc.aio
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import override
 
 from bench.coordinator.cases import ANSWER_TOKENS, STREAMS
 from bench.coordinator.processes import (
@@ -41,7 +42,7 @@ from bench.coordinator.processes import (
 )
 from bench.machine import report, this_machine
 from bench.option_values import positive_number, positive_whole
-from splitserve.cluster.placement import available_cores
+from launcher.cluster.placement import available_cores
 from splitserve.config.coordinator import CoordinatorConfig, RecordsConfig
 from splitserve.config.tracing import RequestTracingConfig
 
@@ -60,8 +61,8 @@ class DiscardedSpans(grpc.GenericRpcHandler):
     def __init__(self) -> None:
         self.exports = 0
 
+    @override
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
-        """See gRPC."""
         return grpc.unary_unary_rpc_method_handler(self._export) if details.method == EXPORT else None
 
     async def _export(self, spans: bytes, context: object) -> bytes:
@@ -115,7 +116,7 @@ async def _window(front: Process, cores: Cores, seconds: float, *, scraped: bool
     """CPU microseconds of this coordinator per token."""
     scraper = asyncio.ensure_future(_scrape_on(front)) if scraped else None
     try:
-        found = await generate_load(
+        load = await generate_load(
             cores.rest,
             entrypoint="sse",
             target=front.http,
@@ -129,7 +130,7 @@ async def _window(front: Process, cores: Cores, seconds: float, *, scraped: bool
         if scraper is not None:
             scraper.cancel()
             await asyncio.gather(scraper, return_exceptions=True)
-    return float(found["cpu_us_per_token_all"])
+    return float(load["cpu_us_per_token_all"])
 
 
 async def measure(
@@ -137,7 +138,7 @@ async def measure(
 ) -> list[dict[str, float]]:
     """For each turn the CPU microseconds per token by variant. Raises RuntimeError if no spans were exported."""
     cores = split_cores(available_cores())
-    found: list[dict[str, float]] = []
+    turn_costs: list[dict[str, float]] = []
     async with AsyncExitStack() as stack:
         spans, endpoint = await stack.enter_async_context(span_receiver())
         fronts = {
@@ -156,11 +157,11 @@ async def measure(
                 name: await _window(fronts[name], cores, seconds, scraped=name not in UNWATCHED)
                 for name in order
             }
-            found.append({name: round(spent[name], 2) for name in names})
-            tell.print(f"turn {turn + 1} of {turns}: {found[-1]}")
+            turn_costs.append({name: round(spent[name], 2) for name in names})
+            tell.print(f"turn {turn + 1} of {turns}: {turn_costs[-1]}")
     if not spans.exports:
         raise RuntimeError("no spans were exported")
-    return found
+    return turn_costs
 
 
 def ratios(rows: list[dict[str, float]]) -> Mapping[str, float]:

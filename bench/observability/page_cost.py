@@ -25,8 +25,8 @@ import psutil
 from bench.coordinator.processes import answers, coordinator, scripted_workers, split_cores
 from bench.machine import report, this_machine
 from bench.option_values import positive_number, positive_whole
+from launcher.cluster.placement import available_cores
 from splitserve.client import AsyncClient
-from splitserve.cluster.placement import available_cores
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.errors import UnavailableError
 
@@ -55,7 +55,7 @@ async def paced_load(target: str, per_s: float) -> AsyncIterator[list[int]]:
     """Sends requests at this pace while the context is open; yields how many have been answered, as one number."""
     answered = [0]
 
-    async def one(client: AsyncClient, number: int) -> None:
+    async def answered_once(client: AsyncClient, number: int) -> None:
         await client.generate([number % 250, 7, 8, 9], max_tokens=MAX_TOKENS)
         answered[0] += 1
 
@@ -65,7 +65,7 @@ async def paced_load(target: str, per_s: float) -> AsyncIterator[list[int]]:
             for number in range(10**9):
                 due_s += 1 / per_s
                 await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-                group.create_task(one(client, number))
+                group.create_task(answered_once(client, number))
 
     sending = asyncio.create_task(send())
     try:
@@ -142,11 +142,11 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _chromium() -> str:
-    found = shutil.which("chromium")
-    if found is None:
+    path = shutil.which("chromium")
+    if path is None:
         message = "there is no Chromium here (Debian: apt-get install chromium)"
         raise UnavailableError(message, reason="NO_CHROMIUM")
-    return found
+    return path
 
 
 def main() -> None:
@@ -161,12 +161,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=positive_number, default=10.0, help="length of a window")
     args = parser.parse_args()
     machine = this_machine()
-    found = asyncio.run(measure(args))
+    figures = asyncio.run(measure(args))
     if args.json:
         command = shlex.join(["python", "-m", "bench.observability.page_cost", *sys.argv[1:]])
-        print(json.dumps(report("page_cost", command, machine, **found)))
+        print(json.dumps(report("page_cost", command, machine, **figures)))
         return
-    for name, value in found.items():
+    for name, value in figures.items():
         if name != "details":
             print(f"{name:16} {value:.4g}")
 

@@ -46,8 +46,8 @@ from bench.machine import OtherLoad, report, this_machine
 from bench.option_values import positive_number, positive_whole, whole_number
 from bench.peers.vllm_client import VllmPair
 from bench.peers.vllm_server import Layout, RunningPair, running_pair
+from launcher.cluster.placement import available_cores
 from splitserve.client import AsyncClient
-from splitserve.cluster.placement import available_cores
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.config.engine import EngineConfig
@@ -187,7 +187,7 @@ async def compare(arguments: argparse.Namespace, tell: Console) -> dict[str, Any
     config = ClusterConfig(
         model=arguments.model, engine=EngineConfig(kind=arguments.engine, dtype="bfloat16")
     )
-    fronts_wanted = {FRONT: CoordinatorConfig(hybrid="off")}
+    fronts_wanted = {FRONT: CoordinatorConfig(local_prefill="never")}
     with tempfile.TemporaryDirectory(prefix="vllm-logs-") as logs:
         layout = Layout(
             environment=arguments.environment.resolve(),

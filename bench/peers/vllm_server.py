@@ -86,7 +86,7 @@ class RunningPair:
             process.suspend()
 
     def resume(self) -> None:
-        """Resumes them (SIGCONT)."""
+        """Resumes all processes (SIGCONT)."""
         for process in self.family():
             process.resume()
 

@@ -8,9 +8,9 @@ from functools import partial
 
 from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
-from autoscaler.simulation.cluster_settings import ClusterSettings
+from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS, Trace, TraceRequest
-from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import POOLS
 from coordinator.routing.router import Router
 
@@ -36,18 +36,18 @@ def replay(trace: Trace, engine: EngineModel, router: Router, pairs: int, cache_
         nonlocal ended
         ended += 1
 
-    settings = ClusterSettings(engine, cold_start_s=0.0, cache_tokens=cache_tokens)
-    cluster = Cluster(settings, events, lambda _request, _now_s: None, on_end, router)
+    scenario = Scenario(trace, engine, cold_start_s=0.0, cache_tokens=cache_tokens, local_prefill="never")
+    cluster = Cluster(scenario, events, lambda _request, _now_s: None, on_end, router)
     for name in POOLS:
         cluster.order(name, pairs, 0.0, 0.0)
-    requests = [SimulatedRequest(request) for request in trace.requests]
+    requests = [SimulatedRequest.of(request) for request in trace.requests]
     for request in requests:
         events.at(request.arrival_s, partial(cluster.arrive, request))
     now_s = 0.0
     while ended < len(requests):
         now_s, event = events.pop()
         event(now_s)
-    busy_s = sum(replica.busy_s for replica in cluster.prefill)
+    busy_s = sum(replica.busy_s for replica in cluster.pool("prefill"))
     return RoutedRun(requests, busy_s / (pairs * now_s))
 
 

@@ -30,11 +30,12 @@ from bench.machine import report, this_machine
 from bench.option_values import positive_whole, whole_number
 from coordinator.routing.prefix_router import PrefixRouter
 from coordinator.routing.router import RoutingRequest
-from coordinator.workers.catalog import Model
-from coordinator.workers.load_ledger import LoadLedger
-from coordinator.workers.prefix_index.index import PrefixIndex
-from coordinator.workers.snapshot import ChangeLog, PoolName, PoolSnapshot, Worker
+from coordinator.workers.load import WorkerLoads
+from coordinator.workers.prefix_index import PrefixIndex
+from coordinator.workers.snapshot import ChangeLog, Model, PoolSnapshot, Worker
 from splitserve.generation.kv_blocks import NAME_BYTES
+from splitserve.latency_model import DecodeLatency, LatencyModel, PrefillLatency
+from splitserve.roles import PoolName
 from splitserve.runtime.process import relax_collector
 from splitserve.v1 import registry_pb2
 
@@ -48,7 +49,7 @@ DECISIONS_A_SECOND = 1000
 WARM_UP = 200
 WORKERS = (10, 100, 1000)
 BLOCKS = (10_000, 1_000_000)
-MODEL = Model("m", "m", 100_000, 50_000, (BLOCK_TOKENS,))
+MODEL = Model("m", "m", 100_000, 50_000, BLOCK_TOKENS)
 KEY_BITS = 60
 CHUNK = 2**12
 
@@ -80,14 +81,14 @@ class RoutingPools:
         self.workers += [
             self._worker(count + n, "prefill", connected_agents=connected, lanes=lanes) for n in range(count)
         ]
-        self.loads = LoadLedger.of(self.workers)
+        self.loads = WorkerLoads.of(self.workers)
         self._snapshot: PoolSnapshot | None = None
 
     def _worker(self, number: int, pool: PoolName, agent_id: str = "", **changed: object) -> Worker:
         made = Worker(
             worker_id=f"{pool}-{number:04}",
             epoch=1,
-            pool=pool,
+            role=pool,
             address="h:1",
             model=MODEL,
             agent_id=agent_id or f"agent-p{number}",
@@ -109,8 +110,10 @@ class RoutingPools:
             referenced_blocks=6_000,
             running_requests=chance.randrange(40),
             waiting_tokens=chance.randrange(8_000),
-            prefill_tokens_per_second=chance.uniform(15_000, 20_000),
-            decode_step_ms=chance.uniform(10, 14),
+            latency=LatencyModel(
+                PrefillLatency(0.0, 1 / chance.uniform(15_000, 20_000)),
+                DecodeLatency(chance.uniform(0.010, 0.014)),
+            ).to_proto(),
         )
 
     def reported(self, at: int, slot: int) -> None:
@@ -126,7 +129,7 @@ class RoutingPools:
         count(worker.key, tokens)
 
     def snapshot(self) -> PoolSnapshot:
-        """As `Registry.snapshot`."""
+        """A snapshot of the pools, as `Registry.snapshot` gives it."""
         if self._snapshot is None:
             changes = ChangeLog(self._changes, len(self._changes))
             self._snapshot = PoolSnapshot(tuple(self.workers), changes)

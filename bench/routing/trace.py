@@ -1,8 +1,8 @@
 """The three routers on a trace: `python -m bench.routing.trace --trace mooncake_conversation.jsonl`.
 
 The coordinator's own routers and index place the trace's requests on simulated engines of 4 prefill and 4 decode
-workers, each prefill worker with its own prefix cache (LRU). Reports come as in
-production. Printed for each router and size of the caches:
+workers, each prefill worker with its own prefix cache (LRU). Reports come as in production. Printed for each router
+and size of the caches:
 
 * hits: prompt tokens not computed; of bound: the same over what one endless cache would have saved that had each
   prompt as soon as it arrived;
@@ -18,20 +18,23 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import override
 
+from autoscaler.simulation.engine_model import PRESETS, EngineModel, preset
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS, Trace, load_trace
-from autoscaler.sizing.engine_model import PRESETS, EngineModel, preset
 from bench.machine import report, this_machine
 from bench.option_values import positive_whole, whole_number
 from bench.routing.cluster import bound_tokens, replay
-from coordinator.routing.baseline_routers import LeastWaitRouter, RoundRobinRouter
 from coordinator.routing.prefix_router import PrefixRouter
-from coordinator.routing.router import Router
+from coordinator.routing.router import Pair, RoundRobinRouter, Router, RoutingRequest
+from coordinator.workers.load import WorkerLoads
+from coordinator.workers.prefix_index import NO_HITS
+from coordinator.workers.snapshot import PoolSnapshot
 
 PAIRS = 4
 OF_BOUND = 0.95
@@ -45,18 +48,28 @@ class RoutingTraceRow:
 
     router: str
     cache_tokens: int
-    """Of each prefill worker."""
+    """Size of the prefix cache of a prefill worker."""
     hit_share: float
     of_bound: float
     mean_ttft_s: float
     p50_ttft_s: float
     p99_ttft_s: float
     utilization: float
-    """Of the prefill workers."""
+    """Busy share of the prefill workers."""
+
+
+class LeastWaitRouter(PrefixRouter):
+    """The least predicted time where nothing is known of prefix caches."""
+
+    @override
+    def choose_pair(
+        self, snapshot: PoolSnapshot, loads: WorkerLoads, request: RoutingRequest, now: float
+    ) -> Pair | None:
+        return super().choose_pair(snapshot, loads, replace(request, hits=NO_HITS), now)
 
 
 def routers() -> dict[str, Router]:
-    """New ones of all policies."""
+    """A new router of each rule, by name."""
     return {"prefix": PrefixRouter(), "least-wait": LeastWaitRouter(), "round-robin": RoundRobinRouter()}
 
 

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from coordinator.admission.entry import (
+from coordinator.admission.model_admission import ModelAdmission
+from coordinator.admission.queue import (
     CLASSES,
     NOT_HELD,
     REFUSAL_REASONS,
@@ -16,9 +17,8 @@ from coordinator.admission.entry import (
     Refusal,
     RefusalReason,
 )
-from coordinator.admission.model_admission import ModelAdmission
-from coordinator.request.caller import NO_TARGETS, PriorityClass
-from coordinator.request.observer import RequestEvents, RequestObserver
+from coordinator.request.inference_request import PriorityClass
+from coordinator.request.observer import RequestEvents
 from coordinator.request.state import RequestState, Waits
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker
@@ -27,8 +27,6 @@ from splitserve.errors import ResourceExhaustedError
 from splitserve.histograms import DurationCounts
 from splitserve.logs import log_event
 
-_NEW_SHARE = 0.1
-"""Weight of a request in the share of those with a target."""
 Waiting = asyncio.Future[None]
 Publish = Callable[[str, Held], None]
 """Takes a model and what is held of it, after each change."""
@@ -48,13 +46,12 @@ class AdmissionCounts:
 
 
 class CapacityAdmission:
-    """An AdmissionPlugin: requests wait for capacity on the workers; see docs/admission.md. Lives on one event loop."""
+    """Requests wait for capacity on the workers; see docs/guides/routing.md. Lives on
+    one event loop."""
 
     def __init__(self, config: CoordinatorConfig, registry: Registry, publish: Publish) -> None:
         self._settings = config.admission
-        self._local_prefill, self._hybrid = config.local_prefill, config.hybrid == "on"
-        self._targeted = 0.0
-        """Share of the latest requests that have a target for their first token."""
+        self._local_prefill = config.local_prefill
         self._registry, self._publish_held = registry, publish
         self._models: dict[str, ModelAdmission] = {}
         self._waiting: dict[Entry, Waiting] = {}
@@ -66,18 +63,20 @@ class CapacityAdmission:
         registry.subscribe(self._on_registry_change)
 
     async def admit(self, events: RequestEvents) -> None:
-        """See AdmissionPlugin."""
+        """Returns once the request is admitted, at once where admission is off. Raises ResourceExhaustedError with a
+        retry hint if it is refused."""
+        if self._settings.mode == "off":
+            return
         # One queue for a model and its adapters: they share the workers.
         state = events.state
-        model, entry = state.request.model.base_name, _entry(state, time.monotonic())
-        self._targeted += (float(entry.due_s < float("inf")) - self._targeted) * _NEW_SHARE
+        model = state.request.model.base_name
+        entry = state.flight = _entry(state, time.monotonic())
         try:
             await self.wait(model, entry)
         except BaseException:
             state.awaits_workers = self._models[model].awaits_workers
             raise
         state.from_zero = entry.from_zero
-        events.observe(_Admitted(self, model, entry))
         if entry.started and (entry.from_zero or entry.marks != NOT_HELD):
             waits = Waits(*entry.marks)
             events.waited(waits, entry.predicted_ttft_s)
@@ -91,9 +90,8 @@ class CapacityAdmission:
         """The admission of a model that workers have registered."""
         admission = self._models.get(model)
         if admission is None:
-            admission = self._models[model] = ModelAdmission(self._settings, self._registry.loads)
-            admission.bounds_prefill = self._local_prefill != "always"
-            admission.hybrid = self._hybrid
+            admission = ModelAdmission(self._settings, self._registry.loads, self._local_prefill)
+            self._models[model] = admission
             self._counts[model] = AdmissionCounts()
             self._set_workers(model, admission)
         return admission
@@ -103,7 +101,6 @@ class CapacityAdmission:
         admission = self.of(model)
         if model in self._releasing:
             self._release_now(model)  # what is free goes to who waits, and makes room in the queue
-        self._set_help(admission, entry.arrived_s)
         arrival = admission.arrive(entry, entry.arrived_s)
         if arrival.started:
             self._counts[model].waited[entry.priority_class].add(0.0)
@@ -120,35 +117,32 @@ class CapacityAdmission:
             self._counts[model].waited[entry.priority_class].add(time.monotonic() - entry.arrived_s)
         except BaseException:
             # Cancelled or refused while waiting, possibly in the same turn of the loop as being admitted.
-            self.ended(model, entry)
+            self._end(model, entry)
             raise
         finally:
             self._waiting.pop(entry, None)
 
-    def sent(self, model: str, entry: Entry, tokens: int) -> None:
-        """See RequestObserver."""
-        admission = self._models[model]
-        if admission.sent(entry, tokens, time.monotonic()) and admission.queue.requests:
+    def output_sent(self, state: RequestState, tokens: int, first: bool) -> None:
+        """Output tokens of an admitted request were sent, the `first` ones among them; the account of work has them."""
+        if isinstance(state.flight, Entry):
+            self._models[state.request.model.base_name].sent(state.flight, tokens)
+        if first:
+            self.freed(state)
+
+    def freed(self, state: RequestState) -> None:
+        """By the account of work a request holds less of its workers' capacity than before."""
+        model = state.request.model.base_name
+        admission = self._models.get(model)
+        if admission is not None and admission.queue.requests:
             self._release_soon(model)
 
-    def decoded(self, model: str, entry: Entry) -> None:
-        """See RequestObserver."""
-        admission = self._models[model]
-        admission.decoded(entry)
-        if admission.queue.requests:
-            self._release_soon(model)
-
-    def ended(self, model: str, entry: Entry) -> None:
-        """See RequestObserver. What the request held is free for the next one."""
-        admission = self._models[model]
-        holds = entry.decode is not None or not (entry.started and entry.computed)
-        had = admission.queue.requests
-        admission.ended(entry)
-        if had and holds:
-            self._release_soon(model)
+    def ended(self, state: RequestState) -> None:
+        """A request is over, whether it was admitted or not. What it held is free for the next one."""
+        if isinstance(state.flight, Entry):
+            self._end(state.request.model.base_name, state.flight)
 
     def _on_registry_change(self, worker: Worker | None) -> None:
-        """See Registry.subscribe: a load report of `worker`, or another set of workers."""
+        """Releases what fits after a load report of `worker`; None: the set of workers has changed."""
         if worker is None:
             for model, admission in self._models.items():
                 self._set_workers(model, admission)
@@ -163,11 +157,13 @@ class CapacityAdmission:
         registry = self._registry
         admission.set_workers(registry.snapshot(), model, model in registry.plan.on_demand)
 
-    def _set_help(self, admission: ModelAdmission, now: float) -> None:
-        """Decode workers add to prefill capacity as far as they may compute prompts."""
-        lent = self._local_prefill == "auto" or self._registry.plan.lends(now)
-        share = 1.0 if lent else self._targeted if self._hybrid else 0.0
-        admission.prefill.set_help(admission.pinned_decodes, share, lent)
+    def _end(self, model: str, entry: Entry) -> None:
+        admission = self._models[model]
+        queued = admission.queue.requests
+        self._registry.loads.ended(entry)
+        admission.ended(entry)
+        if queued:  # before: the last one that waited leaves an empty queue, which must be published too
+            self._release_soon(model)
 
     def _release_soon(self, model: str) -> None:
         """Once for all that frees capacity in one turn of the loop: a worker's message may end many requests."""
@@ -180,7 +176,6 @@ class CapacityAdmission:
         self._release(model, self._models[model], time.monotonic())
 
     def _release(self, model: str, admission: ModelAdmission, now: float) -> None:
-        self._set_help(admission, now)
         release = admission.release(now)
         for entry in release.started:
             future = self._waiting.get(entry)
@@ -201,8 +196,7 @@ class CapacityAdmission:
         queue, counts = admission.queue, self._counts[model]
         counts.queued, counts.queued_prompt_tokens = queue.lengths(), queue.prompt_tokens
         self._publish_held(model, Held(queue.requests, queue.uncached_tokens, admission.held_by))
-        now = time.monotonic()
-        release_s = admission.next_release_s(now)
+        release_s = admission.next_release_s()
         due_s, timer = self._timers.get(model, (float("inf"), None))
         if release_s == due_s:
             return
@@ -210,7 +204,7 @@ class CapacityAdmission:
             timer.cancel()
             del self._timers[model]
         if release_s < float("inf"):
-            delay_s = max(0.001, release_s - now)
+            delay_s = max(0.001, release_s - time.monotonic())
             timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer, model)
             self._timers[model] = release_s, timer
 
@@ -219,56 +213,26 @@ class CapacityAdmission:
         self._release_now(model)
 
 
-class _Admitted(RequestObserver):
-    """Reports the events of one admitted request to CapacityAdmission."""
-
-    __slots__ = ("_admission", "_entry", "_model")
-
-    def __init__(self, admission: CapacityAdmission, model: str, entry: Entry) -> None:
-        self._admission, self._model, self._entry = admission, model, entry
-
-    def routed(self, state: RequestState) -> None:
-        """See RequestObserver."""
-        prefill, decode = state.attempt.prefill.key, state.attempt.decode
-        admission = self._admission.of(self._model)
-        admission.routed(self._entry, prefill, decode.key if decode else None, time.monotonic())
-
-    def sent(self, state: RequestState, output_tokens: int) -> None:
-        """See RequestObserver."""
-        self._admission.sent(self._model, self._entry, output_tokens)
-
-    def decoded(self, state: RequestState) -> None:
-        """See RequestObserver."""
-        self._admission.decoded(self._model, self._entry)
-
-    def ended(self, state: RequestState, error: BaseException | None) -> None:
-        """See RequestObserver."""
-        self._admission.ended(self._model, self._entry)
-
-
 def _entry(state: RequestState, now: float) -> Entry:
     """Admission's view of a request."""
-    request, caller, resumed = state.request, state.request.caller, len(state.request.resumed)
-    targets = request.targets or NO_TARGETS
+    request, caller, flight = state.request, state.request.caller, state.flight
     return Entry(
         request_id=request.request_id,
         tenant=caller.tenant,
         weight=caller.weight,
         priority_class=caller.priority_class,
         priority=request.priority,
-        prompt_tokens=len(request.prompt) + resumed,
-        uncached_tokens=state.estimate.uncached_tokens + resumed,
-        read_s=state.estimate.read_s,
-        held_tokens=state.estimate.held_tokens,
-        expected_output=max(1.0, state.estimate.output_tokens - resumed),
-        max_output=request.max_tokens - resumed,
+        prompt_tokens=flight.prompt_tokens,
+        uncached_tokens=flight.uncached_tokens,
+        expected_output=flight.expected_output,
+        max_output=flight.max_output,
+        tpot_slo_s=flight.tpot_slo_s,
+        due_s=flight.due_s,
         needs_decode=state.needs_decode,
         arrived_s=now,
         deadline_s=request.deadline_s,
-        tpot_slo_s=targets.tpot_s,
-        due_s=request.received_s + targets.ttft_s if targets.ttft_s is not None else float("inf"),
         ttft_slo_s=request.slo_ttft_s,
-        resumed=resumed > 0,
+        resumed=len(request.resumed) > 0,
     )
 
 

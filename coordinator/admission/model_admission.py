@@ -1,129 +1,215 @@
-"""Admission to one model: the queue, the workers' capacity, and the decision about each request. Pure.
+"""Admission to one model: the queue, the workers' capacity, forecasts, and the decision about each request. Pure.
 
-Methods take the time as an argument and return what is to be done; `coordinator.admission.controller` does it.
+Methods take the time as an argument and return what is to be done; `coordinator.admission.controller` does it. A
+forecast of queueing time and TTFT says what is refused, and with which retry hint.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
+import zlib
+from dataclasses import dataclass
 from itertools import islice
 
-from coordinator.admission.decode_capacity import DecodeCapacity
-from coordinator.admission.entry import (
+from coordinator.admission.capacity import DecodeCapacity, NoCapacity, PrefillCapacity
+from coordinator.admission.queue import (
     GONE,
     OUTPUT_TOKEN_COST,
     STARTED,
+    AdmissionQueue,
+    Ahead,
     Arrival,
     Cause,
     Entry,
     Refusal,
+    RefusalReason,
     Release,
 )
-from coordinator.admission.forecast import (
-    Bias,
-    Forecast,
-    forecast,
-    queue_full,
-    queue_limit_s,
-    refusal_of,
-    retry_after_s,
-)
-from coordinator.admission.offer_round import OfferRound
-from coordinator.admission.prefill_capacity import PacedTraffic, PrefillCapacity, PrefillPace
-from coordinator.admission.queue import AdmissionQueue
-from coordinator.admission.too_long import TooLong
-from coordinator.workers.load import DecodeLoad, PrefillLoad
-from coordinator.workers.load_ledger import LoadLedger
-from coordinator.workers.snapshot import PoolSnapshot, WorkerKey
-from splitserve.config.coordinator import AdmissionConfig
+from coordinator.routing.local_prefill import facts_of, local_prefill_tokens
+from coordinator.workers.load import DecodeLoad, PrefillLoad, WorkerLoads
+from coordinator.workers.snapshot import PoolSnapshot
+from splitserve.config.coordinator import AdmissionConfig, LocalPrefill
 from splitserve.queues import Offer, offer_in_order
 
+LEAST_RETRY_S = 0.1
+MOST_RETRY_S = 60.0
+_JITTER = 0.25
+"""Relative spread of retry hints."""
+_CAUTION = 0.85
+"""Share of an allowed wait that a forecast may fill, because forecasts are right only on average."""
+_LEAST_SLO_SHARE = 0.25
+"""A prompt whose computation takes nearly all of the TTFT target, or more, may still wait for this share of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A forecast for one request, in seconds."""
+
+    wait_s: float | None
+    """Until a worker starts the prompt. None while no rate has been measured: requests are never refused on a guess."""
+    queue_s: float
+    """The part of `wait_s` spent in the coordinator's queue, not on the worker."""
+    compute_s: float
+    """Time to compute the prompt once started."""
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time until the first token."""
+        return None if self.wait_s is None else self.wait_s + self.compute_s
+
+
+def forecast(entry: Entry, ahead: Ahead, prefill: PrefillCapacity, decode: DecodeCapacity) -> Forecast:
+    """The forecast for an entry with `ahead` queued before it: the longer of the waits for prefill and for decode.
+
+    Each wait is the work ahead over the pool's throughput. Prefill: uncached tokens over tokens per second. Decode: as
+    many sequences must end as are ahead, less those that fit now; running sequences end when their remaining output is
+    done, and beyond those, by Little's law, a worker with n sequences completes n / (output tokens x step time) per
+    second.
+    """
+    rate = prefill.rate
+    if rate is None:
+        return Forecast(None, 0.0, 0.0)
+    compute_s = entry.uncached_tokens * len(prefill.workers) / rate
+    wait_s = prefill.backlog_s + ahead.uncached_tokens / rate
+    queue_s = max(0.0, wait_s - prefill.horizon_s)
+    if entry.needs_decode:
+        decode_s = _decode_wait_s(entry, ahead, decode)
+        wait_s, queue_s = max(wait_s, decode_s), max(queue_s, decode_s)
+    return Forecast(wait_s, queue_s, compute_s)
+
+
+def _decode_wait_s(entry: Entry, ahead: Ahead, decode: DecodeCapacity) -> float:
+    waiting = ahead.requests + 1
+    output = max(1.0, (ahead.output_tokens + entry.expected_output) / waiting)
+    free = ended_per_s = 0.0
+    ends_s: list[float] = []
+    for load in decode.workers.values():
+        context = load.context_tokens / len(load.flights) if load.flights else entry.prompt_tokens
+        free += max(0.0, decode.batch_limit(load, entry, context, output) - load.requests)
+        if step_s := load.latency.decode_step_s(max(1, load.requests), load.context_tokens):
+            ended_per_s += load.requests / (output * step_s)
+            ends_s += [other.remaining_output * step_s for other in load.flights]
+    # Sequences that must end before this request fits: first those running, by their remaining output.
+    missing = math.ceil(waiting - free)
+    if missing <= 0 or ended_per_s <= 0:
+        return 0.0
+    ends_s.sort()
+    if missing <= len(ends_s):
+        return ends_s[missing - 1]
+    return (ends_s[-1] if ends_s else 0.0) + (missing - len(ends_s)) / ended_per_s
+
+
+def retry_after_s(request_id: str, wait_s: float | None, limit_s: float) -> float:
+    """Retry hint in seconds: until the forecast wait has fallen to the limit; about 1 s without a forecast.
+
+    Bounded, and spread by a hash of the request id, so that requests refused together do not retry together.
+    """
+    hint_s = 1.0 if wait_s is None else wait_s - limit_s
+    spread = zlib.crc32(request_id.encode()) / 2**32
+    hint_s *= 1 + _JITTER * (2 * spread - 1)
+    return round(min(max(hint_s, LEAST_RETRY_S * (1 + spread)), MOST_RETRY_S), 3)
+
+
+def _slo_wait_s(entry: Entry, compute_s: float) -> float:
+    """Seconds that a request may wait until its prompt starts, where being late is a reason to refuse it."""
+    slo_s = entry.ttft_slo_s
+    if slo_s is None or entry.resumed:
+        return float("inf")
+    return max(slo_s - compute_s, _LEAST_SLO_SHARE * slo_s)
+
+
+def queue_limit_s(settings: AdmissionConfig, entry: Entry, compute_s: float) -> float:
+    """Seconds that a request may stay queued; on its worker it may wait for another `prefill_horizon_s`."""
+    slo_s = _slo_wait_s(entry, compute_s)
+    return min(settings.max_queue_s, max(slo_s - settings.prefill_horizon_s, slo_s / 2))
+
+
+def refusal_of(settings: AdmissionConfig, entry: Entry, predicted: Forecast, now: float) -> Refusal | None:
+    """Why a request is refused when it comes, by what is forecast for it; None: it may wait."""
+    if predicted.wait_s is None or entry.resumed:  # a forecast ends no answer that has begun
+        return None
+    left_s = entry.deadline_s - now
+    slo_s = _CAUTION * min(settings.max_queue_s, _slo_wait_s(entry, predicted.compute_s))
+    queue_s = _CAUTION * queue_limit_s(settings, entry, predicted.compute_s)
+    if predicted.wait_s + predicted.compute_s > left_s:
+        return _too_late(
+            entry,
+            "WOULD_MISS_DEADLINE",
+            "begin",
+            predicted.wait_s,
+            max(0.0, left_s - predicted.compute_s),
+        )
+    if predicted.wait_s > slo_s:
+        return _too_late(entry, "WOULD_MISS_SLO", "begin", predicted.wait_s, slo_s)
+    if predicted.queue_s > queue_s:
+        return _too_late(entry, "WOULD_MISS_SLO", "leave the queue", predicted.queue_s, queue_s)
+    return None
+
+
+def queue_full(queue: AdmissionQueue, entry: Entry, predicted: Forecast) -> Refusal:
+    """The refusal of a request for which the queue has no place."""
+    message = f"{queue.requests} requests with {queue.prompt_tokens} prompt tokens are waiting"
+    # Half of the wait: a client that returns to a queue with only one place free is soon refused again.
+    wait_s = None if predicted.wait_s is None else predicted.wait_s / 2
+    return Refusal(entry, "QUEUE_FULL", message, retry_after_s(entry.request_id, wait_s, 0.0))
+
+
+def _too_late(entry: Entry, reason: RefusalReason, what: str, wait_s: float, limit_s: float) -> Refusal:
+    message = f"a prompt would {what} in {wait_s:.3g} s; at most {limit_s:.3g} s are allowed"
+    return Refusal(entry, reason, message, retry_after_s(entry.request_id, wait_s, limit_s))
+
+
+MAX_OFFERS = 256
+"""Requests that are looked at per start, long prompts that wait for their turn among them."""
 MAX_LOOKS = 8
-"""Requests tried per release."""
+"""Requests that are found too large for the free KV, at most, before a look at the queue ends."""
 MAX_BYPASSES = 16
-"""How many smaller requests may bypass one that does not fit the free KV; after that it blocks the queue."""
-_MAX_OFFERS = 256
-_MAX_PASSED_OVER = 1024
-"""Requests drawn from the queue per look, tried or passed over: what other tenants have held back hides nobody."""
-_OVERDUE = 2.0
-"""A forecast is learned from after this multiple of it, even if there is no first token yet."""
+"""How many smaller requests may bypass one that is too large for the free KV; after that it blocks the queue."""
 
 
 class ModelAdmission:
-    """All requests of one model between arrival and end. Counts them in the ledger as in flight on their workers."""
+    """All requests of one model between arrival and end. Reads the account of work, and reserves there what it starts.
 
-    def __init__(self, settings: AdmissionConfig, loads: LoadLedger) -> None:
-        self._settings, self._loads = settings, loads
+    The request's flow reports to the account what becomes of a request, and then to `sent` and `ended`.
+    """
+
+    def __init__(
+        self, settings: AdmissionConfig, loads: WorkerLoads, local_prefill: LocalPrefill = "never"
+    ) -> None:
+        """`local_prefill`: the coordinator's setting."""
+        self._settings, self.loads, self._local_prefill = settings, loads, local_prefill
         self.queue = AdmissionQueue(settings.max_queued_requests, settings.max_queued_prompt_tokens)
         self.prefill = PrefillCapacity(settings.prefill_horizon_s)
-        self.decode = DecodeCapacity(settings.tpot_slo_s, settings.decode_headroom)
+        self.decode = DecodeCapacity(settings.tpot_slo_s)
         self.held_by: Cause = "prefill"
         """What the queue waits for, while it is not empty."""
         self.awaits_workers = False
         """Whether a pool has no worker, and some are started on demand: what comes waits for them."""
-        self._others_may_fit = self._gives_way = False
-        self._round = OfferRound(self.prefill, 0.0)
-        self.hybrid = False
-        """Whether the pair policy decides who computes prompts and who decodes."""
-        self.pinned_decodes = 0
-        """Decode workers that are not in the prefill capacity already, as those that lean both ways are."""
-        self.bounds_prefill = True
-        """False while decode workers compute all prompts."""
-        # Others overtake late ones: forecasts of the two kinds are wrong by different factors.
-        self._biases = {False: Bias(), True: Bias()}
-        self._unlearned: list[tuple[float, int, Entry]] = []
-        self._too_long = TooLong()
+        self._smaller_may_fit = False
+        """Whether a shorter prompt might have started in place of the last one that did not."""
         self._numbers = 0
-        self._traffic = PacedTraffic()
         self._held_s: dict[Cause, float] = {"prefill": 0.0, "decode": 0.0, "workers": 0.0}
         self._held_since_s = 0.0
         self._deadlines: list[tuple[float, int, Entry]] = []
 
     def set_workers(self, snapshot: PoolSnapshot, model: str, on_demand: bool = False) -> None:
-        """Replaces the set of workers, which are started `on_demand` or not. The ledger has the load of each."""
-        loads = self._loads
+        """Replaces the set of workers, which are started `on_demand` or not. The account has the load of each."""
+        loads = self.loads
         self.awaits_workers = on_demand and snapshot.lacks_workers(model)
-        self.prefill.set_workers(loads.prefill[worker.key] for worker in snapshot.serving(model, "prefill"))
-        self.decode.set_workers(
-            (loads.decode[worker.key] for worker in snapshot.serving(model, "decode")),
-            (loads.decode[w.key] for w in snapshot.stand_ins(model, "decode")) if self.hybrid else (),
-        )
-        self.pinned_decodes = len(self.decode.workers.keys() - self.prefill.workers.keys())
+        self.prefill.set_workers(loads.prefill[worker.key] for worker in snapshot.accepting(model, "prefill"))
+        self.decode.set_workers(loads.decode[worker.key] for worker in snapshot.accepting(model, "decode"))
 
     def arrive(self, entry: Entry, now: float) -> Arrival:
         """Starts a new request if the queue is empty and there is capacity; otherwise queues or refuses it."""
         self._numbers += 1
         entry.number = self._numbers
-        self.decode.on_arrival(entry.priority_class, now)
-        least_s = None
-        if entry.ttft_slo_s is not None and not self.awaits_workers:  # nobody knows yet what those compute
-            workers = self.prefill.workers.values(), self.decode.workers.values()
-            least_s = self._too_long.least_s(entry, *workers)
-        if least_s is None:
-            return self._begin(entry, now)
-        if (hopeless := self._too_long.refusal(entry, least_s, now)) is not None:
-            entry.number = GONE
-            return Arrival(refused=hopeless)
-        arrival = self._begin(entry, now)
-        if arrival.refused is None:
-            self._too_long.let_in(entry, now)
-        return arrival
-
-    def _begin(self, entry: Entry, now: float) -> Arrival:
         if not self.queue.requests:
             if self._try_start(entry, now, queued=False):
-                self._biases[False].relax()
                 return STARTED
-            self._held_since_s, self._round = now, OfferRound(self.prefill, now)
-            self._held(entry)
-        elif self._starts_past_late(entry, now):
-            return STARTED
-        ahead = self.queue.ahead_of(entry, self._pace(now))
-        entry.late = ahead.late
-        bias = self._biases[entry.late]
-        predicted = forecast(entry, ahead, self.prefill, self.decode, bias.value, now)
+            self._held_since_s = now
+        predicted = forecast(entry, self.queue.ahead_of(entry), self.prefill, self.decode)
         if (refusal := refusal_of(self._settings, entry, predicted, now)) is not None:
-            bias.relax()
             entry.number = GONE
             return Arrival(refused=refusal)
         evicted = self.queue.make_room(entry)
@@ -132,7 +218,6 @@ class ModelAdmission:
             return Arrival(refused=queue_full(self.queue, entry, predicted))
         self.queue.add(entry)
         self._begin_wait(entry, predicted, now)
-        self._round.waits(entry)
         for other in evicted:
             other.number = GONE
         return Arrival(evicted=tuple(queue_full(self.queue, other, predicted) for other in evicted))
@@ -140,128 +225,84 @@ class ModelAdmission:
     def release(self, now: float) -> Release:
         """Takes out of the queue all requests that can start, and those that have waited too long."""
         refused = self._expired(now)
-        self._learn_overdue(now)
         started: list[Entry] = []
         while self.queue.requests and (entry := self._next(now)) is not None:
             started.append(entry)
         return Release(tuple(started), tuple(refused))
 
-    def next_release_s(self, now: float) -> float:
+    def next_release_s(self) -> float:
         """When `release` may have something to do without any event; infinity: never."""
         if not self.queue.requests:
             self._deadlines.clear()
             return float("inf")
         while not self._deadlines[0][2].waits:
             heapq.heappop(self._deadlines)
-        held_s = min(self._round.late_from_s, self._round.patient_until_s)
-        return min(self._deadlines[0][0], self.prefill.next_change_s(now), held_s)
+        return self._deadlines[0][0]
 
-    def routed(self, entry: Entry, prefill: WorkerKey, decode: WorkerKey | None, now: float) -> None:
-        """An attempt was routed to these workers. A further attempt computes the prompt again."""
-        if (entry.on_host or entry.prefill == prefill) and entry.decode == decode and not entry.computed:
-            return
-        self._remove_flight(entry)
-        self._traffic.began(entry)
-        entry.on_host &= self._loads.in_host_pair(decode) and not entry.computed
-        entry.computed, entry.prefill, entry.decode = False, None if entry.on_host else prefill, decode
-        if not entry.on_host and (prefill_load := self._loads.prefill.get(prefill)) is not None:
-            self.prefill.add_flight(prefill_load, entry, now)
-        if decode is not None and (decode_load := self._loads.decode.get(decode)) is not None:
-            decode_load.add_flight(entry)
-
-    def sent(self, entry: Entry, tokens: int, now: float) -> bool:
-        """Output tokens were sent. True if they are the first, which frees capacity on the prefill worker."""
-        first = not entry.computed
-        if first:
-            self._leave_prefill(entry)
-            self._learn_overdue(now)
-            if not entry.learned:
-                self._biases[entry.late].learn(entry.predicted_ttft_s, now - entry.arrived_s)
-            entry.predicted_ttft_s = 0.0
-            entry.computed = True
-        entry.sent += tokens
-        if entry.decode is not None and (decode_load := self._loads.decode.get(entry.decode)) is not None:
-            decode_load.grow_flight(entry, tokens, first)
+    def sent(self, entry: Entry, tokens: int) -> None:
+        """Output tokens were sent."""
         self.queue.charge(entry, OUTPUT_TOKEN_COST * tokens)
-        return first
-
-    def decoded(self, entry: Entry) -> None:
-        """The decode worker holds nothing for the entry any more."""
-        if entry.decode is not None and (decode_load := self._loads.decode.get(entry.decode)) is not None:
-            decode_load.remove_flight(entry)
-        entry.decode = None
-        self._traffic.ended(entry)
 
     def ended(self, entry: Entry) -> None:
-        """The request is over, whether it was queued or running."""
-        self._traffic.ended(entry)
-        if entry.started:
-            self._remove_flight(entry)
-        elif entry.number != GONE:
+        """The request is over, whether it was queued or running. Idempotent."""
+        if entry.waits:
             self.queue.remove(entry)
         entry.number = GONE
 
     def _next(self, now: float) -> Entry | None:
         """Starts the next entry that can start, within the bounds on bypasses and looks."""
-        round_ = self._round = OfferRound(self.prefill, now)
 
         def attempt(entry: Entry) -> Offer:
-            return Offer.TAKEN if self._try_start(entry, now) else self._held(entry)
+            if self._try_start(entry, now):
+                return Offer.TAKEN
+            if not self._smaller_may_fit:
+                return Offer.STOP
+            # A long prompt gets its turn when the long one before it is computed: who passes it does not delay it.
+            return Offer.SKIP if self.held_by == "prefill" else Offer.MISFIT
 
-        drawn = islice(self.queue.offers(self._pace(now)), _MAX_PASSED_OVER)
-        offers = islice((entry for entry in drawn if not round_.passes_over(entry)), _MAX_OFFERS)
+        offers = islice(self.queue.offers(), MAX_OFFERS)
         taken = offer_in_order(offers, attempt, max_bypasses=MAX_BYPASSES, max_looks=MAX_LOOKS)
         return next(taken, None)  # one at a time: serving a request changes the order
 
-    def _pace(self, now: float) -> PrefillPace | None:
-        return self.prefill.pace(now, self.decode.place_s if self.held_by == "decode" else 0.0)
-
-    def _held(self, entry: Entry) -> Offer:
-        return self._round.hold(entry, self.held_by == "prefill", self._others_may_fit, self._gives_way)
-
-    def _starts_past_late(self, entry: Entry, now: float) -> bool:
-        """Starts a newcomer though others wait, if these are all late, for want of a place that it does not need."""
-        late = now >= self.prefill.late_rates().everywhere_s(entry)
-        if not self._round.only_late or late or self._round.gives_way(entry):
-            return False
-        self._mark(entry, now)
-        self.queue.add(entry)
-        if self._try_start(entry, now):
-            return True
-        self.queue.remove(entry)
-        self._round.only_late = False
-        return False
-
     def _try_start(self, entry: Entry, now: float, queued: bool = True) -> bool:
-        """Starts an entry if there is capacity; otherwise sets `held_by` and `_others_may_fit`."""
-        self._others_may_fit = self._gives_way = False
-        decodes, paced = self.decode.workers.keys(), self.hybrid and self.bounds_prefill
-        entry.on_host = paced and self._traffic.on_host(entry, self.prefill, decodes)
+        """Starts an entry if there is capacity; otherwise sets `held_by` and `_smaller_may_fit`."""
+        self._smaller_may_fit = False
         if not self.prefill.workers or (entry.needs_decode and not self.decode.workers):
             if self.awaits_workers:
                 self._hold("workers", now)
                 return False
             self._start(entry, None, None, now, queued)  # the request flow reports the missing workers
             return True
-        prefill_load = None if entry.on_host else self.prefill.fit(entry, now)
-        if prefill_load is None and self.bounds_prefill and not entry.on_host:
-            self._hold("prefill", now)
-            self._others_may_fit = self.prefill.held_by_long or self.prefill.held_by_late
-            return False
-        decode_load: DecodeLoad | None = None
-        if entry.needs_decode:
-            prefill_s = 0.0
-            if prefill_load is not None:
-                begin_s = max(prefill_load.backlog_s(now), entry.read_s)
-                prefill_s = begin_s + entry.uncached_tokens / prefill_load.rate
-            found = self.decode.fit(entry, prefill_s, now, is_paced=entry.on_host)
-            if not isinstance(found, DecodeLoad):
-                self._hold("decode", now)
-                self._others_may_fit, self._gives_way = found.smaller_may_fit, found.held_by_late
+        is_local = self._local_prefill == "always" and entry.needs_decode
+        prefill = None if is_local else self.prefill.fit(entry)
+        if isinstance(prefill, NoCapacity):
+            decode = self._local_worker(entry)
+            if decode is None:
+                self._hold("prefill", now)
+                self._smaller_may_fit = prefill.smaller_may_fit
                 return False
-            decode_load = found
-        self._start(entry, prefill_load, decode_load, now, queued)
+            self._start(entry, None, decode, now, queued)
+            return True
+        prefill_s = prefill.backlog_s + entry.uncached_tokens / prefill.rate if prefill is not None else 0.0
+        fitting = self.decode.fit(entry, prefill_s) if entry.needs_decode else None
+        if isinstance(fitting, NoCapacity):
+            self._hold("decode", now)
+            self._smaller_may_fit = fitting.smaller_may_fit
+            return False
+        self._start(entry, prefill, fitting, now, queued)
         return True
+
+    def _local_worker(self, entry: Entry) -> DecodeLoad | None:
+        """The decode worker that is expected to compute the entry's prompt itself while no prefill worker has room."""
+        prefill = self.prefill.least_busy
+        if self._local_prefill != "auto" or not entry.needs_decode or prefill is None:
+            return None
+        decode = self.decode.fit(entry, 0.0)
+        if isinstance(decode, NoCapacity):
+            return None
+        cached = entry.prompt_tokens - math.ceil(entry.uncached_tokens)
+        facts = facts_of(prefill, decode, entry.prompt_tokens, cached, cached, entry.tpot_slo_s)
+        return decode if local_prefill_tokens(facts) else None
 
     def _start(
         self,
@@ -271,7 +312,7 @@ class ModelAdmission:
         now: float,
         queued: bool,
     ) -> None:
-        """Takes an entry out of the queue if it is `queued`, charges its prompt, counts it on its workers."""
+        """Takes an entry out of the queue if it is `queued`, charges its prompt, reserves its workers' capacity."""
         if queued:
             self._hold(self.held_by, now)
             entry.marks = (
@@ -282,53 +323,27 @@ class ModelAdmission:
         else:
             self.queue.pass_by(entry)
         entry.started = True
-        self._traffic.began(entry)
-        if prefill is not None:
-            entry.prefill = prefill.key
-            self.prefill.add_flight(prefill, entry, now)
-        if decode is not None:
-            entry.decode = decode.key
-            decode.add_flight(entry)
+        self.loads.reserve(
+            entry,
+            prefill.key if prefill is not None else None,
+            decode.key if decode is not None else None,
+            local_tokens=entry.uncached_tokens if prefill is None else 0,
+        )
 
     def _hold(self, cause: Cause, now: float) -> None:
         """Adds the time since the last call to the current cause; from now on the queue waits for `cause`."""
         self._held_s[self.held_by] += max(0.0, now - self._held_since_s) if self.queue.requests else 0.0
         self._held_since_s, self.held_by = now, cause
 
-    def _mark(self, entry: Entry, now: float) -> None:
-        """Begins to measure what an entry waits for; `_start` ends it."""
+    def _begin_wait(self, entry: Entry, predicted: Forecast, now: float) -> None:
+        """Sets what a newly queued entry's waits are measured from, and when it is refused. `_start` ends that."""
         self._hold(self.held_by, now)
         entry.marks = self._held_s["prefill"], self._held_s["decode"]
-
-    def _remove_flight(self, entry: Entry) -> None:
-        self._leave_prefill(entry)
-        self.decoded(entry)
-
-    def _leave_prefill(self, entry: Entry) -> None:
-        if entry.prefill is not None and (prefill_load := self._loads.prefill.get(entry.prefill)) is not None:
-            prefill_load.remove_flight(entry)
-
-    def _begin_wait(self, entry: Entry, predicted: Forecast, now: float) -> None:
-        """Sets what a newly queued entry's end of waiting is measured against."""
-        self._traffic.began(entry)
-        self._mark(entry, now)
         entry.from_zero = self.awaits_workers
-        if entry.from_zero:  # its own deadline bounds it, and a cold start is no wait to learn from
-            heapq.heappush(self._deadlines, (entry.start_by_s, entry.number, entry))
-            return
-        entry.predicted_ttft_s = (predicted.ttft_s or 0.0) / self._biases[entry.late].value
-        if predicted.ttft_s:
-            heapq.heappush(self._unlearned, (now + _OVERDUE * predicted.ttft_s, entry.number, entry))
-        entry.start_by_s = now + queue_limit_s(self._settings, entry, predicted.compute_s)
+        if not entry.from_zero:  # otherwise its own deadline alone bounds it
+            entry.predicted_ttft_s = predicted.ttft_s or 0.0
+            entry.start_by_s = now + queue_limit_s(self._settings, entry, predicted.compute_s)
         heapq.heappush(self._deadlines, (entry.start_by_s, entry.number, entry))
-
-    def _learn_overdue(self, now: float) -> None:
-        """Learns from those that wait much longer than was forecast: what comes first is what was in time."""
-        while self._unlearned and self._unlearned[0][0] <= now:
-            entry = heapq.heappop(self._unlearned)[2]
-            if not (entry.computed or entry.learned or entry.number == GONE):
-                self._biases[entry.late].learn_at_least(entry.predicted_ttft_s, now - entry.arrived_s)
-                entry.learned = True
 
     def _expired(self, now: float) -> list[Refusal]:
         refused = []
@@ -341,9 +356,6 @@ class ModelAdmission:
                 heapq.heappush(self._deadlines, (entry.start_by_s, entry.number, entry))
                 continue
             self.ended(entry)
-            # Learning from admitted requests alone would be too optimistic.
-            self._biases[entry.late].learn_at_least(entry.predicted_ttft_s, now - entry.arrived_s)
-            entry.learned = True
             message = f"no worker could begin with the prompt within {now - entry.arrived_s:.3g} s"
             hint_s = retry_after_s(entry.request_id, now - entry.arrived_s, 0.0)
             refused.append(Refusal(entry, "WAITED_TOO_LONG", message, hint_s))

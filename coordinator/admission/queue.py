@@ -1,4 +1,7 @@
-"""The bounded queue of one model: priority classes by weighted share, tenants within a class by fair share. Pure.
+"""The requests of one model that wait: admission's view of a request, and the bounded queue. Pure.
+
+The next request is that of the class whose turn it is, by weighted share, there of the tenant whose turn it is, by fair
+share, and of that tenant's requests the first by priority, then by deadline where there is one, else by arrival.
 
 While all classes are backlogged, they get service in the ratio 16 : 4 : 1 (interactive, standard, batch), so none
 starves. A class that asks for less than its share hardly waits.
@@ -9,15 +12,140 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
-from coordinator.admission.entry import CLASSES, PROMPT_TOKEN_COST, RANK, Entry
-from coordinator.admission.prefill_capacity import PrefillPace
-from coordinator.admission.prompt_order import PromptOrder
-from coordinator.request.caller import PriorityClass
+from coordinator.request.inference_request import PriorityClass
+from coordinator.workers.load import Flight
+
+CLASSES: tuple[PriorityClass, ...] = ("interactive", "standard", "batch")
+"""The most urgent first."""
+RANK: Mapping[PriorityClass, int] = MappingProxyType({name: rank for rank, name in enumerate(CLASSES)})
+
+PROMPT_TOKEN_COST = 1.0
+OUTPUT_TOKEN_COST = 2.0
+"""Service is measured in prompt tokens; an output token counts as two (Sheng et al., "Fairness in Serving Large
+Language Models", OSDI 2024)."""
+GONE = -1
+"""`Entry.number` of an entry that is neither queued nor running."""
+NOT_HELD = (0.0, 0.0)
+"""`Entry.marks` of a request that did not wait."""
+
+
+Cause = Literal["prefill", "decode", "workers"]
+"""What requests wait for: a pool's capacity, or the first workers of a pool that has none."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Entry(Flight):
+    """One request from arrival to end. Times are on the monotonic clock."""
+
+    request_id: str
+    tenant: str
+    weight: float
+    """Weight of the tenant."""
+    priority_class: PriorityClass
+    priority: int
+    """Order among the requests of one tenant and class; higher first."""
+    needs_decode: bool
+    arrived_s: float
+    deadline_s: float
+    """When the request times out."""
+    ttft_slo_s: float | None = None
+    """Where it is predicted to take longer to its first token, it is refused. None: it is served late."""
+    resumed: bool = False
+    """Continues a stream that broke at another coordinator: its client already has a part of the answer."""
+    number: int = 0
+    """Arrival number; below 0 once the request is over."""
+    bypassed: int = 0
+    """How many later requests bypassed this one because it did not fit."""
+    predicted_ttft_s: float = 0.0
+    """Forecast at arrival; 0: none."""
+    start_by_s: float = float("inf")
+    """When it is refused if still queued."""
+    started: bool = False
+    """Whether it was admitted."""
+    from_zero: bool = False
+    """Whether it came while a pool had no worker, and waits for the first ones."""
+    marks: tuple[float, float] = NOT_HELD
+    """While queued: total seconds that the queue had waited for prefill and for decode at arrival. Once admitted:
+    seconds that this request waited for each."""
+
+    @property
+    def order(self) -> tuple[bool, int, float, int]:
+        """Sort key among the requests of its tenant and class: streams that go on, then by priority, then by the
+        deadline of the first token where there is one, else by arrival."""
+        by_s = self.due_s if self.due_s < float("inf") else self.arrived_s
+        return not self.resumed, -self.priority, by_s, self.number
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is still to be admitted."""
+        return not self.started and self.number != GONE
+
+    def outranks(self, other: Entry) -> bool:
+        """Whether it is served before another request of its tenant and class that arrived earlier."""
+        return self.order[:-1] < other.order[:-1]
+
+    @property
+    def cost(self) -> float:
+        """Expected service, in prompt tokens."""
+        return PROMPT_TOKEN_COST * self.prompt_tokens + OUTPUT_TOKEN_COST * self.expected_output
+
+
+RefusalReason = Literal["QUEUE_FULL", "WOULD_MISS_DEADLINE", "WOULD_MISS_SLO", "WAITED_TOO_LONG"]
+REFUSAL_REASONS: tuple[RefusalReason, ...] = (
+    "QUEUE_FULL",
+    "WOULD_MISS_DEADLINE",
+    "WOULD_MISS_SLO",
+    "WAITED_TOO_LONG",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request that is not admitted, with the client's message and retry hint."""
+
+    entry: Entry
+    reason: RefusalReason
+    message: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """The decision about a new request: it is queued unless it has started or is refused."""
+
+    started: bool = False
+    refused: Refusal | None = None
+    evicted: tuple[Refusal, ...] = ()
+    """Queued requests that were removed to make room for it."""
+
+
+STARTED = Arrival(started=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The requests that leave the queue."""
+
+    started: tuple[Entry, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Requests in the queue of one model, as statistics show them."""
+
+    requests: int = 0
+    uncached_tokens: float = 0.0
+    cause: Cause = "prefill"
+    """What they wait for."""
+
+
+NOTHING_HELD = Held()
+
 
 CLASS_WEIGHTS: Mapping[PriorityClass, float] = MappingProxyType(
     {"interactive": 16.0, "standard": 4.0, "batch": 1.0}
@@ -104,27 +232,15 @@ class Ahead:
     requests: float = 0.0
     uncached_tokens: float = 0.0
     output_tokens: float = 0.0
-    late: bool = False
-    """Whether triage finds the request late; others that come later may go before it."""
 
 
 @dataclass(eq=False, slots=True)
 class _TenantQueue:
-    """One tenant's requests of one class, in order of service where none has a target for its first token."""
+    """One tenant's requests of one class, in order of service."""
 
     counter: FairShareCounter
     entries: list[Entry] = field(default_factory=list)
     cost: float = 0.0
-    timed: int = 0
-    """How many have such a target."""
-    order: PromptOrder | None = None
-    """Of those that wait, since the first one with a target."""
-
-    def by_triage(self) -> PromptOrder:
-        """The order where some have targets."""
-        if self.order is None:
-            self.order = PromptOrder()
-        return self.order
 
 
 @dataclass(eq=False, slots=True)
@@ -187,8 +303,6 @@ class AdmissionQueue:
         class_queue = self._classes[entry.priority_class]
         queue = self._queue_of(class_queue, entry)
         insort(queue.entries, entry, key=_ORDER)
-        if queue.order is not None:
-            queue.order.added(entry)
         self._shares.join(entry.priority_class, class_queue.counter)
         class_queue.tenants.join(entry.tenant, queue.counter)
         self._count(entry, class_queue, queue, 1)
@@ -207,9 +321,6 @@ class AdmissionQueue:
     def serve(self, entry: Entry) -> None:
         """A queued entry is admitted: removes it and charges its prompt."""
         self.remove(entry)
-        order = self._classes[entry.priority_class].queues[entry.tenant].order
-        if order is not None:
-            order.started(entry)
         self.charge(entry, PROMPT_TOKEN_COST * entry.prompt_tokens)
 
     def charge(self, entry: Entry, cost: float) -> None:
@@ -218,23 +329,15 @@ class AdmissionQueue:
         class_queue.counter.charge(cost)
         class_queue.queues[entry.tenant].counter.charge(cost)
 
-    def offers(self, pace: PrefillPace | None = None) -> Iterator[Entry]:
-        """The entries in order of service, the first LOOK_AHEAD of each tenant. Do not modify the queue meanwhile.
-
-        `pace`: what prompts take; None: they are not ordered by it.
-        """
+    def offers(self) -> Iterator[Entry]:
+        """The entries in order of service, the first LOOK_AHEAD of each tenant. Do not modify the queue meanwhile."""
         for name in sorted(self._shares.waiting, key=self._class_key):
             class_queue = self._classes[name]
             queues = [class_queue.queues[tenant] for tenant in class_queue.tenants.waiting]
-            queues.sort(key=_tenant_key)
-            for queue in queues:
-                if pace is None or not queue.timed:
-                    yield from queue.entries[:LOOK_AHEAD]
-                else:
-                    share = self._share(class_queue, queue.counter.weight)
-                    yield from islice(queue.by_triage().of(queue.entries, pace.share(share)), LOOK_AHEAD)
+            for queue in sorted(queues, key=_tenant_key):
+                yield from queue.entries[:LOOK_AHEAD]
 
-    def ahead_of(self, newcomer: Entry, pace: PrefillPace | None = None) -> Ahead:
+    def ahead_of(self, newcomer: Entry) -> Ahead:
         """Expected work served before a newcomer that is not queued yet, if no further requests arrive.
 
         As in generalized processor sharing: while the newcomer's tenant gets service x, another tenant gets at most x
@@ -242,7 +345,7 @@ class AdmissionQueue:
         """
         class_queue = self._classes[newcomer.priority_class]
         queue = class_queue.queues.get(newcomer.tenant)
-        before = 0.0 if queue is None else self._own_before(class_queue, queue, newcomer, pace)
+        before = 0.0 if queue is None else _cost_before(queue, newcomer)
         own = before + newcomer.cost
         in_class = before
         served = queue.counter.served if queue is not None and queue.counter.waiting else 0.0
@@ -257,32 +360,9 @@ class AdmissionQueue:
             if name != newcomer.priority_class:
                 share = CLASS_WEIGHTS[name] / CLASS_WEIGHTS[newcomer.priority_class]
                 total += min(self._classes[name].cost, (in_class + newcomer.cost) * share)
-        whole = sum(each.cost for each in self._classes.values())
+        whole = sum(other_class.cost for other_class in self._classes.values())
         part = total / whole if whole else 0.0
-        late = queue is not None and queue.order is not None and queue.order.is_late(newcomer)
-        return Ahead(self.requests * part, self.uncached_tokens * part, self.output_tokens * part, late)
-
-    def _own_before(
-        self, class_queue: _ClassQueue, queue: _TenantQueue, newcomer: Entry, pace: PrefillPace | None
-    ) -> float:
-        """The cost of what its own tenant has queued before a newcomer."""
-        if pace is not None and (queue.timed or newcomer.due_s < float("inf")):
-            share = self._share(class_queue, newcomer.weight)
-            return sum(e.cost for e in queue.by_triage().before(newcomer, queue.entries, pace.share(share)))
-        if queue.entries and newcomer.outranks(queue.entries[-1]):
-            return sum(e.cost for e in queue.entries if not newcomer.outranks(e))
-        return queue.cost
-
-    def _share(self, class_queue: _ClassQueue, weight: float) -> float:
-        """The share of service of a waiting tenant with this weight."""
-        tenants = sum(counter.weight for counter in class_queue.tenants.waiting.values())
-        classes = sum(counter.weight for counter in self._shares.waiting.values())
-        return (
-            weight
-            / max(tenants, weight)
-            * class_queue.counter.weight
-            / max(classes, class_queue.counter.weight)
-        )
+        return Ahead(self.requests * part, self.uncached_tokens * part, self.output_tokens * part)
 
     def _queue_of(self, class_queue: _ClassQueue, entry: Entry) -> _TenantQueue:
         queue = class_queue.queues.get(entry.tenant)
@@ -324,7 +404,6 @@ class AdmissionQueue:
 
     def _count(self, entry: Entry, class_queue: _ClassQueue, queue: _TenantQueue, sign: int) -> None:
         class_queue.requests += sign
-        queue.timed += sign * (entry.due_s < float("inf"))
         self.requests += sign
         self.prompt_tokens += sign * entry.prompt_tokens
         self.uncached_tokens += sign * entry.uncached_tokens
@@ -337,6 +416,13 @@ class AdmissionQueue:
 
 
 _ORDER = attrgetter("order")
+
+
+def _cost_before(queue: _TenantQueue, newcomer: Entry) -> float:
+    """The cost of what its own tenant has queued before a newcomer."""
+    if queue.entries and newcomer.outranks(queue.entries[-1]):
+        return sum(entry.cost for entry in queue.entries if not newcomer.outranks(entry))
+    return queue.cost
 
 
 def _tenant_key(queue: _TenantQueue) -> tuple[float, int]:

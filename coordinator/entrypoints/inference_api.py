@@ -4,27 +4,107 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
-from coordinator.background_tasks import BackgroundTasks
-from coordinator.entrypoints.input_limits import InputLimits
-from coordinator.entrypoints.trace_sampler import TraceSampler
-from coordinator.metrics.stats import RequestStats
 from coordinator.models.model_routes import ModelRoutes, Nameable
 from coordinator.models.tokenizers import PromptTokenizers
-from coordinator.request.caller import Authenticator, Caller
-from coordinator.request.request_trace import Operation, RequestTrace
-from coordinator.request.sending import DirectSend, Send
+from coordinator.request.inference_request import Authenticator, Caller, Operation, RequestTrace, random_bits
+from coordinator.request.sending import Output
 from coordinator.request_flow import RequestFlow
 from coordinator.routing.router import RETRY_AFTER_S
+from coordinator.telemetry.request_stats import RequestStats
+from coordinator.tenants.usage import Limit, full, spend, wait_s
+from coordinator.workers.client import BackgroundTasks
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import PoolSnapshot
+from coordinator.workers.snapshot import Model, PoolSnapshot
+from splitserve.config.tracing import RequestTracingConfig
 from splitserve.errors import PermissionDeniedError, ResourceExhaustedError, UnavailableError
 from splitserve.models.tokenizer import Tokenizer
-from splitserve.runtime.calls.parser_thread import ParserThread
+from splitserve.runtime.call_thread import ParserThread
 from splitserve.tracing.context import TraceContext
 from splitserve.v1 import inference_pb2
+
+DRAW_BITS = 53
+
+
+class TraceSampler:
+    """Follows what clients have decided, and draws `sample_ratio` of the other requests.
+
+    Clients that want to be traced get it `max_client_traces_per_s` times a second at most, all together: no client can
+    make every request be exported.
+    """
+
+    def __init__(self, config: RequestTracingConfig) -> None:
+        self.enabled = config.endpoint is not None
+        self._ratio, per_s = config.sample_ratio, config.max_client_traces_per_s
+        self._limit = Limit(per_s, max(1.0, per_s)) if per_s else None
+        self._asked = full(self._limit, 0.0) if self._limit else None
+
+    def begin(
+        self,
+        client: TraceContext | None,
+        operation: Operation,
+        now: float,
+        resumed: TraceContext | None = None,
+    ) -> RequestTrace | None:
+        """The trace of a request that came at `now`, on the monotonic clock; None if there is none.
+
+        `client` is what the client sent. Without it, an answer that is resumed goes on in the trace of `resumed`.
+        """
+        parent = client or resumed
+        if not self.enabled:
+            return RequestTrace(replace(parent, sampled=False), operation=operation) if parent else None
+        if parent is None:
+            return RequestTrace(TraceContext.new(sampled=self._drawn()), operation=operation)
+        sampled = parent.sampled and (self._takes(now) or self._drawn())
+        own = replace(parent.child(), sampled=sampled)
+        return RequestTrace(own, parent.span_id, operation, resumed)
+
+    def _drawn(self) -> bool:
+        return random_bits(DRAW_BITS) < self._ratio * (1 << DRAW_BITS)
+
+    def _takes(self, now: float) -> bool:
+        if self._limit is None or self._asked is None or wait_s(self._asked, self._limit, 1.0, now) > 0:
+            return False
+        self._asked = spend(self._asked, self._limit, 1.0, now)
+        return True
+
+
+LEAST_BYTES = 2 * 2**20
+"""Always allowed: room for schemas, tools and a batch of short prompts."""
+BYTES_PER_TOKEN = 16
+"""A token of a real prompt takes up to 9 bytes in JSON, where a Chinese character may be written as six."""
+OPERATOR_BYTES = 2**20
+"""Requests of services that clients do not use for generations."""
+CLIENT_SERVICES = ("splitserve.v1.InferenceService", "inference.GRPCInferenceService")
+OPERATOR_SERVICES = ("splitserve.v1.RoutesService", "splitserve.v1.ScalingService")
+
+
+class InputLimits:
+    """The limits in force; they grow with the contexts of the models that have registered."""
+
+    def __init__(self, known_models: Callable[[], Mapping[str, Model]], max_message_bytes: int) -> None:
+        self._known_models = known_models
+        self._max_message_bytes = max_message_bytes
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest context of a known model; 0: there is none."""
+        return max((model.context_tokens for model in self._known_models().values()), default=0)
+
+    @property
+    def request_bytes(self) -> int:
+        """The most bytes of a client's request, on any entrypoint."""
+        return min(self._max_message_bytes, max(LEAST_BYTES, BYTES_PER_TOKEN * self.context_tokens))
+
+    def limit_of(self, method: str) -> int | None:
+        """The most bytes of a gRPC method's request, by its full name "/package.Service/Method"."""
+        service = method.split("/")[1]
+        if service in CLIENT_SERVICES:
+            return self.request_bytes
+        return OPERATOR_BYTES if service in OPERATOR_SERVICES else None
 
 
 class InferenceApi:
@@ -82,19 +162,17 @@ class InferenceApi:
         self,
         request: inference_pb2.GenerateRequest,
         caller: Caller,
-        send: Send,
+        output: Output,
         call_left_s: float | None = None,
         trace: RequestTrace | None = None,
-        direct: DirectSend | None = None,
     ) -> None:
-        """Serves one request to its end. `send` is awaited for each message; the last one has `done` set. Deltas in
-        between go to `direct` while that is ready.
+        """Serves one request to its end. `output` takes the answer.
 
         `call_left_s` is the time left until the client's own deadline, `trace` comes from `begin_trace`. Raises
         SplitserveError. Cancelling this cancels the request on both workers.
         """
         async with self._admitted(request.model):
-            await self._flow.generate(request, caller, send, call_left_s, trace, direct)
+            await self._flow.generate(request, caller, output, call_left_s, trace)
 
     @property
     def traces(self) -> bool:
@@ -147,11 +225,11 @@ class InferenceApi:
         Raises NotFoundError, or UnavailableError (NO_WORKER) before any worker has registered.
         """
         known = self._registry.known_models()
-        if not known or (found := self._routes.find(name, "", caller)) is None:
+        if not known or (resolved := self._routes.find(name, "", caller)) is None:
             raise UnavailableError(
                 "no worker has registered", reason="NO_WORKER", retry_after_s=RETRY_AFTER_S
             )
-        return await self._tokenizers.tokenizer(found.model.tokenizer_source)
+        return await self._tokenizers.tokenizer(resolved.model.tokenizer_source)
 
     async def _model_info(self, nameable: Nameable, caller: Caller) -> inference_pb2.ModelInfo:
         models, ready = nameable.models, self._routes.ready_models

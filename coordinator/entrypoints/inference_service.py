@@ -7,40 +7,52 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from typing_extensions import override
 
-from coordinator.entrypoints.grpc_trace import TRACEPARENT, trace_headers
 from coordinator.entrypoints.inference_api import InferenceApi
-from coordinator.records.explanation import Explainer
-from coordinator.records.traffic_stream import TrafficStream
-from coordinator.request.request_trace import Operation
+from coordinator.request.inference_request import Operation
+from coordinator.request.sending import Output
+from coordinator.telemetry.explanation import Explainer
 from coordinator.tenants.access_control import AccessControl
 from coordinator.workers.snapshot import PoolSnapshot, Worker
 from splitserve import __version__
-from splitserve.rpc.writing import StreamWriter
-from splitserve.v1 import generation_pb2, inference_pb2, records_pb2, registry_pb2, scaling_pb2, traffic_pb2
+from splitserve.rpc.server import StreamWriter
+from splitserve.v1 import generation_pb2, inference_pb2, records_pb2, registry_pb2, scaling_pb2
 from splitserve.v1.inference_pb2_grpc import InferenceServiceServicer
 
 if TYPE_CHECKING:
-    from coordinator.records.traffic_stream import RecordContext
-
     GenerateContext = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+
+TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
+TraceHeaders = tuple[str | None, str | None]
+"""`traceparent` and `tracestate`, unchecked."""
+
+
+def trace_headers(context: grpc.aio.ServicerContext[Any, Any]) -> TraceHeaders:
+    """Those of a call; None where it has none. Several states are joined."""
+    parent: str | None = None
+    states = []
+    for name, value in context.invocation_metadata() or ():
+        if isinstance(value, str):
+            if name == TRACEPARENT:
+                parent = value
+            elif name == TRACESTATE:
+                states.append(value)
+    return parent, ",".join(states) or None
 
 
 class InferenceService(InferenceServiceServicer):
     """The servicer, on top of InferenceApi."""
 
-    def __init__(
-        self, api: InferenceApi, access: AccessControl, explainer: Explainer, traffic: TrafficStream
-    ) -> None:
+    def __init__(self, api: InferenceApi, access: AccessControl, explainer: Explainer) -> None:
         self._api = api
         self._access = access
         self._explainer = explainer
-        self._traffic = traffic
 
+    @override
     async def Generate(  # type: ignore[override]
         self, request: inference_pb2.GenerateRequest, context: GenerateContext
     ) -> None:
-        """See InferenceService.Generate in the proto."""
         caller = self._access.caller(context)
         operation: Operation = "chat" if request.HasField("chat") else "text_completion"
         trace = self._api.begin_trace(*trace_headers(context), operation, request.resume.traceparent)
@@ -48,17 +60,15 @@ class InferenceService(InferenceServiceServicer):
             await context.send_initial_metadata(((TRACEPARENT, trace.context.traceparent),))
         writer = StreamWriter(context.write)
         try:
-            await self._api.generate(
-                request, caller, writer.write, context.time_remaining(), trace, _DirectDeltas(writer)
-            )
+            await self._api.generate(request, caller, _Stream(writer), context.time_remaining(), trace)
         finally:
             if not writer.is_ready:  # gRPC accepts no status while a write is in progress
                 await writer.settle()
 
+    @override
     async def GetServerInfo(
         self, request: inference_pb2.GetServerInfoRequest, context: Any
     ) -> inference_pb2.GetServerInfoResponse:
-        """See InferenceService.GetServerInfo in the proto."""
         self._access.require_reader(context)
         snapshot = self._api.snapshot()
         return inference_pb2.GetServerInfoResponse(
@@ -69,43 +79,42 @@ class InferenceService(InferenceServiceServicer):
             background_tasks=self._api.background_tasks,
         )
 
+    @override
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Any
     ) -> inference_pb2.ListModelsResponse:
-        """See InferenceService.ListModels in the proto."""
         caller = self._access.caller(context)
         return inference_pb2.ListModelsResponse(models=await self._api.models(caller))
 
+    @override
     async def GetRequestRecord(
         self, request: records_pb2.GetRequestRecordRequest, context: Any
     ) -> records_pb2.GetRequestRecordResponse:
-        """See InferenceService.GetRequestRecord in the proto."""
         return self._explainer.record(request, self._access.caller(context))
 
+    @override
     async def ListRequestRecords(
         self, request: records_pb2.ListRequestRecordsRequest, context: Any
     ) -> records_pb2.ListRequestRecordsResponse:
-        """See InferenceService.ListRequestRecords in the proto."""
         return self._explainer.records(request, self._access.caller(context))
-
-    async def RecordTraffic(  # type: ignore[override]
-        self, request: traffic_pb2.RecordTrafficRequest, context: RecordContext
-    ) -> None:
-        """See InferenceService.RecordTraffic in the proto."""
-        self._access.require_reader(context)
-        await self._traffic.serve(request, context)
 
 
 @dataclass(frozen=True, slots=True)
-class _DirectDeltas:
-    """The DirectSend of a stream."""
+class _Stream(Output):
+    """The output of a gRPC stream."""
 
     writer: StreamWriter
 
-    def is_ready(self) -> bool:
+    @override
+    async def send(self, response: inference_pb2.GenerateResponse) -> None:
+        await self.writer.write(response)
+
+    @override
+    def takes_now(self) -> bool:
         return self.writer.is_ready
 
-    def send(self, delta: generation_pb2.OutputDelta) -> None:
+    @override
+    def send_now(self, delta: generation_pb2.OutputDelta) -> None:
         self.writer.begin(inference_pb2.GenerateResponse(delta=delta))
 
 
@@ -113,7 +122,7 @@ def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.Worker
     load, lanes, circuits = worker.load, snapshot.lanes_of(worker), dict(worker.circuit.pairs)
     return inference_pb2.WorkerInfo(
         worker_id=worker.worker_id,
-        pool=worker.pool,
+        role=worker.role,
         address=worker.address,
         model=worker.model.name,
         state=_state(worker, snapshot),
@@ -134,10 +143,8 @@ def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.Worker
         circuit=worker.circuit.state,
         tripped=worker.circuit.tripped,
         experimental=worker.experimental,
-        neutral=worker.neutral,
         start=worker.start,
         preempted_in_seconds=worker.preempted_in_s(time.monotonic()),
-        wake_seconds=worker.wake_s,
     )
 
 
@@ -147,8 +154,6 @@ def _state(worker: Worker, snapshot: PoolSnapshot) -> str:
             return "draining"
         case scaling_pb2.WORKER_STATE_STANDBY:
             return "standby"
-        case scaling_pb2.WORKER_STATE_SLEEPING:
-            return "sleeping"
     if worker.circuit.tripped:
         return "circuit-open"
     if any(lane.problem for _, lane in snapshot.handoff_lanes_of(worker)):

@@ -1,1 +1,1 @@
-"""Workers that fail. Read `breaker_registry.py` first."""
+"""Workers that fail. Read `circuit_breakers.py` first."""

@@ -2,7 +2,7 @@
 
 Only proof counts, because a process that is stopped, slow or partitioned may still write. Proof is
 
-* a refused connection at the worker's address: a worker closes its port after its transport (`engine.worker.process`);
+* a refused connection at the worker's address: a worker closes its port after its transport (`worker.process`);
 * a later boot registered at the same address of the same machine: no two processes share a port, so the older one has
   lost it, or the process is the same and has slept: it closed its transport before. The same worker id at another
   address proves nothing, nor does an address that leads to another machine now;
@@ -134,10 +134,7 @@ async def is_refused(address: str) -> bool:
             _, writer = await asyncio.open_connection(host, port)
     except ConnectionRefusedError:
         return True
-    except (
-        OSError,
-        ValueError,
-    ):  # TimeoutError is an OSError; a host that no resolver takes gives a ValueError
+    except (OSError, ValueError):  # also TimeoutError; a host that no resolver takes gives a ValueError
         return False
     writer.close()
     return False

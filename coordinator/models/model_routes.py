@@ -14,13 +14,13 @@ from pathlib import Path
 
 import xxhash
 
-from coordinator.request.caller import Caller
-from coordinator.request.inference_request import find_model
-from coordinator.workers.catalog import Model
+from coordinator.request.inference_request import Caller, find_model
 from coordinator.workers.registry import Registry
+from coordinator.workers.snapshot import Model
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError, FailedPreconditionError, InvalidArgumentError
+from splitserve.generation.bounds import require
 from splitserve.logs import log_event
 from splitserve.runtime.reload import ReloadedFiles
 
@@ -93,7 +93,7 @@ class ModelRoutes:
             snapshot = self._registry.snapshot()
             on_demand = self._registry.plan.on_demand
             waking = {
-                name for name, one in self._registry.known_models().items() if one.base_name in on_demand
+                name for name, model in self._registry.known_models().items() if model.base_name in on_demand
             }
             version, ready = self._registry.version, snapshot.ready_models() | waking
             self._ready = version, ready
@@ -172,9 +172,9 @@ class ModelRoutes:
         name = self.public_name(name, caller)
         route = self._routes.get(name)
         if route is None or not caller.may_use(name):
-            found = self.find(name, "", caller)
-            if found is None or found.model.name == served:
-                return found
+            direct = self.find(name, "", caller)
+            if direct is None or direct.model.name == served:
+                return direct
         elif served in route.weights:
             model = self._registry.known_models().get(served)
             return Found(name, model) if model else None
@@ -184,14 +184,14 @@ class ModelRoutes:
     def nameable(self, caller: Caller) -> list[Nameable]:
         """The names that the caller may use, sorted. Routes without a known model are left out."""
         known = self._registry.known_models()
-        found = {n: Nameable(n, (model,), {}) for n, model in known.items() if self._is_direct(n)}
+        by_name = {n: Nameable(n, (model,), {}) for n, model in known.items() if self._is_direct(n)}
         for route in self._routes.values():
             models = tuple(
                 known[model] for model, weight in route.weights.items() if weight > 0 and model in known
             )
             if models:
-                found[route.name] = Nameable(route.name, models, route.weights)
-        return [found[name] for name in sorted(found) if caller.may_use(name)]
+                by_name[route.name] = Nameable(route.name, models, route.weights)
+        return [by_name[name] for name in sorted(by_name) if caller.may_use(name)]
 
     def public_name(self, name: str, caller: Caller) -> str:
         """The name itself, or for an empty name the only one that it can stand for; empty if there is no such name."""
@@ -226,13 +226,13 @@ def configured_routes(config: CoordinatorConfig, registry: Registry) -> ModelRou
 
 def checked_route(name: str, weights: Weights, field: str) -> ModelRoute:
     """A validated route. Raises InvalidArgumentError naming the field below `field` and its bound."""
-    _require(0 < len(name) <= MAX_NAME, f"{field}.name", f"1..{MAX_NAME} characters long")
-    _require(len(weights) <= MAX_SHARES, f"{field}.shares", f"at most {MAX_SHARES}")
+    require(0 < len(name) <= MAX_NAME, f"{field}.name", f"1..{MAX_NAME} characters long")
+    require(len(weights) <= MAX_SHARES, f"{field}.shares", f"at most {MAX_SHARES}")
     for model, weight in weights.items():
-        _require(0 < len(model) <= MAX_NAME, f"{field}.shares.model", f"1..{MAX_NAME} characters long")
+        require(0 < len(model) <= MAX_NAME, f"{field}.shares.model", f"1..{MAX_NAME} characters long")
         # NaN fails this comparison, too.
-        _require(0 <= weight <= MAX_WEIGHT, f"{field}.shares.weight", f"0..{MAX_WEIGHT:g}, not {weight:g}")
-    _require(
+        require(0 <= weight <= MAX_WEIGHT, f"{field}.shares.weight", f"0..{MAX_WEIGHT:g}, not {weight:g}")
+    require(
         not weights or any(weights.values()), f"{field}.shares", "above 0 in weight, at least one of them"
     )
     return ModelRoute(name, dict(weights))
@@ -268,8 +268,3 @@ def _route_in_file(name: object, weights: object) -> ModelRoute:
 def _draw(name: str, model: str, key: str) -> float:
     digest = xxhash.xxh3_64_intdigest(f"{name}\0{model}\0{key}".encode())
     return -math.log((digest + 1) / 2**64)
-
-
-def _require(condition: bool, field: str, bound: str) -> None:
-    if not condition:
-        raise InvalidArgumentError(f"{field} must be {bound}", field=field)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import override
+
 from coordinator.models.model_routes import ModelRoute, ModelRoutes, Weights, checked_route
 from coordinator.tenants.access_control import AccessControl
 from coordinator.workers.registry import Registry
@@ -23,20 +25,20 @@ class RoutesService(RoutesServiceServicer):
         self._access = access
         self._coordinator_id = coordinator_id
 
+    @override
     async def GetRoutes(
         self, request: routes_pb2.GetRoutesRequest, context: Any
     ) -> routes_pb2.GetRoutesResponse:
-        """See RoutesService.GetRoutes in the proto."""
         self._access.require_operator(context)
         return routes_pb2.GetRoutesResponse(
             coordinator_id=self._coordinator_id,
             routes=[self._in_force(route) for route in self._routes.in_force],
         )
 
+    @override
     async def SetRoutes(
         self, request: routes_pb2.SetRoutesRequest, context: Any
     ) -> routes_pb2.SetRoutesResponse:
-        """See RoutesService.SetRoutes in the proto."""
         self._access.require_operator(context)
         routes = checked_routes(request)
         self._routes.replace(routes)

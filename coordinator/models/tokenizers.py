@@ -1,4 +1,8 @@
-"""Tokenizes prompts, long ones on a thread pool: tokenization must never block the event loop."""
+"""Tokenizes prompts, all but the shortest on threads: tokenization must never block the event loop.
+
+Nobody has admitted these prompts yet. So tenants take turns, a tenant's smaller prompts go first, and long ones have a
+thread of their own: they keep no others waiting.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,11 @@ from pydantic_core import from_json
 
 from coordinator.request.json_bounds import check_structure
 from splitserve.errors import InvalidArgumentError
-from splitserve.generation.kv_blocks import NO_BLOCK_KEYS, BlockKeys, block_keys
+from splitserve.generation.kv_blocks import block_keys
 from splitserve.logs import log_event
 from splitserve.models.tokenizer import Tokenizer, TooManyTokensError, Turn
-from splitserve.runtime.calls.shared_calls import SharedCalls
+from splitserve.runtime.call_thread import SharedCalls
+from splitserve.runtime.fair_lane import FairLane
 from splitserve.v1 import inference_pb2
 
 MAX_NAMED_BLOCKS = 2048
@@ -27,13 +32,17 @@ SLICE_TOKENS = 2**16
 """Token ids that are copied or compared at once: in less than 2 ms."""
 SHORT_BYTES = 512
 """Requests up to this size are tokenized on the event loop: 0.2 ms at most, about the cost of the hop."""
+LONG_BYTES = 2**15
+"""Requests above this size are tokenized one at a time: a megabyte of digits takes seconds."""
+THREADS = 2
+"""For chat templates and tokenization, without those for long prompts and for loading tokenizers."""
 
 
 class EncodedPrompt(NamedTuple):
     """A tokenized prompt."""
 
     token_ids: tuple[int, ...]
-    block_keys: BlockKeys
+    block_keys: tuple[int, ...]
     highest: int
     """The highest token id; -1 of an empty prompt."""
 
@@ -41,10 +50,13 @@ class EncodedPrompt(NamedTuple):
 class PromptTokenizers:
     """The tokenizers of all models, each loaded once. `load` is called on a pool thread."""
 
-    def __init__(self, load: Callable[[str], Tokenizer], threads: int, early: Sequence[str] = ()) -> None:
+    def __init__(
+        self, load: Callable[[str], Tokenizer], early: Sequence[str] = (), threads: int = THREADS
+    ) -> None:
         """`early`: sources to load now, which needs a running event loop."""
         self._load = load
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+        self._threads = ThreadPoolExecutor(threads + 2, thread_name_prefix="tokenizer")
+        self._lane, self._long_lane = FairLane(threads), FairLane(1)
         self._loading: dict[str, asyncio.Task[Tokenizer]] = {}
         self._encoding: SharedCalls[EncodedPrompt] = SharedCalls()
         """Long prompts that are being tokenized, by everything that the result depends on."""
@@ -66,20 +78,22 @@ class PromptTokenizers:
 
         Raises InvalidArgumentError if the model has no chat template, or if the template rejects the turns.
         """
-        return list((await self.encode_named(source, request, (), b"")).token_ids)
+        return list((await self.encode_named(source, request, 0, b"")).token_ids)
 
     async def encode_named(
         self,
         source: str,
         request: inference_pb2.GenerateRequest,
-        block_sizes: tuple[int, ...],
+        block_size: int,
         cache_salt: bytes,
         most: int | None = None,
         check: Callable[[], None] = lambda: None,
+        tenant: str = "",
     ) -> EncodedPrompt:
         """Token ids as from `encode`, and the index keys of the prompt's leading full blocks, at most MAX_NAMED_BLOCKS
-        of each size in `block_sizes`. `check` is called before, where the prompt is tokenized. A long prompt that
-        arrives again while it is being tokenized, as several answers to one do, is tokenized once.
+        of `block_size` tokens; none if it is 0. `check` is called before, where the prompt is tokenized. A long prompt
+        that arrives again while it is being tokenized, as several answers to one do, is tokenized once. Tenants have
+        their prompts tokenized in turn.
 
         Raises TooManyTokensError for more than `most` tokens, and what `check` raises.
         """
@@ -90,23 +104,32 @@ class PromptTokenizers:
             count = len(request.token_ids.ids)
             if most is not None and count > most:
                 raise TooManyTokensError(count)
-            is_short = count <= FEW_BLOCKS * min(block_sizes, default=1)
+            is_short = count <= FEW_BLOCKS * max(block_size, 1)
         else:
             tokenizer = await self.tokenizer(source)
             is_short = kind in self._warm and request.ByteSize() <= SHORT_BYTES
         if is_short:
             check()
-            return _encode_named(tokenizer, request, block_sizes, cache_salt, most)
+            return _encode_named(tokenizer, request, block_size, cache_salt, most)
 
         def work() -> EncodedPrompt:
             check()
-            return _encode_named(tokenizer, request, block_sizes, cache_salt, most)
+            return _encode_named(tokenizer, request, block_size, cache_salt, most)
 
-        key = kind, _prompt_bytes(request), block_sizes, cache_salt, most
-        loop = asyncio.get_running_loop()
-        found = await self._encoding.result(key, lambda: loop.run_in_executor(self._threads, work))
+        key = tenant, kind, _prompt_bytes(request), block_size, cache_salt, most
+        prompt = await self._encoding.result(key, lambda: self._in_turn(tenant, request.ByteSize(), work))
         self._warm.add(kind)
-        return found
+        return prompt
+
+    async def _in_turn(self, tenant: str, size: int, work: Callable[[], EncodedPrompt]) -> EncodedPrompt:
+        """The result of work on a thread. A turn lasts as long as its thread works, however soon its clients leave."""
+        lane = self._long_lane if size > LONG_BYTES else self._lane
+        async with lane.turn(tenant, size):
+            working = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            try:
+                return await asyncio.shield(working)
+            finally:
+                await asyncio.gather(working, return_exceptions=True)
 
     def close(self) -> None:
         """Shuts down the thread pool without waiting for loads in progress."""
@@ -149,25 +172,21 @@ def _prompt_bytes(request: inference_pb2.GenerateRequest) -> bytes:
 def _encode_named(
     tokenizer: Tokenizer | None,
     request: inference_pb2.GenerateRequest,
-    block_sizes: tuple[int, ...],
+    block_size: int,
     cache_salt: bytes,
     most: int | None,
 ) -> EncodedPrompt:
     token_ids = _sliced(request.token_ids.ids) if tokenizer is None else _encode(tokenizer, request, most)
-    keys = {
-        size: block_keys(token_ids, size, cache_salt, MAX_NAMED_BLOCKS)
-        for size in block_sizes
-        if len(token_ids) >= size
-    }
-    return EncodedPrompt(tuple(token_ids), keys or NO_BLOCK_KEYS, _highest(token_ids))
+    keys = block_keys(token_ids, block_size, cache_salt, MAX_NAMED_BLOCKS) if block_size else ()
+    return EncodedPrompt(tuple(token_ids), keys, _highest(token_ids))
 
 
 def _sliced(ids: Sequence[int]) -> list[int]:
     """A copy, made in slices: one call for all would keep the interpreter to itself meanwhile."""
-    found: list[int] = []
+    copied: list[int] = []
     for start in range(0, len(ids), SLICE_TOKENS):
-        found += ids[start : start + SLICE_TOKENS]
-    return found
+        copied += ids[start : start + SLICE_TOKENS]
+    return copied
 
 
 def _highest(ids: Sequence[int]) -> int:
@@ -187,7 +206,22 @@ def _encode(tokenizer: Tokenizer, request: inference_pb2.GenerateRequest, most: 
 def _turn(position: int, message: inference_pb2.ChatMessage) -> Turn:
     field = f"prompt.chat.messages[{position}].tool_calls_json"
     calls = [_with_parsed_arguments(call, field) for call in _objects(message.tool_calls_json, field)]
-    return Turn(message.role, message.content, calls, message.tool_call_id, message.name)
+    further = _further(message.further_json, f"prompt.chat.messages[{position}].further_json")
+    return Turn(message.role, message.content, calls, message.tool_call_id, message.name, further)
+
+
+def _further(text: str, field: str) -> dict[str, Any]:
+    """Further fields of a message; none for no text. Raises InvalidArgumentError."""
+    if not text:
+        return {}
+    try:
+        value = _json(text)
+    except ValueError as error:
+        raise InvalidArgumentError(f"{field} is no valid JSON: {error}", field=field) from None
+    if not isinstance(value, dict) or value.keys() & Turn._fields:
+        message = f"{field} must be a JSON object of fields that ChatMessage does not have"
+        raise InvalidArgumentError(message, field=field)
+    return value
 
 
 def _with_parsed_arguments(call: dict[str, Any], field: str) -> dict[str, Any]:

@@ -1,27 +1,236 @@
-"""A validated, tokenized request, and the checks that lead to it. Pure; bounds are those in the protos.
+"""A validated, tokenized request with its caller, targets and trace, and the checks that lead to it.
 
-Validation takes two steps, because tokenization happens in between: `check_names`, `check_request` and
-`check_prompt_form` before it, `check_length`, `check_highest` and `resolved_stop` after it. Every violation is an
-InvalidArgumentError naming the field and its bound.
+Bounds are those in the protos. Validation takes two steps, because tokenization happens in between: `check_names`,
+`check_request` and `check_prompt_form` before it, `check_length`, `check_highest` and `resolved_stop` after it. Every
+violation is an InvalidArgumentError naming the field and its bound.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Literal, Protocol
 
-from coordinator.request.caller import ANYONE, Caller, RequestTargets
-from coordinator.request.request_trace import RequestTrace
-from coordinator.workers.catalog import Model
+from typing_extensions import override
+
+from coordinator.workers.snapshot import Model
+from splitserve.config.coordinator import AdmissionConfig, OnLate
 from splitserve.errors import InvalidArgumentError, NotFoundError
-from splitserve.generation.bounds import between, check_sampling, check_stop, fail, require
-from splitserve.generation.kv_blocks import NO_BLOCK_KEYS, BlockKeys
+from splitserve.generation.bounds import (
+    LEAST_TARGET_MS,
+    MAX_PRIORITY,
+    MAX_TPOT_MS,
+    MAX_TTFT_MS,
+    between,
+    check_sampling,
+    check_stop,
+    fail,
+    require,
+)
+from splitserve.tracing.context import TraceContext
 from splitserve.v1 import generation_pb2, inference_pb2
+
+PriorityClass = Literal["interactive", "standard", "batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTargets:
+    """Seconds to the first token, and mean seconds a token after it; None: no target."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+NO_TARGETS = RequestTargets()
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The tenant behind a request. Without configured tenants, every caller is `ANYONE`."""
+
+    tenant: str
+    """Name of the tenant. The policy file bounds the set of names, so it may be a metric label."""
+    cache_salt: bytes = b""
+    """Separates prefix caches: callers share cached KV only if their salts are equal. Derived by the server."""
+    is_admin: bool = False
+    """Whether the caller may read and change cluster state."""
+    priority_class: PriorityClass = "standard"
+    """Urgency of this tenant's requests; takes precedence over a request's own priority."""
+    weight: float = 1.0
+    """Share of a saturated cluster, relative to the other tenants' weights."""
+    models: tuple[str, ...] = ("*",)
+    """Patterns of the model names that the caller may use; others do not exist for it."""
+    max_prompt_tokens: int | None = None
+    """Tokens per prompt, at most; None: limited by the context only."""
+    max_output_tokens: int | None = None
+    """Output tokens per request, at most, and the default; None: limited by the context only."""
+
+    targets: RequestTargets | None = None
+    """The tenant's own; what is None there, and None here, is that of the settings."""
+    on_late: OnLate | None = None
+    """What becomes of its requests that would miss their TTFT target; None: what the settings say."""
+    any_target: bool = False
+    """Whether a request may name a target where neither tenant nor settings have one. It would go before other
+    tenants' requests by it."""
+
+    def may_use(self, model: str) -> bool:
+        """Whether the caller may use this model."""
+        return "*" in self.models or any(fnmatchcase(model, pattern) for pattern in self.models)
+
+
+ANYONE = Caller("default", is_admin=True, any_target=True)
+
+
+CLASS_RANKS: Mapping[PriorityClass, int] = MappingProxyType({"interactive": 1, "standard": 0, "batch": -1})
+"""Higher is served first on workers."""
+
+
+def precedence_of(tenant: str, priority_class: PriorityClass, priority: int) -> generation_pb2.Precedence:
+    """Where a tenant's request with this `priority` of its own stands in the workers' queues."""
+    return generation_pb2.Precedence(
+        class_rank=CLASS_RANKS[priority_class], tenant_key=_tenant_key(tenant), within_tenant=priority
+    )
+
+
+@lru_cache(maxsize=4096)
+def _tenant_key(tenant: str) -> int:
+    return int.from_bytes(hashlib.sha256(tenant.encode()).digest()[:8], "little")
+
+
+class Authenticator(Protocol):
+    """Resolves a credential to a caller."""
+
+    def caller(self, credential: str | None) -> Caller:
+        """The holder of this API key; None: no key was given. Raises UnauthenticatedError. Never blocks."""
+
+
+class AnonymousAuthenticator(Authenticator):
+    """The Authenticator without configured tenants: every caller is `ANYONE`."""
+
+    @override
+    def caller(self, credential: str | None) -> Caller:
+        return ANYONE
+
+
+def resolved_targets(
+    request: inference_pb2.GenerateRequest, caller: Caller, settings: AdmissionConfig
+) -> tuple[RequestTargets, float | None]:
+    """The targets of a request, and the time to the first token beyond which admission refuses it; None: never.
+
+    Late ones are refused only where tenant or settings say so (`on_late`), and not for what only the request asks for.
+    Batch tenants have no target for the first token unless they or the request name one, and are not refused.
+    Raises InvalidArgumentError for one that is out of range, or below that of the tenant or
+    the settings, or is named by a tenant where these have none: it would put the request before others.
+    """
+    own = caller.targets or RequestTargets()
+    batch = caller.priority_class == "batch"
+    least_ttft_s = own.ttft_s or settings.ttft_slo_s
+    ttft_s = own.ttft_s if batch else least_ttft_s
+    tpot_s = own.tpot_s or settings.tpot_slo_s
+    refused = not batch and (caller.on_late or settings.on_late) == "refuse"
+    slo_ttft_s = ttft_s if refused else None
+    if request.HasField("ttft_ms"):
+        ttft_s = _asked_s("ttft_ms", request.ttft_ms, MAX_TTFT_MS, least_ttft_s, caller)
+        slo_ttft_s = None if slo_ttft_s is None else ttft_s
+    if request.HasField("tpot_ms"):
+        tpot_s = _asked_s("tpot_ms", request.tpot_ms, MAX_TPOT_MS, tpot_s, caller)
+    return RequestTargets(ttft_s, tpot_s), slo_ttft_s
+
+
+def _asked_s(name: str, value_ms: float, most_ms: int, least_s: float | None, caller: Caller) -> float:
+    between(name, value_ms, LEAST_TARGET_MS, most_ms)
+    if least_s is None and not caller.any_target:
+        fail(name, "left out: this tenant has no such target here that could be exceeded")
+    if least_s is not None and value_ms / 1e3 < least_s:
+        fail(name, f"at least {least_s * 1e3:g}, the target here, not {value_ms:g}")
+    return value_ms / 1e3
+
+
+Operation = Literal["chat", "text_completion"]
+"""As `gen_ai.operation.name` of OpenTelemetry's conventions has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """Made at receipt by `coordinator.entrypoints.inference_api`."""
+
+    context: TraceContext
+    """The request's own span; where this coordinator does not trace, the client's, unsampled."""
+    parent_id: str = ""
+    """The client's span id; empty: the trace begins here."""
+    operation: Operation = "text_completion"
+    resumed: TraceContext | None = None
+    """The request's span at the coordinator that had sent the beginning of the answer."""
+
+    @property
+    def exported(self) -> bool:
+        """Whether its spans are exported."""
+        return self.context.sampled
+
+    def attempt(self) -> TraceContext:
+        """The context of a new attempt, with a span of its own if it is exported."""
+        return self.context.child() if self.exported else self.context
+
+    def sibling(self) -> RequestTrace:
+        """The trace of one more choice of the same call."""
+        return replace(self, context=self.attempt())
+
+
+POOL_BYTES = 4096
+CHAT_PREFIX, COMPLETION_PREFIX = "chatcmpl-", "cmpl-"
+"""What the id of an OpenAI answer begins with; the request's id follows."""
+
+
+class RandomPool:
+    """A buffer of cryptographic random bytes, each used once. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._bytes = b""
+        self._used = 0
+
+    def take(self, count: int) -> bytes:
+        """`count` random bytes, at most POOL_BYTES."""
+        if self._used + count > len(self._bytes):
+            self._bytes, self._used = os.urandom(POOL_BYTES), 0
+        self._used += count
+        return self._bytes[self._used - count : self._used]
+
+
+_POOL = RandomPool()
+
+
+def random_hex(digits: int = 32) -> str:
+    """A string of random hexadecimal digits; `digits` must be even."""
+    return _POOL.take(digits // 2).hex()
+
+
+def random_bits(count: int) -> int:
+    """A random integer from 0 to 2**count - 1."""
+    return int.from_bytes(_POOL.take((count + 7) // 8)) >> (-count % 8)
+
+
+def names_of(given: str) -> tuple[str, ...]:
+    """The request ids that a client may mean by an id: its own, that in an answer's id, the first choice's."""
+    for prefix in (CHAT_PREFIX, COMPLETION_PREFIX):
+        if given.startswith(prefix):
+            inner = given.removeprefix(prefix)
+            return given, inner, choice_id(inner, 0)
+    return given, choice_id(given, 0)
+
+
+def choice_id(request_id: str, index: int) -> str:
+    """The request id of one of several choices."""
+    return f"{request_id}-{index}"
+
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
 MAX_MESSAGES = 4096
-MAX_PRIORITY = 100
 MAX_CHARACTERS_PER_TOKEN = 128
 """No real prompt averages more characters per token; longer texts are refused before they are tokenized."""
 
@@ -45,9 +254,8 @@ class InferenceRequest:
     """Groups requests that should share workers; empty: no session."""
     public_name: str = ""
     """The model name that the client used; `model` may be one of several behind that route."""
-    block_keys: BlockKeys = field(default_factory=lambda: NO_BLOCK_KEYS)
-    """Prefix index keys of the prompt's leading full blocks, for each block size of the model's workers; empty if there
-    are none, or the routing policy does not need them."""
+    block_keys: tuple[int, ...] = ()
+    """Prefix index keys of the prompt's leading full blocks; empty if there are none, or routing needs none."""
     resumed: tuple[int, ...] = ()
     """Output tokens that the client has from another coordinator; the answer goes on after them."""
     resumed_finish: generation_pb2.FinishReason.ValueType = generation_pb2.FINISH_REASON_UNSPECIFIED
@@ -103,15 +311,21 @@ def timeout_s(request: inference_pb2.GenerateRequest, limit_s: float, call_left_
     return requested_s if call_left_s is None else min(requested_s, call_left_s)
 
 
-def check_length(tokens: int, field: str, model: Model, limit: int | None = None) -> None:
-    """Checks a prompt's length in tokens: not 0, less than the context, and at most `limit` for this caller."""
+def check_length(
+    tokens: int, field: str, model: Model, limit: int | None = None, *, counted: bool = True
+) -> None:
+    """Checks a prompt's length in tokens: not 0, less than the context, and at most `limit` for this caller.
+
+    `counted`: whether it has just so many, not more.
+    """
     require(tokens > 0, field, "at least one token long")
+    has = f"{field} has {tokens} tokens" if counted else f"{field} has {tokens} tokens or more"
     if limit is not None and tokens > limit:
-        message = f"{field} has {tokens} tokens; this API key's prompts have at most {limit}"
+        message = f"{has}; this API key's prompts have at most {limit}"
         raise InvalidArgumentError(message, reason="TENANT_LIMIT", field=field)
     context = model.context_tokens
     if tokens >= context:
-        message = f"{field} has {tokens} tokens; the context of {context} must also hold the answer"
+        message = f"{has}; the context of {context} must also hold the answer"
         raise InvalidArgumentError(message, reason="PROMPT_TOO_LONG", field=field)
 
 
@@ -134,6 +348,8 @@ def resolved_sampling(sampling: generation_pb2.SamplingParams, seed: int) -> gen
         resolved.temperature = 1.0
     if not sampling.HasField("top_p"):
         resolved.top_p = 1.0
+    elif not sampling.top_p:  # of the likeliest tokens always the first one remains, and engines take no 0
+        resolved.top_p, resolved.top_k = 1.0, 1
     if not sampling.HasField("repetition_penalty"):
         resolved.repetition_penalty = 1.0
     if not sampling.HasField("seed"):
@@ -190,6 +406,7 @@ def check_prompt_form(request: inference_pb2.GenerateRequest, model: Model) -> N
             require(bool(turn.role), f"prompt.chat.messages[{position}].role", "not empty")
         characters = len(request.chat.tools_json)
         characters += sum(len(turn.content) + len(turn.role) + len(turn.tool_calls_json) for turn in turns)
+        characters += sum(len(turn.further_json) for turn in turns)
     limit = model.context_tokens * MAX_CHARACTERS_PER_TOKEN
     if characters > limit:
         message = f"prompt.{form} has {characters} characters; a context of {model.context_tokens} tokens"

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import lru_cache
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Concatenate, ParamSpec, Protocol, Self
 
-from coordinator.request.caller import Caller
-from coordinator.request.candidates import Candidate, FetchedPrefix
-from coordinator.request.state import RequestState, Waits
+from coordinator.request.state import Candidate, RequestState, Waits
 from coordinator.workers.snapshot import Worker
 from splitserve.errors import InvalidArgumentError, SplitserveError
 from splitserve.logs import log_exception
-from splitserve.v1 import decode_pb2, generation_pb2, inference_pb2, prefill_pb2
+from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2
 
 P = ParamSpec("P")
 MAX_FAILURE_CHARACTERS = 300
 """Of an error that an attempt's record keeps."""
-TOLD_TOKENS = 8
-"""How many tokens of a stream observers are told of at once, half a KV block or less."""
+BATCH_TOKENS = 8
+"""How many tokens of a stream observers hear of at once, half a KV block or less."""
 
 
 class RequestObserver:
@@ -38,9 +34,6 @@ class RequestObserver:
 
     def routed(self, state: RequestState) -> None:
         """An attempt begins: `state.attempt` names its workers."""
-
-    def prefix_missed(self, state: RequestState, tokens: int) -> None:
-        """The prefill worker lacks so many tokens that a fetch was to bring; `state.attempt` says so already."""
 
     def reserving(self, state: RequestState) -> None:
         """Reserve is being called on the decode worker."""
@@ -66,21 +59,12 @@ class RequestObserver:
     def decode_began(self, state: RequestState, admit_ms: float) -> None:
         """The decode worker has made its first step, `admit_ms` milliseconds after it received the KV."""
 
-    def decoded(self, state: RequestState) -> None:
-        """The decode worker has finished. Its output may not have been sent to the client yet."""
-
     def sent(self, state: RequestState, output_tokens: int) -> None:
-        """`output_tokens` more tokens were sent to the client. The first call implies that the prompt is computed. Of
-        each attempt the first two deltas are told at once, later ones TOLD_TOKENS at a time, the rest at its end."""
+        """`output_tokens` more tokens were sent to the client. The first call implies that the prompt is computed.
 
-    def attempt_completed(self, state: RequestState) -> None:
-        """The attempt has sent all of its output."""
-
-    def attempt_failed(self, state: RequestState, error: SplitserveError) -> None:
-        """The attempt has failed; `state.attempt.suspect` is the worker at fault."""
-
-    def attempt_ended(self, state: RequestState) -> None:
-        """The attempt is over, whether completed, failed or cancelled; its workers are being notified."""
+        Of each attempt observers hear of the first two deltas at once, of later ones BATCH_TOKENS at a time, and of the
+        rest at its end.
+        """
 
     def completed(self, state: RequestState) -> None:
         """The whole answer was sent, except for the final `done` message."""
@@ -89,48 +73,37 @@ class RequestObserver:
         """The request is over, with or without an error. Always the last event."""
 
 
-class RunningAttempts(RequestObserver):
-    """The attempts that are under way; for those who look at all of them from time to time."""
+class RequestControl(Protocol):
+    """Those who decide by what becomes of one request. They are called before observers are."""
 
-    def __init__(self) -> None:
-        self.attempts: dict[str, RequestState] = {}
-        """By attempt id."""
-        self._requests: dict[int, RequestState] = {}
+    def output_sent(self, tokens: int) -> None:
+        """So many more tokens were sent to the client, as `RequestObserver.sent` has it."""
 
-    def has(self, state: RequestState) -> bool:
-        """Whether a request that was routed has not ended, though it may be between two attempts."""
-        return id(state) in self._requests
+    def decoded(self) -> None:
+        """The decode worker holds nothing for the request any more."""
 
-    def routed(self, state: RequestState) -> None:
-        """See RequestObserver."""
-        self._requests[id(state)] = self.attempts[state.attempt.attempt_id] = state
-
-    def attempt_ended(self, state: RequestState) -> None:
-        """See RequestObserver."""
-        self.attempts.pop(state.attempt.attempt_id, None)
-
-    def ended(self, state: RequestState, error: BaseException | None) -> None:
-        """See RequestObserver."""
-        self._requests.pop(id(state), None)
+    def ended(self, error: BaseException | None) -> None:
+        """The request is over."""
 
 
 class RequestEvents:
     """The events of one request; a context manager whose exit emits `ended`.
 
-    `emit` only notifies observers; the other methods write the state first. An observer that raises neither fails the
-    request nor keeps the event from other observers.
+    Observers are for telemetry. What is decided by events that come on several paths goes through `control`; the
+    request flow calls the rest itself. `emit` only notifies observers; the other methods write the state first. An
+    observer that raises neither fails the request nor keeps the event from other observers.
     """
 
-    __slots__ = ("_listeners", "_observers", "_tell_at", "_told", "_untold", "state")
+    __slots__ = ("_batch_tokens", "_batches", "_observers", "_pending_tokens", "control", "state")
 
     def __init__(self, state: RequestState, observers: Iterable[RequestObserver] = ()) -> None:
         self.state = state
+        self.control: RequestControl | None = None
         self._observers = tuple(observers)
-        self._listeners = _listeners(tuple(map(type, self._observers)))
-        self._untold, self._tell_at = 0, 1
-        """Tokens sent that observers have not been told of, and how many of them they are told of."""
-        self._told = 0
-        """How often they were told of tokens of this attempt."""
+        self._pending_tokens, self._batch_tokens = 0, 1
+        """Tokens sent that observers have not heard of, and from how many on they hear of them."""
+        self._batches = 0
+        """How often observers have heard of tokens of this attempt."""
 
     def __enter__(self) -> Self:
         return self
@@ -138,13 +111,10 @@ class RequestEvents:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._tell_sent()
+        self._report_sent()
+        if self.control is not None:
+            self.control.ended(error)
         self.emit(RequestObserver.ended, error)
-
-    def observe(self, observer: RequestObserver) -> None:
-        """Adds an observer, for all events from now on."""
-        self._observers = (*self._observers, observer)
-        self._listeners = _listeners(tuple(map(type, self._observers)))
 
     def emit(
         self,
@@ -153,10 +123,10 @@ class RequestEvents:
         **kwargs: P.kwargs,
     ) -> None:
         """Notifies all observers of an event, given as a method of RequestObserver."""
-        observers = self._observers
-        for position, listener in self._listeners.get(event.__name__, ()):
+        for observer in self._observers:
+            listener = getattr(observer, event.__name__)
             try:
-                listener(observers[position], self.state, *args, **kwargs)
+                listener(self.state, *args, **kwargs)
             except Exception as error:
                 log_exception("observer.failed", error, observer=listener.__qualname__)
 
@@ -179,54 +149,46 @@ class RequestEvents:
     ) -> None:
         """Begins an attempt on these workers; `cached_tokens` of the prompt are expected in prefill's cache."""
         self.state.begin_attempt(prefill, decode, cached_tokens, now, candidates)
-        self._told, self._tell_at = 0, 1
+        self._batches, self._batch_tokens = 0, 1
         self.emit(RequestObserver.routed)
 
-    def prefix_fetched(self, fetched: FetchedPrefix) -> None:
-        """Records a fetch before the attempt. One that failed leaves its tokens to be computed."""
-        attempt = self.state.attempt
-        attempt.fetched = fetched
-        if fetched.failure and fetched.taker == attempt.prefill.worker_id:
-            attempt.expected_cached_tokens -= fetched.tokens
-            self.emit(RequestObserver.prefix_missed, fetched.tokens)
-
     def reserving(self, now: float) -> None:
-        """See RequestObserver."""
+        """Reserve is being called on the decode worker."""
         self.state.attempt.reserving_s = now
         self.emit(RequestObserver.reserving)
 
     def prefilling(self, now: float) -> None:
-        """See RequestObserver."""
+        """The prompt is being sent to the prefill worker."""
         self.state.attempt.prefilling_s = now
         self.emit(RequestObserver.prefilling)
 
     def prefilled(self, first: prefill_pb2.FirstToken) -> None:
-        """See RequestObserver."""
+        """The prefill worker has sent the first token."""
         attempt = self.state.attempt
         attempt.prefilled_s = time.monotonic()
         attempt.report.record_prefill(first)
         self.emit(RequestObserver.prefilled, first)
 
     def prefilling_locally(self) -> None:
-        """See RequestObserver."""
+        """The decode worker computes the prompt itself."""
         self.state.attempt.is_local = True
         self.emit(RequestObserver.prefilling_locally)
 
     def prefilled_locally(self, local: decode_pb2.LocalPrefill) -> None:
-        """See RequestObserver."""
+        """The decode worker has computed the prompt itself."""
         attempt = self.state.attempt
         attempt.prefilled_s = time.monotonic()
         attempt.report.record_local_prefill(local)
         self.emit(RequestObserver.prefilled_locally, local)
 
     def transferred(self, handoff: prefill_pb2.HandoffDone) -> None:
-        """See RequestObserver."""
+        """The last KV write was acknowledged."""
         attempt = self.state.attempt
         attempt.report.record_transfer(handoff, attempt.prefill.transport)
         self.emit(RequestObserver.transferred, handoff)
 
     def decode_began(self, admit_ms: float) -> None:
-        """See RequestObserver."""
+        """The decode worker has made its first step."""
         attempt = self.state.attempt
         attempt.decode_began_s = time.monotonic()
         attempt.report.decode_admit_ms = admit_ms
@@ -235,36 +197,41 @@ class RequestEvents:
     def sent(self, delta: generation_pb2.OutputDelta, now: float) -> None:
         """Appends a delta that is about to be sent to the client.
 
-        Raises SplitserveError (OUTPUT_GAP), and tells nothing, unless the delta follows the previous one.
+        Raises SplitserveError (OUTPUT_GAP), and emits nothing, unless the delta follows the previous one.
         """
         self.state.append(delta, now)
-        self._untold += len(delta.token_ids)
-        if self._untold >= self._tell_at:
-            self._tell_sent()
+        self._pending_tokens += len(delta.token_ids)
+        if self._pending_tokens >= self._batch_tokens:
+            self._report_sent()
+
+    def decoded(self) -> None:
+        """The decode worker has finished; its output may not have been sent to the client yet."""
+        if self.control is not None:
+            self.control.decoded()
 
     def attempt_failed(self, error: SplitserveError) -> None:
-        """See RequestObserver."""
-        self._tell_sent()
+        """The attempt has failed."""
+        self._report_sent()
         self.state.attempt.failure = failure_text(error)
-        self.emit(RequestObserver.attempt_failed, error)
 
     def attempt_ended(self) -> None:
-        """See RequestObserver."""
-        self._tell_sent()
+        """The attempt is over, whether completed, failed or cancelled."""
+        self._report_sent()
         self.state.end_attempt(time.monotonic())
-        self.emit(RequestObserver.attempt_ended)
 
     def completed(self) -> None:
-        """See RequestObserver."""
+        """The whole answer was sent, except for the final `done` message."""
         self.state.completed = True
         self.emit(RequestObserver.completed)
 
-    def _tell_sent(self) -> None:
-        """Tells what has been sent: for an observer many tokens are no more work than one."""
-        if count := self._untold:
-            self._untold = 0
-            self._told += 1
-            self._tell_at = 1 if self._told < 2 else TOLD_TOKENS
+    def _report_sent(self) -> None:
+        """Reports what has been sent: for an observer many tokens are no more work than one."""
+        if count := self._pending_tokens:
+            self._pending_tokens = 0
+            self._batches += 1
+            self._batch_tokens = 1 if self._batches < 2 else BATCH_TOKENS
+            if self.control is not None:
+                self.control.output_sent(count)
             self.emit(RequestObserver.sent, count)
 
 
@@ -279,40 +246,3 @@ def failure_text(error: BaseException | None) -> str:
         case SplitserveError():
             return f"{error.reason}: {error.message}"[:MAX_FAILURE_CHARACTERS]
     return type(error).__name__
-
-
-_EVENTS = tuple(name for name in vars(RequestObserver) if not name.startswith("_"))
-
-
-@lru_cache(maxsize=256)
-def _listeners(
-    kinds: tuple[type[RequestObserver], ...],
-) -> Mapping[str, Sequence[tuple[int, Callable[..., None]]]]:
-    """What is called for each event, given the classes of a request's observers: the positions of those that override
-    its method, and their functions. Requests have the same few sets of observers."""
-    found: dict[str, list[tuple[int, Callable[..., None]]]] = {}
-    for position, kind in enumerate(kinds):
-        for name in _EVENTS:
-            if getattr(kind, name) is not getattr(RequestObserver, name):
-                found.setdefault(name, []).append((position, getattr(kind, name)))
-    return found
-
-
-class QuotaPlugin(Protocol):
-    """A caller's quota, asked before any work is done for a request."""
-
-    def entered(
-        self, request: inference_pb2.GenerateRequest, caller: Caller
-    ) -> AbstractContextManager[AdmissionPlugin]:
-        """Holds the request's place while the context is open. Its value charges what is known once the prompt is
-        tokenized. Never waits. Raises ResourceExhaustedError with a retry hint."""
-
-
-class AdmissionPlugin(Protocol):
-    """A step between a valid request and the workers: a tenant's quota, the capacity queue."""
-
-    async def admit(self, events: RequestEvents) -> None:
-        """Returns once the request is admitted; may wait. Adds an observer that releases what the request holds.
-
-        Raises ResourceExhaustedError with a retry hint, or PermissionDeniedError.
-        """

@@ -1,20 +1,43 @@
-"""How an entrypoint takes an answer: message by message, or delta by delta where nothing has to be waited for."""
+"""The one way out for the output of a request: by messages, and by tokens where nothing has to be waited for."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Protocol
+
+from typing_extensions import override
 
 from splitserve.v1 import generation_pb2, inference_pb2
 
-Send = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
+
+class Output(Protocol):
+    """Where an entrypoint takes the answer to one request."""
+
+    async def send(self, response: inference_pb2.GenerateResponse) -> None:
+        """Takes the next message, the last of which has `done` set. Waits while the client does not read."""
+
+    def takes_now(self) -> bool:
+        """Whether `send_now` may be called: the answer has begun, and its client reads."""
+
+    def send_now(self, delta: generation_pb2.OutputDelta) -> None:
+        """Takes the next delta without a wait."""
 
 
-class DirectSend(Protocol):
-    """Sends deltas without a wait, between those that `Send` gets; for entrypoints whose writes need no task."""
+@dataclass(frozen=True, slots=True)
+class WaitingOutput(Output):
+    """The output of an entrypoint that waits for each message."""
 
-    def is_ready(self) -> bool:
-        """Whether a delta can be sent now: the answer has begun, and its client reads."""
+    write: Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 
-    def send(self, delta: generation_pb2.OutputDelta) -> None:
-        """Sends a delta; only while `is_ready`."""
+    @override
+    async def send(self, response: inference_pb2.GenerateResponse) -> None:
+        await self.write(response)
+
+    @override
+    def takes_now(self) -> bool:
+        return False
+
+    @override
+    def send_now(self, delta: generation_pb2.OutputDelta) -> None:
+        raise AssertionError("it takes nothing without a wait")

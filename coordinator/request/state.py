@@ -1,18 +1,60 @@
-"""The state of one request across its attempts. Written by `coordinator.request.observer` only."""
+"""The state of one request across its attempts, written by `coordinator.request.observer` only, and what is expected of
+requests: output length, and how much of a prompt is cached.
+"""
 
 from __future__ import annotations
 
 import enum
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from coordinator.request.candidates import Candidate, FetchedPrefix
-from coordinator.request.ids import random_hex
-from coordinator.request.inference_request import InferenceRequest
-from coordinator.workers.prefix_index.hits import PrefixHits
+from coordinator.request.inference_request import InferenceRequest, random_hex
+from coordinator.workers.load import Flight
+from coordinator.workers.prefix_index import PrefixHits
+from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker, WorkerKey
 from splitserve.errors import SplitserveError
+from splitserve.generation.bounds import MAX_TTFT_MS
+from splitserve.roles import PoolName
 from splitserve.tracing.context import TraceContext
 from splitserve.v1 import decode_pb2, generation_pb2, inference_pb2, prefill_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class PairCost:
+    """The terms of a pair's predicted cost. Times in seconds."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    others_s: float = 0.0
+    """Delay that computing the prompt causes to requests behind it; not part of this request's own time."""
+    transfer_s: float = 0.0
+    decode_wait_s: float = 0.0
+    cached_tokens: int = 0
+    """Leading prompt tokens expected in the prefill worker's cache."""
+    decode_cached_tokens: int = 0
+    """Leading prompt tokens expected in the decode worker's cache."""
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the request can be decoded."""
+        own_s = self.queue_s + self.prefill_s
+        return own_s + self.transfer_s + self.decode_wait_s
+
+
+NO_COST = PairCost()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker that was considered for its role, with the cost of the pair that it makes with the chosen other one."""
+
+    worker_id: str
+    pool: PoolName
+    cost: PairCost
+    is_home: bool = False
+    """Whether it is the home of the request's session, which is preferred a little."""
+
 
 LONGEST_NAME = 100
 """Leading characters of the client's request id that an attempt id contains."""
@@ -22,17 +64,14 @@ MAX_PAST_ATTEMPTS = 8
 
 @dataclass(frozen=True, slots=True)
 class RequestEstimate:
-    """Estimates made when a request arrives; see `coordinator.request.estimates`."""
+    """Estimates made when a request arrives; see `coordinator.request.state`."""
 
     output_tokens: float
     """Expected output length, at most the request's `max_tokens`."""
     uncached_tokens: float
     """Prompt tokens that a prefill worker will have to compute."""
     hits: PrefixHits | None = None
-    held_tokens: int | None = None
-    """Cached prefixes by worker, and the longest one in any tier; None without a prefix index, or where it has gaps."""
-    read_s: float = 0.0
-    """Seconds for which that worker will read before, from its lower tiers."""
+    """Cached prefixes by worker; None without a prefix index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +91,13 @@ NO_WAITS = Waits()
 @dataclass(slots=True)
 class AttemptReport:
     """Measurements of one attempt, times in milliseconds. `decode_worker` is empty until that worker has sent output,
-    `transport` until KV was transferred; `reserve_wait_ms`: of `reserve_ms`, for a step, blocks, lower tiers."""
+    `transport` until KV was transferred."""
 
     prefill_worker: str
     decode_worker: str = ""
     transport: str = ""
     queue_ms: float = 0.0
     reserve_ms: float = 0.0
-    reserve_wait_ms: float = 0.0
     prefill_ms: float = 0.0
     transfer_ms: float = 0.0
     decode_admit_ms: float = 0.0
@@ -120,10 +158,9 @@ class AttemptRecord:
     number: int = 1
     """Its number among the request's attempts, from 1."""
     candidates: tuple[Candidate, ...] = ()
-    """See `Pair.candidates`."""
+    """If records are kept: of each pool the chosen worker, then the next best ones."""
     trace: TraceContext | None = None
     """What its workers' spans are part of."""
-    fetched: FetchedPrefix | None = None
     is_local: bool = False
     """Whether the decode worker computes the prompt itself."""
     reserving_s: float | None = None
@@ -137,11 +174,6 @@ class AttemptRecord:
     ended_s: float | None = None
     failure: str = ""
     """Reason and message of the error that ended it; `suspect` is the worker at fault."""
-
-    @property
-    def has_fetched(self) -> bool:
-        """Whether a prefix was brought from another worker's cache for it."""
-        return self.fetched is not None and not self.fetched.failure
 
     @property
     def pair(self) -> tuple[WorkerKey, ...]:
@@ -169,12 +201,17 @@ class RequestState:
     request: InferenceRequest
     estimate: RequestEstimate
     """Made once, at arrival."""
+    flight: Flight = field(init=False)
+    """The request in the account of work; admission puts its own view of it here."""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: generation_pb2.FinishReason.ValueType = generation_pb2.FINISH_REASON_UNSPECIFIED
     attempts: int = 0
     fruitless_attempts: int = 0
     """Those that failed without a token since the last one that brought any."""
     failed_workers: set[WorkerKey] = field(default_factory=set)
+    other_role: Worker | None = None
+    """The worker, as it was when it was chosen, that has refused the last attempt because its role is another one now.
+    """
     first_token_s: float | None = None
     last_token_s: float = 0.0
     report: AttemptReport = field(default_factory=lambda: AttemptReport(""))
@@ -184,6 +221,8 @@ class RequestState:
     """Whether it waits, or waited when it ended, for the first workers of a pool."""
     from_zero: bool = False
     """Whether it has waited for them."""
+    relieves_prefill: bool = False
+    """Whether the decode worker may compute the prompt only because others wait at the prefill worker."""
     current: AttemptRecord | None = None
     """The running or last attempt; None before the first."""
     past: list[AttemptRecord] = field(default_factory=list)
@@ -199,6 +238,18 @@ class RequestState:
     completed: bool = False
     """Whether the whole answer was sent."""
 
+    def __post_init__(self) -> None:
+        request, resumed, targets = self.request, len(self.request.resumed), self.request.targets
+        ttft_s = targets.ttft_s if targets is not None else None
+        self.flight = Flight(
+            prompt_tokens=len(request.prompt) + resumed,
+            uncached_tokens=self.estimate.uncached_tokens + resumed,
+            expected_output=max(1.0, self.estimate.output_tokens - resumed),
+            max_output=request.max_tokens - resumed,
+            tpot_slo_s=targets.tpot_s if targets is not None else None,
+            due_s=request.received_s + ttft_s if ttft_s is not None else float("inf"),
+        )
+
     @property
     def attempt(self) -> AttemptRecord:
         """The running or last attempt. Raises AssertionError before the first."""
@@ -209,6 +260,11 @@ class RequestState:
     def finished(self) -> bool:
         """Whether the last token has been sent."""
         return self.finish_reason != generation_pb2.FINISH_REASON_UNSPECIFIED
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens that the next attempt computes or finds cached: the prompt, and the output so far."""
+        return len(self.request.prompt) + len(self.token_ids)
 
     @property
     def needs_decode(self) -> bool:
@@ -296,6 +352,22 @@ class RequestState:
         total.decode_worker = attempt.decode_worker or total.decode_worker
         total.transport = attempt.transport or total.transport
 
+    def targets_left(self, now: float) -> generation_pb2.ServiceTargets | None:
+        """The targets for the next attempt, at `now` on the request's clock; None without any.
+
+        The first token is due so long after the request came. An answer that goes on is due so long after now: before
+        the requests of others it has no right to be, since any client may say that it resumes one.
+        """
+        targets, received_s = self.request.targets, self.request.received_s
+        if targets is None or (targets.ttft_s is None and targets.tpot_s is None):
+            return None
+        left = generation_pb2.ServiceTargets(tpot_ms=(targets.tpot_s or 0.0) * 1e3)
+        if targets.ttft_s is not None:
+            due_s = (now if self.token_ids else received_s) + targets.ttft_s
+            left.ttft_ms = targets.ttft_s * 1e3
+            left.ttft_left_ms = max((due_s - now) * 1e3, -MAX_TTFT_MS)
+        return left
+
     def started(self) -> inference_pb2.GenerationStart:
         """What a client needs to go on at another coordinator."""
         request = self.request
@@ -348,3 +420,110 @@ class Stage(enum.StrEnum):
     RESERVING = "reserving"
     PREFILLING = "prefilling"
     DECODING = "decoding"
+
+
+DEFAULT_OUTPUT_TOKENS = 128.0
+"""Expected output length until a request has completed."""
+MAX_LENGTH_KEYS = 4096
+"""Tenants and sessions whose output lengths are remembered."""
+_MEMORY_ANSWERS = 64
+"""Window of the learned means, in requests."""
+
+LengthKey = tuple[str, str, str]
+"""(model, tenant, session). An empty session stands for all requests of the tenant."""
+
+
+@dataclass(slots=True)
+class LearnedMean:
+    """A running mean: arithmetic over the first values, exponential from `_MEMORY_ANSWERS` on."""
+
+    value: float
+    seen: int = 0
+
+    def add(self, value: float) -> None:
+        """Adds a value."""
+        self.seen = min(self.seen + 1, _MEMORY_ANSWERS)
+        self.value += (value - self.value) / self.seen
+
+
+@dataclass(slots=True)
+class ModelMeans:
+    """Learned means of the requests for one base model and its adapters."""
+
+    output_tokens: LearnedMean = field(default_factory=lambda: LearnedMean(DEFAULT_OUTPUT_TOKENS))
+    cached_share: LearnedMean = field(default_factory=lambda: LearnedMean(0.0))
+    """Cached share of the prompt, 0..1, as reported by prefill workers."""
+
+
+class Estimates:
+    """Learns from every request. The least recently used sessions and tenants are forgotten first."""
+
+    def __init__(self, registry: Registry, max_length_keys: int = MAX_LENGTH_KEYS) -> None:
+        self._registry = registry
+        self._max_length_keys = max_length_keys
+        self._models: dict[str, ModelMeans] = {}
+        self._means: OrderedDict[LengthKey, LearnedMean] = OrderedDict()
+        self._prefill_slots = 0
+        """Slots of prefill workers in the prefix index, as a bit set."""
+        registry.subscribe(self._on_registry_change)
+
+    def of(self, request: InferenceRequest, now: float) -> RequestEstimate:
+        """The estimate for a request that arrives now."""
+        prompt_tokens = len(request.prompt)
+        if request.block_keys and self._prefill_slots:
+            hits = self._registry.prefixes.hits(request.block_keys, now)
+            # The last prompt token is always computed, for its logits.
+            cached = min(self._most_blocks(hits) * request.model.block_size_tokens, prompt_tokens - 1)
+            return RequestEstimate(self._output_tokens(request), float(prompt_tokens - cached), hits)
+        uncached = prompt_tokens * (1.0 - self.of_model(request.model.base_name).cached_share.value)
+        return RequestEstimate(self._output_tokens(request), uncached)
+
+    def of_model(self, model: str) -> ModelMeans:
+        """The learned means of a base model that is known to the registry, its adapters' requests included."""
+        means = self._models.get(model)
+        if means is None:
+            means = self._models[model] = ModelMeans()
+        return means
+
+    def learn(self, state: RequestState) -> None:
+        """Learns from a request whose whole answer was sent.
+
+        Of cached prefixes only what a prefill worker found in the first attempt counts: a later attempt hits what the
+        first one cached.
+        """
+        count, means = len(state.token_ids), self.of_model(state.request.model.base_name)
+        if state.attempts == 1 and state.report.prefill_worker:
+            share = state.report.cached_prompt_tokens / max(1, len(state.request.prompt))
+            means.cached_share.add(min(1.0, share))
+        means.output_tokens.add(count)
+        for key in _length_keys(state.request):
+            mean = self._means.get(key)
+            if mean is None:
+                mean = self._means[key] = LearnedMean(0.0)
+            self._means.move_to_end(key)
+            mean.add(count)
+        while len(self._means) > self._max_length_keys:
+            self._means.popitem(last=False)
+
+    def _output_tokens(self, request: InferenceRequest) -> float:
+        """The mean of the narrowest key that is known, at most what was asked for."""
+        known = next((mean for key in _length_keys(request) if (mean := self._means.get(key))), None)
+        mean = known or self.of_model(request.model.base_name).output_tokens
+        return min(mean.value, request.max_tokens)
+
+    def _most_blocks(self, hits: PrefixHits) -> int:
+        """The largest number of leading blocks that any prefill worker holds."""
+        return next((depth for depth, slots in reversed(hits.levels) if slots & self._prefill_slots), 0)
+
+    def _on_registry_change(self, worker: Worker | None) -> None:
+        if worker is None:
+            self._prefill_slots = 0
+        for changed in (worker,) if worker is not None else self._registry.snapshot().workers:
+            if changed.computes_prompts and changed.prefix_slot >= 0:
+                self._prefill_slots |= 1 << changed.prefix_slot
+
+
+def _length_keys(request: InferenceRequest) -> tuple[LengthKey, ...]:
+    model, tenant = request.model.name, request.caller.tenant
+    wide = (model, tenant, "")
+    return ((model, tenant, request.session_id), wide) if request.session_id else (wide,)

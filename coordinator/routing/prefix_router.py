@@ -4,17 +4,14 @@ The cost of a prefill worker p and a decode worker d is the sum of
 
     queue     tokens queued at p / its rate, weighted by class
     prefill   prompt tokens that p does not hold / its rate
-    read      until p has read what it holds below its KV blocks, beyond the time of its queue; what is computed as soon
-              counts as not held
-    others    prompt tokens that p does not hold / the pool's mean rate, times `scores.crowding`: the delay for
-              requests behind this one
-    transfer  bytes of the prompt's blocks that d does not hold / speed of the lane from p to d; and until d has read
-              those that it holds below its KV blocks, as far as that is sooner
-    decode    wait for blocks at d, and the cost of a step in its batch (`scores.decode_score_s`); where d computes
-              prompts in any case (`local_prefill: always`), also those that wait there / its rate
+    others    prompt tokens that p does not hold / the pool's mean rate, times `crowding`: the delay for requests
+              behind this one
+    transfer  bytes of the prompt's blocks that d does not hold / speed of the lane from p to d
+    decode    wait for blocks at d, and the cost of a step in its batch (`decode_score_s`); where decode workers compute
+              all prompts, also what d needs for those that wait there
 
 Queue, prefill and transfer are Mooncake's Algorithm 1 (Qin et al., FAST 2025); the other terms and the joint choice of
-both workers are ours. docs/routing.md explains each term. `scores.pair_cost` computes the cost of one pair;
+both workers are ours. docs/guides/routing.md explains each term. `router.pair_cost` computes the cost of one pair;
 `PrefixRouter` computes the same for whole pools at once, and only for pairs of the most promising prefill workers.
 """
 
@@ -24,12 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from typing_extensions import override
 
-from coordinator.peer_fetch.prefix_offer import MARGIN, PrefixOffer
-from coordinator.request.candidates import Candidate, PairCost
-from coordinator.routing.own_pair import own_pair
-from coordinator.routing.router import Pair, RoutingRequest
-from coordinator.routing.scores import needed_blocks, pair_cost, queue_weight
+from coordinator.request.state import Candidate, PairCost
+from coordinator.routing.router import Pair, Router, RoutingRequest, needed_blocks, pair_cost, queue_weight
 from coordinator.routing.worker_columns import (
     Column,
     DecodeColumns,
@@ -38,7 +33,7 @@ from coordinator.routing.worker_columns import (
     Transfers,
     WorkerColumns,
 )
-from coordinator.workers.load_ledger import LoadLedger
+from coordinator.workers.load import WorkerLoads
 from coordinator.workers.snapshot import PoolSnapshot
 
 HOME_SHARE = 0.25
@@ -61,7 +56,7 @@ class _Best:
     decode: int = -1
 
 
-class PrefixRouter:
+class PrefixRouter(Router):
     """Chooses the pair of least predicted cost, with a bonus for a session's home; see the module docstring.
 
     Columns of the last snapshot are kept as a memo only: the result depends on the arguments alone.
@@ -70,14 +65,10 @@ class PrefixRouter:
     def __init__(self) -> None:
         self._models: dict[str, ModelColumns] = {}
 
+    @override
     def choose_pair(
-        self, snapshot: PoolSnapshot, loads: LoadLedger, request: RoutingRequest, now: float
+        self, snapshot: PoolSnapshot, loads: WorkerLoads, request: RoutingRequest, now: float
     ) -> Pair | None:
-        """See Router."""
-        pair = self._of_pools(snapshot, loads, request)
-        return own_pair(snapshot, loads, request) if pair is None else pair
-
-    def _of_pools(self, snapshot: PoolSnapshot, loads: LoadLedger, request: RoutingRequest) -> Pair | None:
         columns = self._columns(request.model)
         columns.refresh(snapshot, loads)
         prefill, decode = columns.prefill, columns.decode
@@ -122,37 +113,19 @@ def _prefill_scores(pool: PrefillColumns, request: RoutingRequest, depths: Colum
     """
     scores: Column = pool.token_s * request.prompt_tokens
     scores += pool.queue_s if not request.class_rank else pool.queue_s * queue_weight(request.class_rank)
-    held: Column | float = 0.0
     if depths is not None:
         size = pool.block_size
         blocks = depths.take(pool.slots, mode="wrap")
         np.minimum(blocks, (request.prompt_tokens - 1) / size, out=blocks)
-        if pool.tiers is not None:
-            below = pool.tiers.brought(blocks, depths, pool.token_s * size)
-            blocks -= below.lacking
-            queue_s = pool.queue_s * queue_weight(request.class_rank)
-            scores += np.maximum(below.read_s - queue_s, 0.0)
         # Others' delay is counted as a saving relative to the whole prompt, which shifts all scores alike.
         saved_s = pool.token_s + _others_token_s(pool)
         saved_s *= size
         saved_s *= blocks
         scores -= saved_s
-        held = blocks * size
-    if request.offer is not None:
-        scores -= _saved_by_fetch_s(pool, request.offer, held)
     if request.session_id:
         home = pool.home(request.session_id)
         scores[home] -= HOME_SHARE * request.prompt_tokens * pool.token_s[home]
     return _without_excluded(scores, pool, request)
-
-
-def _saved_by_fetch_s(pool: PrefillColumns, offer: PrefixOffer, held: Column | float) -> Column:
-    """What each worker, which holds so many tokens, is sooner if it fetches what is offered, others' delay included."""
-    token_s, latency_s = pool.lane_from(offer)
-    missing = np.maximum(offer.tokens - held, 0.0)
-    fetch_s = offer.fixed_s + offer.pace * (latency_s + token_s * missing)
-    is_sooner = (missing > 0) & (fetch_s <= MARGIN * pool.token_s * missing)
-    return np.where(is_sooner, (pool.token_s + _others_token_s(pool)) * missing - fetch_s, 0.0)
 
 
 def _others_token_s(pool: PrefillColumns) -> float:
@@ -164,7 +137,7 @@ def _decode_scores(pool: DecodeColumns, request: RoutingRequest) -> Column:
     """Wait and step cost of each decode worker, in seconds, float64 [workers]; infinite for those not to be used."""
     needed = needed_blocks(request, pool.block_size)
     scores: Column
-    if isinstance(needed, float) and needed <= pool.free[pool.free.argmin()]:
+    if needed <= pool.free[pool.free.argmin()]:
         scores = pool.batch_s.copy()
     else:
         scores = needed - pool.free
@@ -172,8 +145,8 @@ def _decode_scores(pool: DecodeColumns, request: RoutingRequest) -> Column:
         scores *= pool.block_s
         scores *= request.expected_output_tokens
         scores += pool.batch_s
-    if request.computed_at_decode:
-        scores += pool.prompts_s * queue_weight(request.class_rank)
+    if request.is_local:
+        scores += pool.prompts_s
     if request.session_id:
         home = pool.home(request.session_id)
         scores[home] -= HOME_SHARE * pool.step_s[home]
@@ -227,51 +200,13 @@ def _first_least(scores: Column, turn: int) -> int:
 
 
 def _candidates(
-    loads: LoadLedger,
-    prefills: PrefillColumns,
-    row: int,
-    decodes: DecodeColumns | None,
-    column: int,
-    request: RoutingRequest,
-    chosen: PairCost,
-    p_total: Column | None,
-    d_total: Column | None,
-) -> tuple[Candidate, ...]:
-    """See `Pair.candidates`; empty without totals. `chosen` is the cost of the pair at `row` and `column`.
-
-    `p_total` is float64 [prefill workers], each with the chosen decode worker, `d_total` float64 [decode workers], each
-    with the chosen prefill worker. Both are overwritten.
-    """
-    found: list[Candidate] = []
-    if p_total is not None:
-
-        def with_prefill(other: int) -> PairCost:
-            return _cost(loads, prefills, other, decodes, column, request)
-
-        found += _of_pool(prefills, p_total, row, chosen, with_prefill, request)
-    if d_total is not None and decodes is not None:
-
-        def with_decode(other: int) -> PairCost:
-            return _cost(loads, prefills, row, decodes, other, request)
-
-        found += _of_pool(decodes, d_total, column, chosen, with_decode, request)
-    return tuple(found)
-
-
-def _of_pool(
-    pool: WorkerColumns,
-    totals: Column,
-    chosen: int,
-    chosen_cost: PairCost,
-    cost_of: Callable[[int], PairCost],
-    request: RoutingRequest,
+    pool: WorkerColumns, totals: Column, chosen: int, costs: Callable[[int], PairCost], session_id: str
 ) -> list[Candidate]:
-    """The chosen worker of a pool and up to MAX_OTHERS next best. `totals` are float64 [workers] and overwritten."""
-    home = pool.home(request.session_id) if request.session_id else -1
-    costs = [(chosen, chosen_cost), *((other, cost_of(other)) for other in _next_least(totals, chosen))]
-    return [
-        Candidate(pool.workers[at].worker_id, pool.workers[at].pool, cost, at == home) for at, cost in costs
-    ]
+    """The chosen worker of a pool and up to MAX_OTHERS next best. `costs` gives the cost of the pair that the worker of
+    a row makes with the chosen one of the other pool; `totals` are these, float64 [workers], and overwritten."""
+    home = pool.home(session_id) if session_id else -1
+    rows = [chosen, *_next_least(totals, chosen)]
+    return [Candidate(pool.workers[row].worker_id, pool.name, costs(row), row == home) for row in rows]
 
 
 def _next_least(totals: Column, chosen: int) -> list[int]:
@@ -288,7 +223,7 @@ def _next_least(totals: Column, chosen: int) -> list[int]:
 
 
 def _cost(
-    loads: LoadLedger,
+    loads: WorkerLoads,
     prefills: PrefillColumns,
     row: int,
     decodes: DecodeColumns | None,
@@ -303,7 +238,7 @@ def _cost(
 
 
 def _pair(
-    loads: LoadLedger,
+    loads: WorkerLoads,
     prefills: PrefillColumns,
     row: int,
     decodes: DecodeColumns | None,
@@ -312,14 +247,15 @@ def _pair(
     p_total: Column | None,
     d_total: Column | None,
 ) -> Pair:
-    prefill = prefills.workers[row]
-    cost = _cost(loads, prefills, row, decodes, column, request)
-    return Pair(
-        prefill,
-        decodes.workers[column] if decodes is not None else None,
-        cost.wait_s,
-        cost,
-        decodes.ready_count if decodes is not None else 1,
-        loads.prefill[prefill.key].queued_tokens,
-        _candidates(loads, prefills, row, decodes, column, request, cost, p_total, d_total),
-    )
+    """The pair at `row` and `column`, with candidates of the pools of which totals are given; both are overwritten."""
+
+    def cost(row: int, column: int) -> PairCost:
+        return _cost(loads, prefills, row, decodes, column, request)
+
+    candidates: list[Candidate] = []
+    if p_total is not None:
+        candidates += _candidates(prefills, p_total, row, lambda at: cost(at, column), request.session_id)
+    if d_total is not None and decodes is not None:
+        candidates += _candidates(decodes, d_total, column, lambda at: cost(row, at), request.session_id)
+    decode = decodes.workers[column] if decodes is not None else None
+    return Pair(prefills.workers[row], decode, cost(row, column), tuple(candidates))

@@ -1,6 +1,6 @@
-"""The interface of routing policies: from a RoutingRequest to a Pair. Pure.
+"""The interface of routing policies, from a RoutingRequest to a Pair, and the arithmetic of their predictions. Pure.
 
-`coordinator.routing.prefix_router` has the default policy, `baseline_routers` the others.
+`coordinator.routing.prefix_router` has the default policy.
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from coordinator.peer_fetch.prefix_offer import PrefixOffer
-from coordinator.request.candidates import NO_COST, Candidate, PairCost
-from coordinator.request.estimates import DEFAULT_OUTPUT_TOKENS
-from coordinator.workers.load_ledger import LoadLedger
-from coordinator.workers.prefix_index import tier_reads
-from coordinator.workers.prefix_index.hits import NO_HITS, PrefixHits
-from coordinator.workers.snapshot import PoolName, PoolSnapshot, Worker, WorkerKey
+from typing_extensions import override
+
+from coordinator.request.state import DEFAULT_OUTPUT_TOKENS, NO_COST, Candidate, PairCost
+from coordinator.workers.load import WorkerLoads
+from coordinator.workers.prefix_index import NO_HITS, PrefixHits
+from coordinator.workers.snapshot import PoolSnapshot, Worker, WorkerKey
 from splitserve.errors import UnavailableError
+from splitserve.generation.kv_blocks import blocks_for
+from splitserve.roles import PoolName
 
 RETRY_AFTER_S = 1.0
 """Retry hint of a coordinator that cannot serve a request now."""
@@ -42,10 +43,8 @@ class RoutingRequest:
     """Requests of one session prefer the same workers; empty: no session."""
     class_rank: int = 0
     """Requests of a higher class overtake others in a worker's queue; see `CLASS_RANKS`."""
-    computed_at_decode: bool = False
-    """Whether the decode worker computes the prompt in any case (`local_prefill: always`), so that it waits there."""
-    offer: PrefixOffer | None = None
-    """What workers that lack its prefix could fetch of it; None: nothing, or nobody fetches."""
+    is_local: bool = False
+    """Whether the decode worker computes the prompt, whatever the prefill worker could do."""
     wants_candidates: bool = False
     """Whether `Pair.candidates` is wanted."""
 
@@ -55,30 +54,17 @@ def cached_tokens(worker: Worker, request: RoutingRequest) -> int:
     return min(request.hits.blocks(worker.prefix_slot) * worker.block_size_tokens, request.prompt_tokens - 1)
 
 
-def held_prefix(worker: Worker, request: RoutingRequest, token_s: float) -> tuple[int, float]:
-    """The same less what lies below the worker's KV blocks and is computed as soon as read, at `token_s` seconds a
-    token; and the seconds until the rest has been read."""
-    return tier_reads.held_prefix(worker, request.hits, request.prompt_tokens, token_s)
-
-
 @dataclass(frozen=True, slots=True)
 class Pair:
     """A worker that computes the prompt and, unless the request needs none, one that decodes and that it can write to.
-    A neutral worker may be both."""
+    A worker of role `both` may be both."""
 
     prefill: Worker
     decode: Worker | None
-    predicted_wait_s: float
     cost: PairCost = NO_COST
-    """The terms of `predicted_wait_s`; zeros if the policy does not compute them."""
-    decode_candidates: int = 1
-    """Decode workers that take new requests of the model."""
-    queued_tokens: int = 0
-    """Prompt tokens ahead of the request on the prefill worker."""
+    """What it is predicted to cost; zeros if the policy predicts nothing."""
     candidates: tuple[Candidate, ...] = ()
     """If wanted, and the policy predicts costs: of each pool the chosen worker, then the next best ones."""
-    local_tokens: int | None = None
-    """Prompt tokens that the decode worker may compute itself; None: that was not decided with the pair."""
 
     @property
     def is_own(self) -> bool:
@@ -90,19 +76,43 @@ class Router(Protocol):
     """A routing policy. Implementations neither await nor read clocks."""
 
     def choose_pair(
-        self, snapshot: PoolSnapshot, loads: LoadLedger, request: RoutingRequest, now: float
+        self, snapshot: PoolSnapshot, loads: WorkerLoads, request: RoutingRequest, now: float
     ) -> Pair | None:
         """The pair to use, or None if no complete pair can serve the request now.
 
-        A neutral worker counts as one of the pool that it leans to; as a pair with itself only where there is no other.
-        `loads` has the load of each worker of the snapshot. `now` is in seconds on the monotonic clock.
+        A worker of role `both` is in both pools, and may be a pair with itself, which hands nothing off. `loads` has
+        the load of each worker of the snapshot. `now` is in seconds on the monotonic clock.
         """
+
+
+class RoundRobinRouter(Router):
+    """Each worker in turn, whatever its load: a baseline, and a way to rule out routing when debugging."""
+
+    @override
+    def choose_pair(
+        self, snapshot: PoolSnapshot, loads: WorkerLoads, request: RoutingRequest, now: float
+    ) -> Pair | None:
+        prefills = _turned(snapshot, request, "prefill")
+        if not request.needs_decode:
+            return Pair(prefills[0], None) if prefills else None
+        decodes = _turned(snapshot, request, "decode")
+        pairs = (
+            Pair(prefill, decode) for prefill in prefills for decode in decodes if prefill.reaches(decode)
+        )
+        return next(pairs, None)
+
+
+def _turned(snapshot: PoolSnapshot, request: RoutingRequest, pool: PoolName) -> list[Worker]:
+    """The workers that may be chosen, beginning with the one whose turn it is."""
+    workers = [w for w in snapshot.accepting(request.model, pool) if w.key not in request.exclude]
+    start = request.turn % len(workers) if workers else 0
+    return [*workers[start:], *workers[:start]]
 
 
 def no_pair(snapshot: PoolSnapshot, request: RoutingRequest, retry_after_s: float) -> UnavailableError:
     """The error for a request that no complete pair can serve: SLOW_LANE, naming the lane, or NO_WORKER."""
     pools: tuple[PoolName, ...] = ("prefill", "decode") if request.needs_decode else ("prefill",)
-    empty = [pool for pool in pools if not snapshot.serving(request.model, pool)]
+    empty = [pool for pool in pools if not snapshot.accepting(request.model, pool)]
     reason = "NO_WORKER"
     if empty:
         message = f"no {' and no '.join(empty)} worker of model {request.model!r} is ready"
@@ -118,7 +128,105 @@ def refused_lanes(snapshot: PoolSnapshot, model: str) -> str:
     """A description of a model's refused lanes, with reasons; empty if there are none."""
     return "; ".join(
         f"{worker.worker_id} to {peer.worker_id}: {lane.problem}"
-        for worker in snapshot.serving(model, "prefill")
+        for worker in snapshot.accepting(model, "prefill")
         for peer, lane in snapshot.handoff_lanes_of(worker)
         if lane.refused
     )
+
+
+MOST_CROWDED = 12.0
+"""Weight of a second of prefill for other requests when every prefill worker is busy. From 4 on, the mean TTFT of
+traces is flat while cache hits still rise; see docs/guides/routing.md."""
+
+
+def crowding(busy: int, ready: int) -> float:
+    """Weight of a second of prefill for the requests behind it: 0 when all workers are idle.
+
+    Work delays everything that arrives until the worker is idle again, which takes the longer the busier it is. The
+    share of busy workers is the measure of that.
+    """
+    return MOST_CROWDED * (busy / ready) ** 2 if ready else 0.0
+
+
+def prefill_score_s(queued_tokens: float, prompt_tokens: int, tokens_per_s: float) -> float:
+    """Seconds until a worker with this queue and rate would have computed the prompt if it were queued there now."""
+    return (queued_tokens + prompt_tokens) / tokens_per_s
+
+
+def decode_score_s(
+    needed_blocks: float,
+    free_blocks: float,
+    held_blocks: float,
+    step_s: float,
+    requests: float,
+    max_running_requests: int,
+    steps_left: float = DEFAULT_OUTPUT_TOKENS,
+) -> float:
+    """Seconds until a worker has room for the blocks, plus the cost of a step in its batch.
+
+    Missing blocks become free as running sequences end: each holds its share of `held_blocks` and has about
+    `steps_left` steps left. The batch counts as one step, stretched by its fill (`requests` in it or ahead of it), so
+    that an emptier worker wins while there is room.
+    """
+    short = needed_blocks - free_blocks
+    wait_s = short / max(1, held_blocks) * steps_left * step_s if short > 0 else 0.0
+    return wait_s + step_s * (1 + requests / max_running_requests)
+
+
+def queue_weight(class_rank: int) -> float:
+    """Share of a queue that a request of this class waits for: it does not wait for those that it overtakes."""
+    return float(2.0**-class_rank)
+
+
+def pair_cost(
+    prefill: Worker,
+    decode: Worker | None,
+    loads: WorkerLoads,
+    request: RoutingRequest,
+    rate: float,
+    step_s: float,
+    byte_s: float,
+    others_token_s: float = 0.0,
+) -> PairCost:
+    """The predicted cost of one connected pair.
+
+    `rate` is the prefill worker's prompt tokens per second, `step_s` the decode worker's seconds per step, `byte_s`
+    the lane's seconds per byte; pool means stand in for missing measurements. `others_token_s` is the delay for other
+    requests per computed token, in seconds.
+    """
+    cached = cached_tokens(prefill, request)
+    queue_s = prefill_score_s(loads.prefill[prefill.key].queued_tokens, 0, rate) * queue_weight(
+        request.class_rank
+    )
+    prefill_s = prefill_score_s(0, request.prompt_tokens - cached, rate)
+    others_s = (request.prompt_tokens - cached) * others_token_s
+    if decode is None:
+        return PairCost(queue_s, prefill_s, others_s, cached_tokens=cached)
+    load, size = loads.decode[decode.key], decode.block_size_tokens
+    blocks = blocks_for(request.prompt_tokens, size)
+    held = min(request.hits.blocks(decode.prefix_slot), blocks)
+    wait_s = decode_score_s(
+        needed_blocks=needed_blocks(request, float(size)),
+        free_blocks=load.free_blocks,
+        held_blocks=load.held_blocks,
+        step_s=step_s,
+        requests=load.batch_requests,
+        max_running_requests=decode.max_running_requests,
+        steps_left=request.expected_output_tokens,
+    )
+    if request.is_local:
+        wait_s += load.prompts_s
+    return PairCost(
+        queue_s,
+        prefill_s,
+        others_s,
+        transfer_s=(blocks - held) * decode.block_bytes * byte_s,
+        decode_wait_s=wait_s,
+        cached_tokens=cached,
+        decode_cached_tokens=min(held * size, request.prompt_tokens),
+    )
+
+
+def needed_blocks(request: RoutingRequest, block_size: float) -> float:
+    """KV blocks that the request will need on decode: for its prompt and its expected output."""
+    return (request.prompt_tokens + 1 + request.expected_output_tokens) // block_size + 1.0

@@ -1,6 +1,6 @@
 """The workers of one model as columns, so that a routing decision is a few vector operations per pool.
 
-Columns are a memo of a snapshot and the ledger of loads. `refresh` updates only the rows of workers that changed since
+Columns are a memo of a snapshot and the account of work. `refresh` updates only the rows of workers that changed since
 the previous snapshot, or whose load changed; the change logs of both tell which.
 """
 
@@ -16,12 +16,16 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from coordinator.peer_fetch.prefix_offer import PrefixOffer, has_room, token_bytes
-from coordinator.routing.scores import crowding
-from coordinator.workers.load import DEFAULT_PREFILL_TOKENS_PER_S, DEFAULT_STEP_S, DecodeLoad, PrefillLoad
-from coordinator.workers.load_ledger import LoadLedger
-from coordinator.workers.prefix_index.tier_reads import TierColumns
+from coordinator.routing.router import crowding
+from coordinator.workers.load import (
+    DEFAULT_PREFILL_TOKENS_PER_S,
+    DEFAULT_STEP_S,
+    DecodeLoad,
+    PrefillLoad,
+    WorkerLoads,
+)
 from coordinator.workers.snapshot import ChangeLog, PoolSnapshot, Worker, WorkerKey
+from splitserve.roles import PoolName
 
 Column = npt.NDArray[np.float64]
 _GB = 1e9
@@ -30,15 +34,10 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 NO_LOADS: Mapping[WorkerKey, Any] = MappingProxyType({})
 
 
-def _scalar_if_equal(values: Sequence[int]) -> float | Column:
-    """A column, or one value where all are equal: then a decision computes with that."""
-    if all(value == values[0] for value in values):
-        return float(values[0]) if values else 0.0
-    return np.array(values, np.float64)
-
-
 class WorkerColumns:
     """What both pools have in common. All columns are [workers]; `row_of` maps a boot to its row."""
+
+    name: PoolName
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         count = len(workers)
@@ -52,12 +51,11 @@ class WorkerColumns:
         self.slots = np.full(count, -1, np.int64)
         # Lists mirror the arrays: reading one element of an array is slower.
         self._slots, self._accepts = [-1] * count, [False] * count
-        self.tiers: TierColumns | None = None
-        """None: nobody has any."""
         self.width = 0
         """One more than the highest slot."""
-        self.block_size = _scalar_if_equal([worker.block_size_tokens for worker in workers])
-        self.block_bytes = _scalar_if_equal([worker.block_bytes for worker in workers])
+        # Workers of one model have one layout: registration refuses another one.
+        self.block_size = float(workers[0].block_size_tokens) if workers else 0.0
+        self.block_bytes = float(workers[0].block_bytes) if workers else 0.0
         self.name_hashes = np.array(
             [xxhash.xxh3_64_intdigest(worker.worker_id.encode()) for worker in workers], np.uint64
         )
@@ -84,10 +82,6 @@ class WorkerColumns:
         if worker.prefix_slot != self._slots[row]:
             self.slots[row] = self._slots[row] = worker.prefix_slot
             self.width = int(self.slots.max()) + 1
-        if worker.near_slots is not None or self.tiers is not None:
-            self.tiers = self.tiers or TierColumns(self.slots)
-            self.tiers.write(row, worker)
-            self.width = max(self.width, int(self.tiers.slots.max()) + 1)
         accepts = worker.accepts
         if accepts != self._accepts[row]:
             self.ready[row] = self._accepts[row] = accepts
@@ -110,6 +104,8 @@ class WorkerColumns:
 class PrefillColumns(WorkerColumns):
     """Prefill workers: `queue_s` [workers], infinite if not accepting, and `token_s` [workers], seconds per token."""
 
+    name = "prefill"
+
     def __init__(
         self,
         workers: Sequence[Worker] = (),
@@ -122,7 +118,8 @@ class PrefillColumns(WorkerColumns):
         self._queued, self._rate = np.zeros(shape[0]), np.zeros(shape[0])
         self.queue_s, self.token_s = np.zeros(shape[0]), np.zeros(shape[0])
         self._agents = [worker.agent_id for worker in decodes]
-        self._row_of_agent = {worker.agent_id: row for row, worker in enumerate(workers)}
+        self._own = [(row, self._agents.index(w.agent_id)) for row, w in enumerate(workers) if w.decodes]
+        """[prefill, decode] of workers of role `both`, which hand nothing off to themselves."""
         self._measured = np.zeros(shape)
         self._lane_keys: list[tuple[frozenset[str], int] | None] = [None] * shape[0]
         self.unreached = np.full(shape, np.inf)
@@ -140,7 +137,7 @@ class PrefillColumns(WorkerColumns):
     def update_row(self, row: int, worker: Worker) -> None:
         """Takes a worker's new state."""
         accepts, load = self._write(row, worker), self._loads[worker.key]
-        lane_key = worker.connected_agents, len(worker.lanes)
+        lane_key = worker.reached_agents, len(worker.lanes)
         if lane_key != self._lane_keys[row]:
             self._lane_keys[row] = lane_key
             self._write_lanes(row, worker)
@@ -156,22 +153,26 @@ class PrefillColumns(WorkerColumns):
             self.queue_s[row] = queued * token_s if accepts else np.inf
 
     def _write_lanes(self, row: int, worker: Worker) -> None:
-        reached = worker.reached_agents
+        reached = worker.reached_agents | ({worker.agent_id} if worker.role == "both" else frozenset())
         self.unreached[row] = [0.0 if agent in reached else np.inf for agent in self._agents]
         self.reaches_all[row] = reached.issuperset(self._agents)
         speeds = {lane.agent_id: lane.gb_per_second for lane in worker.lanes}
+        # What a worker of role both keeps takes no time.
+        speeds[worker.agent_id] = np.inf
         self._measured[row] = [speeds.get(agent, 0.0) for agent in self._agents]
         self._lanes_stale = True
 
     def finish_update(self) -> None:
         """Recomputes what depends on all rows, if stale."""
         if self._lanes_stale:
-            known = self._measured[self._measured > 0]
+            known = self._measured[(self._measured > 0) & (self._measured < np.inf)]
             # Without any measurement transfers cost 0: they cannot distinguish pairs.
             default = 1 / float(known.mean()) if len(known) else 0.0
             self.byte_s = np.full(self._measured.shape, default)
             np.divide(1, self._measured, out=self.byte_s, where=self._measured > 0)
             self.byte_s /= _GB
+            for row, column in self._own:
+                self.byte_s[row, column] = 0.0
             self.least_byte_s = self.byte_s.min(0) if len(self.byte_s) else self.least_byte_s
             self._lanes_stale = False
         if self.mean_stale:
@@ -181,30 +182,18 @@ class PrefillColumns(WorkerColumns):
             self.token_s[self._rate == 0] = self.mean_token_s
             self.queue_s = np.where(self.ready, self._queued * self.token_s, np.inf)
 
-    def lane_from(self, offer: PrefixOffer) -> tuple[Column, Column]:
-        """Seconds for each token of KV, and of latency, from the offer's holder to each worker; latency is infinite to
-        those that it cannot go to."""
-        token_s, latency_s = np.zeros(len(self.workers)), np.full(len(self.workers), np.inf)
-        for lane in offer.holder.lanes:
-            row = self._row_of_agent.get(lane.agent_id)
-            if row is None or lane.refused or lane.gb_per_second <= 0:
-                continue
-            worker = self.workers[row]
-            if offer.may_go_to(worker) and has_room(worker, worker.block_size_tokens):
-                token_s[row] = token_bytes(worker) / (lane.gb_per_second * _GB)
-                latency_s[row] = lane.latency_ms / 1e3
-        return token_s, latency_s
-
     @property
     def crowded(self) -> float:
-        """See `scores.crowding`."""
+        """Weight of a second of prefill for the requests behind it."""
         return crowding(self._busy, self.ready_count)
 
 
 class DecodeColumns(WorkerColumns):
     """Decode workers, each column [workers]: `free` blocks; `block_s`, seconds of wait per missing block and output
-    token; `batch_s`, the cost of a step in the batch, infinite if not accepting; `prompts_s`, seconds of prompts that
-    wait there."""
+    token; `prompts_s`, seconds to compute the prompts that wait there; `batch_s`, the cost of a step in the batch,
+    infinite if not accepting."""
+
+    name = "decode"
 
     def __init__(
         self, workers: Sequence[Worker] = (), loads: Mapping[WorkerKey, DecodeLoad] = NO_LOADS
@@ -221,7 +210,8 @@ class DecodeColumns(WorkerColumns):
     def update_row(self, row: int, worker: Worker) -> None:
         """Takes a worker's new state."""
         accepts, load = self._write(row, worker), self._loads[worker.key]
-        self.free[row], self.prompts_s[row] = load.free_blocks, load.prompts_s
+        self.free[row] = load.free_blocks
+        self.prompts_s[row] = load.prompts_s
         self._fill[row] = fill = 1 + load.batch_requests / load.slots
         self._held[row] = held = max(1, load.held_blocks)
         step_s = load.measured_step_s
@@ -243,33 +233,22 @@ class Transfers:
 
     def __init__(self, pool: DecodeColumns, prompt_tokens: int, depths: Column | None) -> None:
         """`depths`: cached leading blocks by slot, float64 [slots + 1]; None: nobody holds any."""
-        self._block_bytes, self._depths = pool.block_bytes, depths
         blocks = -(-prompt_tokens // pool.block_size)
         self._bytes_lacking: Column | float = blocks * pool.block_bytes
-        """A scalar if no worker holds any and all have blocks of one size."""
-        self._tiers, self._held = None, np.zeros(0)
+        """A scalar if no worker holds any."""
         if depths is not None:
-            self._tiers, self._held = pool.tiers, np.minimum(depths.take(pool.slots, mode="wrap"), blocks)
-            self._bytes_lacking = (blocks - self._held) * pool.block_bytes
+            held = np.minimum(depths.take(pool.slots, mode="wrap"), blocks)
+            self._bytes_lacking = (blocks - held) * pool.block_bytes
 
     def seconds(self, byte_s: Column) -> Column:
         """Until each has it, float64 [workers], over lanes of so many seconds a byte."""
         transfer_s: Column = byte_s * self._bytes_lacking
-        if self._tiers is not None and self._depths is not None:
-            block_s = byte_s * self._block_bytes
-            below = self._tiers.brought(self._held, self._depths, block_s)
-            transfer_s += below.lacking * block_s + below.read_s
         return transfer_s
 
     def seconds_to(self, row: int, byte_s: Column) -> Column:
         """The same to one of them over several lanes, float64 [lanes]."""
-        lacking, size = self._bytes_lacking, self._block_bytes
-        transfer_s = byte_s * (lacking if isinstance(lacking, float) else lacking[row])
-        if self._tiers is not None and self._depths is not None:
-            block_s = byte_s * (size if isinstance(size, float) else size[row])
-            below = self._tiers.brought(self._held, self._depths, block_s, row)
-            transfer_s += below.lacking * block_s + below.read_s
-        return transfer_s
+        lacking = self._bytes_lacking
+        return byte_s * (lacking if isinstance(lacking, float) else lacking[row])
 
 
 class ModelColumns:
@@ -279,14 +258,15 @@ class ModelColumns:
         self._model = model
         self._seen: tuple[Worker, ...] = ()
         self._log: ChangeLog | None = None
-        self._loads: LoadLedger | None = None
+        self._loads: WorkerLoads | None = None
         self._load_changes: list[WorkerKey] = []
         self._load_changes_seen = 0
         self._position: dict[str, int] = {}
-        self._locations: list[tuple[PrefillColumns | DecodeColumns, int] | None] = []
+        self._locations: list[list[tuple[PrefillColumns | DecodeColumns, int]]] = []
+        """Of each worker of the snapshot: its rows, of which one of role `both` has two."""
         self.prefill, self.decode = PrefillColumns(), DecodeColumns()
 
-    def refresh(self, snapshot: PoolSnapshot, loads: LoadLedger) -> None:
+    def refresh(self, snapshot: PoolSnapshot, loads: WorkerLoads) -> None:
         """Brings the columns up to date with the snapshot's workers, in their order, and their loads."""
         if loads is not self._loads or not self._update(snapshot, loads):
             self._build(snapshot.workers, loads)
@@ -296,7 +276,7 @@ class ModelColumns:
         self.prefill.finish_update()
         self.decode.finish_update()
 
-    def _update(self, snapshot: PoolSnapshot, loads: LoadLedger) -> bool:
+    def _update(self, snapshot: PoolSnapshot, loads: WorkerLoads) -> bool:
         """Updates the changed rows. False if the set of workers changed, so that the columns must be rebuilt."""
         seen, rows, workers = self._seen, self._locations, snapshot.workers
         if len(workers) != len(seen):
@@ -309,14 +289,13 @@ class ModelColumns:
             if (index := self._position.get(worker_id)) is not None:
                 changed.add(index)
         for index in changed:
-            worker, location = workers[index], rows[index]
-            before = seen[index]
+            worker, before = workers[index], seen[index]
             if worker.epoch != before.epoch or worker.worker_id != before.worker_id:
                 return False
-            if worker.pool != before.pool:
-                return False  # a neutral worker leans to the other side now
-            if location is not None:
-                location[0].update_row(location[1], worker)
+            if worker.role != before.role:
+                return False
+            for columns, row in rows[index]:
+                columns.update_row(row, worker)
         return True
 
     def _changed(self, snapshot: PoolSnapshot) -> set[int]:
@@ -329,15 +308,15 @@ class ModelColumns:
         changed = log.worker_ids[min(log.length, before.length) : max(log.length, before.length)]
         return {self._position[worker_id] for worker_id in changed}
 
-    def _build(self, workers: tuple[Worker, ...], loads: LoadLedger) -> None:
+    def _build(self, workers: tuple[Worker, ...], loads: WorkerLoads) -> None:
         ours = [worker for worker in workers if worker.serves(self._model)]
-        prefills = [worker for worker in ours if worker.pool == "prefill"]
-        decodes = [worker for worker in ours if worker.pool == "decode"]
+        prefills = [worker for worker in ours if worker.computes_prompts]
+        decodes = [worker for worker in ours if worker.decodes]
         self.prefill = PrefillColumns(prefills, decodes, loads.prefill)
         self.decode = DecodeColumns(decodes, loads.decode)
-        locations: dict[WorkerKey, Any] = {
-            key: (self.prefill, row) for key, row in self.prefill.row_of.items()
-        }
-        locations |= {key: (self.decode, row) for key, row in self.decode.row_of.items()}
-        self._locations = [locations.get(worker.key) for worker in workers]
+        both = (self.prefill, self.decode)
+        self._locations = [
+            [(columns, columns.row_of[worker.key]) for columns in both if worker.key in columns.row_of]
+            for worker in workers
+        ]
         self._position = {worker.worker_id: index for index, worker in enumerate(workers)}

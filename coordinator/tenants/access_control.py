@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from coordinator.request.caller import AnonymousAuthenticator, Authenticator, Caller
-from coordinator.request.observer import AdmissionPlugin, QuotaPlugin, RequestEvents, RequestObserver
-from coordinator.request.state import RequestState
+from coordinator.request.inference_request import (
+    AnonymousAuthenticator,
+    Authenticator,
+    Caller,
+    InferenceRequest,
+)
 from coordinator.tenants.tenants import Tenants
 from coordinator.tenants.usage import TenantUsage
 from splitserve.config.coordinator import CoordinatorConfig
@@ -23,7 +26,7 @@ from splitserve.rpc.credentials import cluster_credentials, is_loopback, warn_if
 from splitserve.security.tls import Role
 from splitserve.v1 import inference_pb2, registry_pb2
 
-WORKERS: frozenset[Role] = frozenset({"prefill", "decode", "worker"})
+WORKERS: frozenset[Role] = frozenset({"worker"})
 OPERATORS: frozenset[Role] = frozenset({"autoscaler", "admin"})
 CLUSTER = Caller("cluster", is_admin=True)
 """The caller for the cluster's own processes when they act as clients."""
@@ -43,9 +46,9 @@ class AccessControl:
         self.authenticator: Authenticator = self.tenants or AnonymousAuthenticator()
 
     @property
-    def quota_plugins(self) -> Sequence[QuotaPlugin]:
-        """Quotas that apply to requests; none without tenants."""
-        return (QuotaAdmission(self.tenants),) if self.tenants else ()
+    def quotas(self) -> Quotas | None:
+        """The tenants' quotas; None without tenants."""
+        return Quotas(self.tenants) if self.tenants else None
 
     def caller(self, context: Context) -> Caller:
         """The caller of a gRPC call. Raises UnauthenticatedError."""
@@ -88,31 +91,14 @@ BEARER = "bearer "
 
 def credential_of(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
     """The API key of a gRPC call, from `authorization: Bearer KEY` or `x-api-key`; None without one."""
-    found: str | None = None
+    key: str | None = None
     for name, value in context.invocation_metadata() or ():
         text = value if isinstance(value, str) else ""
         if name == "authorization" and text[: len(BEARER)].lower() == BEARER:
             return text[len(BEARER) :].strip()
         if name == "x-api-key":
-            found = text
-    return found
-
-
-class _Metered(RequestObserver):
-    """Charges a request's output to its tenant as it is sent."""
-
-    __slots__ = ("_usage",)
-
-    def __init__(self, usage: TenantUsage) -> None:
-        self._usage = usage
-
-    def sent(self, state: RequestState, output_tokens: int) -> None:
-        """See RequestObserver."""
-        self._usage.sent(output_tokens, time.monotonic())
-
-    def ended(self, state: RequestState, error: BaseException | None) -> None:
-        """See RequestObserver."""
-        self._usage.count("completed" if error is None else "failed")
+            key = text
+    return key
 
 
 MOST_BYTES_PER_TOKEN = 32
@@ -129,33 +115,41 @@ def least_prompt_tokens(request: inference_pb2.GenerateRequest) -> int:
     return request.chat.ByteSize() // MOST_BYTES_PER_TOKEN
 
 
-class QuotaAdmission:
-    """A QuotaPlugin. Never waits: a tenant over its quota is refused with a retry hint."""
+class Quotas:
+    """The tenants' quotas. Never waits: a request over its tenant's quota is refused with a retry hint."""
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
 
     @contextmanager
-    def entered(self, request: inference_pb2.GenerateRequest, caller: Caller) -> Iterator[AdmissionPlugin]:
-        """See QuotaPlugin."""
+    def entered(self, request: inference_pb2.GenerateRequest, caller: Caller) -> Iterator[RequestQuota]:
+        """Holds a request's place while the context is open; before any work is done for it. Raises
+        ResourceExhaustedError with a retry hint."""
         usage, least = self._tenants.usage_of(caller), least_prompt_tokens(request)
         usage.enter(least, time.monotonic())
         try:
-            yield _PromptQuota(usage, least)
+            yield RequestQuota(usage, least)
         finally:
             usage.leave()
 
 
 @dataclass(frozen=True, slots=True)
-class _PromptQuota:
-    """Charges the prompt of a request that has entered, `charged` tokens of it already then."""
+class RequestQuota:
+    """Charges one request that has entered to its tenant, `charged` tokens of its prompt already then."""
 
     usage: TenantUsage
     charged: int
 
-    async def admit(self, events: RequestEvents) -> None:
-        """See AdmissionPlugin."""
-        request, now = events.state.request, time.monotonic()
+    def charge_prompt(self, request: InferenceRequest) -> None:
+        """Charges the prompt, once it is tokenized. Raises ResourceExhaustedError with a retry hint."""
+        now = time.monotonic()
         self.usage.charge_prompt(len(request.prompt), self.charged, now)
         self.usage.charge_resumed(len(request.resumed), now)
-        events.observe(_Metered(self.usage))
+
+    def output_sent(self, tokens: int) -> None:
+        """Charges output."""
+        self.usage.sent(tokens, time.monotonic())
+
+    def ended(self, error: BaseException | None) -> None:
+        """Counts the end of a request whose prompt was charged."""
+        self.usage.count("completed" if error is None else "failed")

@@ -1,4 +1,4 @@
-"""The tenants file: one YAML mapping, validated as a whole. See docs/security.md for an example."""
+"""The tenants file: one YAML mapping, validated as a whole. See docs/guides/security.md for an example."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
-from coordinator.request.caller import Caller, PriorityClass, RequestTargets
+from coordinator.request.inference_request import Caller, PriorityClass, RequestTargets
 from splitserve.config.base import ConfigModel
 from splitserve.config.coordinator import OnLate
 from splitserve.config.yaml_file import read_yaml_file

@@ -9,7 +9,9 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from coordinator.request.caller import Caller
+from typing_extensions import override
+
+from coordinator.request.inference_request import Authenticator, Caller
 from coordinator.tenants.policy_file import TenantPolicy, TenantsConfig, load_tenants, new_secret
 from coordinator.tenants.usage import TenantUsage
 from splitserve.errors import UnauthenticatedError
@@ -17,8 +19,8 @@ from splitserve.runtime.reload import ReloadedFiles
 from splitserve.security.api_keys import HASH_PREFIX, MAX_KEY_CHARACTERS
 
 
-class Tenants:
-    """An Authenticator. A reload replaces all keys and limits at once; running requests continue.
+class Tenants(Authenticator):
+    """Callers and usage by the tenants file. A reload replaces all keys and limits at once; running requests continue.
 
     Raises ConfigError if the file is invalid at the start. Later, an invalid file changes nothing.
     """
@@ -38,11 +40,11 @@ class Tenants:
         """Usage by tenant name, for tenants in the file only."""
         return {policy.name: self._usages[policy.name] for policy in self._policies}
 
+    @override
     def caller(self, credential: str | None) -> Caller:
-        """See Authenticator."""
-        found = self._keys.find(credential) if credential is not None else None
-        if found is not None:
-            return found
+        holder = self._keys.find(credential) if credential is not None else None
+        if holder is not None:
+            return holder
         self.unauthenticated += 1
         if credential is None:
             message = "an API key is needed: `authorization: Bearer KEY`, or `x-api-key: KEY`"

@@ -1,33 +1,35 @@
-"""The coordinator's client of one worker: Reserve, Prefill and Abort, and, if it takes KV, its output stream.
+"""The coordinator's clients of its workers: Reserve, Prefill and Abort, and, of one that takes KV, its output stream.
 
-Calls are carried by a stream that they share, which costs a fraction of a call, if the worker serves one. A long prompt
-would hold back what comes after it, so it is a call of its own. A failure, a deadline and a cancellation are the same.
+Calls are carried by a stream that they share, which costs a fraction of a call. A long prompt would hold back what
+comes after it, so it is a call of its own. A failure, a deadline and a cancellation are the same.
 
-The output stream (`output_reader`) carries the tokens of all requests of this coordinator, into one collector per
+The output stream (`output_stream`) carries the tokens of all requests of this coordinator, into one collector per
 attempt. When the registry drops a worker, its client is closed and every attempt that runs there fails at once.
+`WorkerClients` has a client for every registered worker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from coordinator.workers.output_collector import OutputCoalescer, OutputCollector, WorkerFailed
-from coordinator.workers.output_reader import OutputReader
-from coordinator.workers.snapshot import Worker
+from coordinator.workers.output_stream import OutputCoalescer, OutputCollector, OutputReader, WorkerFailed
+from coordinator.workers.registry import Registry
+from coordinator.workers.snapshot import Worker, WorkerKey
 from splitserve.errors import CancelledByPeerError, DeadlineExceededError, SplitserveError, UnavailableError
-from splitserve.logs import log_event
-from splitserve.rpc.call_stream import MAX_CARRIED_BYTES, CallStream, CarriedCall
+from splitserve.logs import log_event, log_exception
+from splitserve.rpc.carried_calls import MAX_CARRIED_BYTES, CallStream, CarriedCall
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials, Metadata
 from splitserve.rpc.status import error_from_rpc
-from splitserve.runtime.cancellation import is_being_cancelled
+from splitserve.runtime.cancellation import end_tasks, is_being_cancelled
 from splitserve.runtime.loops import LoopRunner
 from splitserve.v1 import decode_pb2, prefill_pb2
 from splitserve.v1.calls_pb2_grpc import CallServiceStub
@@ -50,6 +52,36 @@ T = TypeVar("T")
 OnPrefill = Callable[[prefill_pb2.PrefillResponse], None]
 
 
+class BackgroundTasks:
+    """Calls to workers that may outlive their request, so that cancelling a request does not cancel its clean-up."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def count(self) -> int:
+        """Number of running tasks."""
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs `work` as a task. An exception in it is logged."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def close(self, grace_s: float) -> None:
+        """Waits up to `grace_s` for the tasks, then cancels the rest, and leaves those that do not end for that."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=grace_s)
+        await end_tasks(self._tasks)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log_exception("background.failed", error)
+
+
 class WorkerClient:
     """The client of one boot of one worker."""
 
@@ -67,12 +99,14 @@ class WorkerClient:
         self._coordinator_id = coordinator_id
         self._channel = security.channel(
             worker.address,
-            "worker" if worker.neutral else worker.pool,
+            "worker",
             max_message_bytes=max_message_bytes,
             read_ahead_bytes=READ_AHEAD_BYTES,
         )
         calls = coalescer or OutputCoalescer()
         self._calls = WorkerCalls(worker, self._channel, security.metadata, calls)
+        self._decoding = asyncio.Event()
+        self.follow(worker)
         self._collectors: dict[str, OutputCollector] = {}
         """Of all attempts here; `_decoded` has those whose output comes from here."""
         self._decoded: dict[str, OutputCollector] = {}
@@ -103,12 +137,17 @@ class WorkerClient:
             self._decoded.pop(attempt_id, None)
 
     async def run(self, on_open: Callable[[bool], None], loops: LoopRunner) -> None:
-        """Keeps the worker's streams open until cancelled; tells `on_open` of the output stream, if it has one."""
+        """Keeps the worker's streams open until cancelled; tells `on_open` of the output stream, which is opened once
+        the worker decodes."""
         async with asyncio.TaskGroup() as group:
-            if self.worker.carries_calls:
-                group.create_task(loops.run("calls", self._calls.run))
-            if self.worker.takes_kv:
-                group.create_task(loops.run("outputs", partial(self.outputs.run, on_open)))
+            group.create_task(loops.run("calls", self._calls.run))
+            await self._decoding.wait()
+            group.create_task(loops.run("outputs", partial(self.outputs.run, on_open)))
+
+    def follow(self, worker: Worker) -> None:
+        """Takes the worker's present state: its role may have changed."""
+        if worker.decodes:
+            self._decoding.set()
 
     async def reserve(
         self, request: decode_pb2.ReserveRequest, timeout_s: float
@@ -168,12 +207,12 @@ class WorkerClient:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
 
-    def fail(self, attempt_id: str, error: SplitserveError) -> bool:
-        """Fails one attempt here, which then goes on elsewhere. False if it is not here any more."""
-        collector = self._collectors.get(attempt_id)
-        if not self._calls.fail_reservation(attempt_id, error) and collector is not None:
-            collector.put(WorkerFailed(self.worker.key, error))
-        return collector is not None
+    def fail_all(self, error: SplitserveError) -> int:
+        """Fails all attempts here, which then go on elsewhere. Returns how many there are."""
+        for attempt_id, collector in self._collectors.items():
+            if not self._calls.fail_reservation(attempt_id, error):
+                collector.put(WorkerFailed(self.worker.key, error))
+        return len(self._collectors)
 
     def connect(self) -> None:
         """Starts connecting, so that the first request does not have to wait for it."""
@@ -217,7 +256,7 @@ class WorkerCalls:
         """Calls Reserve."""
         self._require_live()
         try:
-            if (data := self._carried(request)) is None:
+            if (data := _carried(request)) is None:
                 return await self._reserve_by_itself(request, timeout_s)
             responses: list[decode_pb2.ReserveResponse] = []
             call = self._stream.begin("reserve", data, timeout_s, partial(_read_reserved, responses))
@@ -238,7 +277,7 @@ class WorkerCalls:
         whether its ticket is in use.
         """
         self._require_live()
-        if (data := self._carried(request)) is None:
+        if (data := _carried(request)) is None:
             await self._prefill_by_itself(request, timeout_s, on_response)
         else:
             await _end_of(self._stream.begin("prefill", data, timeout_s, partial(_read_prefill, on_response)))
@@ -246,11 +285,7 @@ class WorkerCalls:
     async def abort(self, request: decode_pb2.AbortRequest, timeout_s: float) -> None:
         """Calls Abort. On the stream it cannot overtake the reservation that it ends."""
         self._require_live()
-        if (data := self._carried(request)) is None:
-            call = self._decode.Abort(request, timeout=timeout_s, metadata=self._metadata)
-            await self._response(call)
-        else:
-            await _end_of(self._stream.begin("abort", data, timeout_s, _ignore))
+        await _end_of(self._stream.begin("abort", request.SerializeToString(), timeout_s, _ignore))
 
     def fail_reservation(self, attempt_id: str, error: SplitserveError) -> bool:
         """Fails the Reserve call of an attempt. False if it has none."""
@@ -263,13 +298,6 @@ class WorkerCalls:
         """Fails the calls on the stream, and all that come; closing the channel fails the others."""
         self.lost = error
         self._stream.fail_all(error)
-
-    def _carried(self, request: Message) -> bytes | None:
-        """The request as the stream carries it; None if it has to be a call of its own."""
-        if not self._worker.carries_calls:
-            return None
-        data = request.SerializeToString()
-        return data if len(data) <= MAX_CARRIED_BYTES else None
 
     async def _reserve_by_itself(
         self, request: decode_pb2.ReserveRequest, timeout_s: float
@@ -330,6 +358,12 @@ class WorkerCalls:
         return error if is_being_cancelled() or self.lost is None else self.lost
 
 
+def _carried(request: Message) -> bytes | None:
+    """The request as the stream carries it; None if it is so long that it has to be a call of its own."""
+    data = request.SerializeToString()
+    return data if len(data) <= MAX_CARRIED_BYTES else None
+
+
 async def _end_of(call: CarriedCall) -> None:
     try:
         await call.ended
@@ -347,3 +381,91 @@ def _read_prefill(on_response: OnPrefill, data: bytes) -> None:
 
 def _ignore(_response: bytes) -> None:
     """What an Abort has ended does not matter."""
+
+
+REOPEN_S = 1.0
+"""How soon a client that could not be made is tried again."""
+
+
+class WorkerClients:
+    """A client for every registered worker, kept in step with the registry by `run`."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        background: BackgroundTasks,
+        coordinator_id: str,
+        max_message_bytes: int,
+        security: ClusterCredentials = UNSECURED,
+        coalescer: OutputCoalescer | None = None,
+        loops: LoopRunner | None = None,
+    ) -> None:
+        self._registry = registry
+        self._coalescer = coalescer
+        self._background = background
+        self._coordinator_id = coordinator_id
+        self._max_message_bytes = max_message_bytes
+        self._security = security
+        self._loops = loops or LoopRunner()
+        self._attachments = itertools.count(1)
+        self._clients: dict[WorkerKey, WorkerClient] = {}
+        self._watchers: dict[WorkerKey, asyncio.Task[None]] = {}
+
+    def client_for(self, worker: Worker) -> WorkerClient:
+        """The client of a worker. Raises UnavailableError (WORKER_LOST) if the worker has been dropped."""
+        client = self._clients.get(worker.key)
+        if client is None:
+            raise UnavailableError(f"{worker.name} went away", reason="WORKER_LOST")
+        return client
+
+    async def run(self) -> None:
+        """Opens and closes clients as workers come and go, until cancelled; then closes all of them."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                version = -1
+                while True:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(None if self._reconcile(group) else REOPEN_S):
+                            version = await self._registry.wait_change(version)
+        finally:
+            clients = list(self._clients.values())
+            self._clients.clear()
+            self._watchers.clear()
+            for client in clients:
+                client.lose()
+            await asyncio.gather(*(client.close() for client in clients), return_exceptions=True)
+
+    def _reconcile(self, group: asyncio.TaskGroup) -> bool:
+        """False if a worker's client could not be made, which may work later."""
+        wanted = {worker.key: worker for worker in self._registry.snapshot().workers}
+        for key in self._clients.keys() - wanted.keys():
+            if watcher := self._watchers.pop(key, None):
+                watcher.cancel()
+            client = self._clients.pop(key)
+            client.lose()
+            self._background.start(client.close())
+        for key in wanted.keys() - self._clients.keys():
+            self._open(wanted[key], group)
+        for key, client in self._clients.items():
+            client.follow(wanted[key])
+            # A boot that registered again kept its client, and with it its open stream.
+            self._registry.set_output_open(key, client.outputs.is_open)
+        return len(self._clients) == len(wanted)
+
+    def _open(self, worker: Worker, group: asyncio.TaskGroup) -> None:
+        try:
+            client = WorkerClient(
+                worker,
+                self._coordinator_id,
+                self._max_message_bytes,
+                self._attachments,
+                self._security,
+                self._coalescer,
+            )
+            client.connect()
+        except Exception as error:  # one worker's address or certificate must not cost the others theirs
+            log_exception("worker.no_client", error, worker_id=worker.worker_id)
+            return
+        self._clients[worker.key] = client
+        on_open = partial(self._registry.set_output_open, worker.key)
+        self._watchers[worker.key] = group.create_task(client.run(on_open, self._loops))

@@ -1,18 +1,24 @@
-"""The load of one worker: its last report, this coordinator's requests in flight there, and everyone else's share.
+"""The work under way at every worker: the one account that routing, placement and admission read.
 
-A report does not include requests still on their way, and it does include those of other coordinators. Hence two views:
+A request's flow writes it: `reserve` when admission starts the request, `route` when an attempt goes to a pair,
+`prompt_begun`, `output`, `decoded` and `attempt_ended` as the attempt goes on, `ended` at the end. The registry adds
+and removes boots and passes on their load reports.
 
-- for choosing a pair: the report plus what was sent since (`queued_tokens`, `free_blocks`, `batch_requests`);
-- for forecasts: each request in flight, plus what reports show beyond those (`others`, `other_blocks`).
-No clock: `now` is an argument, in seconds on the coordinator's monotonic clock.
+A report lacks requests that are still on their way, and includes those of other coordinators. So a load has two views:
+
+- for choosing a pair: the report, and what was sent since (`queued_tokens`, `free_blocks`, `batch_requests`);
+- for forecasts: each request in flight, and what reports show beyond those (`others`, `other_blocks`).
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from coordinator.workers.snapshot import WorkerKey
+from coordinator.workers.snapshot import Worker, WorkerKey
+from splitserve.latency_model import DecodeLatency, LatencyModel
 from splitserve.v1 import registry_pb2
 
 DEFAULT_PREFILL_TOKENS_PER_S = 2_000.0
@@ -21,6 +27,8 @@ DEFAULT_STEP_S = 0.02
 """The same for the duration of a decode step."""
 LEAST_SHARED = 0.05
 """Lower bound of `DecodeLoad.shared`: a sequence always counts for at least this fraction of its own blocks."""
+MAX_CHANGES = 2**16
+"""Length at which the list of changed boots is replaced by an empty one."""
 _OUTLIVED_SHARE = 0.5
 """Of the expected output: what a sequence that has outlived its estimate is expected to produce still."""
 
@@ -31,22 +39,26 @@ class Flight:
 
     prompt_tokens: int
     uncached_tokens: float
-    """Prompt tokens expected to be missing from the prefix cache, or computed sooner than read from below it."""
-    read_s: float = 0.0
-    """Seconds for which the others are read before, beside what the worker computes."""
+    """Prompt tokens expected to be missing from the prefix cache."""
     expected_output: float
     max_output: int
     tpot_slo_s: float | None = None
     """The target of its time per output token."""
     due_s: float = float("inf")
     """When its first token is due; infinity: it has no target."""
+    horizon_tokens: float = 0.0
+    """Prompt tokens that count in its prefill worker's horizon; admission sets it."""
     sent: int = 0
     """Output tokens so far."""
     computed: bool = False
     """Whether its prompt has been computed, that is, its first token was sent."""
     prefill: WorkerKey | None = None
     decode: WorkerKey | None = None
-    """The workers whose load includes it."""
+    """The workers whose loads include it."""
+    awaited_tokens: int = 0
+    """Prompt tokens that count in `awaited_by.awaited_tokens`."""
+    awaited_by: PrefillLoad | DecodeLoad | None = None
+    """The load of the worker that is to compute its prompt, while no report can include it."""
 
     @property
     def context_tokens(self) -> int:
@@ -61,10 +73,6 @@ class Flight:
             left = _OUTLIVED_SHARE * self.expected_output
         return max(0.0, min(left, self.max_output - self.sent))
 
-    def begin_by_s(self, rate: float) -> float:
-        """When a worker of so many prompt tokens per second has to begin with it at the latest for it to be in time."""
-        return self.due_s - self.uncached_tokens / rate
-
 
 @dataclass(eq=False, slots=True)
 class _Load:
@@ -75,44 +83,37 @@ class _Load:
     """Requests that the worker runs concurrently, at most."""
     report: registry_pb2.WorkerLoad = field(default_factory=registry_pb2.WorkerLoad)
     """The last report; empty before the first."""
+    latency: LatencyModel = field(default_factory=LatencyModel)
+    """The worker's latency model by that report."""
     sent_requests: int = 0
     sent_tokens: int = 0
     """Requests and prompt tokens that this coordinator sent since the last report, which may not include them."""
-    expected_tokens: int = 0
-    """Prompt tokens that it is to compute: of a prefill worker those of requests that still wait for a reservation on
-    decode, which no report includes; of a decode worker those that it was granted and has not computed yet."""
+    awaited_tokens: int = 0
+    """Prompt tokens that the worker is to compute and no report includes: on a prefill worker those of requests that
+    still wait for a reservation on decode, on a decode worker those that it computes itself."""
+
+    def _take(self, report: registry_pb2.WorkerLoad) -> None:
+        self.report, self.sent_requests, self.sent_tokens = report, 0, 0
+        self.latency = LatencyModel.from_proto(report.latency)
 
 
 @dataclass(eq=False, slots=True)
 class PrefillLoad(_Load):
-    """Load of a prefill worker, with the requests in flight there that have no first token yet. The caller decides
-    which prompts are long; see `coordinator.admission.prefill_capacity`."""
+    """Load of a prefill worker, with the requests in flight there that have no first token yet."""
 
     others: float = 0.0
     """Waiting prompt tokens of other coordinators."""
-    host_peer: DecodeLoad | None = None
-    """The decode worker of its host pair; see `LoadLedger`."""
-    own_decode: DecodeLoad | None = None
-    """The load of its own streams, if it is neutral."""
-    short: dict[Flight, None] = field(default_factory=dict)
-    long: dict[Flight, None] = field(default_factory=dict)
-    late: dict[Flight, None] = field(default_factory=dict)
-    """Those that cannot be in time, where the worker orders prompts: it serves them after all that can."""
-    orders_prompts: bool = False
-    short_tokens: float = 0.0
-    late_tokens: float = 0.0
+    flights: dict[Flight, None] = field(default_factory=dict)
+    uncached_tokens: float = 0.0
+    horizon_tokens: float = 0.0
     prompt_tokens: int = 0
-    long_until_s: float = 0.0
-    """When the last long prompt is predicted to finish if nothing else runs beside it."""
-    late_from_s: float = float("inf")
-    """When the first of the others will be late, at the earliest."""
+    """Sums over the requests in flight."""
     _others_seen: float = 0.0
 
     @property
     def measured_rate(self) -> float:
-        """Prompt tokens per second as measured by the worker, or else by its host peer; 0 until one has measured."""
-        peer = self.host_peer or self
-        return self.report.prefill_tokens_per_second or peer.report.prefill_tokens_per_second
+        """Prompt tokens per second by the worker's latency model; 0 until it has measured."""
+        return self.latency.prefill_tokens_per_s
 
     @property
     def rate(self) -> float:
@@ -121,85 +122,48 @@ class PrefillLoad(_Load):
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens ahead of a new request: reported as waiting, sent since, and expected."""
-        return self.report.waiting_tokens + self.sent_tokens + self.expected_tokens
+        """Prompt tokens ahead of a new request: reported as waiting, sent since, and awaited."""
+        return self.report.waiting_tokens + self.sent_tokens + self.awaited_tokens
 
     @property
     def requests(self) -> int:
         """Number of requests in flight that have no first token yet."""
-        return len(self.short) + len(self.long) + len(self.late)
+        return len(self.flights)
 
-    def backlog_s(self, now: float) -> float:
+    @property
+    def has_long(self) -> bool:
+        """Whether admission counts a prompt in flight for less than its tokens, because it is longer than the horizon
+        allows. Prompts that admission sent nowhere, as those that decode workers were to compute, have no such part.
+        """
+        return any(0 < flight.horizon_tokens < flight.uncached_tokens for flight in self.flights)
+
+    @property
+    def backlog_s(self) -> float:
         """Seconds of work ahead of a new request."""
-        long_s = max(0.0, self.long_until_s - now) if self.long else 0.0
-        return (self.short_tokens + self.others) / self.rate + long_s
+        return (self.uncached_tokens + self.others) / self.rate
 
     def on_report(self, report: registry_pb2.WorkerLoad) -> None:
         """Takes a report. Tokens beyond this coordinator's own, seen in two reports in a row, are others' work."""
-        self.report, self.sent_requests, self.sent_tokens = report, 0, 0
+        self._take(report)
         beyond = max(0.0, float(report.waiting_tokens - self.prompt_tokens))
         self.others, self._others_seen = min(beyond, self._others_seen), beyond
 
-    def add_flight(self, flight: Flight, is_long: bool, now: float, helpers: int = 0) -> None:
-        """Counts a request as in flight. So many others (`helpers`) compute long prompts in its place."""
+    def add_flight(self, flight: Flight) -> None:
+        """Counts a request as in flight."""
+        self.flights[flight] = None
         self.prompt_tokens += flight.prompt_tokens
-        if self.will_be_late(flight, now):
-            self._add_late(flight)
-            return
-        if self.orders_prompts:
-            self.late_from_s = min(self.late_from_s, self.begin_by_s(flight))
-        if is_long:
-            begin_s = max(now, self.long_until_s) if self.long else now
-            self.long[flight] = None
-            self.long_until_s = begin_s + flight.uncached_tokens / self.rate / (1 + helpers)
-        else:
-            self.short[flight] = None
-            self.short_tokens += flight.uncached_tokens
-
-    def will_be_late(self, flight: Flight, now: float) -> bool:
-        """Whether a prompt could not be in time if its worker began with it now, and goes last there."""
-        return self.orders_prompts and now >= self.begin_by_s(flight)
-
-    def set_late_aside(self, now: float) -> None:
-        """Keeps those that cannot be in time any more apart from those that newcomers wait for."""
-        if now < self.late_from_s:
-            return
-        self.late_from_s = float("inf")
-        begun = next(iter(self.long or self.short), None)  # what the worker computes, most likely
-        for flight in [*self.short, *self.long]:
-            late_s = flight.due_s if flight is begun else self.begin_by_s(flight)
-            if now >= late_s:
-                self._remove_timely(flight)
-                self._add_late(flight)
-            else:
-                self.late_from_s = min(self.late_from_s, late_s)
+        self.uncached_tokens += flight.uncached_tokens
+        self.horizon_tokens += flight.horizon_tokens
 
     def remove_flight(self, flight: Flight) -> None:
         """Removes a request whose prompt has been computed or is no longer wanted. Unknown requests are ignored."""
-        if flight in self.late:
-            del self.late[flight]
-            self.late_tokens = self.late_tokens - flight.uncached_tokens if self.late else 0.0
-        elif not self._remove_timely(flight):
+        if flight not in self.flights:
             return
+        del self.flights[flight]
         self.prompt_tokens -= flight.prompt_tokens
-
-    def begin_by_s(self, flight: Flight) -> float:
-        """When the worker has to begin with a prompt at the latest for it to be in time."""
-        return flight.begin_by_s(self.rate)
-
-    def _add_late(self, flight: Flight) -> None:
-        self.late[flight] = None
-        self.late_tokens += flight.uncached_tokens
-
-    def _remove_timely(self, flight: Flight) -> bool:
-        if flight in self.short:
-            del self.short[flight]
-            self.short_tokens = self.short_tokens - flight.uncached_tokens if self.short else 0.0
-        elif flight in self.long:
-            del self.long[flight]
-        else:
-            return False
-        return True
+        # Reset at empty, so that rounding errors do not accumulate.
+        self.uncached_tokens = self.uncached_tokens - flight.uncached_tokens if self.flights else 0.0
+        self.horizon_tokens = self.horizon_tokens - flight.horizon_tokens if self.flights else 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -211,8 +175,6 @@ class DecodeLoad(_Load):
     context_tokens: int = 0
     expected: float = 0.0
     """Sum of the expected output tokens of the requests in flight."""
-    host_peer: PrefillLoad | None = None
-    """The prefill worker of its host pair; see `LoadLedger`."""
     targets_s: list[float] = field(default_factory=list)
     """Their `tpot_slo_s`, the least first."""
     computed: int = 0
@@ -228,18 +190,13 @@ class DecodeLoad(_Load):
 
     @property
     def measured_step_s(self) -> float:
-        """Seconds per step as measured by the worker; 0 until it has measured."""
-        return self.report.decode_step_ms / 1e3
+        """Seconds of a step of what the worker runs, by its latency model; 0 until it has measured."""
+        return self.latency.present_step_s(self.report, self.block_size)
 
     @property
-    def step_s(self) -> float:
-        """Seconds per step, or the default until measured."""
-        return self.report.decode_step_ms / 1e3 or DEFAULT_STEP_S
-
-    @property
-    def fit(self) -> registry_pb2.DecodeStepFit | None:
-        """The worker's model of step time by batch, once it has fitted one."""
-        return self.report.step_fit if self.report.HasField("step_fit") else None
+    def model(self) -> DecodeLatency | None:
+        """The worker's model of the time of a step by its batch, once it has measured one."""
+        return self.latency.decode
 
     @property
     def total_blocks(self) -> int:
@@ -247,28 +204,22 @@ class DecodeLoad(_Load):
         return self.report.total_blocks
 
     @property
-    def prompts_s(self) -> float:
-        """Seconds of prompts ahead of one that is computed here, where all are: as reported, and sent since."""
-        rate = self.report.prefill_tokens_per_second or DEFAULT_PREFILL_TOKENS_PER_S
-        return (self.report.waiting_tokens + self.sent_tokens) / rate
+    def waiting_prompt_tokens(self) -> int:
+        """Prompt tokens ahead of a prompt that the worker computes itself: as reported, or awaited, of which a report
+        may include some."""
+        return max(self.report.waiting_tokens, self.awaited_tokens)
 
     @property
-    def waiting_prompt_tokens(self) -> int:
-        """Prompt tokens ahead of one that is computed here: as reported, or granted, which a report may include."""
-        return max(self.report.waiting_tokens, self.expected_tokens)
+    def prompts_s(self) -> float:
+        """Seconds to compute the prompts that wait on the worker."""
+        return self.waiting_prompt_tokens / (
+            self.latency.prefill_tokens_per_s or DEFAULT_PREFILL_TOKENS_PER_S
+        )
 
     @property
     def streams(self) -> int:
-        """Sequences in its batch: its own are known at once; without admission all count as others'."""
+        """Sequences in the worker's batch: this coordinator's as it knows them, and those of others."""
         return self.computed + self.other_requests
-
-    @property
-    def has_host(self) -> bool:
-        """Whether it has all cores of its host: its peer lends its own, and has neither prompts nor streams."""
-        peer = self.host_peer
-        if peer is None or peer.queued_tokens or (peer.own_decode and peer.own_decode.batch_requests):
-            return False
-        return min(self.report.lent_speedup, peer.report.lent_speedup) > 0
 
     @property
     def free_blocks(self) -> int:
@@ -299,7 +250,7 @@ class DecodeLoad(_Load):
 
     def on_report(self, report: registry_pb2.WorkerLoad) -> None:
         """Takes a report. Only what two reports in a row show is believed: one may cross a request on its way."""
-        self.report, self.sent_requests, self.sent_tokens = report, 0, 0
+        self._take(report)
         held = report.referenced_blocks + report.reserved_blocks + report.quarantined_blocks
         computed_blocks = self.computed_context / self.block_size
         own_blocks = self.context_tokens / self.block_size + len(self.flights)
@@ -348,3 +299,186 @@ class DecodeLoad(_Load):
     def blocks_of(self, tokens: float) -> float:
         """Blocks that one sequence of `tokens` tokens needs, a partly filled last one included."""
         return tokens / self.block_size + 1
+
+
+class WorkerLoads:
+    """The load of every registered worker, by boot. A worker of role `both` has one of each kind."""
+
+    def __init__(self) -> None:
+        self.prefill: dict[WorkerKey, PrefillLoad] = {}
+        self.decode: dict[WorkerKey, DecodeLoad] = {}
+        self.changes: list[WorkerKey] = []
+        """Boots whose report or sent requests changed, in order. Append-only; replaced by a new list when long."""
+
+    @classmethod
+    def of(cls, workers: Iterable[Worker]) -> WorkerLoads:
+        """The loads of these workers with their last reports."""
+        loads = cls()
+        for worker in workers:
+            loads.add(worker)
+            loads.on_report(worker.key, worker.load)
+        return loads
+
+    def add(self, worker: Worker) -> None:
+        """Adds a boot that has registered, with nothing in flight."""
+        self.take_role(worker)
+
+    def take_role(self, worker: Worker) -> None:
+        """A boot has its present role from now on. What is in flight there by an earlier one stays."""
+        key, slots = worker.key, worker.max_running_requests
+        if worker.computes_prompts and key not in self.prefill:
+            self.prefill[key] = PrefillLoad(key, slots)
+        if worker.decodes and key not in self.decode:
+            self.decode[key] = DecodeLoad(key, slots, block_size=worker.block_size_tokens)
+        self._log_change(key)
+
+    def remove(self, key: WorkerKey) -> None:
+        """Removes a boot with everything in flight there. Unknown boots are ignored."""
+        self.prefill.pop(key, None)
+        self.decode.pop(key, None)
+
+    def on_report(self, key: WorkerKey, report: registry_pb2.WorkerLoad) -> None:
+        """Takes a worker's report, which must not be mutated later. Unknown boots are ignored."""
+        loads = self._of(key)
+        for load in loads:
+            load.on_report(report)
+        if loads:
+            self._log_change(key)
+
+    def reserve(
+        self, flight: Flight, prefill: WorkerKey | None, decode: WorkerKey | None, *, local_tokens: float = 0
+    ) -> None:
+        """Admission starts a request and keeps these workers' capacity for it until it is routed. `local_tokens` of its
+        prompt are expected to be computed by the decode worker itself."""
+        flight.prefill, flight.decode = prefill, decode
+        if (prefill_load := self._prefill_of(flight)) is not None:
+            prefill_load.add_flight(flight)
+        if (decode_load := self._decode_of(flight)) is not None:
+            decode_load.add_flight(flight)
+            if local_tokens:
+                self._await_prompt(flight, decode_load, math.ceil(local_tokens))
+
+    def route(
+        self,
+        flight: Flight,
+        prefill: WorkerKey,
+        decode: WorkerKey | None,
+        uncached_tokens: int,
+        *,
+        local_tokens: int = 0,
+    ) -> None:
+        """An attempt goes to a pair, which is `decode` twice for a worker of role `both` that keeps the request.
+
+        The prefill worker has to compute `uncached_tokens` of the prompt, unless the decode worker is expected to
+        compute `local_tokens` of it itself. A further attempt computes the prompt again.
+        """
+        self._stop_awaiting(flight)
+        is_local = local_tokens > 0
+        holds = prefill if not is_local else None
+        if flight.computed or (flight.prefill, flight.decode) != (holds, decode):
+            self._remove_flight(flight)
+            flight.computed = False
+            self.reserve(flight, holds, decode)
+        if decode is not None:
+            self.count_stream(decode, flight.context_tokens)
+        if is_local:
+            self._await_prompt(flight, self.decode.get(decode) if decode is not None else None, local_tokens)
+        elif decode is None or decode == prefill:
+            self.count_prompt(prefill, uncached_tokens)
+        else:
+            self._await_prompt(flight, self.prefill.get(prefill), uncached_tokens)
+
+    def prompt_begun(self, flight: Flight, prefill: WorkerKey | None, uncached_tokens: int) -> None:
+        """Decode has room. The prompt goes to this prefill worker now; None: the decode worker computes it itself."""
+        load = flight.awaited_by
+        if prefill is None:
+            if isinstance(load, PrefillLoad):
+                self._stop_awaiting(flight)
+            if flight.prefill != flight.decode:  # a worker of role `both` computes it, as was reserved
+                self._leave_prefill(flight)
+        elif load is not None:
+            self._stop_awaiting(flight)
+            if flight.prefill != prefill:
+                flight.prefill = prefill
+                if (prefill_load := self.prefill.get(prefill)) is not None:
+                    prefill_load.add_flight(flight)
+            self.count_prompt(prefill, uncached_tokens)
+
+    def output(self, flight: Flight, tokens: int) -> bool:
+        """So many output tokens were sent. True if they are the first, which frees capacity for prompts."""
+        first = not flight.computed
+        if first:
+            self._stop_awaiting(flight)
+            self._leave_prefill(flight)
+            flight.computed = True
+        flight.sent += tokens
+        if (load := self._decode_of(flight)) is not None:
+            load.grow_flight(flight, tokens, first)
+        return first
+
+    def decoded(self, flight: Flight) -> None:
+        """The decode worker holds nothing for the request any more."""
+        if (load := self._decode_of(flight)) is not None:
+            load.remove_flight(flight)
+        flight.decode = None
+
+    def attempt_ended(self, flight: Flight) -> None:
+        """The attempt is over: what no worker has begun with is not awaited any more. Idempotent."""
+        self._stop_awaiting(flight)
+
+    def ended(self, flight: Flight) -> None:
+        """The request is over. Idempotent."""
+        self._stop_awaiting(flight)
+        self._remove_flight(flight)
+
+    def count_prompt(self, key: WorkerKey, tokens: int) -> None:
+        """Counts a prompt of which `tokens` are to be computed as sent, until the next report. Boots that are unknown
+        or compute none are ignored."""
+        self._count(key, self.prefill.get(key), tokens)
+
+    def count_stream(self, key: WorkerKey, tokens: int) -> None:
+        """Counts a request of `tokens` prompt tokens as sent to where it is decoded, until the next report. Boots that
+        are unknown or do not decode are ignored."""
+        self._count(key, self.decode.get(key), tokens)
+
+    def _await_prompt(self, flight: Flight, load: PrefillLoad | DecodeLoad | None, tokens: int) -> None:
+        self._stop_awaiting(flight)
+        if load is not None:
+            flight.awaited_by, flight.awaited_tokens = load, tokens
+            load.awaited_tokens += tokens
+            self._log_change(load.key)
+
+    def _stop_awaiting(self, flight: Flight) -> None:
+        if (load := flight.awaited_by) is not None:
+            load.awaited_tokens -= flight.awaited_tokens
+            flight.awaited_by, flight.awaited_tokens = None, 0
+            self._log_change(load.key)
+
+    def _remove_flight(self, flight: Flight) -> None:
+        self._leave_prefill(flight)
+        self.decoded(flight)
+
+    def _leave_prefill(self, flight: Flight) -> None:
+        if (load := self._prefill_of(flight)) is not None:
+            load.remove_flight(flight)
+        flight.prefill = None
+
+    def _prefill_of(self, flight: Flight) -> PrefillLoad | None:
+        return None if flight.prefill is None else self.prefill.get(flight.prefill)
+
+    def _decode_of(self, flight: Flight) -> DecodeLoad | None:
+        return None if flight.decode is None else self.decode.get(flight.decode)
+
+    def _of(self, key: WorkerKey) -> list[PrefillLoad | DecodeLoad]:
+        return [load for load in (self.prefill.get(key), self.decode.get(key)) if load is not None]
+
+    def _count(self, key: WorkerKey, load: PrefillLoad | DecodeLoad | None, tokens: int) -> None:
+        if load is not None:
+            load.sent_requests += 1
+            load.sent_tokens += tokens
+            self._log_change(key)
+
+    def _log_change(self, key: WorkerKey) -> None:
+        if len(self.changes) >= MAX_CHANGES:
+            self.changes = []
+        self.changes.append(key)

@@ -4,48 +4,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from coordinator.workers.catalog import Model
-from coordinator.workers.prefix_index.tier_reads import check_tier_reads
-from coordinator.workers.snapshot import NO_ADAPTERS, PoolName, Worker, WorkerKey
-from kv_transfer.layout import DTYPE_BYTES, MAX_NAME, QUANTIZATIONS, WIRE_DTYPES, KvLayout
-from kv_transfer.transports.descriptors import MAX_METADATA_BYTES, MEMORY_KINDS
+from coordinator.workers.snapshot import NO_ADAPTERS, Model, Worker, WorkerKey
+from kv_transfer.layout import DTYPE_BYTES, MAX_NAME, KvLayout
+from kv_transfer.transports.regions import MEMORY_KINDS
+from kv_transfer.transports.transport import MAX_METADATA_BYTES
 from splitserve.addresses import check_address
 from splitserve.config.engine import ADAPTER_NAME, MAX_ADAPTERS
-from splitserve.errors import (
-    FailedPreconditionError,
-    InvalidArgumentError,
-    PermissionDeniedError,
-    UnavailableError,
-)
+from splitserve.errors import FailedPreconditionError, PermissionDeniedError, UnavailableError
+from splitserve.generation.bounds import between, require
 from splitserve.generation.kv_blocks import Adapter
 from splitserve.host_facts import MAX_HOST_ID_LENGTH
+from splitserve.roles import ROLE_NAMES
 from splitserve.security.tls import PeerIdentity
 from splitserve.v1 import registry_pb2
 from splitserve.v1.kv_transfer_pb2 import TransferEndpoint
 
-REPLICA_CLASS = re.compile(r"[a-z0-9-]{0,32}\Z")
 WORKER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 AGENT_ID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\Z")
 FINGERPRINT = re.compile(r"[0-9a-f]{64}\Z")
-TRANSPORTS = ("nixl", "ucx", "memory")
-WHOLE_BLOCK_TRANSPORTS = ("ucx",)
-"""Transports between workers of one block size."""
+TRANSPORTS = ("nixl", "ucx")
 MAX_RANK_METADATA_BYTES = 2**14
 MAX_LAYER_STRIDE = 2**48
-MAX_WAITING_TOKENS, MAX_TOKENS_PER_S = 2**40, 1e9
+MAX_WAITING_TOKENS = 2**40
 MAX_MS = 1e9
 """Eleven days: the process may have been stopped for a weekend."""
-MAX_LENT_SPEEDUP = 64.0
 MAX_GB_PER_S = MAX_START_S = 1e6
 MAX_NOTICE_NS = 86_400 * 10**9
 MAX_REPLACED = 1024
-
-POOLS: Mapping[PoolName, registry_pb2.Pool.ValueType] = {
-    "prefill": registry_pb2.POOL_PREFILL,
-    "decode": registry_pb2.POOL_DECODE,
-}
-_POOLS: dict[int, PoolName] = {number: name for name, number in POOLS.items()}
 
 
 class ReplacedBoots:
@@ -75,23 +62,23 @@ class ReplacedBoots:
             raise FailedPreconditionError(message, reason="WORKER_REPLACED", field="worker_id")
 
 
-def checked_worker(
-    request: registry_pb2.RegisterRequest, certificate: str = "", *, trade: bool = True
-) -> Worker:
-    """The worker of a registration; `trade` as for `Registry`. Raises InvalidArgumentError naming field and bound."""
+def checked_worker(request: registry_pb2.RegisterRequest, certificate: str = "") -> Worker:
+    """The worker of a registration. Raises InvalidArgumentError naming field and bound."""
     _matches("worker_id", request.worker_id, WORKER_ID, "1..64 characters of [A-Za-z0-9._-]")
-    _require(request.epoch != 0, "epoch", "not 0")
-    _require(request.pool in _POOLS, "pool", "POOL_PREFILL or POOL_DECODE")
+    require(request.epoch != 0, "epoch", "not 0")
+    require(request.role in ROLE_NAMES, "role", "ROLE_PREFILL, ROLE_DECODE or ROLE_BOTH")
     check_address(request.address, "address")
-    model = checked_model(request.model, "model", request.endpoint.layout.block_size_tokens)
+    model = replace(
+        checked_model(request.model, "model"), block_size_tokens=request.endpoint.layout.block_size_tokens
+    )
     _check_endpoint(request.endpoint)
-    _between("max_step_tokens", request.max_step_tokens, 1, 2**20)
-    _between("max_running_requests", request.max_running_requests, 1, 65536)
-    _matches("replica_class", request.replica_class, REPLICA_CLASS, "0..32 characters of [a-z0-9-]")
+    between("max_step_tokens", request.max_step_tokens, 1, 2**20)
+    between("max_running_requests", request.max_running_requests, 1, 65536)
     return Worker(
         worker_id=request.worker_id,
         epoch=request.epoch,
-        pool=_POOLS[request.pool],
+        role=ROLE_NAMES[request.role],
+        changes_role=request.changes_role,
         address=request.address,
         model=model,
         agent_id=request.endpoint.agent_id,
@@ -105,25 +92,15 @@ def checked_worker(
         in_rotation=not request.standby,
         registered_standby=request.standby,
         experimental=request.experimental,
-        neutral=request.neutral,
-        registered_pool=_POOLS[request.pool],
-        paces_prompts=request.paces_prompts,
-        replica_class=request.replica_class,
-        carries_calls=request.carries_calls,
         adapters=checked_adapters(request.model, "model"),
         start=_checked_start(request),
-        sleeping=request.sleeping,
-        gives_weights=request.gives_weights,
         certificate=certificate,
-        trades_prefixes=trade and request.trades_prefixes and not request.neutral,
     )
 
 
 def _checked_start(request: registry_pb2.RegisterRequest) -> registry_pb2.StartPhases | None:
-    _matches("start.weights_from", request.start.weights_from, REPLICA_CLASS, "0..32 characters of [a-z0-9-]")
     for phase, seconds in request.start.ListFields():
-        if phase.name != "weights_from":
-            _between(f"start.{phase.name}", seconds, 0, MAX_START_S)
+        between(f"start.{phase.name}", seconds, 0, MAX_START_S)
     return request.start if request.HasField("start") else None
 
 
@@ -131,61 +108,39 @@ def check_report(request: registry_pb2.ReportRequest) -> None:
     """Checks what routing, admission and the autoscaler calculate with: one NaN would be in all of their sums. Raises
     InvalidArgumentError naming field and bound."""
     load = request.load
-    _between("load.waiting_tokens", load.waiting_tokens, 0, MAX_WAITING_TOKENS)
-    _between("load.prefill_tokens_per_second", load.prefill_tokens_per_second, 0, MAX_TOKENS_PER_S)
-    _between("load.decode_step_ms", load.decode_step_ms, 0, MAX_MS)
-    if load.HasField("step_fit"):
-        step = load.step_fit
-        _between("load.step_fit.base_ms", step.base_ms, 0, MAX_MS)
-        _between("load.step_fit.sequence_ms", step.sequence_ms, 0, MAX_MS)
-        _between("load.step_fit.context_token_ms", step.context_token_ms, 0, MAX_MS)
-    if load.HasField("prompt_fit"):
-        prompt = load.prompt_fit
-        _between("load.prompt_fit.base_ms", prompt.base_ms, 0, MAX_MS)
-        _require(0 < prompt.token_ms <= MAX_MS, "load.prompt_fit.token_ms", f"above 0, at most {MAX_MS:g}")
-        _between("load.prompt_fit.pair_ms", prompt.pair_ms, 0, MAX_MS)
-        _between("load.prompt_fit.mixing_ms", prompt.mixing_ms, -prompt.base_ms, MAX_MS)
-    check_tier_reads(load)
-    _between("load.lent_speedup", load.lent_speedup or 1, 1, MAX_LENT_SPEEDUP)
-    _between("load.decode_speedup", load.decode_speedup or 1, 1, MAX_LENT_SPEEDUP)
-    if request.leaning:
-        _require(request.leaning in _POOLS, "leaning", "POOL_PREFILL or POOL_DECODE")
+    between("load.waiting_tokens", load.waiting_tokens, 0, MAX_WAITING_TOKENS)
+    if load.latency.HasField("decode"):
+        step = load.latency.decode
+        between("load.latency.decode.base_ms", step.base_ms, 0, MAX_MS)
+        between("load.latency.decode.sequence_ms", step.sequence_ms, 0, MAX_MS)
+        between("load.latency.decode.context_token_ms", step.context_token_ms, 0, MAX_MS)
+    if load.latency.HasField("prefill"):
+        prompt, at = load.latency.prefill, "load.latency.prefill"
+        between(f"{at}.base_ms", prompt.base_ms, 0, MAX_MS)
+        require(0 < prompt.token_ms <= MAX_MS, f"{at}.token_ms", f"above 0, at most {MAX_MS:g}")
+        between(f"{at}.pair_ms", prompt.pair_ms, 0, MAX_MS)
+    if request.role:
+        require(request.role in ROLE_NAMES, "role", "ROLE_PREFILL, ROLE_DECODE or ROLE_BOTH")
     if request.HasField("preemption"):
         left, source = request.preemption.time_left, request.preemption.source
-        _between("preemption.time_left", left.seconds * 10**9 + left.nanos, 0, MAX_NOTICE_NS)
-        _between("preemption.source (characters)", len(source), 0, 32, field="preemption.source")
-    _between("wake_seconds", request.wake_seconds, 0, MAX_START_S)
+        between("preemption.time_left", left.seconds * 10**9 + left.nanos, 0, MAX_NOTICE_NS)
+        between("preemption.source (characters)", len(source), 0, 32)
     for lane in request.lanes:
-        _between("lanes.gb_per_second", lane.gb_per_second, 0, MAX_GB_PER_S)
-        _between("lanes.latency_ms", lane.latency_ms, 0, MAX_MS)
-
-
-def leaning_of(worker: Worker, request: registry_pb2.ReportRequest) -> PoolName:
-    """The pool that a worker leans to by its report. Raises InvalidArgumentError for one that does not exist, and for
-    another one than its own of a worker that is not neutral."""
-    if not request.leaning:
-        return worker.registered_pool or worker.pool
-    _require(request.leaning in _POOLS, "leaning", "POOL_PREFILL or POOL_DECODE")
-    leaning = _POOLS[request.leaning]
-    if not worker.neutral and leaning != worker.pool:
-        message = f"leaning: {worker.name} is not neutral, and cannot lean to {leaning}"
-        raise InvalidArgumentError(message, field="leaning")
-    return leaning
+        between("lanes.gb_per_second", lane.gb_per_second, 0, MAX_GB_PER_S)
+        between("lanes.latency_ms", lane.latency_ms, 0, MAX_MS)
 
 
 def check_identity(request: registry_pb2.RegisterRequest, identity: PeerIdentity) -> None:
-    """Checks that the caller's certificate is one of this worker: of role `worker` for a neutral one, else of its pool.
+    """Checks that the caller's certificate is one of a worker, of this one if it names any.
 
     Takes a request that `checked_worker` has passed. Raises PermissionDeniedError.
     """
-    role, field = ("worker", "neutral") if request.neutral else (_POOLS[request.pool], "pool")
-    kind = "neutral" if request.neutral else role
-    if role not in identity.roles:
+    if "worker" not in identity.roles:
         shown = ", ".join(sorted(identity.roles)) or "no role"
-        message = f"{field}: a certificate of {shown} may not register a {kind} worker"
-        raise PermissionDeniedError(message, reason="WRONG_ROLE", field=field)
-    if not identity.may_be(role, request.worker_id):
-        message = f"worker_id: the certificate is not one of {kind} worker {request.worker_id!r}"
+        message = f"a certificate of {shown} may not register a worker"
+        raise PermissionDeniedError(message, reason="WRONG_ROLE", field="worker_id")
+    if not identity.may_be("worker", request.worker_id):
+        message = f"worker_id: the certificate is not one of worker {request.worker_id!r}"
         raise PermissionDeniedError(message, reason="WRONG_WORKER_ID", field="worker_id")
 
 
@@ -213,7 +168,7 @@ def _check_names(new: Worker, old: Worker) -> None:
         both = {name for name, adapter in new.adapters.items() if old.adapters.get(name, adapter) != adapter}
         reason, what = "ADAPTER_MISMATCH", "is an adapter with other files"
     if both:
-        message = f"model.adapters: {min(both)!r} {what} on {old.pool} worker {old.worker_id}"
+        message = f"model.adapters: {min(both)!r} {what} on {old.name}"
         raise FailedPreconditionError(message, reason=reason, field="model.adapters")
 
 
@@ -222,20 +177,13 @@ def _check_fits(new: Worker, endpoint: TransferEndpoint, old: Worker, peer: Tran
 
     Raises FailedPreconditionError: LAYOUT_MISMATCH, TRANSPORT_MISMATCH or MODEL_MISMATCH, naming the field.
     """
-    who = f"{old.pool} worker {old.worker_id}"
+    who = old.name
     KvLayout.from_proto(endpoint.layout).require_fits(KvLayout.from_proto(peer.layout), who=who)
     if new.transport != old.transport:
         raise FailedPreconditionError(
             f"transport differs from {who}: {new.transport!r} here, {old.transport!r} there",
             reason="TRANSPORT_MISMATCH",
             field="transport",
-        )
-    if new.transport in WHOLE_BLOCK_TRANSPORTS and new.block_size_tokens != old.block_size_tokens:
-        raise FailedPreconditionError(
-            f"KV layout differs from {who} in block_size_tokens: {new.block_size_tokens} here, "
-            f"{old.block_size_tokens} there; transport {new.transport} writes whole blocks only",
-            reason="LAYOUT_MISMATCH",
-            field="block_size_tokens",
         )
     if new.model.vocabulary_size != old.model.vocabulary_size:
         raise FailedPreconditionError(
@@ -246,60 +194,55 @@ def _check_fits(new: Worker, endpoint: TransferEndpoint, old: Worker, peer: Tran
         )
 
 
-def checked_model(model: registry_pb2.ServedModel, at: str, *block_sizes: int) -> Model:
+def checked_model(model: registry_pb2.ServedModel, at: str) -> Model:
     """The base model in the field `at`. Raises InvalidArgumentError naming field and bound."""
-    _between(f"{at}.name (characters)", len(model.name), 1, 128, field=f"{at}.name")
-    _require(bool(model.tokenizer_source), f"{at}.tokenizer_source", "not empty")
-    _between(f"{at}.context_tokens", model.context_tokens, 1, 2**24)
-    _between(f"{at}.vocabulary_size", model.vocabulary_size, 1, 2**24)
-    return Model(model.name, model.tokenizer_source, model.context_tokens, model.vocabulary_size, block_sizes)
+    between(f"{at}.name (characters)", len(model.name), 1, 128)
+    require(bool(model.tokenizer_source), f"{at}.tokenizer_source", "not empty")
+    between(f"{at}.context_tokens", model.context_tokens, 1, 2**24)
+    between(f"{at}.vocabulary_size", model.vocabulary_size, 1, 2**24)
+    return Model(model.name, model.tokenizer_source, model.context_tokens, model.vocabulary_size)
 
 
 def checked_adapters(model: registry_pb2.ServedModel, at: str) -> Mapping[str, Adapter]:
     """The adapters of the base model in the field `at`. Raises InvalidArgumentError naming field and bound."""
-    _between(f"{at}.adapters (count)", len(model.adapters), 0, MAX_ADAPTERS)
+    between(f"{at}.adapters (count)", len(model.adapters), 0, MAX_ADAPTERS)
     for adapter in model.adapters:
         _matches(f"{at}.adapters.name", adapter.name, ADAPTER_NAME, "1..128 characters of [A-Za-z0-9._-]")
         _matches(f"{at}.adapters.fingerprint", adapter.fingerprint, FINGERPRINT, "64 hex digits")
-    found = {adapter.name: Adapter(adapter.name, adapter.fingerprint) for adapter in model.adapters}
-    differ = len({model.name, *found}) == 1 + len(model.adapters)
-    _require(differ, f"{at}.adapters.name", "another one each, and not the model's")
-    return found or NO_ADAPTERS
+    adapters = {adapter.name: Adapter(adapter.name, adapter.fingerprint) for adapter in model.adapters}
+    differ = len({model.name, *adapters}) == 1 + len(model.adapters)
+    require(differ, f"{at}.adapters.name", "another one each, and not the model's")
+    return adapters or NO_ADAPTERS
 
 
 def _check_endpoint(endpoint: TransferEndpoint) -> None:
     _matches("endpoint.agent_id", endpoint.agent_id, AGENT_ID, "a UUID of 36 characters")
-    _require(endpoint.transport in TRANSPORTS, "endpoint.transport", f"one of {', '.join(TRANSPORTS)}")
-    least = 0 if endpoint.transport == "memory" else 1
-    _between("endpoint.metadata (bytes)", len(endpoint.metadata), least, MAX_METADATA_BYTES)
+    require(endpoint.transport in TRANSPORTS, "endpoint.transport", f"one of {', '.join(TRANSPORTS)}")
+    between("endpoint.metadata (bytes)", len(endpoint.metadata), 1, MAX_METADATA_BYTES)
     if endpoint.ranks:
-        _require(endpoint.base_address == 0, "endpoint.base_address", "0 with ranks")
-        _require(endpoint.layer_stride == 0, "endpoint.layer_stride", "0 with ranks")
+        require(endpoint.base_address == 0, "endpoint.base_address", "0 with ranks")
+        require(endpoint.layer_stride == 0, "endpoint.layer_stride", "0 with ranks")
     else:
-        _require(endpoint.base_address >= least, "endpoint.base_address", "not 0")
-    _between("endpoint.num_blocks", endpoint.num_blocks, 1, 2**31 - 1)
-    _between("endpoint.probe_blocks", endpoint.probe_blocks, 0, endpoint.num_blocks - 1)
-    _between("endpoint.host_id (characters)", len(endpoint.host_id), 0, MAX_HOST_ID_LENGTH)
-    _require(endpoint.memory_kind in MEMORY_KINDS, "endpoint.memory_kind", "DRAM or VRAM")
+        require(endpoint.base_address >= 1, "endpoint.base_address", "not 0")
+    between("endpoint.num_blocks", endpoint.num_blocks, 1, 2**31 - 1)
+    between("endpoint.probe_blocks", endpoint.probe_blocks, 0, endpoint.num_blocks - 1)
+    between("endpoint.host_id (characters)", len(endpoint.host_id), 0, MAX_HOST_ID_LENGTH)
+    require(endpoint.memory_kind in MEMORY_KINDS, "endpoint.memory_kind", "DRAM or VRAM")
     layout = endpoint.layout
     _matches("endpoint.layout.model_fingerprint", layout.model_fingerprint, FINGERPRINT, "64 hex digits")
-    _require(layout.dtype in DTYPE_BYTES, "endpoint.layout.dtype", f"one of {', '.join(DTYPE_BYTES)}")
-    _between("endpoint.layout.block_size_tokens", layout.block_size_tokens, 1, 1024)
-    _between("endpoint.layout.axis_order (characters)", len(layout.axis_order), 1, MAX_NAME)
-    _between("endpoint.layout.tensor_parallel_size", layout.tensor_parallel_size, 1, 64)
-    _between("endpoint.layout.num_layers", layout.num_layers, 1, 1024)
-    _between("endpoint.layout.num_kv_heads", layout.num_kv_heads, 1, 1024)
-    _between("endpoint.layout.head_dim", layout.head_dim, 1, 4096)
-    _between("endpoint.layout.engine_version (characters)", len(layout.engine_version), 1, MAX_NAME)
-    wire = "endpoint.layout.wire_dtype"
-    _require(layout.wire_dtype in WIRE_DTYPES, wire, f"one of {', '.join(WIRE_DTYPES)}")
-    quantization = "endpoint.layout.quantization"
-    _require(layout.quantization in QUANTIZATIONS, quantization, f"one of {', '.join(QUANTIZATIONS)}")
+    require(layout.dtype in DTYPE_BYTES, "endpoint.layout.dtype", f"one of {', '.join(DTYPE_BYTES)}")
+    between("endpoint.layout.block_size_tokens", layout.block_size_tokens, 1, 1024)
+    between("endpoint.layout.axis_order (characters)", len(layout.axis_order), 1, MAX_NAME)
+    between("endpoint.layout.tensor_parallel_size", layout.tensor_parallel_size, 1, 64)
+    between("endpoint.layout.num_layers", layout.num_layers, 1, 1024)
+    between("endpoint.layout.num_kv_heads", layout.num_kv_heads, 1, 1024)
+    between("endpoint.layout.head_dim", layout.head_dim, 1, 4096)
+    between("endpoint.layout.engine_version (characters)", len(layout.engine_version), 1, MAX_NAME)
     size = KvLayout.from_proto(layout).block_bytes
-    _require(endpoint.block_bytes == size, "endpoint.block_bytes", f"{size}, the size that the layout gives")
+    require(endpoint.block_bytes == size, "endpoint.block_bytes", f"{size}, the size that the layout gives")
     row = endpoint.num_blocks * (size // layout.num_layers)
     if endpoint.layer_stride:
-        _require(
+        require(
             endpoint.layer_stride >= row, "endpoint.layer_stride", f"0, or at least {row}, a layer's bytes"
         )
     _check_ranks(endpoint)
@@ -309,42 +252,31 @@ def _check_ranks(endpoint: TransferEndpoint) -> None:
     """Checks the parts of a pool that ranks hold. The size of their layout has been checked."""
     size = endpoint.layout.tensor_parallel_size
     heads = endpoint.layout.num_kv_heads
-    _require(
+    require(
         heads % size == 0 or size % heads == 0,
         "endpoint.layout.tensor_parallel_size",
         f"a divisor or a multiple of {heads}, the number of KV heads",
     )
-    _require(
+    require(
         len(endpoint.ranks) == (size if size > 1 else 0),
         "endpoint.ranks",
         f"one for each of the {size} ranks of tensor_parallel_size" if size > 1 else "empty with one rank",
     )
     layout = KvLayout.from_proto(endpoint.layout)
     row = endpoint.num_blocks * (layout.rank.block_bytes // layout.num_layers)
-    least = 0 if endpoint.transport == "memory" else 1
     agent_ids = {endpoint.agent_id}
     for rank in endpoint.ranks:
         _matches("endpoint.ranks.agent_id", rank.agent_id, AGENT_ID, "a UUID of 36 characters")
         agent_ids.add(rank.agent_id)
-        _between("endpoint.ranks.metadata (bytes)", len(rank.metadata), least, MAX_RANK_METADATA_BYTES)
-        _require(rank.base_address >= 1, "endpoint.ranks.base_address", "not 0")
-        _require(
+        between("endpoint.ranks.metadata (bytes)", len(rank.metadata), 1, MAX_RANK_METADATA_BYTES)
+        require(rank.base_address >= 1, "endpoint.ranks.base_address", "not 0")
+        require(
             rank.layer_stride == 0 or row <= rank.layer_stride <= MAX_LAYER_STRIDE,
             "endpoint.ranks.layer_stride",
             f"0, or {row}..{MAX_LAYER_STRIDE}, at least a layer's bytes",
         )
-    _require(len(agent_ids) == len(endpoint.ranks) + 1, "endpoint.ranks.agent_id", "each another one")
-
-
-def _between(name: str, value: float, low: float, high: float, field: str | None = None) -> None:
-    if not low <= value <= high:
-        _require(False, name, f"{low}..{high}, not {value}", field)
+    require(len(agent_ids) == len(endpoint.ranks) + 1, "endpoint.ranks.agent_id", "each another one")
 
 
 def _matches(name: str, value: str, pattern: re.Pattern[str], bound: str) -> None:
-    _require(pattern.match(value) is not None, name, bound)
-
-
-def _require(condition: bool, name: str, bound: str, field: str | None = None) -> None:
-    if not condition:
-        raise InvalidArgumentError(f"{name} must be {bound}", field=field or name.split(" ")[0])
+    require(pattern.match(value) is not None, name, bound)

@@ -9,27 +9,26 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from coordinator.workers.catalog import Model, ModelCatalog
-from coordinator.workers.load_ledger import LoadLedger
-from coordinator.workers.prefix_index.index import PrefixIndex
-from coordinator.workers.registration import ReplacedBoots, check_beside, checked_worker, leaning_of
+from coordinator.workers.load import WorkerLoads
+from coordinator.workers.prefix_index import PrefixIndex
+from coordinator.workers.registration import ReplacedBoots, check_beside, checked_worker
 from coordinator.workers.rotation import NO_PLAN, Joining, RotationPlan, after_plan
 from coordinator.workers.snapshot import (
     CLOSED_CIRCUIT,
     COUNTED_REQUESTS,
-    NOT_ISOLATED,
     ChangeLog,
     CircuitStatus,
-    Isolation,
-    PoolName,
+    Model,
+    ModelCatalog,
     PoolSnapshot,
     Worker,
     WorkerKey,
 )
 from splitserve.errors import NotFoundError
 from splitserve.logs import log_event
+from splitserve.roles import ROLE_NAMES
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
 
 MAX_ENDED = 256
@@ -46,19 +45,15 @@ class Registry:
     """The registered workers.
 
     `version` grows with every change that can alter which pairs may serve (membership, readiness, draining,
-    connections, circuit breakers, rotation, leanings); load reports alone do not change it. `prefixes` holds what the
+    connections, circuit breakers, rotation, roles); load reports alone do not change it. `prefixes` holds what the
     workers have cached, `loads` their load.
     """
 
-    def __init__(
-        self, heartbeat_timeout_s: float, prefixes: PrefixIndex | None = None, *, trade: bool = True
-    ) -> None:
-        """`trade`: whether pinned workers trade prefixes, if they can."""
+    def __init__(self, heartbeat_timeout_s: float, prefixes: PrefixIndex | None = None) -> None:
         self.version = 0
-        self._trade = trade
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.prefixes = PrefixIndex() if prefixes is None else prefixes
-        self.loads = LoadLedger()
+        self.loads = WorkerLoads()
         self._workers: dict[str, Worker] = {}
         """Sorted by id, so that a snapshot is a plain copy."""
         self._snapshot: PoolSnapshot | None = None
@@ -72,7 +67,6 @@ class Registry:
         self._ended: dict[str, None] = {}
         self._replaced = ReplacedBoots()
         self._plan = NO_PLAN
-        self._asked: dict[WorkerKey, PoolName] = {}
         self._listeners: list[Callable[[Worker | None], None]] = []
         self._changed = asyncio.Event()
 
@@ -89,8 +83,8 @@ class Registry:
     def apply_plan(self, plan: RotationPlan) -> None:
         """Replaces the plan in force."""
         before, self._plan = self._plan, plan
-        for one in plan.on_demand.values():
-            self._catalog.know(one.model, one.adapters)
+        for on_demand in plan.on_demand.values():
+            self._catalog.know(on_demand.model, on_demand.adapters)
         if plan.asks_otherwise(before):
             self._bump_version()
         self._set_rotation(plan.in_rotation)
@@ -103,7 +97,7 @@ class Registry:
         for a bad field, and FailedPreconditionError (LAYOUT_MISMATCH, TRANSPORT_MISMATCH, MODEL_MISMATCH,
         ADAPTER_MISMATCH, WORKER_REPLACED) if the worker does not fit the others; the registry is unchanged then.
         """
-        worker = checked_worker(request, certificate, trade=self._trade)
+        worker = checked_worker(request, certificate)
         older = self._workers.get(worker.worker_id)
         if older is not None:
             self._replaced.check_takes(worker, older)
@@ -115,40 +109,36 @@ class Registry:
         if older is not None:
             self._replaced.add(older.key)
             self.drop(older.key, "replaced by a new boot")
-            if older.sleeping:  # it was woken up for where it had been put
-                worker = dataclasses.replace(worker, in_rotation=older.in_rotation)
         worker = dataclasses.replace(worker, in_rotation=self._plan.in_rotation(worker))
         self._workers = dict(sorted({**self._workers, worker.worker_id: worker}.items()))
         self._catalog.add(worker.model.name, worker.adapters)
         self.loads.add(worker)
-        self._joining.add(worker)
+        cold = worker.computes_prompts and bool(self.prefixes.recent.of(worker.model.name))
+        self._joining.add(worker, cold=cold)
         self._endpoints[worker.key] = request.endpoint
         self._last_seen_s[worker.key] = now
         self._bump_version()
-        log_event("worker.registered", worker_id=worker.worker_id, pool=worker.pool, model=worker.model.name)
+        log_event("worker.registered", worker_id=worker.worker_id, role=worker.role, model=worker.model.name)
         return worker
 
     def report(self, request: registry_pb2.ReportRequest, now: float) -> Worker:
-        """Takes a load report, which is also the heartbeat. Raises as `leaning_of`, and NotFoundError if the boot must
-        register again."""
+        """Takes a load report, which is also the heartbeat. Raises NotFoundError if the boot must register again."""
         worker = self._workers.get(request.worker_id)
         if worker is None or worker.epoch != request.epoch:
             message = f"worker {request.worker_id!r} is not registered under this epoch"
             raise NotFoundError(message, reason="WORKER_NOT_REGISTERED", field="worker_id")
-        pool = leaning_of(worker, request)
+        role = ROLE_NAMES.get(request.role, worker.role)
         self._last_seen_s[worker.key] = now
         self._silent.discard(worker.key)
         if request.HasField("cache_events"):
             self.prefixes.apply(worker.key, request.cache_events)
-        self.prefixes.share(worker.key, request.load.disk_tier.shared_id)
-        reported = worker.reported_as(request, pool, self.prefixes.slots_of(worker.key), now)
+        reported = worker.reported_as(request, role, self.prefixes.slot_of(worker.key), now)
         self.loads.on_report(worker.key, request.load)
         self._put(reported)
-        if reported.sleeping and not worker.sleeping:
-            self.mark_ended(worker)  # it has closed its transport: this agent writes no more
-        if pool != worker.pool:
-            self.loads.lean(worker.key, pool)
-            log_event("worker.leans", worker_id=worker.worker_id, pool=pool)
+        if role != worker.role:
+            self.loads.take_role(reported)
+            changed: dict[str, Any] = {"from": worker.role, "to": role}
+            log_event("worker.role_changed", worker_id=worker.worker_id, **changed)
         if worker.preempted_by_s is None and (left_s := reported.preempted_in_s(now)) is not None:
             source = request.preemption.source
             log_event("worker.preempted", worker_id=worker.worker_id, source=source, left_s=round(left_s, 3))
@@ -170,6 +160,17 @@ class Registry:
         else:
             self.drop(key, "its report stream ended")
 
+    def cold_workers(self) -> list[Worker]:
+        """The usable workers that wait to be warmed before they join."""
+        workers = (self.get(key) for key in self._joining.cold)
+        return [worker for worker in workers if worker is not None and worker.usable]
+
+    def warmed(self, key: WorkerKey) -> None:
+        """A worker needs no more warming: it joins once its lanes are settled."""
+        self._joining.cold.discard(key)
+        if self._join():
+            self._bump_version()
+
     def set_output_open(self, key: WorkerKey, is_open: bool) -> None:
         """Sets whether a worker's output stream is open. Unknown workers are ignored."""
         worker = self.get(key)
@@ -180,29 +181,10 @@ class Registry:
             self._join()
             self._bump_version()
 
-    def ask_leanings(self, asked: Mapping[WorkerKey, PoolName]) -> None:
-        """Sets the leanings that models' planners ask for; what a plan in force binds goes before."""
-        if asked != self._asked:
-            self._asked = dict(asked)
-            self._bump_version()
-
-    def sleep_asked_of(self, worker: Worker) -> registry_pb2.SleepOrder.ValueType:
-        """See RotationPlan.sleep_order."""
-        return self.plan.sleep_order(worker, self.loads.expects(worker.key))
-
-    def leaning_asked_of(self, worker: Worker) -> PoolName | None:
-        """See RotationPlan.leaning_asked_of."""
-        return self._plan.leaning_asked_of(worker, self._asked, self._workers.values())
-
     def set_circuit_statuses(self, circuits: Mapping[WorkerKey, CircuitStatus]) -> None:
         """Sets the circuit status of all workers; those that are not named are closed."""
         wanted = ((w, circuits.get(w.key, CLOSED_CIRCUIT)) for w in self._workers.values())
-        self._replace([dataclasses.replace(w, circuit=one) for w, one in wanted if one != w.circuit])
-
-    def set_isolations(self, isolations: Mapping[WorkerKey, Isolation]) -> None:
-        """Sets what is out of rotation for wrong answers; workers that are not named are not isolated."""
-        wanted = ((w, isolations.get(w.key, NOT_ISOLATED)) for w in self._workers.values())
-        self._replace([dataclasses.replace(w, isolation=one) for w, one in wanted if one != w.isolation])
+        self._replace([dataclasses.replace(w, circuit=status) for w, status in wanted if status != w.circuit])
 
     def count_request(self, key: WorkerKey) -> None:
         """Counts a request as sent to a worker, as far as `COUNTED_REQUESTS`. What it has to do is in `loads`."""
@@ -221,7 +203,7 @@ class Registry:
         self.prefixes.forget(key)
         self.loads.remove(key)
         self._bump_version()
-        log_event("worker.dropped", worker_id=worker.worker_id, pool=worker.pool, why=why)
+        log_event("worker.dropped", worker_id=worker.worker_id, role=worker.role, why=why)
         return True
 
     def expire(self, now: float, absent_s: float = 0.0) -> None:
@@ -233,7 +215,7 @@ class Registry:
         for key, seen_s in self._last_seen_s.items():
             self._last_seen_s[key] = min(now, seen_s + absent_s)
         if now >= self._plan.expires_s:
-            log_event("plan.expired", standby=len(self._plan.standby), lent=self._plan.lend)
+            log_event("plan.expired", standby=len(self._plan.standby))
             self._plan = NO_PLAN
             self._set_rotation(after_plan)
             self._bump_version()
@@ -242,7 +224,7 @@ class Registry:
                 self.drop(key, f"silent for more than {self.heartbeat_timeout_s:g} s")
 
     def mark_ended(self, worker: Worker) -> None:
-        """Records that a boot provably writes no more: its process has ended, or it has fallen asleep."""
+        """Records that a boot provably writes no more: its process has ended."""
         self._ended[worker.agent_id] = None
         while len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
@@ -289,21 +271,21 @@ class Registry:
     async def wait_until(self, condition: Callable[[], T], wait_s: float) -> T:
         """The first truthy result of `condition`, evaluated at each change of `version`, or its last result after
         `wait_s` seconds."""
-        clock, version, found = asyncio.get_running_loop().time, self.version, condition()
+        clock, version, result = asyncio.get_running_loop().time, self.version, condition()
         deadline_s = clock() + wait_s
-        while not found and (left_s := deadline_s - clock()) > 0:
+        while not result and (left_s := deadline_s - clock()) > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await self.wait_change(version)
-            version, found = self.version, condition()
-        return found
+            version, result = self.version, condition()
+        return result
 
     def _join(self, now: float = 0.0) -> bool:
         """Joins the workers that may join. True if any did."""
         joining = self._joining.ready(self._workers, now)
         for worker in joining:
             self._put(dataclasses.replace(worker, joined=True))
-            log_event("worker.joined", worker_id=worker.worker_id, pool=worker.pool)
+            log_event("worker.joined", worker_id=worker.worker_id, role=worker.role)
         return bool(joining)
 
     def _set_rotation(self, in_rotation: Callable[[Worker], bool]) -> None:
@@ -314,7 +296,7 @@ class Registry:
         ]
         for worker in moved:
             state = "active" if worker.in_rotation else "standby"
-            log_event("worker.rotated", worker_id=worker.worker_id, pool=worker.pool, state=state)
+            log_event("worker.rotated", worker_id=worker.worker_id, role=worker.role, state=state)
         self._replace(moved)
 
     def _replace(self, changed: Sequence[Worker]) -> None:
@@ -342,4 +324,4 @@ class Registry:
 def _serving_state(worker: Worker) -> tuple[object, ...]:
     """The part of a report that can alter which pairs may serve, or that somebody waits for."""
     noticed = worker.preempted_by_s is not None
-    return worker.reported, worker.draining, worker.sleeping, worker.pool, worker.connected_agents, noticed
+    return worker.reported, worker.draining, worker.role, worker.connected_agents, noticed

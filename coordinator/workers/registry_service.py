@@ -9,14 +9,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from typing_extensions import override
 
-from coordinator.workers.registration import POOLS, WORKER_ID, check_identity, check_report, checked_worker
+from coordinator.workers.registration import check_identity, check_report, checked_worker
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import PoolSnapshot, Worker
-from kv_transfer.layout import MAX_NAME
+from coordinator.workers.snapshot import Worker
 from splitserve.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
 from splitserve.logs import log_event
-from splitserve.rpc.writing import write_whole
+from splitserve.roles import ROLE_NUMBERS
+from splitserve.rpc.server import write_whole
 from splitserve.security.tls import peer_identity
 from splitserve.v1 import registry_pb2
 from splitserve.v1.registry_pb2_grpc import RegistryServiceServicer
@@ -26,24 +27,6 @@ if TYPE_CHECKING:
 
 RESEND_PEERS_S = 5.0
 """Interval at which a worker that is not connected to all its peers gets the list again: a try may have failed."""
-MAX_HOLDERS = 8
-"""Workers that one which starts is told of."""
-
-
-def weights_holders(snapshot: PoolSnapshot, model: str, asking: str) -> list[Worker]:
-    """The workers that give a model's weights now, but for the one that asks: those with the least to do first. Not one
-    that is asleep, leaves, or gives wrong answers."""
-    giving = [
-        worker
-        for worker in snapshot.workers
-        if worker.gives_weights
-        and worker.model.name == model
-        and worker.worker_id != asking
-        and worker.usable
-        and not (worker.circuit.tripped or worker.isolation.worker)
-    ]
-    giving.sort(key=lambda each: (each.load.running_requests + each.load.waiting_requests, each.worker_id))
-    return giving[:MAX_HOLDERS]
 
 
 class RegistryService(RegistryServiceServicer):
@@ -67,10 +50,10 @@ class RegistryService(RegistryServiceServicer):
         self._coordinator_id = coordinator_id
         self._load_tokenizer = load_tokenizer
 
+    @override
     async def Register(
         self, request: registry_pb2.RegisterRequest, context: Any
     ) -> registry_pb2.RegisterResponse:
-        """See RegistryService.Register in the proto."""
         worker, certificate = checked_worker(request), ""
         if self._mutual:
             identity = peer_identity(context)
@@ -86,34 +69,11 @@ class RegistryService(RegistryServiceServicer):
         response.heartbeat_timeout.FromNanoseconds(round(self._registry.heartbeat_timeout_s * 1e9))
         return response
 
-    async def FindWeights(
-        self, request: registry_pb2.FindWeightsRequest, context: Any
-    ) -> registry_pb2.FindWeightsResponse:
-        """See RegistryService.FindWeights in the proto."""
-        if not 1 <= len(request.model) <= MAX_NAME:
-            raise InvalidArgumentError(f"model must be 1..{MAX_NAME} characters", field="model")
-        if not WORKER_ID.match(request.worker_id):
-            message = "worker_id must be 1..64 characters of [A-Za-z0-9._-]"
-            raise InvalidArgumentError(message, field="worker_id")
-        holders = weights_holders(self._registry.snapshot(), request.model, request.worker_id)
-        if not holders:
-            message = f"no worker gives weights of model {request.model!r} now"
-            raise NotFoundError(message, reason="NO_WEIGHTS")
-        named = [
-            registry_pb2.WeightsHolder(
-                worker_id=each.worker_id,
-                address=each.address,
-                pool=POOLS[each.registered_pool or each.pool],
-                neutral=each.neutral,
-            )
-            for each in holders
-        ]
-        return registry_pb2.FindWeightsResponse(holders=named)
-
+    @override
     async def Report(  # type: ignore[override]
         self, requests: AsyncIterator[registry_pb2.ReportRequest], context: ReportContext
     ) -> None:
-        """See RegistryService.Report in the proto. The end of the stream drops a worker of whom no output
+        """The end of the stream drops a worker of whom no output
         stream is open."""
         first = await anext(requests, None)
         if first is None:
@@ -160,28 +120,27 @@ class RegistryService(RegistryServiceServicer):
 
     def _update(self, worker: Worker, resync_cache: bool = False) -> registry_pb2.ReportResponse:
         now = self._registry.get(worker.key)
-        asked = self._registry.leaning_asked_of(now) if now is not None else None
+        asked = self._registry.plan.role_asked_of(now or worker)
         return registry_pb2.ReportResponse(
             peers=self._registry.peers_of(now or worker),
             ended_agent_ids=self._registry.ended_writers_for(worker),
             resync_cache=resync_cache,
-            leaning=registry_pb2.POOL_UNSPECIFIED if asked is None else POOLS[asked],
-            sleep=self._registry.sleep_asked_of(now or worker),
+            role=registry_pb2.ROLE_UNSPECIFIED if asked is None else ROLE_NUMBERS[asked],
         )
 
     def _has_not_followed(self, worker: Worker) -> bool:
-        """Whether the worker lacks peers, or has not leant to where it is asked to."""
+        """Whether the worker lacks peers, or has not taken the role that it is asked to take."""
         now = self._registry.get(worker.key)
         if now is None:
             return False
-        if self._registry.leaning_asked_of(now) is not None:
+        if self._registry.plan.role_asked_of(now) is not None:
             return True
         settled = now.connected_agents | {lane.agent_id for lane in now.lanes if lane.refused}
         return any(peer.agent_id not in settled for peer in self._registry.peers_of(now))
 
     async def _send_updates(self, worker: Worker, context: ReportContext, writing: asyncio.Lock) -> None:
-        """Sends peers, ended writers, the leaning and the sleep that are asked for: first, after each change, and
-        periodically while a peer is not connected or the worker leans elsewhere.
+        """Sends peers, ended writers and the role that is asked for: first, after each change, and periodically
+        while a peer is not connected or the worker has another role.
 
         Raises NotFoundError once the worker has been dropped.
         """

@@ -1,23 +1,20 @@
 """Which workers take requests: rotation plans, and workers that join. Pure; time is an argument.
 
 A plan replaces the previous one and expires, so that the cluster recovers if the autoscaler dies: workers that the
-plan took out of rotation come back, those that it put in stay, and lending ends.
+plan took out of rotation come back, and those that it put in stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
-from coordinator.workers.catalog import Model
 from coordinator.workers.registration import checked_adapters, checked_model
-from coordinator.workers.snapshot import NO_ADAPTERS, NOT_ISOLATED, PoolName, Worker, WorkerKey
+from coordinator.workers.snapshot import NO_ADAPTERS, Model, Worker, WorkerKey
 from splitserve.errors import InvalidArgumentError
 from splitserve.generation.kv_blocks import Adapter
-from splitserve.v1 import registry_pb2, scaling_pb2
-
-SleepOrder: TypeAlias = registry_pb2.SleepOrder.ValueType
+from splitserve.roles import ROLE_NAMES, RoleName
+from splitserve.v1 import scaling_pb2
 
 DEFAULT_VALID_S = 30.0
 MAX_VALID_S = 3600.0
@@ -41,65 +38,16 @@ class RotationPlan:
 
     standby: frozenset[str] = frozenset()
     active: frozenset[str] = frozenset()
-    lend: bool = False
     expires_s: float = float("inf")
-    leanings: Mapping[str, PoolName] = field(default_factory=dict)
-    """Where neutral workers lean by it, by their ids. Of models that it names none of, the coordinator's planner
-    decides."""
-    movable: frozenset[str] = frozenset()
-    """Those of them that the planner may move, and that are asked nothing by the plan. All others are bound."""
+    roles: Mapping[str, RoleName] = field(default_factory=dict)
+    """The roles that workers are to take, by their ids. A worker that is not named keeps its own."""
     on_demand: Mapping[str, OnDemand] = field(default_factory=dict)
     """By the model's name; those of an earlier plan among them, which may be another autoscaler's."""
-    sleeping: frozenset[str] = frozenset()
-    """Those of `standby` that are to sleep."""
 
-    def lends(self, now: float) -> bool:
-        """Whether decode workers are lent to prefill, that is, compute prompts too."""
-        return self.lend and now < self.expires_s
-
-    def led_models(self, workers: Iterable[Worker]) -> frozenset[str]:
-        """The models of which it says where neutral workers lean: of one of these workers at least."""
-        return frozenset(w.model.name for w in workers if w.neutral and w.worker_id in self.leanings)
-
-    def bound(self, worker: Worker) -> PoolName | None:
-        """Where the worker is to lean, whatever the planner says; None: the plan does not bind it."""
-        is_bound = worker.neutral and worker.worker_id not in self.movable
-        return self.leanings.get(worker.worker_id) if is_bound else None
-
-    def movable_of(self, model: str, workers: Iterable[Worker]) -> frozenset[WorkerKey] | None:
-        """The workers of a model that its planner may move; None: any, as the plan names none of them. None of them
-        while one that is bound has not followed yet."""
-        ours = [w for w in workers if w.neutral and w.model.name == model]
-        if not any(w.worker_id in self.leanings for w in ours):
-            return None
-        if any(self.bound(w) not in (None, w.pool) for w in ours if w.accepts):
-            return frozenset()
-        return frozenset(w.key for w in ours if w.worker_id in self.movable)
-
-    def leaning_asked_of(
-        self, worker: Worker, asked: Mapping[WorkerKey, PoolName], workers: Collection[Worker]
-    ) -> PoolName | None:
-        """Where a worker is asked to lean, `asked` being what planners ask for; None: where it does now.
-
-        What is bound goes before, but where the planner has moved others since the sender looked: a plan that leaves it
-        any takes the last one from no side, counted as if all that is asked had been followed.
-        """
-        bound, wanted = self.bound(worker), asked.get(worker.key)
-        if bound is not None:
-            is_last = bound != worker.pool and self._is_last(worker, asked, workers)
-            wanted = worker.pool if is_last else bound
-        elif wanted is not None and worker.worker_id not in self.movable:
-            wanted = None if worker.model.name in self.led_models(workers) else wanted
-        return wanted if worker.neutral and wanted != worker.pool else None
-
-    def _is_last(
-        self, worker: Worker, asked: Mapping[WorkerKey, PoolName], workers: Collection[Worker]
-    ) -> bool:
-        beside = [w for w in workers if w.model.name == worker.model.name and w.key != worker.key]
-        if not any(w.worker_id in self.movable for w in beside):
-            return False
-        leaning = (self.bound(w) or asked.get(w.key, w.pool) for w in beside if w.accepts)
-        return worker.pool not in leaning
+    def role_asked_of(self, worker: Worker) -> RoleName | None:
+        """The role that a worker is to take; None: it has that already, is not named, or takes no other."""
+        role = self.roles.get(worker.worker_id)
+        return role if role != worker.role and worker.changes_role else None
 
     def in_rotation(self, worker: Worker) -> bool:
         """Whether the worker is in rotation under this plan. A worker that is not named stays as it is."""
@@ -108,28 +56,13 @@ class RotationPlan:
         return worker.in_rotation or worker.worker_id in self.active
 
     def asks_otherwise(self, before: RotationPlan) -> bool:
-        """Whether anything but rotation and lending is another than in the plan `before`."""
-        mine, theirs = (
-            (plan.leanings, plan.movable, plan.names_on_demand, plan.sleeping, plan.standby)
-            for plan in (self, before)
-        )
-        return mine != theirs
+        """Whether anything but rotation is another than in the plan `before`."""
+        return (self.roles, self.names_on_demand) != (before.roles, before.names_on_demand)
 
     @property
     def names_on_demand(self) -> Mapping[str, Mapping[str, Adapter]]:
         """The adapters of each model that is started on demand."""
-        return {name: one.adapters for name, one in self.on_demand.items()}
-
-    def sleep_order(self, worker: Worker, expected: bool = False) -> SleepOrder:
-        """Whether the worker is to sleep. What is in rotation is to be awake, whoever put it there. `expected`: prompts
-        are under way to it, so that it is not asked to sleep yet."""
-        if worker.in_rotation:
-            return registry_pb2.SLEEP_ORDER_WAKE
-        # Who is isolated stays awake: it would wake up as another boot, of which nothing is known.
-        if worker.worker_id in self.sleeping and worker.isolation == NOT_ISOLATED:
-            return registry_pb2.SLEEP_ORDER_UNSPECIFIED if expected else registry_pb2.SLEEP_ORDER_SLEEP
-        named = worker.worker_id in self.standby
-        return registry_pb2.SLEEP_ORDER_WAKE if named else registry_pb2.SLEEP_ORDER_UNSPECIFIED
+        return {name: model.adapters for name, model in self.on_demand.items()}
 
 
 NO_PLAN = RotationPlan()
@@ -157,54 +90,42 @@ def checked_plan(
     if both := sorted(standby & active):
         message = f"standby_worker_ids and active_worker_ids both name {both[0]!r}"
         raise InvalidArgumentError(message, field="active_worker_ids")
-    leanings = _checked_leanings(request)
-    in_leanings = "prefill_leaning_worker_ids or decode_leaning_worker_ids"
     return RotationPlan(
         standby=standby,
         active=active,
-        lend=request.lend_decode_to_prefill,
         expires_s=now + valid_s,
-        leanings=leanings,
-        movable=_named("movable_worker_ids", request.movable_worker_ids, leanings, in_leanings),
-        on_demand={n: one for n, one in before.on_demand.items() if now < one.expires_s}
+        roles=_checked_roles(request),
+        on_demand={n: model for n, model in before.on_demand.items() if now < model.expires_s}
         | _checked_on_demand(request, now + valid_s),
-        sleeping=_named("sleeping_worker_ids", request.sleeping_worker_ids, standby, "standby_worker_ids"),
     )
-
-
-def _named(name: str, ids: Iterable[str], among: Container[str], of: str) -> frozenset[str]:
-    """A field's ids, all of which another field must name."""
-    found = frozenset(ids)
-    if stray := sorted(one for one in found if one not in among):
-        raise InvalidArgumentError(f"{name} names {stray[0][:64]!r}, which is not in {of}", field=name)
-    return found
 
 
 def _checked_on_demand(request: scaling_pb2.ApplyPlanRequest, expires_s: float) -> dict[str, OnDemand]:
     if len(request.on_demand) > MAX_ON_DEMAND:
         raise InvalidArgumentError(f"on_demand may hold {MAX_ON_DEMAND} models", field="on_demand")
     models = [
-        OnDemand(checked_model(one, "on_demand"), expires_s, checked_adapters(one, "on_demand"))
-        for one in request.on_demand
+        OnDemand(checked_model(model, "on_demand"), expires_s, checked_adapters(model, "on_demand"))
+        for model in request.on_demand
     ]
-    return {one.model.name: one for one in models}
+    return {on_demand.model.name: on_demand for on_demand in models}
 
 
-def _checked_leanings(request: scaling_pb2.ApplyPlanRequest) -> dict[str, PoolName]:
-    prefill, decode = set(request.prefill_leaning_worker_ids), set(request.decode_leaning_worker_ids)
-    for name, ids in (("prefill_leaning_worker_ids", prefill), ("decode_leaning_worker_ids", decode)):
-        if len(ids) > MAX_NAMES:
-            raise InvalidArgumentError(f"{name} may hold {MAX_NAMES} ids", field=name)
-    if both := sorted(prefill & decode):
-        message = f"prefill_leaning_worker_ids and decode_leaning_worker_ids both name {both[0]!r}"
-        raise InvalidArgumentError(message, field="decode_leaning_worker_ids")
-    to_prefill: Iterable[tuple[str, PoolName]] = ((name, "prefill") for name in prefill)
-    to_decode: Iterable[tuple[str, PoolName]] = ((name, "decode") for name in decode)
-    return dict([*to_prefill, *to_decode])
+def _checked_roles(request: scaling_pb2.ApplyPlanRequest) -> dict[str, RoleName]:
+    if len(request.roles) > MAX_NAMES:
+        raise InvalidArgumentError(f"roles may hold {MAX_NAMES} workers", field="roles")
+    roles: dict[str, RoleName] = {}
+    for named in request.roles:
+        if named.role not in ROLE_NAMES:
+            message = f"roles must give {named.worker_id[:64]!r} ROLE_PREFILL, ROLE_DECODE or ROLE_BOTH"
+            raise InvalidArgumentError(message, field="roles.role")
+        if roles.setdefault(named.worker_id, ROLE_NAMES[named.role]) != ROLE_NAMES[named.role]:
+            message = f"roles names {named.worker_id[:64]!r} twice"
+            raise InvalidArgumentError(message, field="roles.worker_id")
+    return roles
 
 
 JOIN_WAIT_S = 10.0
-"""How long a worker waits for its lanes before it joins without them: a peer may be stuck."""
+"""How long a worker waits for its lanes, and to be warmed, before it joins without them: a peer may be stuck."""
 
 
 class Joining:
@@ -214,14 +135,19 @@ class Joining:
         self._waiting: set[str] = set()
         self._usable_since_s: dict[WorkerKey, float] = {}
         self._now = 0.0
+        self.cold: set[WorkerKey] = set()
+        """Those that are to be warmed before they join; see `coordinator.routing.warming`."""
 
-    def add(self, worker: Worker) -> None:
-        """A worker has registered."""
+    def add(self, worker: Worker, *, cold: bool = False) -> None:
+        """A worker has registered. `cold`: it is to be warmed first."""
         self._waiting.add(worker.worker_id)
+        if cold:
+            self.cold.add(worker.key)
 
     def remove(self, worker: Worker) -> None:
         """A worker is gone."""
         self._waiting.discard(worker.worker_id)
+        self.cold.discard(worker.key)
         self._usable_since_s.pop(worker.key, None)
 
     def ready(self, workers: Mapping[str, Worker], now: float) -> list[Worker]:
@@ -233,21 +159,26 @@ class Joining:
         for worker in workers.values():
             if worker.usable and not worker.joined:
                 since_s = self._usable_since_s.setdefault(worker.key, self._now)
-                if may_join(worker, workers.values(), self._now - since_s):
+                cold = worker.key in self.cold
+                if may_join(worker, workers.values(), self._now - since_s, cold=cold):
                     joining.append(worker)
         for worker in joining:
             self.remove(worker)
         return joining
 
 
-def may_join(worker: Worker, others: Iterable[Worker], waited_s: float) -> bool:
-    """Whether a usable worker may join: all its lanes are settled, or it has waited long enough.
+def may_join(worker: Worker, others: Iterable[Worker], waited_s: float, *, cold: bool = False) -> bool:
+    """Whether a usable worker may join: all its lanes are settled, or it has waited long enough. A cold one waits to be
+    warmed while another worker computes its model's prompts.
 
     `others` are all workers; `waited_s` is how long this one has been usable.
     """
-    same = (w for w in others if w.joined and w.usable and w.model.name == worker.model.name)
-    settled = (_is_settled(worker, peer) for peer in same if peer.worker_id != worker.worker_id)
-    return waited_s >= JOIN_WAIT_S or all(settled)
+    if waited_s >= JOIN_WAIT_S:
+        return True
+    same = [w for w in others if w.joined and w.usable and w.model.name == worker.model.name]
+    if cold and any(peer.computes_prompts and peer.accepts for peer in same):
+        return False
+    return all(_is_settled(worker, peer) for peer in same if peer.worker_id != worker.worker_id)
 
 
 def _is_settled(worker: Worker, peer: Worker) -> bool:

@@ -1,17 +1,80 @@
-"""Immutable snapshots of the pools, taken from the registry; what routing decides on."""
+"""Immutable snapshots of the workers and their models, taken from the registry; what routing decides on."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
-from coordinator.workers.catalog import Model
 from splitserve.generation.kv_blocks import Adapter
+from splitserve.roles import POOLS_OF, PoolName, RoleName
 from splitserve.v1 import registry_pb2, scaling_pb2
 
-PoolName = Literal["prefill", "decode"]
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as its workers serve it; see `ServedModel` in the protos."""
+
+    name: str
+    tokenizer_source: str
+    context_tokens: int
+    vocabulary_size: int
+    block_size_tokens: int = 0
+    """Tokens per KV block of its workers; 0: unknown."""
+    adapter: Adapter | None = None
+    """The adapter that this name stands for; None: a base model."""
+    base: str = ""
+    """Name of an adapter's base model."""
+
+    @property
+    def base_name(self) -> str:
+        """The model whose workers serve it: an adapter's base model, else the model itself."""
+        return self.base or self.name
+
+
+class ModelCatalog:
+    """What has had a worker since the start. Names stay known when their workers are gone."""
+
+    def __init__(self) -> None:
+        self.models: Mapping[str, Model] = {}
+        """By name, adapters included. Replaced when it changes."""
+        self._bases: dict[str, Model] = {}
+        self._adapters: dict[str, tuple[str, Adapter]] = {}
+        """By adapter: the name of its base model, and the content that was registered last."""
+        self._changed = False
+
+    def add(self, base: str, adapters: Mapping[str, Adapter]) -> None:
+        """Learns a worker's adapters of the model `base`; the next `update` shows them."""
+        for name, adapter in adapters.items():
+            if self._adapters.get(name) != (base, adapter):
+                self._adapters[name] = base, adapter
+                self._changed = True
+
+    def know(self, model: Model, adapters: Mapping[str, Adapter]) -> None:
+        """Learns a base model and adapters that no worker has registered here; the next `update` shows them. One that
+        is known keeps its meaning."""
+        if model.name not in self._bases and model.name not in self._adapters:
+            self._bases[model.name] = model
+            self._changed = True
+        if model.name in self._bases:
+            known = self._bases.keys() | self._adapters.keys()
+            self.add(model.name, {name: adapter for name, adapter in adapters.items() if name not in known})
+
+    def update(self, models: Mapping[str, Model]) -> None:
+        """Learns the base models of all workers."""
+        bases = {**self._bases, **models}
+        if bases == self._bases and not self._changed:
+            return
+        self._bases, self._changed = bases, False
+        adapters = {
+            name: dataclasses.replace(bases[base], name=name, adapter=adapter, base=base)
+            for name, (base, adapter) in self._adapters.items()
+        }
+        self.models = {**adapters, **bases}
+
+
 WorkerKey = tuple[str, int]
 """(worker id, epoch): one boot of one worker."""
 WorkerState: TypeAlias = scaling_pb2.WorkerState.ValueType
@@ -22,7 +85,7 @@ COUNTED_REQUESTS = 8
 
 @dataclass(frozen=True, slots=True)
 class CircuitStatus:
-    """Circuit breakers of a worker and its pairs; see `coordinator.health.breaker_registry`."""
+    """Circuit breakers of a worker and its pairs; see `coordinator.health.circuit_breakers`."""
 
     state: CircuitState = "closed"
     tripped: bool = False
@@ -36,17 +99,6 @@ class CircuitStatus:
 CLOSED_CIRCUIT = CircuitStatus()
 
 
-@dataclass(frozen=True, slots=True)
-class Isolation:
-    """What is out of rotation because its answers were wrong; see `coordinator.quality`."""
-
-    worker: bool = False
-    """Whether the worker gets no requests at all."""
-    agents: frozenset[str] = frozenset()
-    """If it sends KV: agent ids of workers that it must not be paired with as those that decode."""
-
-
-NOT_ISOLATED = Isolation()
 NO_ADAPTERS: Mapping[str, Adapter] = MappingProxyType({})
 
 
@@ -56,8 +108,8 @@ class Worker:
 
     worker_id: str
     epoch: int
-    pool: PoolName
-    """Its pool; of a neutral worker the one that it leans to now."""
+    role: RoleName
+    """Its role now."""
     address: str
     model: Model
     """The base model."""
@@ -84,26 +136,13 @@ class Worker:
     """False for a standby: connected, but not sent requests."""
     registered_standby: bool = False
     experimental: bool = False
-    neutral: bool = False
-    """Whether it serves both pools with one engine."""
-    trades_prefixes: bool = False
-    """Whether, pinned to one pool, it gives prefixes to others and takes them."""
-    led_elsewhere: bool = False
-    """Whether another coordinator moves its leaning."""
-    registered_pool: PoolName | None = None
-    """The pool that it registered with; None: `pool`."""
-    paces_prompts: bool = False
-    """Whether its engine computes prompts only as far as the targets of its streams leave time."""
-    replica_class: str = ""
-    """The class of replicas that it registered as, for the autoscaler."""
-    carries_calls: bool = False
-    """Whether its short calls may share a stream."""
+    changes_role: bool = False
+    """Whether it takes another role when it is asked to."""
+    earlier_pools: frozenset[PoolName] = frozenset()
+    """The pools of the roles that it had before: requests there may still be under way."""
     circuit: CircuitStatus = CLOSED_CIRCUIT
-    isolation: Isolation = NOT_ISOLATED
     prefix_slot: int = -1
-    """Its slot in the prefix index; -1: no cache events yet. See `coordinator.workers.prefix_index.index`."""
-    near_slots: tuple[int, int] | None = None
-    """With tiers below its KV blocks: slots of what is in host memory or nearer, and of what is among the blocks."""
+    """Its slot in the prefix index; -1: no cache events yet. See `coordinator.workers.prefix_index`."""
     certificate: str = ""
     """Fingerprint of the certificate that it registered with; empty without mutual TLS."""
     total_requests: int = 0
@@ -114,12 +153,6 @@ class Worker:
     """How long its boot took, as it says; must not be mutated. None: unknown."""
     preempted_by_s: float | None = None
     """When its machine is taken away, by a spot notice, on the coordinator's monotonic clock; None: no notice."""
-    sleeping: bool = False
-    """Whether it has given up the memory of its KV, until it comes back as another boot."""
-    gives_weights: bool = False
-    """Whether it gives its weights to workers of its model that start."""
-    wake_s: float | None = None
-    """How long it took to wake up the last time; None: it has not slept."""
 
     @property
     def key(self) -> WorkerKey:
@@ -127,9 +160,9 @@ class Worker:
         return self.worker_id, self.epoch
 
     def reported_as(
-        self, report: registry_pb2.ReportRequest, pool: PoolName, slots: tuple[int, int, int], now: float
+        self, report: registry_pb2.ReportRequest, role: RoleName, prefix_slot: int, now: float
     ) -> Worker:
-        """The worker after a report that came at `now` and has been checked; `pool` is where it leans by that."""
+        """The worker after a report that came at `now` and has been checked; `role` is its role by that."""
         preempted_by_s = self.preempted_by_s
         if report.HasField("preemption"):
             # The earliest of all reports: the later ones say the same, some of them late.
@@ -137,18 +170,15 @@ class Worker:
             preempted_by_s = by_s if preempted_by_s is None else min(by_s, preempted_by_s)
         return replace(
             self,
-            pool=pool,
-            prefix_slot=slots[0],
-            near_slots=slots[1:] if slots[0] != slots[2] else None,
+            role=role,
+            earlier_pools=self.earlier_pools | self.pools if role != self.role else self.earlier_pools,
+            prefix_slot=prefix_slot,
             load=report.load,
             reported=True,
             connected_agents=frozenset(report.connected_agent_ids),
             lanes=tuple(report.lanes),
             draining=self.draining or report.draining or preempted_by_s is not None,
-            led_elsewhere=report.led_elsewhere,
             preempted_by_s=preempted_by_s,
-            sleeping=report.sleeping,
-            wake_s=report.wake_seconds or None,
         )
 
     def preempted_in_s(self, now: float) -> float | None:
@@ -157,44 +187,37 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """What messages call it: "decode worker w1", or "worker w1" for a neutral one."""
-        return f"worker {self.worker_id}" if self.neutral else f"{self.pool} worker {self.worker_id}"
+        """What messages call it: "decode worker w1", or "worker w1" for one of role both."""
+        return f"worker {self.worker_id}" if self.role == "both" else f"{self.role} worker {self.worker_id}"
+
+    @property
+    def pools(self) -> frozenset[PoolName]:
+        """The pools that it is in."""
+        return POOLS_OF[self.role]
 
     @property
     def computes_prompts(self) -> bool:
-        """Whether it serves the prefill pool, whatever it leans to."""
-        return self.neutral or self.pool == "prefill"
+        """Whether it is in the prefill pool."""
+        return self.role != "decode"
 
     @property
     def decodes(self) -> bool:
-        """Whether it serves the decode pool, whatever it leans to."""
-        return self.neutral or self.pool == "decode"
-
-    @property
-    def trades(self) -> bool:
-        """Whether it gives prefixes and takes them."""
-        return self.neutral or self.trades_prefixes
+        """Whether it is in the decode pool."""
+        return self.role != "prefill"
 
     @property
     def sends_kv(self) -> bool:
-        """Whether it writes KV to others: of prompts that it computes, or of prefixes. Not in its sleep."""
-        return not self.sleeping and (self.computes_prompts or self.trades_prefixes)
+        """Whether it writes KV to others, for prompts of an earlier role, too."""
+        return self.computes_prompts or "prefill" in self.earlier_pools
 
     @property
     def takes_kv(self) -> bool:
-        """Whether others write KV to it, for which it gives tickets and has an output stream."""
-        return self.decodes or self.trades_prefixes
-
-    @property
-    def takes_prefixes(self) -> bool:
-        """Whether prefixes may be brought to it now. A prefill worker without an output stream computes prompts."""
-        return self.decodes or (self.trades_prefixes and self.output_open)
+        """Whether others write KV to it and it has an output stream, for requests of an earlier role, too."""
+        return self.decodes or "decode" in self.earlier_pools
 
     def writes_to(self, other: Worker) -> bool:
-        """Whether it is to be connected to another one of its model. One that sleeps has no memory to write to."""
-        return not other.sleeping and (
-            (self.computes_prompts and other.decodes) or (self.trades and other.trades)
-        )
+        """Whether it is to be connected to another one of its model."""
+        return self.sends_kv and other.takes_kv
 
     def serves(self, model: str) -> bool:
         """Whether requests for this name may be sent here: its base model, or one of its adapters."""
@@ -203,29 +226,28 @@ class Worker:
     @property
     def usable(self) -> bool:
         """Whether it could take new requests, regardless of peers, rotation and breakers."""
-        there = self.reported and not self.draining and not self.sleeping
-        return there and (self.output_open or not self.decodes)
+        return self.reported and not self.draining and (self.output_open or not self.decodes)
 
     @property
     def accepts(self) -> bool:
         """Whether it takes new requests, regardless of its peers."""
-        return self.in_service and not self.circuit.tripped and not self.isolation.worker
+        return self.in_service and not self.circuit.tripped
 
     @property
     def in_service(self) -> bool:
-        """Whether it takes new requests, unless a circuit breaker or the quality watch keeps them from it."""
+        """Whether it takes new requests, unless a circuit breaker keeps them from it."""
         return self.in_rotation and self.joined and self.usable
 
     @property
     def reached_agents(self) -> frozenset[str]:
         """Agent ids of the workers that it may be paired with as the one that computes the prompt."""
-        ejected = self.circuit.ejected_agents | self.isolation.agents
+        ejected = self.circuit.ejected_agents
         return self.connected_agents - ejected if ejected else self.connected_agents
 
     def reaches(self, decode: Worker) -> bool:
-        """Whether this worker may compute prompts for that one: it can and may write to it, or is it, and neutral."""
+        """Whether this worker may compute prompts for that one: it can and may write to it, or it is that one."""
         if decode.agent_id == self.agent_id:
-            return self.neutral
+            return self.role == "both"
         return decode.agent_id in self.reached_agents
 
 
@@ -260,28 +282,20 @@ class PoolSnapshot:
         return [worker for worker in self.workers if worker.preempted_by_s is not None]
 
     def accepting(self, model: str, pool: PoolName) -> list[Worker]:
-        """The workers of one pool, those that lean to it among them, that take new requests."""
-        return [w for w in self.workers if w.pool == pool and w.serves(model) and w.accepts]
-
-    def serving(self, model: str, pool: PoolName) -> list[Worker]:
-        """The same; where there is none, the neutral workers that lean to the other pool and stand in."""
-        return self.accepting(model, pool) or self.stand_ins(model, pool)
-
-    def stand_ins(self, model: str, pool: PoolName) -> list[Worker]:
-        """The neutral workers that take new requests and lean to the other pool."""
-        return [w for w in self.workers if w.neutral and w.pool != pool and w.serves(model) and w.accepts]
+        """The workers of one pool, those of role both among them, that take new requests."""
+        return [w for w in self.workers if pool in w.pools and w.serves(model) and w.accepts]
 
     def lacks_workers(self, model: str) -> bool:
-        """Whether a pool of the model has no worker in service, of whichever leaning: there is none, or all of them
-        start, rest or drain. One that a breaker or the quality watch has put aside is there."""
+        """Whether a pool of the model has no worker in service: there is none, or all of them
+        start, rest or drain. One that a breaker has put aside is there."""
         there = [w for w in self.workers if w.serves(model) and w.in_service]
         return not (any(w.computes_prompts for w in there) and any(w.decodes for w in there))
 
     def is_ready(self, worker: Worker) -> bool:
-        """Whether the worker can serve now: alone if it is neutral, else with at least one of the other pool."""
-        if not worker.accepts or worker.neutral:
+        """Whether the worker can serve now: alone if its role is both, else with at least one of the other pool."""
+        if not worker.accepts or worker.role == "both":
             return worker.accepts
-        if worker.pool == "prefill":
+        if worker.role == "prefill":
             return any(worker.reaches(peer) for peer in self._taking(worker.model.name) if peer.decodes)
         return any(peer.reaches(worker) for peer in self._taking(worker.model.name) if peer.computes_prompts)
 
@@ -289,31 +303,20 @@ class PoolSnapshot:
         return [worker for worker in self.workers if worker.serves(model) and worker.accepts]
 
     def state_of(self, worker: Worker) -> WorkerState:
-        """The worker's lifecycle state. Peers count as connected even if they are out of rotation, and none is missed
-        while all that there are sleep."""
+        """The worker's lifecycle state. Peers count as connected even if they are out of rotation."""
         if worker.draining:
             return scaling_pb2.WORKER_STATE_DRAINING
-        if worker.sleeping:
-            return scaling_pb2.WORKER_STATE_SLEEPING
         if not worker.joined or not worker.usable or not self._is_connected(worker):
             return scaling_pb2.WORKER_STATE_STARTING
         return scaling_pb2.WORKER_STATE_READY if worker.in_rotation else scaling_pb2.WORKER_STATE_STANDBY
 
     def _is_connected(self, worker: Worker) -> bool:
-        if worker.neutral:
+        if worker.role == "both":
             return True
         peers = (w for w in self.workers if w.usable and w.model.name == worker.model.name)
-        if worker.pool == "prefill":
-            connected = any(peer.agent_id in worker.connected_agents for peer in peers if peer.decodes)
-        else:
-            connected = any(
-                worker.agent_id in peer.connected_agents for peer in peers if peer.computes_prompts
-            )
-        return connected or self._peers_sleep(worker)
-
-    def _peers_sleep(self, worker: Worker) -> bool:
-        there = [w for w in self.workers if w.model.name == worker.model.name and w.pool != worker.pool]
-        return any(peer.sleeping for peer in there) and not any(peer.usable for peer in there)
+        if worker.role == "prefill":
+            return any(peer.agent_id in worker.connected_agents for peer in peers if peer.decodes)
+        return any(worker.agent_id in peer.connected_agents for peer in peers if peer.computes_prompts)
 
     def ready_models(self) -> frozenset[str]:
         """Models and adapters with at least one complete pair that takes requests."""
@@ -324,8 +327,8 @@ class PoolSnapshot:
         )
 
     def handoff_lanes_of(self, worker: Worker) -> list[tuple[Worker, registry_pb2.LaneReport]]:
-        """Its lanes to workers that decode, if it computes prompts; where prefixes are traded it has others, too."""
-        return [each for each in self.lanes_of(worker) if worker.computes_prompts and each[0].decodes]
+        """Its lanes to workers that decode, if it computes prompts."""
+        return [pair for pair in self.lanes_of(worker) if worker.computes_prompts and pair[0].decodes]
 
     def lanes_of(self, worker: Worker) -> list[tuple[Worker, registry_pb2.LaneReport]]:
         """A worker's lanes to the registered ones that it writes to, in order of the peers' ids."""
@@ -335,16 +338,10 @@ class PoolSnapshot:
         return [(peer, lanes[peer.agent_id]) for peer in self.workers if peer.agent_id in lanes]
 
     def models(self) -> dict[str, Model]:
-        """Base models by name, each with the smallest context and all block sizes among its workers."""
-        found: dict[str, Model] = {}
+        """Base models by name, each with the smallest context among its workers."""
+        by_name: dict[str, Model] = {}
         for worker in self.workers:
-            known = found.get(worker.model.name)
+            known = by_name.get(worker.model.name)
             if known is None or worker.model.context_tokens < known.context_tokens:
-                found[worker.model.name] = worker.model
-        sizes: dict[str, set[int]] = {name: set() for name in found}
-        for worker in self.workers:
-            sizes[worker.model.name].add(worker.block_size_tokens)
-        return {
-            name: replace(model, block_sizes=tuple(sorted(sizes[name])))
-            for name, model in sorted(found.items())
-        }
+                by_name[worker.model.name] = worker.model
+        return dict(sorted(by_name.items()))

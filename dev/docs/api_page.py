@@ -1,4 +1,5 @@
-"""Writes docs/api.md from the protos' comments and the Python client's docstrings; `--check` verifies it is current."""
+"""Writes docs/reference/api.md from the protos' comments and the Python client's docstrings; `--check`
+verifies it is current."""
 
 from __future__ import annotations
 
@@ -25,22 +26,24 @@ from dev.proto import PROTOS
 from splitserve import client
 from splitserve.client import AsyncClient, types
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "api.md"
 PACKAGE = "splitserve.v1"
 FILES = {
     "inference": "For clients: generation, models, one request's record.",
     "generation": "What a generation asks for, and what comes back.",
-    "records": "The record of a request, as `splitserve explain` shows it.",
-    "traffic": "For operators: the shape of the traffic, as `splitserve record` writes it.",
-    "routes": "For operators: model routes.",
-    "scaling": "For the autoscaler: measured demand, rotation plans, ended replicas.",
 }
-"""The protos whose calls are for others than the parts of a cluster, with a sentence on each."""
+"""The protos that clients use, with a sentence on each: calls, messages and fields are listed."""
+OPERATOR_FILES = {
+    "routes": "For operators: model routes.",
+    "scaling": "For autoscalers: measured demand, plans, ended replicas.",
+}
+"""The protos whose calls alone are listed; their messages are described in the files."""
 HEAD = """# API reference
 
-Written by `make docs` from the protos and the Python client. How to use them: [grpc.md](grpc.md); the API over HTTP and
-what it takes: [openai.md](openai.md); who may call what: [security.md](security.md). The protos between coordinator and
-workers (`prefill`, `decode`, `registry`, `kv_transfer`, `ranks`) are no interface for others.
+`make docs` writes this page from the protos and the Python client. The guides show how to use them:
+[gRPC and KServe](../guides/grpc-kserve.md), [OpenAI API](../guides/openai-api.md). [Security](../guides/security.md)
+says who may call what. Messages that are not listed here are described in `protos/splitserve/v1`. The protos between
+coordinator and workers (`prefill`, `decode`, `registry`, `kv_transfer`, `ranks`) are no interface for others.
 """
 MESSAGE, ENUM, SERVICE = 4, 5, 6
 """Field numbers of FileDescriptorProto, as source locations name them (google/protobuf/descriptor.proto)."""
@@ -60,12 +63,16 @@ class ProtoPage:
 
     def lines(self) -> Iterator[str]:
         """Services, then messages and enums, nested ones behind the message that they are in."""
-        for number, service in enumerate(self._file.service):
-            yield from self._service(service, (SERVICE, number))
+        yield from self.services()
         for number, message in enumerate(self._file.message_type):
             yield from self._message(message, (MESSAGE, number), "")
         for number, enum in enumerate(self._file.enum_type):
             yield from self._enum(enum, (ENUM, number), "")
+
+    def services(self) -> Iterator[str]:
+        """The calls of each service."""
+        for number, service in enumerate(self._file.service):
+            yield from self._service(service, (SERVICE, number))
 
     def _service(self, service: ServiceDescriptorProto, path: tuple[int, ...]) -> Iterator[str]:
         yield from (f"### `{PACKAGE}.{service.name}`", "", self._comment(path), "", "| call | |", "|---|---|")
@@ -132,14 +139,14 @@ def _choice(message: DescriptorProto, field: FieldDescriptorProto) -> str:
 
 
 def proto_files() -> dict[str, FileDescriptorProto]:
-    """The files of `FILES` with their comments, by name without suffix."""
+    """The listed files with their comments, by name without suffix."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "descriptors"
-        names = [str(PROTOS / "splitserve" / "v1" / f"{name}.proto") for name in FILES]
+        names = [str(PROTOS / "splitserve" / "v1" / f"{name}.proto") for name in (*FILES, *OPERATOR_FILES)]
         protoc = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTOS}", "--include_source_info"]
         subprocess.run([*protoc, f"--descriptor_set_out={out}", *names], check=True)
-        found = FileDescriptorSet.FromString(out.read_bytes())
-    return {Path(file.name).stem: file for file in found.file}
+        descriptors = FileDescriptorSet.FromString(out.read_bytes())
+    return {Path(file.name).stem: file for file in descriptors.file}
 
 
 def client_lines() -> Iterator[str]:
@@ -177,8 +184,10 @@ def _signature(method: object) -> str:
     """As in the source, where annotations are not evaluated and therefore quoted here."""
     parts = inspect.signature(method)  # type: ignore[arg-type]
     plain = [
-        each.replace(annotation=_Unquoted(each.annotation)) if each.annotation is not each.empty else each
-        for name, each in parts.parameters.items()
+        parameter.replace(annotation=_Unquoted(parameter.annotation))
+        if parameter.annotation is not parameter.empty
+        else parameter
+        for name, parameter in parts.parameters.items()
         if name != "self"
     ]
     return str(parts.replace(parameters=plain, return_annotation=_Unquoted(parts.return_annotation)))
@@ -200,8 +209,11 @@ def _paragraphs(documented: object) -> Sequence[str]:
 def page() -> str:
     """The whole page."""
     lines = [HEAD, *client_lines(), "## gRPC", ""]
-    for name, file in proto_files().items():
-        lines += [f"## `{name}.proto`", "", FILES[name], "", *ProtoPage(file).lines()]
+    files = proto_files()
+    for name, purpose in FILES.items():
+        lines += [f"## `{name}.proto`", "", purpose, "", *ProtoPage(files[name]).lines()]
+    for name, purpose in OPERATOR_FILES.items():
+        lines += [f"## `{name}.proto`", "", purpose, "", *ProtoPage(files[name]).services()]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 

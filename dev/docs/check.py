@@ -1,4 +1,4 @@
-"""What `make docs-check` runs: each command that README.md and docs/*.md name, once, in a clean clone.
+"""What `make docs-check` runs: each command that README.md and the pages of docs/ name, once, in a clean clone.
 
 `dev/docs/plan.py` says in which form. Options that the docs name are compared with those that the programs have.
 """
@@ -24,7 +24,7 @@ BENCH = "python -m bench."
 
 
 def all_commands(root: Path = ROOT) -> list[DocCommand]:
-    """Of all pages."""
+    """The commands of all pages."""
     return [
         command
         for page in pages(root)
@@ -34,11 +34,13 @@ def all_commands(root: Path = ROOT) -> list[DocCommand]:
 
 def mistakes(commands: Sequence[DocCommand], root: Path = ROOT) -> list[str]:
     """Static findings, one line each: nothing is run."""
-    found = [f"{each}: nobody says how to run it" for each in commands if fate_of(each) is None]
-    found += [f"dev/docs/plan.py: no command of the docs is {entry!r}" for entry in sorted(unused(commands))]
+    findings = [f"{command}: nobody says how to run it" for command in commands if fate_of(command) is None]
+    findings += [
+        f"dev/docs/plan.py: no command of the docs is {entry!r}" for entry in sorted(unused(commands))
+    ]
     for command in commands:
-        found += wrong_flags(command)
-    return found + wrong_alone(root, commands)
+        findings += wrong_flags(command)
+    return findings + wrong_alone(root, commands)
 
 
 class Check:
@@ -49,7 +51,7 @@ class Check:
         self.failed = 0
 
     def scene(self, scene: Scene) -> None:
-        """Its servers run until its clients have ended."""
+        """Starts the servers of a scene, runs its commands against them, and ends them."""
         print(f"-- {scene.name}", flush=True)
         for text, form in scene.before.items():
             self._run(form.replace("{}", text))
@@ -67,7 +69,7 @@ class Check:
                 self._fail(scene.name, error)
 
     def alone(self, command: str) -> None:
-        """Without a server."""
+        """Runs a command that needs no server."""
         self._run(command)
 
     def _run(self, command: str) -> None:
@@ -95,9 +97,9 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the servers and removes the clone
     began, commands = time.monotonic(), all_commands()
-    found = mistakes(commands)
-    for line in found:
-        print(line)
+    findings = mistakes(commands)
+    for finding in findings:
+        print(finding)
     for name, why in sorted(
         {(fate.entry, fate.why_not) for fate in map(fate_of, commands) if fate and fate.why_not}
     ):
@@ -114,7 +116,7 @@ def main() -> int:
         for command in SHORT.values():
             if wanted in command and not (options.quick and command.startswith(BENCH)):
                 check.alone(command)
-    failed = check.failed + len(found)
+    failed = check.failed + len(findings)
     print(f"docs-check: {'ok' if not failed else f'{failed} FAILED'}, {time.monotonic() - began:.0f} s")
     return 1 if failed else 0
 

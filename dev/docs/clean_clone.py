@@ -25,7 +25,7 @@ START_S = 300.0
 STOP_S = 120.0
 POLL_S = 0.1
 LOG_LINES = 40
-PROGRAM = "import sys\nfrom splitserve.cli.main import main\nsys.exit(main())\n"
+PROGRAM = "import sys\nfrom launcher.cli.main import main\nsys.exit(main())\n"
 
 
 class CheckError(Exception):
@@ -125,7 +125,7 @@ class CleanClone:
         (folder / ".setup-stamp").touch()
 
     def _write_files(self, tenant_hash: str) -> None:
-        """Those that examples name: a policy, tenants, a schema and a few requests of each kind of trace."""
+        """Writes the files that examples name: a policy, tenants, a schema and a few requests of each kind of trace."""
         shutil.copy(self.folder / "compose" / "policy.yaml", self.folder / "policy.yaml")
         tenants = {"tenants": [{"name": "docs", "key_hashes": [tenant_hash], "admin": True}]}
         (self.folder / "tenants.yaml").write_text(yaml.safe_dump(tenants))
@@ -168,7 +168,7 @@ def _free_ports(count: int) -> int:
 
 
 def uncommitted() -> str:
-    """Files that a clone does not have."""
+    """Files of this working tree that are not committed, which a clone does not have."""
     return subprocess.run(
         ["git", "status", "--porcelain"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout

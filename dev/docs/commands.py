@@ -1,4 +1,4 @@
-"""The shell commands that README.md and docs/*.md name: whole lines in blocks of code, and spans inside text."""
+"""The shell commands that README.md and the pages of docs/ name: whole lines in blocks of code, and spans in text."""
 
 from __future__ import annotations
 
@@ -62,25 +62,26 @@ class DocCommand:
 
 
 def pages(root: Path) -> list[Path]:
-    """Pages for users; decision records are not among them."""
-    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    """README and all pages but the design notes."""
+    written = (page for page in (root / "docs").rglob("*.md") if page.parent.name != "design-notes")
+    return [root / "README.md", *sorted(written)]
 
 
 def commands_of(page: str, text: str) -> list[DocCommand]:
     """The commands of a page, in order."""
-    found, prose = [], []
+    commands, prose = [], []
     blocks = dict(_blocks(text.splitlines()))
     for number, line in enumerate(text.splitlines(), 1):
         prose.append("" if number in blocks else line)
     for number, line in _joined(blocks):
         if _is_command(line):
-            found.append(DocCommand(page, number, " ".join(_without_comment(line).split()), True))
+            commands.append(DocCommand(page, number, " ".join(_without_comment(line).split()), True))
     body = "\n".join(prose)
     for span in _SPAN.finditer(body):
         line = " ".join(span[1].split())
         if _is_command(line) and len(line.split()) > 1:
-            found.append(DocCommand(page, body.count("\n", 0, span.start()) + 1, line, False))
-    return sorted(found, key=lambda command: command.line)
+            commands.append(DocCommand(page, body.count("\n", 0, span.start()) + 1, line, False))
+    return sorted(commands, key=lambda command: command.line)
 
 
 def flags_of(text: str) -> set[str]:

@@ -1,54 +1,49 @@
-"""Writes docs/configuration.md from the settings' own declarations; `--check` verifies that it is current."""
+"""Writes docs/reference/configuration.md from the settings' own declarations; `--check` verifies that it is current."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from autoscaler.classes.replica_class import ReplicaClass
 from autoscaler.policies.behavior import Behavior, ScalingRule, ScalingRules
 from autoscaler.policies.policy_file import (
     CustomPool,
+    PoolPolicy,
     PredictivePool,
-    Ratio,
     ScalingPolicy,
     SchedulePool,
     SloPool,
+    SloTuning,
     TargetPool,
 )
 from autoscaler.policies.schedule import ScheduleWindow
-from autoscaler.policies.slo.slo_tuning import SloTuning
-from autoscaler.sharing.models_file import ScaledModel, SharedModels
-from coordinator.records.tenant_costs import PriceFile
 from coordinator.tenants.policy_file import TenantPolicy, TenantsFile
-from splitserve.cli.up import SHOWN
 from splitserve.config.autoscaler import AutoscalerConfig, DockerConfig, KubernetesConfig
-from splitserve.config.base import Settings
+from splitserve.config.base import Settings, option_of
 from splitserve.config.cluster import ClusterConfig
-from splitserve.config.command_line import Setting, default_text, settings_of
+from splitserve.config.command_line import TIERS, Setting, default_text, options_of, settings_of
 from splitserve.config.coordinator import (
     AdmissionConfig,
+    CanaryConfig,
     CircuitBreakerConfig,
     CoordinatorConfig,
-    QualityConfig,
     RecordsConfig,
-    SpotMovesConfig,
 )
 from splitserve.config.engine import EngineConfig
-from splitserve.config.faults import FaultPlan, Trigger
 from splitserve.config.security import CeilingConfig, TlsConfig
 from splitserve.config.tracing import RequestTracingConfig, TracingConfig
-from splitserve.config.worker import SpotNoticeConfig, WorkerConfig
+from splitserve.config.worker import WorkerConfig
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "configuration.md"
 HEAD = """# Configuration
 
-Written by `make docs` from the models of the settings, of the policy file, of the file of tenants and of that of
-prices.
+Written by `make docs` from the models of the settings, of the policy file and of the file of tenants.
 
 Every setting can stand in a YAML file given with `--config FILE`. A variable of the environment wins over the file, an
 option on the command line over both. The file of a command holds that command's settings: `splitserve up` those of the
@@ -68,12 +63,16 @@ and for `splitserve up` the coordinator's `grpc_port` is `SPLITSERVE_COORDINATOR
 items of a list. An empty variable is as good as none, and so is one that Kubernetes sets for a service (`tcp://...`).
 What `splitserve up` starts gets its settings from `splitserve up` alone.
 
-A wrong value ends the command with one line that names the setting and its bound. A setting that has no effect beside
-the others, such as `leaning` on a prefill worker or `page_token_file` with `page: off`, is ignored with a warning, for
-files and variables may be shared. YAML files have each key of a mapping once. They and files of secrets and
-certificates have at most 4 MiB, a policy 1 MiB, a tenants file 64 MiB; one that is not followed may be a pipe that
-ends within 5 s, as the shell's `<(command)` is. A pipe of settings (`--config`) or with a trace (`--trace`) may take as
-long as it needs, but give nothing for at most 60 s. /dev/null is an empty file.
+`--help` of a command shows its basic settings, which come first in each table here; `--help-all` shows all. Of settings
+of `splitserve up` with the same option, as `host` of several sections, the cluster's own or the engine's has it; the
+others are set by file or variable. Settings for tests alone are not listed: the times of engine `simulated`
+(`splitserve/config/engine.py`).
+
+A wrong value ends the command with one line that names the setting and its bound. A setting that has no effect
+beside the others, such as `page_token_file` with `page: off`, is ignored with a warning, for files and variables
+may be shared. YAML files have each key of a mapping once. They and files of secrets and certificates have at most 4
+MiB, a policy 1 MiB, a tenants file 64 MiB. One that is read once may be a pipe, such as the shell's `<(command)`, which
+may take as long as it needs, but give nothing for at most 60 s. /dev/null is an empty file.
 """
 
 
@@ -84,32 +83,29 @@ class Section(NamedTuple):
     kind: type[BaseModel]
     command: type[Settings] | None = None
     path: str = ""
-    shown: tuple[str, ...] | None = None
-    """Paths of the settings that have an option; None: all."""
+    base: type[BaseModel] | None = None
+    """A model with a section of its own, whose fields are not repeated here."""
 
 
 SECTIONS = [
-    Section("Cluster (`splitserve up`)", ClusterConfig, ClusterConfig, shown=SHOWN),
+    Section("Cluster (`splitserve up`)", ClusterConfig, ClusterConfig),
     Section("Coordinator", CoordinatorConfig, CoordinatorConfig),
     Section(
         "Admission (section `admission` of the coordinator)", AdmissionConfig, CoordinatorConfig, "admission."
     ),
     Section("Records (section `records` of the coordinator)", RecordsConfig, CoordinatorConfig, "records."),
-    Section("Quality (section `quality` of the coordinator)", QualityConfig, CoordinatorConfig, "quality."),
+    Section("Canary (section `canary` of the coordinator)", CanaryConfig, CoordinatorConfig, "canary."),
     Section(
         "Tracing (section `tracing` of the coordinator)", RequestTracingConfig, CoordinatorConfig, "tracing."
     ),
-    Section("Spot (section `spot` of the coordinator)", SpotMovesConfig, CoordinatorConfig, "spot."),
     Section("Circuit breaker (section `circuit_breaker` of the coordinator)", CircuitBreakerConfig),
     Section("Worker", WorkerConfig, WorkerConfig),
     Section("Tracing (section `tracing` of a worker)", TracingConfig, WorkerConfig, "tracing."),
-    Section("Spot (section `spot` of a worker)", SpotNoticeConfig, WorkerConfig, "spot."),
     Section("Engine (section `engine`)", EngineConfig, WorkerConfig, "engine."),
     Section("TLS (section `tls`)", TlsConfig, WorkerConfig, "tls."),
     Section("Ceilings (section `ceilings` of a worker)", CeilingConfig, WorkerConfig, "ceilings."),
-    Section("File of tenants (see [security.md](security.md))", TenantsFile),
+    Section("File of tenants (see [security](../guides/security.md))", TenantsFile),
     Section("File of tenants: an entry of `tenants`", TenantPolicy),
-    Section("File of prices (see [operations.md](operations.md#what-tenants-cost))", PriceFile),
     Section("Autoscaler (`splitserve autoscaler`)", AutoscalerConfig, AutoscalerConfig),
     Section("Docker (section `docker` of the autoscaler)", DockerConfig, AutoscalerConfig, "docker."),
     Section(
@@ -118,23 +114,20 @@ SECTIONS = [
         AutoscalerConfig,
         "kubernetes.",
     ),
-    Section("Faults (section `faults` of a worker, for tests only)", FaultPlan),
-    Section("Trigger (a nested mapping in `faults`)", Trigger),
-    Section("File of models (see [shared-budget.md](shared-budget.md))", SharedModels),
-    Section("File of models: an entry of `models`", ScaledModel),
-    Section("Policy file (see [autoscaling.md](autoscaling.md))", ScalingPolicy),
-    Section("Policy file: a pool, `kind: slo`", SloPool),
+    Section("Policy file (see [autoscaling](../guides/autoscaling.md))", ScalingPolicy),
+    Section("Policy file: a pool of any kind", PoolPolicy),
+    Section("Policy file: a pool, `kind: slo`", SloPool, base=PoolPolicy),
     Section("Policy file: section `slo` of a pool", SloTuning),
-    Section("Policy file: a pool, `kind: target`", TargetPool),
-    Section("Policy file: a pool, `kind: schedule`", SchedulePool),
-    Section("Policy file: a pool, `kind: predictive`", PredictivePool),
-    Section("Policy file: a pool, `kind: custom`", CustomPool),
-    Section("Policy file: an entry of `classes` of a pool", ReplicaClass),
+    Section("Policy file: a pool, `kind: target`", TargetPool, base=PoolPolicy),
+    Section("Policy file: a pool, `kind: schedule`", SchedulePool, base=PoolPolicy),
+    Section(
+        "Policy file: a pool, `kind: predictive` (with the fields of `slo`)", PredictivePool, base=SloPool
+    ),
+    Section("Policy file: a pool, `kind: custom`", CustomPool, base=PoolPolicy),
     Section("Policy file: a window of `schedule`", ScheduleWindow),
     Section("Policy file: section `behavior` of a pool", Behavior),
     Section("Policy file: `scaleUp` and `scaleDown`", ScalingRules),
     Section("Policy file: an entry of `policies`", ScalingRule),
-    Section("Policy file: section `ratio`", Ratio),
 ]
 
 
@@ -163,7 +156,11 @@ def table(section: Section) -> str:
     )
     columns = ["setting", "default", "range", "meaning"] + ["option", "variable"] * bool(given)
     rows = [_row(columns), "|" + "---|" * len(columns)]
-    for name, field in section.kind.model_fields.items():
+    for name, field in sorted(section.kind.model_fields.items(), key=lambda item: _tier(item[1])):
+        if option_of(field).tier == "internal":
+            continue
+        if section.base is not None and repr(field) == repr(section.base.model_fields.get(name)):
+            continue
         default = field.get_default(call_default_factory=True)
         cells = [
             f"`{name}`",
@@ -171,41 +168,41 @@ def table(section: Section) -> str:
             if default is PydanticUndefined and not default_text(field).startswith("Default")
             else "",
             bounds(schema[name]),
-            (field.description or "").replace("\n", " "),
+            _linked((field.description or "").replace("\n", " ")),
         ]
         if default is not PydanticUndefined and default is not None and not isinstance(default, BaseModel):
             cells[1] = f"`{default}`"
         if given:
-            cells += _names(section, given.get(section.path + name))
+            cells += _names(section.command, given.get(section.path + name))
         rows.append(_row(cells))
     return "\n".join(rows)
 
 
-def _names(section: Section, setting: Setting | None) -> list[str]:
+def _tier(field: FieldInfo) -> int:
+    """Basic settings come first."""
+    return TIERS.index(option_of(field).tier)
+
+
+def _names(command: type[Settings] | None, setting: Setting | None) -> list[str]:
     """Option and variable; empty for sections, which have none."""
-    if setting is None:
+    if setting is None or command is None:
         return ["", ""]
-    shown = section.shown is None or setting.path in section.shown
+    shown = setting.path in {shown_setting.path for shown_setting in options_of(command)}
     return [f"`{setting.flag}`" if shown else "", f"`{setting.variable}`"]
+
+
+def _linked(text: str) -> str:
+    """The description, with a link for each page that it names by its path."""
+    return re.sub(r"docs/([\w/-]+)\.md", r"[\1](../\1.md)", text)
 
 
 def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _options_of_sections(section: Section) -> str:
-    """Sections whose settings `splitserve up` has as options."""
-    if section.command is None or section.shown is None:
-        return ""
-    shown = [setting for setting in settings_of(section.command) if setting.path in section.shown]
-    inner = [f"`{setting.flag}` (`{setting.path}`)" for setting in shown if "." in setting.path]
-    return f"\nOptions for settings in its sections: {', '.join(inner)}.\n"
-
-
 def page() -> str:
     """The whole page."""
-    parts = (f"\n## {each.title}\n\n{table(each)}\n{_options_of_sections(each)}" for each in SECTIONS)
-    return HEAD + "".join(parts)
+    return HEAD + "".join(f"\n## {section.title}\n\n{table(section)}\n" for section in SECTIONS)
 
 
 def main() -> int:
@@ -213,7 +210,7 @@ def main() -> int:
     if "--check" in sys.argv[1:]:
         if PAGE.read_text(encoding="utf-8") == page():
             return 0
-        print("docs/configuration.md is out of date: run `make docs`", file=sys.stderr)
+        print("docs/reference/configuration.md is out of date: run `make docs`", file=sys.stderr)
         return 1
     PAGE.write_text(page(), encoding="utf-8")
     return 0

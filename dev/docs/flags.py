@@ -6,14 +6,14 @@ import importlib.util
 import io
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
 
 from dev.docs.commands import DocCommand, flags_of, pages
 from dev.docs.plan import FOREIGN_FLAGS, NO_COMMAND
-from splitserve.cli.commands import COMMANDS
-from splitserve.cli.main import main as splitserve
+from launcher.cli.commands import COMMANDS
+from launcher.cli.main import main as splitserve
 from splitserve.config.autoscaler import AutoscalerConfig
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.command_line import settings_of
@@ -37,7 +37,10 @@ def splitserve_flags(*words: str) -> frozenset[str]:
     """Options of `splitserve WORDS`; empty where there is no such command."""
     shown = io.StringIO()
     with environment_with(WIDE), redirect_stdout(shown):
-        code = splitserve([*words, "--help"])
+        with redirect_stderr(io.StringIO()):  # commands without settings have no such option
+            code = splitserve([*words, "--help-all"])
+        if code:
+            code = splitserve([*words, "--help"])
     return frozenset(_FLAG.findall(shown.getvalue())) if code == 0 else frozenset()
 
 
@@ -84,11 +87,10 @@ def wrong_alone(root: Path, commands: Sequence[DocCommand]) -> list[str]:
 
 
 def _setting_flags() -> frozenset[str]:
-    """Options of all settings, those that are hidden and those with former names included."""
+    """Options of all settings, those that are hidden included."""
     kinds = (ClusterConfig, CoordinatorConfig, WorkerConfig, AutoscalerConfig)
     settings = [setting for kind in kinds for setting in settings_of(kind)]
-    former = (f"--{name.replace('_', '-')}" for s in settings if (name := s.option.formerly) is not None)
-    return frozenset({*(setting.flag for setting in settings), *former})
+    return frozenset(setting.flag for setting in settings)
 
 
 def _wrong_in(words: Sequence[str]) -> Iterator[str]:

@@ -47,16 +47,18 @@ _CHAT = (
 _ASK = '"messages": [{"role": "user", "content": "What is the name of the capital of France?"}]'
 _CURL = "{} --fail --silent --show-error"
 
-_TRAFFIC = '{ sleep 3; splitserve generate "Hello" --max-tokens 20; } & true'
-"""Something to record, after the recording has begun."""
 _FIRST = """import json, sys; print(json.load(sys.stdin)["requests"][0]["request_id"])"""
 _EXPLAIN = f"splitserve explain $(splitserve explain --json | python -c '{_FIRST}')"
 
 SCENES = (
     Scene(
-        "README: one command for all, with observability.md",
+        "quickstart/cpu.md: one command for all, with observability.md",
         _as_they_are("source .venv/bin/activate"),
-        {"splitserve up --model smollm2-135m-instruct --prefill 1 --decode 1": "{} " + PORTS},
+        {
+            "splitserve up --model smollm2-135m-instruct --prefill 1 --decode 1": (
+                "{} --request-log requests.jsonl " + PORTS
+            )
+        },
         {
             **_as_they_are(
                 'splitserve generate "What is the name of the capital of France?"',
@@ -66,19 +68,14 @@ SCENES = (
                 "splitserve status",
                 'splitserve generate "Pick a colour." --regex "red|green|blue"',
                 "splitserve explain --slow",
+                "splitserve explain --failed",
+                "splitserve doctor",
                 "splitserve explain",
             ),
-            "splitserve record --seconds 60 --out traffic.jsonl": (
-                f"{_TRAFFIC}; splitserve record --seconds 8 --out traffic.jsonl --force && wait"
+            "splitserve plan --target 127.0.0.1:50051 --trace requests.jsonl --scale 4": (
+                'for n in 1 2 3 4 5 6 7 8 9 10 11 12; do splitserve generate "Say $n." --max-tokens 24; done'
+                " && {} --limit 20"
             ),
-            "splitserve advise --trace traffic.jsonl --budget 4 --ttft-ms 2000 --tpot-ms 100 --save advice.json": "{}",
-            "splitserve advise --trace traffic.jsonl --budget 4 --ttft-ms 2000 --tpot-ms 100 --json": "{}",
-            "splitserve advise --live --seconds 60 --budget 4": (
-                f"{_TRAFFIC}; splitserve advise --live --seconds 8 --budget 4 && wait"
-            ),
-            "splitserve plan --trace traffic.jsonl --scale 4 --goal 0.95": "{}",
-            "splitserve record --seconds 60 --out later.jsonl": "cp traffic.jsonl later.jsonl",
-            "splitserve advise --check advice.json --trace later.jsonl": "{}",
             "splitserve top": "{} --count 1 --interval 1",
             "splitserve top --count 1 --json": "{} --interval 1",
             "splitserve top --ttft 0.5 --tpot 0.05 --target host-a:50051,host-b:50051": (
@@ -91,7 +88,7 @@ SCENES = (
         },
     ),
     Scene(
-        "openai.md: the default model",
+        "openai-api.md: the default model",
         {},
         {"splitserve up": "{} " + PORTS},
         {_CHAT + _ASK + ', "stream": true }\'': _CURL},
@@ -103,13 +100,7 @@ SCENES = (
         {},
     ),
     Scene(
-        "engine.md: workers that lend each other cores",
-        {},
-        {"splitserve up --core-exchange /dev/shm/splitserve-cores": "{} " + PORTS},
-        {},
-    ),
-    Scene(
-        "README: each service by itself, with model-routes.md",
+        "quickstart/cpu.md: each service by itself, with model routes",
         {},
         {
             "splitserve coordinator --grpc-port 50051": "{} --http-port 0 " + ROUTE,
@@ -124,20 +115,10 @@ SCENES = (
         ),
     ),
     Scene(
-        "README: with TLS and tenants",
+        "quickstart/cpu.md: with TLS and tenants",
         _as_they_are(CERTS, "splitserve keys new", "splitserve keys init keys"),
         {"splitserve up --tls certs/ --tenants tenants.yaml": "{} " + PORTS + " " + TINY},
         {'splitserve generate "Hello" --tls certs/ca.pem --target front.example:50051': "{} --max-tokens 4"},
-    ),
-    Scene(
-        "autoscaling.md: policies in the shadow, with no coordinator there",
-        {},
-        {
-            "splitserve autoscaler --policy policy.yaml --shadow cheaper.yaml --shadow predictive.yaml": (
-                "bash -c 'cp policy.yaml cheaper.yaml; cp policy.yaml predictive.yaml; exec {}'"
-            )
-        },
-        {},
     ),
     Scene(
         "security.md: each part with its certificate",
@@ -153,53 +134,29 @@ SCENES = (
 
 _PLAN = (
     "splitserve plan --model smollm2-135m-instruct --gpu L4 --rate 40 --prompt-tokens p50=800,p95=2500"
-    " --output-tokens 250 --slo-ttft 1000 --slo-tpot 40 --price 0.8"
+    " --output-tokens 250 --slo-ttft 1000 --slo-tpot 40"
 )
 SHORT: Mapping[str, str] = {
     "make docs": "make docs",
     "make proto": "make proto",
     "splitserve simulate --trace azure_2023_conv.csv": (
         "splitserve simulate --trace azure_2023_conv.csv --policy policy.yaml --engine-preset h100x4-70b"
-        " --cold-start 60 --baseline static-peak --no-bound --plot run.png"
-    ),
-    "splitserve simulate --trace constant": (
-        "splitserve simulate --trace constant --rate 2 --duration 120 --steps --no-bound"
+        " --cold-start 60"
     ),
     "splitserve simulate --trace diurnal": (
-        "splitserve simulate --trace diurnal --policy policy.yaml --preemptions 0.5 --duration 300 --no-bound"
+        "cp policy.yaml other.yaml;"
+        " splitserve simulate --trace diurnal --policy policy.yaml --policy other.yaml --duration 300"
     ),
     _PLAN: _PLAN,
-    "splitserve plan --params": (
-        "splitserve plan --params 70B --layers 80 --heads 64 --kv-heads 8 --head-dim 128 --gpu H100 --rate 3 --json"
-    ),
     "splitserve up --help": "splitserve up --help",
     "splitserve health --tls DIR": "splitserve health --help",
-    "python -m bench.advisor": (
-        "python -m bench.advisor --mix short-chat --seconds 2 --budget 2 --json > regret.json"
-        " || grep -q '\"regret\"' regret.json"
-    ),
-    "python -m bench.advisor.plan": (
-        "python -m bench.advisor.plan --setup prefill-heavy --seconds 2 --json > plan.json"
-        " || grep -q '\"measured_replicas\"' plan.json"
-    ),
     "python -m bench.autoscaling": (
         "python -m bench.autoscaling --quick --starts 60s --no-baselines"
         " --json > bars.json || grep -q '\"bars\"' bars.json"
     ),
-    "python -m bench.coldstart": "python -m bench.coldstart --engine simulated --rounds 1 --json",
-    "python -m bench.chaos.spot": "python -m bench.chaos.spot --notice 4 --before 2 --long-tokens 60 --json",
     "python -m bench.chaos": "python -m bench.chaos --minutes 0.2 --prompts 4 --json",
     "python -m bench.observability.observation_cost": (
         "python -m bench.observability.observation_cost --turns 1 --seconds 0.5 --json"
-    ),
-    "python -m bench.observability.version_cost": (
-        "python -m bench.observability.version_cost --before . --cases sse:tokens --turns 1 --seconds 0.3 --json"
-    ),
-    "python -m bench.autoscaling.simulated_goodput": (
-        "python -m bench.autoscaling.simulated_goodput --machines cpu --mixes bursty --seeds 1 --requests 10"
-    ),
-    "python -m bench.autoscaling.class_costs": (
-        "python -m bench.autoscaling.class_costs --trace azure_2023_conv.csv --minutes 1 --peak 1 --json"
     ),
     "python -m bench.autoscaling.from_zero": (
         "python -m bench.autoscaling.from_zero --model simulated --rounds 1 --interval 1 --json > zero.json"
@@ -213,26 +170,13 @@ SHORT: Mapping[str, str] = {
         "python -m bench.engine --threads 1 --phase decode --batch 1 --context 128 --logs engine-logs --json"
     ),
     "python -m bench.engine.growth": "python -m bench.engine.growth --json",
-    "python -m bench.engine.attention": ("python -m bench.engine.attention --case 2x128 --turns 2 --json"),
-    "python -m bench.engine.cuda_steps": "python -m bench.engine.cuda_steps --turns 1 --json || test $? -eq 2",
-    "python -m bench.engine.pacing": "python -m bench.engine.pacing --turns 1 --seconds 8 --every 2 --answer 16 --json",
-    "python -m bench.engine.lending": "python -m bench.engine.lending --turns 1 --prompts 1 --streams 1 --json",
-    "python -m bench.engine.speculation": (
-        "python -m bench.engine.speculation --turns 1 --tokens 16 --prompts edit --json"
-    ),
-    "python -m bench.engine.triage": "python -m bench.engine.triage --turns 1 --prompts 6 --json",
     "python -m bench.engine.step_layout": "python -m bench.engine.step_layout --steps 17 --json",
     "python -m bench.engine.grammar": "python -m bench.engine.grammar --batches 1 --json",
+    "python -m bench.engine.schemas": "python -m bench.engine.schemas --count 20",
     "python -m bench.goodput": (
         "python -m bench.goodput --quick --systems default --requests 4 --runs goodput-runs.jsonl --json"
     ),
-    "python -m bench.kv_tiers": "python -m bench.kv_tiers --quick --json",
-    "python -m bench.kv_tiers.peer_fetch": "python -m bench.kv_tiers.peer_fetch --tokens 128 --turns 1 --json",
-    "python -m bench.kv_tiers.seeding": "python -m bench.kv_tiers.seeding --prefixes 2 --tokens 64 --json",
     "python -m bench.handoff": "python -m bench.handoff --repeats 1 --lengths 16 --json",
-    "python -m bench.handoff.narrow_kv": "python -m bench.handoff.narrow_kv --prompts 1 --repeats 0 --json",
-    "python -m bench.kv_dtype": "python -m bench.kv_dtype --prompts 1 --threads --json",
-    "python -m bench.engine.quantization": "python -m bench.engine.quantization --prompts 1 --threads --json",
     "python -m dev.gpu_check": "python -m dev.gpu_check || test $? -eq 2",
     "python -m bench.routing": "python -m bench.routing --workers 10 --blocks 10000 --decisions 100",
     "python -m bench.routing.trace": (
@@ -252,7 +196,6 @@ _BY_CI = "a step of CI itself, which calls it beside this check"
 _DOCKER = "needs a Docker Engine and its images; `make e2e-docker` runs the compose file"
 _NETWORK = "needs a package index that not every machine reaches"
 _PEER = "needs an environment of another project's, which not every machine can install"
-_ROOT = "makes control groups, which needs root; `tests/unit/bench` runs its parts"
 _CLIENT = "needs a program that is no dependency of splitserve"
 NOT_RUN: Mapping[str, str] = {
     "make demo": _BY_CI,
@@ -261,26 +204,26 @@ NOT_RUN: Mapping[str, str] = {
     "make check": _BY_CI,
     "make e2e-docker": _BY_CI,
     "make docs-check": "this check itself",
+    "make docs-site": "a step of CI itself; it needs the extra `docs`",
     "make setup": "run by each of CI's steps",
     "make wheels": _NETWORK,
-    "python -m bench.autoscaling.trace_slice": _ROOT,
     "make peer-vllm": _PEER,
+    "python -m bench.faults": "tests/integration/failures and tests/integration/transfer run it",
     "make peer-dynamo": _PEER,
     "make setup-vllm": _BY_CI,
     "make test-vllm": _BY_CI,
     "make test-vllm-all": _PEER,
     "splitserve up --engine vllm": _PEER,
     "python -m bench.peers.vllm_pair": _PEER,
-    "python -m bench.engine --device cuda": "needs a GPU",
     "pip install": _NETWORK,
     "cd compose": _DOCKER,
     "docker compose": _DOCKER,
-    "docker logs": _DOCKER,
     "splitserve autoscaler explain --target 127.0.0.1:9464": (
         "needs an autoscaler's port; tests/integration/scaling/test_autoscaler_service.py runs it"
     ),
-    "splitserve simulate --models": "tests/unit/splitserve/cli/test_cli_simulate.py runs it",
-    "splitserve autoscaler --models": "tests/integration/scaling/test_shared_budget.py runs it",
+    "splitserve up --autoscale": "tests/integration/scaling runs it",
+    "splitserve autoscaler --policy policy.yaml --actuator docker": _DOCKER,
+    "python -m dev.docs.request_path": "tests/integration/cluster/test_request_path.py runs it",
     "kubectl": "needs a Kubernetes cluster; "
     "tests/unit/autoscaler/actuators/test_kubernetes_manifests.py checks the files",
     "grpcurl": _CLIENT
@@ -323,7 +266,7 @@ class Fate:
 
 
 def fate_of(command: DocCommand) -> Fate | None:
-    """None: the command is not listed."""
+    """What is done with a command; None where no entry fits it."""
     text = " ".join(command.words)
     if text in NO_COMMAND:
         return Fate(text, why_not="no command")
@@ -339,7 +282,7 @@ def fate_of(command: DocCommand) -> Fate | None:
 
 def longest_beginning(text: str, beginnings: Sequence[str]) -> str | None:
     """The longest listed prefix of whole words."""
-    fitting = [each for each in beginnings if f"{text} ".startswith(f"{each} ")]
+    fitting = [beginning for beginning in beginnings if f"{text} ".startswith(f"{beginning} ")]
     return max(fitting, key=len, default=None)
 
 

@@ -1,9 +1,8 @@
-"""The way of a streamed chat request through the files, traced on a running cluster; `make docs` writes it down."""
+"""The way of a streamed chat request through the files, traced on a cluster: `python -m dev.docs.request_path`."""
 
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -18,9 +17,7 @@ from pathlib import Path
 
 from splitserve.addresses import claim_port
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
-BEGIN, END = "<!-- request path: written by `make docs` -->", "<!-- end of the request path -->"
-_SECTION = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("coordinator", "prefill-worker", "decode-worker")
 HOST = "127.0.0.1"
 WAIT_S = 180.0
@@ -31,16 +28,22 @@ IDLE_S = 7.0
 after which a coordinator sends a worker its peers again."""
 
 
-BY_CHANCE = {
-    "coordinator/workers/prefix_index/gaps.py",
-    "coordinator/workers/prefix_index/lost_blocks.py",
-    "coordinator/workers/registration.py",
-    "coordinator/workers/registry_service.py",
-    "splitserve/runtime/own_clock.py",
+REPORT_FILES = frozenset(
+    {
+        "coordinator/workers/registration.py",
+        "coordinator/workers/registry_service.py",
+        "coordinator/workers/rotation.py",
+    }
+)
+"""What a worker's report enters on the coordinator. A worker reports what its cache has changed before or after the
+last token, and no request waits for it. A request over HTTP enters none of these files."""
+BY_CHANCE: Mapping[str, frozenset[str]] = {
+    "coordinator": REPORT_FILES | {"splitserve/runtime/waiting.py"},
+    "prefill-worker": frozenset({"splitserve/runtime/waiting.py"}),
+    "decode-worker": frozenset({"splitserve/runtime/waiting.py"}),
 }
-"""Entered or not, as two messages happen to come. A worker's report of what its cache has changed comes before or after
-the last token, and nobody waits for it; the completion is waited for on the process's own time only where the prefill
-worker's word of the handoff is faster than the decode worker's."""
+"""By service: files that are entered or not, as two messages happen to come. The coordinator waits for the completion
+on the process's own time only where the prefill worker reports the handoff sooner than the decode worker."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,12 @@ def traced() -> RequestPath:
             for number in range(TRACES)
         ]
     first, *others = traces
-    for name, found in first.items():
-        for kind in found:
-            found[kind] = [
+    for name, trace in first.items():
+        for kind in trace:
+            trace[kind] = [
                 file
-                for file in found[kind]
-                if all(file in other[name][kind] for other in others) and file not in BY_CHANCE
+                for file in trace[kind]
+                if all(file in other[name][kind] for other in others) and file not in BY_CHANCE[name]
             ]
     handed_on = [name for name in first["coordinator"]["handed_on"] if name.startswith("coordinator/")]
     return RequestPath({name: first[name]["files"] for name in SERVICES}, handed_on)
@@ -89,14 +92,14 @@ def _traced_once(
         process.send_signal(signal.SIGRTMIN)
         _wait_for(outs[name].with_suffix(".on"), process)
     act()
-    found = {}
+    traces = {}
     for name, process in processes.items():
         process.send_signal(signal.SIGRTMIN)
         _wait_for(outs[name], process)
-        found[name] = json.loads(outs[name].read_text(encoding="utf-8"))
+        traces[name] = json.loads(outs[name].read_text(encoding="utf-8"))
         for written in (outs[name], outs[name].with_suffix(".on")):
             written.unlink()
-    return found
+    return traces
 
 
 @contextmanager
@@ -125,7 +128,7 @@ def _cluster(folder: Path) -> Iterator[tuple[dict[str, subprocess.Popen[bytes]],
                 *options[name],
             ]
             with (folder / f"{name}.log").open("wb") as log:
-                processes[name] = subprocess.Popen(command, stdout=log, stderr=log, cwd=PAGE.parent.parent)
+                processes[name] = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
         _wait_ready(http_port, processes["coordinator"])
         yield processes, http_port
     finally:
@@ -172,37 +175,26 @@ def _wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.02)
 
 
-def section(path: RequestPath) -> str:
-    """The section for docs/architecture.md."""
+def report(path: RequestPath) -> str:
+    """Counts, the files that the coordinator hands the request on to, and all files by service."""
+    counts = ", ".join(f"{len(path.files[name])} in the {name.replace('-', ' ')}" for name in SERVICES)
     lines = [
-        BEGIN,
-        f"A streamed chat request enters {path.different_files} files: "
-        + ", ".join(f"{len(path.files[name])} in the {name.replace('-', ' ')}" for name in SERVICES)
-        + ". What an idle process does too, such as polling and answering health checks, is left out. "
-        + f"In the coordinator the request is handed on {len(path.handed_on)} times:",
-        "",
-        *(f"{number}. `{name}`" for number, name in enumerate(path.handed_on, 1)),
-        "",
+        f"A streamed chat request enters {path.different_files} files: {counts}.",
+        f"In the coordinator it is handed on {len(path.handed_on)} times:",
+        *(f"{number:3}. {name}" for number, name in enumerate(path.handed_on, 1)),
     ]
     for name in SERVICES:
         lines += [
-            f"All files of the {name.replace('-', ' ')}: "
-            + ", ".join(f"`{file}`" for file in sorted(path.files[name]))
-            + ".",
             "",
+            f"Files of the {name.replace('-', ' ')}:",
+            *(f"  {file}" for file in sorted(path.files[name])),
         ]
-    return "\n".join([*lines, END])
-
-
-def documented(text: str) -> list[str]:
-    """The files that the page says a request is handed on to."""
-    return re.findall(r"^\d+\. `([\w/]+\.py)`$", _SECTION.findall(text)[0], flags=re.MULTILINE)
+    return "\n".join(lines)
 
 
 def main() -> None:
-    """Writes the section."""
-    text, new = PAGE.read_text(encoding="utf-8"), section(traced())
-    PAGE.write_text(_SECTION.sub(lambda _: new, text), encoding="utf-8")
+    """Prints the report."""
+    print(report(traced()))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("splitserve", "coordinator", "prefill_worker", "decode_worker", "kv_transfer", "engine")
+PACKAGES = ("splitserve", "coordinator", "prefill_worker", "decode_worker", "worker", "kv_transfer", "engine")
 GENERATED = ("splitserve/v1/", "splitserve/kserve/")
 REQUEST_PROTOS = ("inference_pb2", "generation_pb2", "decode_pb2", "prefill_pb2")
 REQUEST_MODULES = (
@@ -54,19 +54,21 @@ class Recorder:
         self.on = True
 
     def end(self) -> None:
-        """Ends it. The first one says what an idle process does."""
+        """Ends the recording. The first recording says what an idle process does."""
         self.on = False
         if self._idle is None:
             self._idle = set(self._chains)
 
     def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
-        """See `sys.setprofile`."""
+        """The interpreter calls this at each call and return, as `sys.setprofile` declares; calls are recorded."""
         if event != "call" or not self.on:
             return
         name = self._name(frame)
         if name is None:
             return
-        chain = tuple((own, each.f_code.co_qualname) for each in _stack(frame) if (own := self._name(each)))
+        chain = tuple(
+            (own, caller.f_code.co_qualname) for caller in _stack(frame) if (own := self._name(caller))
+        )
         self._chains.add(chain)
         if self._idle is not None and chain in self._idle:
             return
@@ -113,16 +115,16 @@ def main() -> None:
             out.with_suffix(".on").touch()
         else:
             recorder.end()
-            found = {"files": list(recorder.files), "handed_on": list(recorder.handed_on)}
+            trace = {"files": list(recorder.files), "handed_on": list(recorder.handed_on)}
             part = out.with_suffix(".part")
-            part.write_text(json.dumps(found), encoding="utf-8")
+            part.write_text(json.dumps(trace), encoding="utf-8")
             part.rename(out)
 
     signal.signal(signal.SIGRTMIN, toggle)
     threading.setprofile(recorder)
     sys.setprofile(recorder)
     sys.argv = ["splitserve", *sys.argv[2:]]
-    from splitserve.cli.main import main as splitserve
+    from launcher.cli.main import main as splitserve
 
     sys.exit(splitserve())
 

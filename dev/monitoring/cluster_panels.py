@@ -25,16 +25,6 @@ LANES = Dashboard(
             {name: phase(name) for name in ("transfer", "decode_admit")},
         ),
         Panel(
-            "Fragmentation: contiguous runs and write descriptors of a handoff",
-            "short",
-            {
-                "runs": "sum(rate(splitserve_handoff_contiguous_runs_total[1m])) / "
-                'sum(rate(splitserve_handoffs_total{outcome="completed"}[1m]))',
-                "descriptors": "sum(rate(splitserve_handoff_descriptors_total[1m])) / "
-                'sum(rate(splitserve_handoffs_total{outcome="completed"}[1m]))',
-            },
-        ),
-        Panel(
             "Lanes at first contact, GB/s",
             "short",
             {
@@ -101,7 +91,6 @@ AUTOSCALER = Dashboard(
             "short",
             {
                 "acting autoscalers": "sum(splitserve_autoscaler_holds_lease)",
-                "decode lent to prefill": "max(splitserve_autoscaler_lending)",
                 "policy is current": "min(splitserve_autoscaler_policy_current)",
             },
         ),
@@ -148,14 +137,6 @@ TENANTS = Dashboard(
             "KV written by tenant",
             "Bps",
             {"{{tenant}}": "sum by (tenant) (rate(splitserve_tenant_kv_written_bytes_total[1m]))"},
-        ),
-        Panel(
-            "Cost, an hour",
-            "short",
-            {
-                "{{tenant}} {{currency}}": "sum by (tenant, currency) (rate(splitserve_tenant_cost_total[5m])) * 3600"
-            },
-            "Needs a price file.",
         ),
         Panel(
             "Calls without a known key",

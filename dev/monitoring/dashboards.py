@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parents[2] / "compose/monitoring/grafana/dashboards"
 DASHBOARDS = (SERVICE, POOLS, LANES, AUTOSCALER, TENANTS)
 SOURCE = {"type": "prometheus", "uid": "prometheus"}
 WIDTH, HEIGHT = 12, 8
-"""Of a panel; a dashboard is 24 wide."""
+"""Size of a panel in Grafana's units; a dashboard is 24 wide."""
 
 
 def panel_json(panel: Panel, number: int) -> dict[str, Any]:
@@ -58,13 +58,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    wanted = {FOLDER / f"{one.uid}.json": dashboard_text(one) for one in DASHBOARDS}
-    found = {path: path.read_text() for path in sorted(FOLDER.glob("*.json"))}
+    wanted = {FOLDER / f"{dashboard.uid}.json": dashboard_text(dashboard) for dashboard in DASHBOARDS}
+    present = {path: path.read_text() for path in sorted(FOLDER.glob("*.json"))}
     if check:
-        if found != wanted:
+        if present != wanted:
             sys.stderr.write(f"{FOLDER.name} is out of date: make docs\n")
-        return int(found != wanted)
-    for path in found.keys() - wanted.keys():
+        return int(present != wanted)
+    for path in present.keys() - wanted.keys():
         path.unlink()
     for path, text in wanted.items():
         path.write_text(text)

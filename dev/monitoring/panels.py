@@ -119,10 +119,10 @@ POOLS = Dashboard(
     "splitserve: pools",
     (
         Panel(
-            "Prefill replicas", "short", {"{{state}}": 'max by (state) (splitserve_replicas{pool="prefill"})'}
+            "Prefill replicas", "short", {"{{state}}": 'max by (state) (splitserve_replicas{role="prefill"})'}
         ),
         Panel(
-            "Decode replicas", "short", {"{{state}}": 'max by (state) (splitserve_replicas{pool="decode"})'}
+            "Decode replicas", "short", {"{{state}}": 'max by (state) (splitserve_replicas{role="decode"})'}
         ),
         Panel("Prompt tokens that wait", "short", {"tokens": "sum(splitserve_prefill_backlog_tokens)"}),
         Panel(
@@ -159,23 +159,6 @@ POOLS = Dashboard(
         ),
         Panel(
             "KV blocks by owner", "short", {"{{job}} {{state}}": "sum by (job, state) (splitserve_kv_blocks)"}
-        ),
-        Panel(
-            "Bytes of weights and KV read, a second of steps",
-            "Bps",
-            {
-                "{{job}} {{kind}}": "sum by (job, kind) (rate(splitserve_step_read_bytes_total[1m])) / "
-                "sum by (job, kind) (rate(splitserve_step_seconds_sum[1m]))"
-            },
-        ),
-        Panel(
-            "Share of the device's limits",
-            "percentunit",
-            {
-                "{{instance}} memory rate (decode)": "splitserve:memory_rate:share",
-                "{{instance}} matrix products (prefill)": "splitserve:matmul_rate:share",
-            },
-            "Needs engine.measured_memory_gb_per_s and engine.measured_matmul_tflops.",
         ),
         Panel(
             "GPU: time with a kernel",

@@ -53,7 +53,7 @@ def _download(here: Path) -> str:
 
 
 def _run(here: Path, *command: str) -> str:
-    """Why the command failed in that folder; empty: it did not."""
+    """Runs a command in that folder; why it failed, or an empty text where it did not."""
     try:
         done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=FETCH_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

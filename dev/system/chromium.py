@@ -15,13 +15,13 @@ def chromium() -> str:
 
     Raises UnavailableError (NO_CHROMIUM) where it is not installed and apt cannot install it.
     """
-    found = shutil.which(PROGRAM)
-    if found is None:
+    path = shutil.which(PROGRAM)
+    if path is None:
         # Unlike Prometheus it needs more than fifty libraries: unpacking one package does not do.
         why = install(PACKAGE, "fonts-dejavu-core")
-        found = shutil.which(PROGRAM)
-        if found is None:
+        path = shutil.which(PROGRAM)
+        if path is None:
             why = why or "the package has no such program"
             message = f"there is no Chromium here (Debian: apt-get install chromium): {why}"
             raise UnavailableError(message, reason="NO_CHROMIUM")
-    return found
+    return path

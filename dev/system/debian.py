@@ -1,6 +1,6 @@
 """Packages of Debian that tests need, installed where this runs as root: `python -m dev.system.debian PACKAGE ...`.
 
-It says so where it cannot; tests that need them are skipped there.
+The program says so where it cannot install them; tests that need them are skipped there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ FETCH_S = 240.0
 
 
 def install(*packages: str) -> str:
-    """Why the packages could not be installed; empty: they are. One call at a time in all processes."""
+    """Installs the packages; why that failed, or an empty text where it did not. One call runs at a time in all
+    processes."""
     if shutil.which("apt-get") is None or os.geteuid() != 0:
         return "there is no apt-get here, or this is not root"
     command = ("apt-get", "install", "--yes", "-qq", "--no-install-recommends", *packages)
@@ -29,7 +30,7 @@ def install(*packages: str) -> str:
 
 
 def _run(*command: str) -> str:
-    """Why the command failed; empty: it did not."""
+    """Runs a command; why it failed, or an empty text where it did not."""
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     try:
         done = subprocess.run(

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.core.model_runner import StepShape
-from engine.core.types import ScheduledSequence
+from engine.core.model_runner import ScheduledSequence
 
 Ints = npt.NDArray[np.int64]
 
@@ -33,64 +32,15 @@ class StepLogits(NamedTuple):
 class Forward(ABC):
     """Runs the model on scheduled sequences."""
 
-    speedup: float = 1.0
-    """How many times as much compute as this worker's own the last step had: neighbours may have lent cores."""
-
     prepared: bool = False
-    """See `ModelRunner.prepared`."""
-
-    prepares_steps: bool = True
-    """See `ModelRunner.prepares_steps`."""
+    """Whether the last step made something for all like it, and so took longer than they will."""
 
     @abstractmethod
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
         """Writes the new positions' KV; returns the logits of the sampled ones. May return before both are done."""
 
-    def first_steps(self, max_step_tokens: int) -> Sequence[StepShape]:
-        """See `ModelRunner.first_steps`."""
-        return ()
-
     def finish(self) -> None:
         """Waits until the step is computed. After that peers may read the KV written and overwrite the KV read."""
-        return
-
-    def rest(self) -> None:
-        """There is nothing to do until the next `logits`."""
-        return
-
-    def take_cores(self) -> None:
-        """See `ModelRunner.take_cores`."""
-        return
-
-    def demand(self) -> int | None:
-        """See `ModelRunner.demand`."""
-        return None
-
-    def is_lent(self) -> bool:
-        """See `ModelRunner.is_lent`."""
-        return False
-
-    @property
-    def mixes_steps(self) -> bool | None:
-        """See `ModelRunner.mixes_steps`, which may change; None: its default."""
-        return None
-
-    @property
-    def shares_cores(self) -> bool:
-        """See `ModelRunner.shares_cores`."""
-        return False
-
-    def forget_kv(self) -> None:
-        """The KV blocks lose their content, and on a device weights and blocks their addresses: copies of the one, and
-        whatever has the others, are given up. No step may follow before `take_memory_back`."""
-        return
-
-    def take_memory_back(self) -> None:
-        """Weights and KV blocks are usable again, on a device maybe elsewhere."""
-        return
-
-    def close(self) -> None:
-        """Gives back what is not memory."""
         return
 
     def poll_while_computing(self, poll: Callable[[], None]) -> None:

@@ -1,14 +1,12 @@
-"""Chooses the backend."""
+"""Chooses the backend that computes a step: torch, our cpu kernels, or Triton's on CUDA."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import torch
 
 from engine.backends.cpu.attention import attends
-from engine.backends.cpu.core_exchange import CoreExchange
 from engine.backends.cpu.forward import CpuForward
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cuda.forward import CudaForward, PagedAttention
@@ -16,7 +14,6 @@ from engine.backends.interface import Forward
 from engine.backends.torch_native.attention import TorchForward
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.loaded_model import LoadedModel
-from engine.speculation.settings import max_decode_rows
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
@@ -41,18 +38,8 @@ def make_forward(
     log_event("engine.attention", backend="kernels" if kernels else chosen, device=str(model.device))
     if chosen == "torch":
         if kernels is not None:
-            exchange = None
-            if config.core_exchange is not None:
-                exchange = CoreExchange(config.core_exchange, os.sched_getaffinity(0))
-            return CpuForward(model, pool, kernels, max_decode_rows(config), context_tokens, exchange)
-        contiguous_kv_bytes = config.contiguous_kv_bytes
-        if contiguous_kv_bytes is None:
-            contiguous_kv_bytes = pool.num_blocks * pool.layout.block_bytes // 4
-        return TorchForward(model, pool, contiguous_kv_bytes)
-    if model.fusible:
-        from engine.backends.cuda.fused.install import fuse
-
-        fuse(model.module, model.context)
+            return CpuForward(model, pool, kernels, config.max_running_requests, context_tokens)
+        return TorchForward(model, pool)
     return CudaForward(model, paged_attention(pool), config, context_tokens)
 
 

@@ -1,18 +1,223 @@
-"""What a worker needs of an engine: requests in, steps, tokens out, and the memory of its KV blocks."""
+"""The engine as a worker sees it: requests in, steps, tokens out, and the memory of its KV blocks."""
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from engine.core.step_stats import TotalsByKind
-from engine.core.types import EngineLoad, EngineRequest, RequestOutput, ReservedBlocks, StepResult
-from engine.kv_cache.cache_events import KvEventLog
-from splitserve.errors import ResourceExhaustedError
+from engine.core.model_runner import Logprob, ModelFacts, OutputMatcher, SamplingParams
+from engine.kv_cache.block_pool import KvEventLog
+from engine.scheduling.step_times import TotalsByKind
+from engine.scheduling.waiting_queue import FIRST_COME, Precedence
+from splitserve.errors import InvalidArgumentError, ResourceExhaustedError
+from splitserve.generation.kv_blocks import Adapter
+from splitserve.latency_model import UNMEASURED, LatencyModel
+from splitserve.tracing.context import TraceContext
 
-Then = Callable[[], None]
-Held = Callable[[list[int] | ResourceExhaustedError], None]
-"""Takes the blocks of a prefix that are held, or why they are not."""
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class RequestGrammar(Protocol):
+    """The compiled grammar of a request's output. Thread-safe."""
+
+    def matcher(self) -> OutputMatcher:
+        """A matcher for a new, empty output."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopParams:
+    """When a sequence ends. `eos_token_ids` come from the model, `stop_token_ids` from the client."""
+
+    max_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sequence to compute.
+
+    `token_ids` is the prompt, followed by `prior_output_tokens` tokens that earlier attempts emitted. These count as
+    output for penalties, positions, stop conditions and detokenization. `deadline_s` is on the engine's clock
+    (`time.monotonic`).
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop: StopParams
+    prior_output_tokens: int = 0
+    precedence: Precedence = FIRST_COME
+    cache_salt: bytes = b""
+    """Salts the hashes of its blocks; see `splitserve.generation.kv_blocks.chain_salt`."""
+    deadline_s: float = float("inf")
+    grammar: RequestGrammar | None = None
+    """Structured output: the grammar that the answer must match."""
+    prefill_only: bool = False
+    """Whether to end after one new token, and keep the blocks until `Engine.release_held`.
+
+    The token's output has a finish reason only if the whole answer ends with it.
+    """
+    trace: TraceContext | None = None
+    """The span that this worker's spans are part of."""
+    adapter: Adapter | None = None
+    """The LoRA adapter that computes it with the base model; None: the base model alone."""
+    tpot_s: float | None = None
+    """The TPOT target in seconds a token, which bounds the prompt tokens of a step beside this stream."""
+    first_due_s: float = float("inf")
+    """When the first token is due by its TTFT target, on the engine's clock."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt itself, without the output of earlier attempts."""
+        return len(self.token_ids) - self.prior_output_tokens
+
+    @property
+    def adapter_fingerprint(self) -> str:
+        """The adapter's fingerprint, as tickets have it; empty without an adapter."""
+        return self.adapter.fingerprint if self.adapter else ""
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """Progress of one request in one step.
+
+    `first_position` is the output position of `token_ids[0]`, tokens of earlier attempts included. `text` is what these
+    tokens completed. `failure` is (reason, message) if the engine failed the request; `finish_reason` is then ABORT.
+    """
+
+    request_id: str
+    first_position: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    failure: tuple[str, str] | None = None
+
+
+@dataclass(slots=True)
+class ChunkProgress:
+    """KV of one request that became final in a step: that of tokens [start, end).
+
+    `block_ids` is the whole block table of the sequence so far, in sequence order. After a prefix-cache hit the first
+    progress starts at 0 and covers the cached tokens too.
+    """
+
+    request_id: str
+    start: int
+    end: int
+    block_ids: list[int]
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Everything one engine step produced."""
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+    progress: list[ChunkProgress] = field(default_factory=list)
+    started: dict[str, int] = field(default_factory=dict)
+    """Requests whose first step this was, and how many of their leading tokens were in the prefix cache."""
+    scheduled_tokens: int = 0
+    duration_s: float = 0.0
+
+    def add(self, output: RequestOutput | None) -> None:
+        """Adds an output, if there is one."""
+        if output is not None:
+            self.outputs.append(output)
+
+    def drop(self, request_id: str) -> bool:
+        """Removes the outputs of a request; returns whether there were any."""
+        before = len(self.outputs)
+        self.outputs = [output for output in self.outputs if output.request_id != request_id]
+        return len(self.outputs) < before
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedBlocks:
+    """Blocks reserved for KV that a peer will write: `block_ids`, in sequence order.
+
+    The first one begins with token `cached_tokens`, a multiple of the block size; what is before it is cached here.
+    """
+
+    block_ids: tuple[int, ...]
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A snapshot of an engine's load; see `WorkerLoad` in the protos."""
+
+    waiting_requests: int = 0
+    running_requests: int = 0
+    waiting_tokens: int = 0
+    total_blocks: int = 0
+    free_blocks: int = 0
+    reserved_blocks: int = 0
+    quarantined_blocks: int = 0
+    referenced_blocks: int = 0
+    latency: LatencyModel = UNMEASURED
+    streams: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Bounds on requests from the model and the pool, all in tokens."""
+
+    context_tokens: int
+    pool_tokens: int
+    vocabulary_size: int
+
+    @classmethod
+    def of(cls, facts: ModelFacts, context_tokens: int | None, pool_tokens: int) -> RequestLimits:
+        """The bounds of a model, with the setting `EngineConfig.context_tokens`, and of a pool of `pool_tokens`."""
+        context = min(facts.context_tokens, context_tokens or facts.context_tokens)
+        return cls(context, pool_tokens, facts.vocabulary_size)
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Longest sequence, prompt and output. The last token needs no KV."""
+        return min(self.context_tokens, self.pool_tokens + 1)
+
+    def check_first_token(self, token_id: int) -> None:
+        """Raises InvalidArgumentError for a first token of a handoff that is outside the vocabulary."""
+        if not 0 <= token_id < self.vocabulary_size:
+            raise InvalidArgumentError(f"first token {token_id} is out of range", field="first_token_id")
+
+    def check(self, request: EngineRequest) -> None:
+        """Raises InvalidArgumentError, or ResourceExhaustedError (KV_POOL_TOO_SMALL) if the pool can never hold it."""
+        tokens = request.token_ids
+        if not tokens:
+            raise InvalidArgumentError("the prompt is empty", field="prompt")
+        if min(tokens) < 0 or max(tokens) >= self.vocabulary_size:
+            message = f"token ids must be in 0..{self.vocabulary_size - 1}"
+            raise InvalidArgumentError(message, field="token_ids")
+        prior = request.prior_output_tokens
+        if not 0 <= prior < len(tokens):
+            message = f"prior_output_tokens must be in 0..{len(tokens) - 1}"
+            raise InvalidArgumentError(message, field="prior_output_tokens")
+        if request.stop.max_tokens <= prior:
+            message = f"max_tokens must exceed the {prior} tokens that were output already"
+            raise InvalidArgumentError(message, field="max_tokens")
+        if len(tokens) >= self.context_tokens:
+            needed = "tokens must hold it and one output token"
+            message = f"the prompt has {len(tokens)} tokens; the context of {self.context_tokens} {needed}"
+            raise InvalidArgumentError(message, field="prompt")
+        if len(tokens) > self.pool_tokens:
+            message = f"the prompt has {len(tokens)} tokens, the KV pool holds {self.pool_tokens}"
+            raise ResourceExhaustedError(message, reason="KV_POOL_TOO_SMALL")
 
 
 class Engine(ABC):
@@ -22,14 +227,12 @@ class Engine(ABC):
     its tokens). It ends with an output that has a finish reason, or silently through `abort`.
 
     A step has two halves, `begin_step` and `finish_step`. Between them the device may be computing: `add_request`,
-    `reserve`, `read_back`, `admit` and `begin_step` raise BrokenInvariantError. Everything else may be called; blocks
+    `reserve`, `admit` and `begin_step` raise BrokenInvariantError. Everything else may be called; blocks
     that are freed meanwhile are not reused before the next step.
     """
 
     max_step_tokens: int
     """Most tokens of one step, prompts and outputs together."""
-    paces_prompts: bool
-    """Whether prompts take only what streams with targets leave."""
     kv_events: KvEventLog
     """Changes of the prefix cache; may be read on any thread."""
     step_totals: TotalsByKind
@@ -39,7 +242,7 @@ class Engine(ABC):
     def add_request(self, request: EngineRequest) -> None:
         """Queues a request.
 
-        Call `release_held` once after the end of a `prefill_only` request. Raises InvalidArgumentError for a request
+        Once a `prefill_only` request has ended, call `release_held`. Raises InvalidArgumentError for a request
         that can never be computed or an id in use, ResourceExhaustedError (QUEUE_FULL with a retry hint,
         KV_POOL_TOO_SMALL without).
         """
@@ -57,45 +260,18 @@ class Engine(ABC):
         """Frees the blocks of an ended `prefill_only` request; returns whether there was one. Idempotent."""
 
     @abstractmethod
-    def hold_prefix(self, request: EngineRequest, held: Held) -> None:
-        """Holds the blocks of a `prefix_only` request, which are cached here, until `release_held`.
-
-        `held` is called with all of them in order, now or when lower tiers have brought them, or with none if one is
-        gone; not if the request has been aborted. Raises InvalidArgumentError for a request that can never be held,
-        FailedPreconditionError (NO_PREFIX_FETCH) where the engine's cache cannot be read, and ResourceExhaustedError
-        (PREFIX_READS_FULL) where lower tiers read as much for peers as they may; once it has returned, `held` is called
-        with that error instead.
-        """
-
-    @abstractmethod
     def reserve(self, request: EngineRequest, reservation: int) -> ReservedBlocks | None:
         """Reserves blocks for the KV of all of `request.token_ids`, to be written by a peer.
 
         None if there are not enough free blocks or no running slot now: try again later. Leading full blocks that are
         cached here are shared; the others are owned by the request and, until `release_writer`, by the writer. Raises
-        like `add_request` for a request that can never fit. One that is `prefix_only` ends when it is admitted.
+        like `add_request` for a request that can never fit.
         """
 
-    def read_back(self, request: EngineRequest, bytes_per_s: float, then: Then, again: Then | None) -> bool:
-        """Begins to read blocks of a request's prefix from lower tiers into the prefix cache, as far as that is sooner
-        than a peer's transfer of them at `bytes_per_s`, above 0.
-
-        Whether anything is read: then `then` is called on this thread once it has been, or takes too long. What has not
-        come by then is missing, as ever. By default nothing is. Where reading could spare more than asking takes, a
-        store that workers share is asked first: then `again` is called in place of `then`, once it has answered or
-        takes too long. None: it has been asked.
-        """
-        return False
-
     @abstractmethod
-    def reservations_wait(self, waits: bool) -> None:
-        """Says whether reservations wait that were not granted: what ends streams sooner helps them. An engine that
-        never rests for a neighbour's sake need not know."""
-
-    @abstractmethod
-    def keep_prompt_room(self) -> None:
-        """From now on reservations leave room for a prompt: blocks for the longest sequence, but at most half of all,
-        and a running slot. Only the first reservation may take them.
+    def keep_prompt_room(self, keeps: bool) -> None:
+        """Says whether from now on reservations leave room for a prompt: blocks for the longest sequence, but at most
+        half of all, and a running slot. Only the first reservation may take them.
 
         For workers that compute prompts for peers from which they take reservations' KV: without room, prompts here
         could wait for reservations whose prompts wait there.
@@ -120,34 +296,42 @@ class Engine(ABC):
 
     @abstractmethod
     def has_work(self) -> bool:
-        """Whether a step can do anything now; False while everything waits for blocks, or streams that are ahead of
-        their targets for a neighbour that computes on this worker's cores."""
+        """Whether a step can do anything now; False while everything waits for blocks."""
 
     @abstractmethod
     def next_deadline(self) -> float:
-        """When to ask `has_work` again at the latest, on `time.monotonic`: at the next deadline of a request, or to end
-        a rest for a neighbour's sake. Infinity if there is neither."""
+        """When to ask `has_work` again at the latest, on `time.monotonic`: the next deadline of a request, infinity if
+        there is none."""
 
-    @property
-    def lent(self) -> bool:
-        """Whether a neighbour computes on this worker's cores while this one rests: wake up less often then."""
-        return False
+    def collect(self) -> None:
+        """Between two steps: goes on with sequences that waited for an answer about them, which has come. Their outputs
+        are taken with the next result. Engines whose sequences never wait do nothing."""
+        return
 
     @abstractmethod
     def begin_step(self, computing: Callable[[float | None], None] = lambda expected_s: None) -> None:
         """The first half of a step: expires requests and queues the next batch at the device, after a call of
         `computing` with the seconds that this will take, None if unknown."""
 
+    def poll_while_computing(self, poll: Callable[[], None]) -> None:
+        """Lets `poll` be called again and again, on this thread, while a device computes a step: a transport of its
+        memory has no progress thread. Ignored by engines that do not wait for a device."""
+        return
+
     @abstractmethod
     def finish_step(self) -> None:
         """The second half: waits for the tokens and updates the sequences. `take_result` returns the result."""
 
     def step(self) -> StepResult:
-        """Runs both halves of a step and returns its result."""
+        """Runs both halves of a step and returns its result, with what was collected before."""
+        self.collect()
+        early = self.take_result()
         self.begin_step()
         self.finish_step()
         result = self.take_result()
         assert result is not None
+        if early is not None:
+            result.outputs[:0], result.progress[:0] = early.outputs, early.progress
         return result
 
     @property

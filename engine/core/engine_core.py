@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 
-from engine.core.engine import Engine, Held, Then
-from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.model_runner import DEFAULT_STEP_TOKENS, ModelRunner
-from engine.core.output_processor import BegunStep, OutputProcessor, PendingResult
-from engine.core.prompt_pacing import PromptPacing
-from engine.core.scheduler import Scheduler
-from engine.core.sequence import Sequence, SequenceStatus
-from engine.core.step_stats import StepMeter
-from engine.core.types import (
+from typing_extensions import override
+
+from engine.core.engine import (
+    Engine,
     EngineLoad,
     EngineRequest,
-    FinishReason,
     RequestLimits,
     RequestOutput,
     ReservedBlocks,
     StepResult,
 )
-from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.cache_events import KvEventLog
-from engine.speculation.drafter import Drafter
-from engine.speculation.speculator import Speculator
-from engine.tiers.kv_tiers import KvTiers
+from engine.core.model_runner import DEFAULT_STEP_TOKENS, ModelRunner
+from engine.core.output_processor import AfterAnswer, BegunStep, OutputProcessor, PendingResult
+from engine.core.scheduler import KVCacheManager, Scheduler
+from engine.core.sequence import Sequence, SequenceStatus
+from engine.kv_cache.block_pool import BlockPool, KvEventLog
+from engine.scheduling.step_times import StepMeter, StepPart
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import (
     BrokenInvariantError,
@@ -39,6 +33,9 @@ from splitserve.generation.kv_blocks import blocks_for
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.queues import LazyHeap
 
+IDLE_WAIT_S = 0.001
+"""How long the engine waits for a grammar where there is nothing else to do, until it looks at its calls again."""
+
 
 class EngineCore(Engine):
     """The engine of splitserve's own runners: schedules, keeps the blocks, applies tokens.
@@ -47,19 +44,13 @@ class EngineCore(Engine):
     raises propagates, unless it is a SplitserveError. `abort` and `release_held` remove what a method that raised left.
     """
 
-    paces_prompts = True
-
     def __init__(
         self,
         runner: ModelRunner,
         config: EngineConfig,
         tokenizer: Tokenizer,
         clock: Callable[[], float] = time.monotonic,
-        drafter: Drafter | None = None,
-        meter: StepMeter | None = None,
-        tiers: KvTiers | None = None,
     ) -> None:
-        """`drafter`: guesses tokens. `meter`: may know steps from before the start. `tiers`: end with the engine."""
         self._runner = runner
         self._clock = clock
         self._max_waiting = config.max_waiting_requests
@@ -67,33 +58,38 @@ class EngineCore(Engine):
         block_size = runner.layout.block_size_tokens
         self.kv_events = KvEventLog()
         pool = BlockPool(runner.num_blocks, self.kv_events)
-        self._kv = KVCacheManager(pool, block_size, prefix_cache=config.prefix_cache, tiers=tiers)
-        self._meter = meter or StepMeter()
+        self._kv = KVCacheManager(pool, block_size, prefix_cache=config.prefix_cache)
+        self._meter = StepMeter()
         self.step_totals = self._meter.totals
-        self._pacing = PromptPacing(self._meter, self._kv.expect, mixes=lambda: runner.mixes_steps)
         self._scheduler = Scheduler(
             self._kv,
             max_step_tokens=self.max_step_tokens,
             max_running=config.max_running_requests,
             max_bypasses=config.max_bypasses,
-            pacing=self._pacing,
+            latency=lambda: self._meter.latency.model,
         )
-        self._pacing.lend(runner.demand, self._scheduler.running, self._scheduler.waiting)
         self._limits = RequestLimits.of(runner.facts, config.context_tokens, runner.num_blocks * block_size)
         self._live: dict[str, Sequence] = {}
         self._held: dict[str, Sequence] = {}
         self._reserved: dict[int, Sequence] = {}
         self._writers: dict[int, list[int]] = {}
         self._deadlines: LazyHeap[float, Sequence] = LazyHeap()
-        self._prompt_room = self._arrivals = 0  # the first: blocks that reservations leave
-        self._changed = False  # whether the next step may do something that the last one could not
+        self._arrivals = 0
+        self._prompt_room = 0
+        """Blocks that reservations leave for a prompt; see `keep_prompt_room`."""
+        self._changed = False
+        """Whether the next step may do something that the last one could not."""
         self._step: BegunStep | None = None
         self._pending = PendingResult(tokenizer, self._end_if_live, late=runner.overlaps)
-        if tiers is not None:
-            tiers.attach(pool, self.kv_events, self._blocks_freed, lambda: self._meter.prompt_fit.latest)
-        self._speculator = Speculator(drafter, self._kv, self._limits, self._pacing) if drafter else None
+        self._awaiting: dict[Sequence, AfterAnswer] = {}
+        """Sequences that sit out until their grammar has answered, and what follows then."""
         self._outputs = OutputProcessor(
-            block_size, self._kv.cache_computed, self._limits, self._pending, self._end
+            block_size,
+            self._kv.cache_computed,
+            self._limits,
+            self._pending,
+            self._end,
+            self._awaiting.__setitem__,
         )
 
     @property
@@ -106,18 +102,21 @@ class EngineCore(Engine):
         """The longest sequence here, prompt plus output: the bounds of model, settings and pool."""
         return self._limits.sequence_tokens
 
+    @override
     def add_request(self, request: EngineRequest) -> None:
-        """See `Engine`."""
         self._check(request)
-        waiting, waiting_tokens = self._waiting()
-        if waiting >= self._max_waiting:
+        if len(self._scheduler.waiting) >= self._max_waiting:
             message = f"{self._max_waiting} requests are waiting already"
-            retry_s = self._meter.rates.retry_after_s(waiting_tokens)
+            retry_s = self._meter.retry_after_s(self._scheduler.waiting_tokens)
             raise ResourceExhaustedError(message, reason="QUEUE_FULL", retry_after_s=retry_s)
-        self._kv.bring(self._register(Sequence(request, self._arrivals)), self._scheduler.enqueue_waiting)
+        sequence = self._register(Sequence(request, self._arrivals))
+        if sequence.matcher is None:
+            self._scheduler.enqueue(sequence)
+        else:
+            self._awaiting[sequence] = lambda result: self._scheduler.enqueue(sequence)
 
+    @override
     def abort(self, request_id: str) -> bool:
-        """See `Engine`."""
         dropped = self._pending.drop(request_id)
         if self._step is not None:
             dropped |= self._step.result.drop(request_id)
@@ -125,12 +124,10 @@ class EngineCore(Engine):
         if sequence is None:
             return dropped
         self._end(sequence)
-        if not self.has_work():  # no step follows that would say so
-            self._runner.rest()
         return True
 
+    @override
     def release_held(self, request_id: str) -> bool:
-        """See `Engine`."""
         if request_id in self._live:
             raise BrokenInvariantError(f"{request_id} has not ended")
         sequence = self._held.pop(request_id, None)
@@ -141,13 +138,8 @@ class EngineCore(Engine):
         self._changed = True
         return True
 
-    def hold_prefix(self, request: EngineRequest, held: Held) -> None:
-        """See `Engine`."""
-        self._check(request)
-        self._kv.bring(self._register(Sequence(request, self._arrivals)), partial(self._hold, held))
-
+    @override
     def reserve(self, request: EngineRequest, reservation: int) -> ReservedBlocks | None:
-        """See `Engine`."""
         self._check(request)
         if request.prefill_only:
             raise BrokenInvariantError("a reservation is for decoding")
@@ -172,26 +164,17 @@ class EngineCore(Engine):
         self._scheduler.num_reserved += 1
         return ReservedBlocks(tuple(fresh), sequence.cached_tokens)
 
-    def read_back(self, request: EngineRequest, bytes_per_s: float, then: Then, again: Then | None) -> bool:
-        """See `Engine`."""
-        self._require_no_step()
-        return self._kv.read_back(Sequence(request, 0), bytes_per_s, then, again)
-
-    def reservations_wait(self, waits: bool) -> None:
-        """See `Engine`."""
-        self._pacing.reservation_waits = waits
-
-    def keep_prompt_room(self) -> None:
-        """See `Engine`."""
+    @override
+    def keep_prompt_room(self, keeps: bool) -> None:
         longest = blocks_for(self._limits.sequence_tokens, self._kv.block_size)
-        self._prompt_room = max(1, min(longest, self.pool.total // 2))
+        self._prompt_room = max(1, min(longest, self.pool.total // 2)) if keeps else 0
 
+    @override
     def cached_tokens(self, request: EngineRequest) -> int:
-        """See `Engine`."""
         return self._kv.reachable_tokens(Sequence(request, 0))
 
+    @override
     def admit(self, reservation: int, first_token_id: int) -> RequestOutput | None:
-        """See `Engine`."""
         self._require_no_step()
         self._limits.check_first_token(first_token_id)
         sequence = self._reserved.pop(reservation, None)
@@ -201,17 +184,12 @@ class EngineCore(Engine):
         sequence.reservation = None
         sequence.num_computed = len(sequence.tokens)
         self._kv.cache_computed(sequence)
-        if sequence.request.prefix_only:
-            self._end(sequence)
-            return RequestOutput(sequence.request_id, 0, finish_reason=FinishReason.LENGTH)
         self._scheduler.run(sequence)
-        if self._pacing.active:
-            self._pacing.admitted(sequence, self._clock())
         self._changed = True
         return self._outputs.append_given(sequence, first_token_id)
 
+    @override
     def release_writer(self, reservation: int) -> bool:
-        """See `Engine`."""
         blocks = self._writers.pop(reservation, None)
         if blocks is None:
             return False
@@ -219,90 +197,90 @@ class EngineCore(Engine):
         self._changed = True
         return True
 
+    @override
     def has_work(self) -> bool:
-        """See `Engine`."""
-        rests = self._pacing.active and self._pacing.rests(self._clock())
-        ready = self._changed and not rests and bool(self._scheduler.running or self._scheduler.waiting)
-        return ready or self.next_deadline() <= self._clock()
+        ready = self._changed and bool(self._scheduler.running or self._scheduler.waiting)
+        return ready or bool(self._awaiting) or self.next_deadline() <= self._clock()
 
+    @override
     def next_deadline(self) -> float:
-        """See `Engine`."""
         first = self._deadlines.peek()
-        due_s = float("inf") if first is None else first[0]
-        return min(self._pacing.next_look_s, due_s) if self._pacing.active else due_s
+        return float("inf") if first is None else first[0]
 
-    @property
-    def lent(self) -> bool:
-        """See `Engine`."""
-        return self._runner.is_lent()
+    @override
+    def collect(self) -> None:
+        """Waits only while no sequence could be computed meanwhile."""
+        self._require_no_step()
+        if not self._awaiting:
+            return
+        if not len(self._scheduler.waiting) and self._awaiting.keys() >= self._scheduler.running.keys():
+            self._meter.rest()
+            _answered(next(iter(self._awaiting)), IDLE_WAIT_S)
+        for sequence in [each for each in self._awaiting if _answered(each)]:
+            self._changed = True
+            self._outputs.follow(sequence, self._awaiting.pop(sequence), self._pending.result)
 
+    @override
     def begin_step(self, computing: Callable[[float | None], None] = lambda expected_s: None) -> None:
-        """See `Engine`; for the time see `StepMeter.expected_s`."""
         self._require_no_step()
         began_s = self._clock()
         self._meter.begin(began_s)
         result = StepResult()
         self._outputs.expire(self._deadlines, began_s, result)
-        step = self._scheduler.schedule(began_s)
-        drafts = self._speculator.plan(step, self._scheduler.watermark_blocks) if self._speculator else {}
-        batch = self._outputs.batch(step, drafts, result)
+        step = self._scheduler.schedule()
+        batch = self._outputs.batch(step, result)
         # After an empty step the next one is empty too, until something else sets the flag.
         self._changed = bool(step.num_new or step.preempted or step.failed)
         result.scheduled_tokens = sum(step.num_new.values())
-        computing(self._meter.expected_s(step.num_new))
-        self._step = BegunStep.at(self._runner, began_s, step.num_new, batch, result, drafts)
+        parts = [StepPart(sequence.num_computed, tokens) for sequence, tokens in step.num_new.items()]
+        computing(self._meter.expect(parts))
+        self._step = BegunStep.at(self._runner, began_s, step.num_new, batch, result)
 
+    @override
+    def poll_while_computing(self, poll: Callable[[], None]) -> None:
+        self._runner.poll_while_computing(poll)
+
+    @override
     def finish_step(self) -> None:
-        """See `Engine`."""
         step, self._step = self._step, None
         assert step is not None
         self._outputs.process(step)
         ended_s = self._clock()
         step.result.duration_s = ended_s - step.began_s
         self._pending.put(step.result)
-        if self._pacing.active:
-            self._pacing.stepped(ended_s, step.num_new, step.outcomes)
-        more, runner = self.has_work(), self._runner
-        work = step.num_new, more, runner.speedup, step.outcomes
-        duration_s = self._meter.end(ended_s, *work, is_first=runner.prepared)
-        if self._speculator:
-            self._speculator.stepped(step.num_new, step.outcomes, duration_s, is_first=runner.prepared)
-        if not more:
-            self._runner.rest()
+        self._meter.end(ended_s, more=self.has_work(), is_first=self._runner.prepared)
 
     @property
+    @override
     def result_can_wait(self) -> bool:
-        """See `Engine`. True if there is a next step to begin, and no peer waits for the result's KV."""
+        """True if there is a next step to begin, and no peer waits for the result's KV."""
         return self._runner.overlaps and self._pending.can_wait and self.has_work()
 
+    @override
     def take_result(self) -> StepResult | None:
-        """See `Engine`."""
         return self._pending.take()
 
+    @override
     def load(self) -> EngineLoad:
-        """The present load. Costs O(running)."""
-        work = self._scheduler.running, *self._waiting(), len(self._pacing.late)
-        return self._meter.load(self._kv.counts(), *work, shares_cores=self._runner.shares_cores)
+        """Costs O(running)."""
+        blocks, running = self.pool.counts(), self._scheduler.running
+        prompts = [sequence.remaining for sequence in running if sequence.remaining > 1]
+        return EngineLoad(
+            waiting_requests=len(self._scheduler.waiting),
+            running_requests=len(running),
+            waiting_tokens=self._scheduler.waiting_tokens + sum(prompts),
+            total_blocks=blocks.total,
+            free_blocks=blocks.free,
+            reserved_blocks=blocks.reserved,
+            quarantined_blocks=blocks.quarantined,
+            referenced_blocks=blocks.referenced,
+            latency=self._meter.latency.model,
+            streams=len(running) - len(prompts),
+        )
 
+    @override
     def close(self) -> None:
-        """Closes those who copy the runner's blocks, the drafter, and the runner."""
-        for each in (self._kv, self._speculator, self._runner):
-            if each is not None:
-                each.close()
-
-    def _waiting(self) -> tuple[int, int]:
-        """Requests that wait, for KV from lower tiers, too, and their tokens."""
-        queue, kv = self._scheduler, self._kv
-        return len(queue.waiting) + len(kv.reading), queue.waiting_tokens + kv.reading_tokens
-
-    def _hold(self, held: Held, sequence: Sequence) -> None:
-        if self._live.get(sequence.request_id) is sequence:
-            self._kv.hold(sequence)
-            self._end(sequence)
-            held(sequence.refusal or sequence.block_ids)
-
-    def _blocks_freed(self) -> None:
-        self._changed = True
+        self._runner.close()
 
     def _require_no_step(self) -> None:
         if self._step is not None:
@@ -315,12 +293,10 @@ class EngineCore(Engine):
             message = f"request {request.request_id} is in progress here"
             raise InvalidArgumentError(message, reason="DUPLICATE_REQUEST", field="request_id")
         self._limits.check(request)
-        self._kv.check(request)
 
     def _register(self, sequence: Sequence) -> Sequence:
         self._arrivals += 1
         self._live[sequence.request_id] = sequence
-        self._pacing.active |= sequence.request.targets is not None
         if sequence.request.deadline_s != float("inf"):
             self._deadlines.push(sequence.request.deadline_s, sequence)
         self._changed = True
@@ -329,11 +305,11 @@ class EngineCore(Engine):
     def _end(self, sequence: Sequence) -> None:
         """Removes a live sequence everywhere, and frees its blocks unless they must be held."""
         del self._live[sequence.request_id]
-        if self._speculator:
-            self._speculator.forget(sequence)
+        self._awaiting.pop(sequence, None)
         self._deadlines.discard(sequence)
         self._scheduler.remove(sequence)
         self._changed = True
+        sequence.close_matcher()
         if sequence.reservation is not None:
             self._scheduler.num_reserved -= 1
             del self._reserved[sequence.reservation]
@@ -348,3 +324,11 @@ class EngineCore(Engine):
     def _end_if_live(self, sequence: Sequence) -> None:
         if self._live.get(sequence.request_id) is sequence:
             self._end(sequence)
+
+
+def _answered(sequence: Sequence, wait_s: float = 0.0) -> bool:
+    """Whether a sequence's grammar has answered. One that raises has, too: the sequence fails by it."""
+    try:
+        return sequence.matcher is None or sequence.matcher.wait(wait_s)
+    except BaseException:
+        return True

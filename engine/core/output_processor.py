@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
-from engine.core.model_runner import ModelRunner, PendingStep
-from engine.core.scheduler import SchedulerOutput
-from engine.core.sequence import Sequence, SequenceStatus
-from engine.core.step_stats import DraftOutcome
-from engine.core.types import (
-    FinishReason,
-    RequestLimits,
-    RequestOutput,
+from engine.core.engine import FinishReason, RequestLimits, RequestOutput, StepResult
+from engine.core.model_runner import (
+    ModelRunner,
+    PendingStep,
     RowsFailedError,
     SampledToken,
     ScheduledSequence,
-    StepResult,
 )
-from splitserve.errors import BrokenInvariantError, SplitserveError
+from engine.core.scheduler import SchedulerOutput
+from engine.core.sequence import Sequence, SequenceStatus
+from splitserve.errors import BrokenInvariantError, InvalidArgumentError, SplitserveError
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.queues import LazyHeap
-from splitserve.request_guard import request_error
+from splitserve.rpc.status import GRAMMAR_FAILED, request_error
+
+AfterAnswer = Callable[[StepResult], None]
+"""Goes on with a sequence once its grammar has taken its last token; adds its outputs to the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,6 @@ class BegunStep:
     num_new: Mapping[Sequence, int]
     result: StepResult
     tokens: PendingStep
-    drafted: Mapping[Sequence, tuple[int, ...]] = field(default_factory=dict)
-    outcomes: dict[Sequence, DraftOutcome] = field(default_factory=dict)
-    """What became of the drafts, once the step is processed."""
 
     @classmethod
     def at(
@@ -45,7 +42,6 @@ class BegunStep:
         num_new: Mapping[Sequence, int],
         batch: list[ScheduledSequence],
         result: StepResult,
-        drafted: Mapping[Sequence, tuple[int, ...]],
     ) -> BegunStep:
         """Queues a step at a runner if there is anything to compute. A SplitserveError is raised later, by `tokens`."""
         if not num_new:
@@ -54,7 +50,7 @@ class BegunStep:
             tokens = runner.begin(batch)
         except SplitserveError as error:
             tokens = partial(_raise, error)
-        return cls(began_s, num_new, result, tokens, drafted)
+        return cls(began_s, num_new, result, tokens)
 
 
 class OutputProcessor:
@@ -67,24 +63,24 @@ class OutputProcessor:
         limits: RequestLimits,
         pending: PendingResult,
         end: Callable[[Sequence], None],
+        defer: Callable[[Sequence, AfterAnswer], None],
     ) -> None:
         """`cache_computed` puts a sequence's computed blocks into the prefix cache; `end` removes a live sequence from
-        the engine and frees its blocks."""
+        the engine and frees its blocks; `defer` keeps what follows once a sequence's grammar has answered."""
         self._block_size = block_size
         self._cache_computed = cache_computed
         self._limits = limits
         self._pending = pending
         self._end = end
+        self._defer = defer
 
-    def batch(
-        self, step: SchedulerOutput, drafts: Mapping[Sequence, tuple[int, ...]], result: StepResult
-    ) -> list[ScheduledSequence]:
+    def batch(self, step: SchedulerOutput, result: StepResult) -> list[ScheduledSequence]:
         """The runner's view of a step. Sequences that cannot be scheduled leave the step and fail; those that are in a
         step for the first time have started."""
         batch: list[ScheduledSequence] = []
         for sequence, num_new in list(step.num_new.items()):
             try:
-                batch.append(sequence.scheduled(num_new, drafts.get(sequence, ())))
+                batch.append(sequence.scheduled(num_new))
             except BaseException as error:
                 step.fail(sequence, error)
         for sequence, why in step.failed:
@@ -112,8 +108,6 @@ class OutputProcessor:
             self._fail_running(batch, error, result)
             return
         for sequence, token in zip(batch, sampled, strict=True):
-            if token is not None and (drafted := step.drafted.get(sequence)):
-                step.outcomes[sequence] = DraftOutcome(len(drafted), len(token.following))
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
             try:
@@ -132,8 +126,33 @@ class OutputProcessor:
     def append_given(self, sequence: Sequence, token_id: int) -> RequestOutput | None:
         """Appends the first token of a handoff; the worker that sampled it has emitted its text.
 
-        Ends the sequence and returns its last output if the answer ends with that token, else None.
+        Ends the sequence and returns its last output if the answer ends with that token, else None; also where its
+        grammar has yet to say so.
         """
+        if self._asks(sequence, token_id):
+            self._defer(sequence, lambda result: result.add(self._append_given(sequence, token_id)))
+            return None
+        return self._append_given(sequence, token_id)
+
+    def follow(self, sequence: Sequence, then: AfterAnswer, result: StepResult) -> None:
+        """Goes on with a sequence whose grammar has answered, or not in time."""
+        try:
+            if sequence.matcher is not None and not sequence.matcher.wait():
+                message = "sampling.grammar: its next token takes too long to find"
+                raise InvalidArgumentError(message, reason=GRAMMAR_FAILED, field="sampling.grammar")
+            then(result)
+        except BaseException as error:
+            known = request_error(error, sequence.request_id, sequence.request.trace)
+            self.fail(sequence, known.reason, known.message, result)
+
+    def _asks(self, sequence: Sequence, token_id: int) -> bool:
+        """Whether a sequence's grammar is to take a token before it is appended. Hands it over."""
+        if sequence.matcher is None or sequence.ends_by(token_id):
+            return False
+        sequence.matcher.advance([token_id])
+        return True
+
+    def _append_given(self, sequence: Sequence, token_id: int) -> RequestOutput | None:
         has_text, reason = self._append(sequence, token_id)
         rest, stopped = self._pending.text_after(sequence, token_id, has_text, reason)
         reason = FinishReason.STOP if stopped else reason
@@ -150,7 +169,7 @@ class OutputProcessor:
             self.fail(sequence, "DEADLINE_EXCEEDED", message, result)
 
     def _append(self, sequence: Sequence, token_id: int) -> tuple[bool, FinishReason | None]:
-        """See `Sequence.append`."""
+        """Appends a token as `Sequence.append` does, within the limits of this pool."""
         # A prefill-only answer continues on another worker: this pool does not bound it.
         limits, elsewhere = self._limits, sequence.request.prefill_only
         return sequence.append(token_id, limits.context_tokens if elsewhere else limits.sequence_tokens)
@@ -165,31 +184,28 @@ class OutputProcessor:
     ) -> None:
         sequence.num_computed += num_new
         self._cache_computed(sequence)
+        if token is not None and self._asks(sequence, token.token_id):
+            self._defer(sequence, lambda result: self._emit(sequence, token, result))
+        else:
+            self._emit(sequence, token, result)
+
+    def _emit(self, sequence: Sequence, token: SampledToken | None, result: StepResult) -> None:
         if sequence.request.prefill_only:
             result.progress.append(sequence.take_progress(self._block_size))
         if token is not None:
-            result.outputs.append(self._on_tokens(sequence, (token, *token.following)))
+            result.add(self._on_token(sequence, token))
 
-    def _on_tokens(self, sequence: Sequence, tokens: tuple[SampledToken, ...]) -> RequestOutput:
-        """Appends a sampled token and those that follow it by its draft, up to one that ends the answer."""
-        output = RequestOutput(sequence.request_id, sequence.num_output)
+    def _on_token(self, sequence: Sequence, token: SampledToken) -> RequestOutput:
+        """Appends a sampled token, and ends the sequence if that ends its answer."""
+        output = RequestOutput(sequence.request_id, sequence.num_output, [token.token_id])
+        if token.logprob is not None:
+            output.logprobs.append(token.logprob)
+        has_text, output.finish_reason = self._append(sequence, token.token_id)
         # Text is detokenized while the device computes the next step, unless it may end the answer.
-        late, has_text = self._pending.late and not sequence.request.stop.stop_strings, False
-        for place, token in enumerate(tokens):
-            if place:  # the token before it was the drafted one, whose KV the step computed
-                sequence.num_computed += 1
-            output.token_ids.append(token.token_id)
-            if token.logprob is not None:
-                output.logprobs.append(token.logprob)
-            has_text, output.finish_reason = self._append(sequence, token.token_id)
-            if not late:
-                self._pending.add_text(sequence, output, place, has_text)
-            if output.finish_reason is not None:
-                break
-        if late:
+        if self._pending.late and not sequence.request.stop.stop_strings:
             self._pending.defer_text(sequence, output, has_text)
-        if len(output.token_ids) > 1:
-            self._cache_computed(sequence)
+        else:
+            self._pending.add_text(sequence, output, has_text)
         if output.finish_reason is not None or sequence.request.prefill_only:
             self._end(sequence)
         return output
@@ -210,13 +226,11 @@ class PendingResult:
         self._result: StepResult | None = None
         self._deferred: list[tuple[Sequence, RequestOutput, bool]] = []
 
-    def add_text(self, sequence: Sequence, output: RequestOutput, first: int, has_text: bool) -> None:
-        """Adds the text of an output's tokens from `first` on; of the last one if it `has_text`. A stop string, where
-        there is one token, ends the answer."""
+    def add_text(self, sequence: Sequence, output: RequestOutput, has_text: bool) -> None:
+        """Adds the text of an output's token, if it `has_text`; a stop string ends the answer."""
         text = sequence.text(self._tokenizer)
-        for token_id in output.token_ids[first:] if has_text else output.token_ids[first:-1]:
-            more, stopped = text.push(token_id)
-            output.text += more
+        if has_text:
+            output.text, stopped = text.push(output.token_ids[0])
             if stopped:
                 output.finish_reason = FinishReason.STOP
         if output.finish_reason is not None:
@@ -243,6 +257,13 @@ class PendingResult:
         self._result = result
 
     @property
+    def result(self) -> StepResult:
+        """The result that is taken next, for outputs that come between two steps."""
+        if self._result is None:
+            self._result = StepResult()
+        return self._result
+
+    @property
     def can_wait(self) -> bool:
         """Whether the result is for clients only. A result with KV is taken at once: a peer waits for it, and packing
         or checksumming it would queue behind the next step on the device."""
@@ -256,7 +277,7 @@ class PendingResult:
         deferred, self._deferred = self._deferred, []
         for sequence, output, has_text in deferred:
             try:
-                self.add_text(sequence, output, 0, has_text)
+                self.add_text(sequence, output, has_text)
             except BaseException as error:
                 known = request_error(error, sequence.request_id, sequence.request.trace)
                 output.token_ids, output.logprobs, output.text = [], [], ""

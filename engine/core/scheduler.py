@@ -1,24 +1,113 @@
-"""Chooses which sequences compute how many tokens in the next step."""
+"""Chooses which sequences compute how many tokens in the next step, and allocates their KV blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
-from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.precedence import Precedence, PrecedenceQueue, Turns, in_order, whom_to_preempt
-from engine.core.prompt_pacing import PromptPacing
-from engine.core.sequence import READS_A_PREEMPTION, Sequence, SequenceStatus
-from engine.pacing.token_clock import MIN_CHUNK_TOKENS
+from engine.core.sequence import Sequence, SequenceStatus
+from engine.kv_cache.block_pool import BlockPool
+from engine.scheduling.waiting_queue import Precedence, WaitingQueue, in_order, take_last
 from splitserve.errors import SplitserveError
-from splitserve.generation.kv_blocks import watermark_blocks
+from splitserve.generation.kv_blocks import blocks_for, extend_block_hashes, watermark_blocks
+from splitserve.latency_model import LatencyModel
 from splitserve.queues import Offer, offer_in_order
-from splitserve.request_guard import request_error
+from splitserve.rpc.status import request_error
+
+_table_ids = count(1)
+"""Of the process: a runner may outlive the engine that it computed for."""
+
+
+class KVCacheManager:
+    """Block tables over a `BlockPool`. `block_size` is in tokens."""
+
+    def __init__(self, pool: BlockPool, block_size: int, *, prefix_cache: bool = True) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self._prefix_cache = prefix_cache
+
+    def computed_prefix(self, sequence: Sequence, max_tokens: int) -> list[int]:
+        """Cached blocks with the KV of the sequence's first tokens, of `max_tokens` at most.
+
+        Full blocks only. Takes no ownership. Costs O(hits): blocks are hashed only up to the first miss.
+        """
+        hits: list[int] = []
+        if not self._prefix_cache:
+            return hits
+        hashes = sequence.block_hashes
+        for index in range(max_tokens // self.block_size):
+            if index == len(hashes):
+                self._extend_hashes(sequence, index + 1)
+            block = self.pool.lookup(hashes[index])
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def reachable_tokens(self, sequence: Sequence) -> int:
+        """Leading tokens whose KV is cached now. The last token does not count."""
+        return len(self.computed_prefix(sequence, len(sequence.tokens) - 1)) * self.block_size
+
+    def start(self, sequence: Sequence, *, watermark: int, writer: bool = False) -> list[int] | None:
+        """Allocates blocks for all of a sequence's tokens, sharing cached ones; returns the new ones.
+
+        None, and nothing changed, if fewer than `watermark` blocks would stay free. A sequence that is computed here
+        has at least its last token computed, because its logits are needed. One whose KV a `writer` brings may be
+        cached completely; its new blocks are owned by the writer, too.
+        """
+        total = len(sequence.tokens)
+        hits = self.computed_prefix(sequence, total if writer else total - 1)
+        fresh_count = blocks_for(total, self.block_size) - len(hits)
+        if fresh_count + self.pool.unowned(hits) + watermark > self.pool.free:
+            return None
+        if writer and self._prefix_cache:  # now, while the peer computes, rather than when its KV arrives
+            self._extend_hashes(sequence, total // self.block_size)
+        self.pool.share(hits)
+        fresh = self.pool.allocate(fresh_count, after=hits[-1] if hits else None, writer=writer)
+        sequence.block_ids = hits + fresh
+        sequence.table_id = next(_table_ids)
+        sequence.cached_blocks = len(hits)
+        sequence.num_computed = sequence.cached_tokens = len(hits) * self.block_size
+        return fresh
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Extends the block table to all tokens; False, and nothing changed, if too few blocks are free."""
+        missing = blocks_for(len(sequence.tokens), self.block_size) - len(sequence.block_ids)
+        if missing <= 0:
+            return True
+        if missing > self.pool.free:
+            return False
+        after = sequence.block_ids[-1] if sequence.block_ids else None
+        sequence.block_ids.extend(self.pool.allocate(missing, after=after))
+        return True
+
+    def cache_computed(self, sequence: Sequence) -> None:
+        """Adds every block that is full of computed tokens to the prefix cache."""
+        full = sequence.num_computed // self.block_size
+        if not self._prefix_cache or full <= sequence.cached_blocks:
+            return
+        self._extend_hashes(sequence, full)
+        for index in range(sequence.cached_blocks, full):
+            self.pool.cache(sequence.block_ids[index], sequence.block_hashes[index])
+        sequence.cached_blocks = full
+
+    def free(self, sequence: Sequence) -> None:
+        """Releases all of a sequence's blocks."""
+        self.pool.release(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.table_id = 0
+        sequence.num_computed = sequence.cached_blocks = 0
+
+    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
+        salt = sequence.request.cache_salt
+        extend_block_hashes(sequence.block_hashes, sequence.tokens, self.block_size, salt, num_blocks)
+
 
 # Bounds on the work of a step: waiting sequences that did not fit before, and blocks looked up for all but the last.
 _MAX_MISFITS_A_STEP = 8
 _MAX_MISFIT_BLOCKS_A_STEP = 512
-_MIN_CHUNK_TOKENS = 16  # no prompt is cut into smaller chunks
 _DECODE_SHARE = 7 / 8  # of the step's budget, while prompts wait
 
 
@@ -27,13 +116,9 @@ class SchedulerOutput:
     """The next step: tokens to compute for each sequence in it, at least one."""
 
     num_new: dict[Sequence, int] = field(default_factory=dict)
-    now: float = 0.0
-    """When it was chosen."""
     preempted: int = 0
     budget: int = 0
     """Tokens left of the step's budget."""
-    whole: bool = False
-    """Whether the first prompts take all prompt tokens, rather than half of what is left of the budget each."""
     failed: list[tuple[Sequence, SplitserveError]] = field(default_factory=list)
     """Sequences that cannot be scheduled, and why. They are in no queue any more, but not ended."""
 
@@ -41,6 +126,11 @@ class SchedulerOutput:
         """Schedules `tokens` more tokens of a sequence."""
         self.num_new[sequence] = self.num_new.get(sequence, 0) + tokens
         self.budget -= tokens
+
+    def give_chunk(self, sequence: Sequence) -> None:
+        """Schedules the next chunk of a prompt: all that remains, or about half of the budget."""
+        left, budget = sequence.remaining, self.budget
+        self.give(sequence, left if left <= budget else min(budget, max(budget // 2, MIN_PROMPT_TOKENS)))
 
     def fail(self, sequence: Sequence, error: BaseException) -> None:
         """Takes a sequence out of the step, as its handling raised `error`; see `request_error`."""
@@ -56,15 +146,14 @@ class Scheduler:
     """Continuous batching with chunked prefill, as in vLLM: one queue and one running set, no prefill or decode phases.
 
     In each step the running sequences' `num_computed` catches up with their tokens, within a budget of
-    `max_step_tokens`: decodes first, then running prompts in chunks, then waiting ones in order of precedence. A
-    prompt that must be cut takes at most half of what is left, so that short ones after it fit into the same step; what
-    is left over goes to the first of those that were cut. Beside streams with targets the token clock says how many
-    prompt tokens the step may compute, and the first prompts take them all. Where first tokens have targets, prompts
-    are served in the order of triage, as many in a step as gain by it.
+    `max_step_tokens`: decodes first, then running prompts in chunks, then waiting ones in the order of
+    `engine.scheduling.waiting_queue`. Beside streams prompts have the part of the budget that
+    `prompt_budget` says. A prompt that must be cut takes at most half of what is left, so that short
+    ones after it fit into the same step; what is left over goes to the first of those that were cut.
 
     A sequence gets blocks for its whole prompt when it starts. When a decode finds no free block, the running sequence
-    that is last in that order is preempted: it gives up its blocks, keeps its output, and is read back or computed
-    again later. `prefill_only` sequences are never preempted: writes to peers may be reading their blocks.
+    that is last in that order is preempted: it gives up its blocks, keeps its output, and is computed again
+    later. `prefill_only` sequences are never preempted: writes to peers may be reading their blocks.
 
     A waiting sequence that does not fit may be bypassed `max_bypasses` times; then it blocks the queue. The cost of a
     step depends on its sequences, not on the length of the queue.
@@ -77,33 +166,24 @@ class Scheduler:
         max_step_tokens: int,
         max_running: int,
         max_bypasses: int,
-        pacing: PromptPacing | None = None,
+        latency: Callable[[], LatencyModel] = LatencyModel,
     ) -> None:
+        """`latency`: what is known of the time of steps."""
         self.running: dict[Sequence, None] = {}
-        self.waiting: PrecedenceQueue[Sequence] = PrecedenceQueue()
+        self.waiting: WaitingQueue[Sequence] = WaitingQueue()
         self.waiting_tokens = 0
         self.num_reserved = 0
         self._kv = kv
         self._max_step_tokens = max_step_tokens
         self._max_running = max_running
         self._max_bypasses = max_bypasses
-        self._pacing = pacing
-        self._head: Sequence | None = None
-        """The waiting sequence whose turn was first when triage last decided; None where it did not."""
+        self._latency = latency
 
     def enqueue(self, sequence: Sequence) -> None:
         """Adds a sequence to the queue."""
         sequence.status = SequenceStatus.WAITING
         self.waiting.push(sequence)
         self.waiting_tokens += sequence.remaining
-        if self._pacing is not None and self._pacing.active:
-            self._kv.expect(sequence)
-            self._pacing.window.added(sequence)
-
-    def enqueue_waiting(self, sequence: Sequence) -> None:
-        """The same once its KV has been read from lower tiers, unless it has ended meanwhile."""
-        if sequence.status is SequenceStatus.WAITING:
-            self.enqueue(sequence)
 
     def run(self, sequence: Sequence) -> None:
         """Adds a sequence that has its blocks to the running set."""
@@ -112,7 +192,6 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a waiting or running sequence. The caller frees its blocks."""
-        self._kv.read_ended(sequence)
         if sequence in self.waiting:
             self.waiting_tokens -= sequence.remaining
             self.waiting.discard(sequence)
@@ -130,7 +209,7 @@ class Scheduler:
 
     @property
     def watermark_blocks(self) -> int:
-        """See `splitserve.generation.kv_blocks.watermark_blocks`; running and reserved sequences grow."""
+        """Blocks to keep free for the growth of running and reserved sequences."""
         return watermark_blocks(len(self.running) + self.num_reserved, self._kv.pool.total)
 
     def may_bypass(self, precedence: Precedence) -> bool:
@@ -143,83 +222,40 @@ class Scheduler:
         if (head := self._blocked_head(precedence)) is not None:
             head.bypassed += 1
 
-    def schedule(self, now: float = 0.0) -> SchedulerOutput:
-        """Chooses the next step and allocates blocks for it. `now` is on the clock of the requests' targets."""
+    def schedule(self) -> SchedulerOutput:
+        """Chooses the next step and allocates blocks for it."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self.running:
-            (decodes if sequence.remaining == 1 else prefills).append(sequence)
+            if sequence.remaining:  # else its grammar has not taken its last token yet
+                (decodes if sequence.remaining == 1 else prefills).append(sequence)
         prefills = in_order(prefills)
-        order = granted = None
-        if self._pacing is not None and self._pacing.active:
-            order = self._pacing.order(now, decodes, prefills, self.waiting)
-            ordered = order.order if order else prefills
-            self._head = next((each for each in ordered if each.status is SequenceStatus.WAITING), None)
-            granted = self._pacing.grant(now, decodes, self._first(ordered))
-        if granted is not None:
-            step = SchedulerOutput(now=now, whole=True)
-            self._pace(step, decodes, order, prefills, granted)
-            return step
-        step = SchedulerOutput(now=now, budget=self._max_step_tokens)
-        self._schedule_decodes(step, decodes, others=bool(prefills or len(self.waiting)))
-        self._schedule_prompts(step, order, prefills)
-        # What is left of the budget goes to prompts that were cut, in order.
-        cut = [] if step.whole else [each for each, tokens in step.num_new.items() if tokens < each.remaining]
-        for sequence in cut:
-            step.give(sequence, min(sequence.remaining - step.num_new[sequence], step.budget))
+        step = SchedulerOutput(budget=self._max_step_tokens)
+        first = prefills[0] if prefills else self.waiting.peek()
+        self._schedule_decodes(step, decodes, others=first is not None)
+        if first is not None:
+            streams = [
+                PacedStream(sequence.num_computed, sequence.request.tpot_s)
+                for sequence in step.num_new
+                if sequence.num_output
+            ]
+            most = prompt_budget(self._max_step_tokens, streams, self._latency(), first.num_computed)
+            step.budget = min(step.budget, most)
+            self._schedule_prompts(step, prefills)
         return step
 
-    def _first(self, prompts: list[Sequence]) -> Sequence | None:
-        """The prompt that is computed next: the first of these, unless it waits for a slot, or else of the queue."""
-        for sequence in prompts:
-            if sequence.status is SequenceStatus.RUNNING or self.has_slot:
-                return sequence
-        return self.waiting.peek() if self.has_slot else None
-
-    def _pace(
-        self,
-        step: SchedulerOutput,
-        decodes: list[Sequence],
-        order: Turns[Sequence] | None,
-        prefills: list[Sequence],
-        granted: int,
-    ) -> None:
-        """Fills a step in which at most `granted` prompt tokens are computed."""
-        assert self._pacing is not None
-        if granted and self._pacing.separate:
-            step.budget = min(granted, self._max_step_tokens)
-            self._schedule_prompts(step, order, prefills)
-            if step.num_new:
-                return
-            granted = 0  # none of them fits
-        step.budget = self._max_step_tokens
-        self._schedule_decodes(step, decodes, others=granted > 0)
-        if granted:
-            step.budget = min(granted, step.budget)
-            self._schedule_prompts(step, order, prefills)
-
-    def _schedule_prompts(
-        self, step: SchedulerOutput, order: Turns[Sequence] | None, prefills: list[Sequence]
-    ) -> None:
-        """Gives the budget to prompts in the order of triage, or else to running ones, then to waiting ones."""
-        if order is None:
-            for sequence in prefills:
-                if step.budget == 0:
-                    break
-                if sequence.status is SequenceStatus.RUNNING:
-                    _give_chunk(step, sequence)
-            self._admit(step, iter(self.waiting.pop, None))
-            return
-        assert self._pacing is not None
-        step.whole, streams, behind = True, len(step.num_new), len(order.order)
-        step.budget = min(step.budget, self._pacing.chunk_tokens(order.order[0]))
-        self._admit(step, self._by_triage(step, order, streams))
-        for place, sequence in enumerate(order.order if step.budget else ()):
-            if sequence.status is SequenceStatus.RUNNING and sequence not in step.num_new:
-                if step.budget == 0 or not (streams or self._joins(step, sequence, behind - place)):
-                    break
-                self._take_turn(sequence, order)
-                _give_chunk(step, sequence)
+    def _schedule_prompts(self, step: SchedulerOutput, prefills: list[Sequence]) -> None:
+        """Gives the budget to running prompts, then to waiting ones."""
+        for sequence in prefills:
+            if step.budget == 0:
+                break
+            if sequence.status is SequenceStatus.RUNNING:
+                step.give_chunk(sequence)
+        self._admit(step)
+        # What is left of the budget goes to prompts that were cut, in order.
+        for sequence, tokens in list(step.num_new.items()):
+            if tokens < sequence.remaining:
+                step.give(sequence, min(sequence.remaining - tokens, step.budget))
 
     def _schedule_decodes(self, step: SchedulerOutput, decodes: list[Sequence], *, others: bool) -> None:
         limit = max(1, int(step.budget * _DECODE_SHARE)) if others else step.budget
@@ -233,88 +269,55 @@ class Scheduler:
 
     def _grow(self, step: SchedulerOutput, sequence: Sequence) -> bool:
         """Allocates a block for a decode if it needs one, preempting as needed; False if it was preempted itself."""
-        while not self._kv.grow_before_reads(sequence):
-            victim = self._victim()
+        while not self._kv.grow(sequence):
+            movable = (s for s in self.running if s.remaining and not s.request.prefill_only)
+            victim = take_last(movable)
             step.take_back(victim)
             step.preempted += 1
             self._kv.free(victim)
             del self.running[victim]
-            victim.reads_left, victim.pace = READS_A_PREEMPTION, None  # its times begin anew
-            victim.misfit, self._head = True, None  # reservations that come before it are counted
+            if victim.num_output:
+                victim.due_s = -math.inf  # a client waits in the middle of its answer
+            victim.misfit = True  # reservations that come before it are counted
             self.enqueue(victim)
             if victim is sequence:
                 return False
         return True
 
-    def _victim(self) -> Sequence:
-        late = self._pacing.late if self._pacing is not None else frozenset()
-        return whom_to_preempt((one for one in self.running if not one.request.prefill_only), late)
-
-    def _admit(self, step: SchedulerOutput, queued: Iterator[Sequence]) -> None:
-        """Starts waiting sequences, as `queued` takes them off the queue, while there are budget, slots and blocks."""
-        if not self.has_slot and (first := self._first_waiting()) is not None:
+    def _admit(self, step: SchedulerOutput) -> None:
+        """Starts waiting sequences while there are budget, slots and blocks."""
+        if not self.has_slot and (first := self.waiting.peek()) is not None:
             first.misfit = True  # reservations that take slots before it are counted
         # After a preemption blocks are short: admit nobody in this step.
         if step.preempted or not len(self.waiting) or not self.has_slot:
             return
         misfits: list[Sequence] = []
         for sequence in offer_in_order(
-            self._candidates(step, queued),
+            self._candidates(step),
             lambda sequence: self._start(sequence, step, misfits),
             max_bypasses=self._max_bypasses,
             max_looks=_MAX_MISFITS_A_STEP,
         ):
             self.run(sequence)
-            _give_chunk(step, sequence)
+            step.give_chunk(sequence)
         for sequence in misfits:
             self.waiting.push(sequence)
 
-    def _candidates(self, step: SchedulerOutput, queued: Iterator[Sequence]) -> Iterator[Sequence]:
+    def _candidates(self, step: SchedulerOutput) -> Iterator[Sequence]:
         """Takes sequences off the queue for as long as one more may be tried in this step."""
         blocks_looked_up = 0
         while step.budget > 0 and self.has_slot and blocks_looked_up < _MAX_MISFIT_BLOCKS_A_STEP:
-            if (sequence := next(queued, None)) is None:
+            if (sequence := self.waiting.pop()) is None:
                 return
             yield sequence
             if sequence.misfit:
                 blocks_looked_up += len(sequence.block_hashes)
 
-    def _by_triage(self, step: SchedulerOutput, order: Turns[Sequence], streams: int) -> Iterator[Sequence]:
-        """Takes sequences off the queue in this order; running prompts between them get their chunks."""
-        for place, sequence in enumerate(order.order):
-            if step.budget == 0 or not (streams or self._joins(step, sequence, len(order.order) - place)):
-                step.budget = 0
-                return
-            self._take_turn(sequence, order)
-            if sequence.status is SequenceStatus.RUNNING:
-                _give_chunk(step, sequence)
-            else:
-                self.waiting.discard(sequence)
-                yield sequence
-
-    def _joins(self, step: SchedulerOutput, prompt: Sequence, behind: int) -> bool:
-        """Whether one more prompt shares a step without streams; see `PromptFit.joins`."""
-        if not step.num_new or (pacing := self._pacing) is None:
-            return True
-        fit = pacing.meter.prompt_fit.latest
-        tokens, there = min(prompt.uncached_tokens, step.budget), len(step.num_new)
-        return not pacing.separate and (fit is None or fit.joins(tokens, there, behind))
-
-    def _take_turn(self, sequence: Sequence, order: Turns[Sequence]) -> None:
-        """Gives a sequence that is served now the place and the due time of its turn."""
-        holder = order.take(sequence)
-        if holder is not sequence:
-            self.waiting.trade(sequence, holder)
-            sequence.first_due_s, holder.first_due_s = holder.first_due_s, sequence.first_due_s
-
     def _start(self, sequence: Sequence, step: SchedulerOutput, misfits: list[Sequence]) -> Offer:
-        """Allocates blocks for a waiting sequence, or has its KV read first; appends it to `misfits` if it is one."""
-        before, watermark = sequence.remaining, self.watermark_blocks
+        """Allocates blocks for a waiting sequence; appends it to `misfits` if there are too few."""
+        before = sequence.remaining
         try:
-            if self._kv.reads_again(sequence, watermark, self.enqueue_waiting):
-                self.waiting_tokens -= before
-                return Offer.SKIP
-            sequence.misfit = self._kv.start(sequence, watermark=watermark) is None
+            sequence.misfit = self._kv.start(sequence, watermark=self.watermark_blocks) is None
         except BaseException as error:
             step.fail(sequence, error)
             self.waiting_tokens -= before
@@ -326,25 +329,40 @@ class Scheduler:
         sequence.bypassed = 0
         return Offer.TAKEN
 
-    def _first_waiting(self) -> Sequence | None:
-        return self._head if self._head is not None and self._head in self.waiting else self.waiting.peek()
-
     def _blocked_head(self, precedence: Precedence) -> Sequence | None:
         """The first waiting sequence, if it does not fit and a request with this precedence comes after it."""
-        first = self._first_waiting()
+        first = self.waiting.peek()
         if first is None or not first.misfit or precedence.precedes(first.precedence):
             return None
         return first
 
 
-def _give_chunk(step: SchedulerOutput, sequence: Sequence) -> None:
-    """Schedules the next chunk of a prompt, of at least one token."""
-    left, budget = sequence.remaining, step.budget
-    step.give(sequence, min(left, budget) if step.whole else _chunk(left, budget))
-    if step.whole and step.budget < MIN_CHUNK_TOKENS:
-        step.budget = 0  # too little for one more prompt
+MIN_PROMPT_TOKENS = 16
+"""A step beside streams computes at least this many prompt tokens: prompts are never held for ever."""
 
 
-def _chunk(remaining: int, budget: int) -> int:
-    """Tokens of a prompt in this step: all that remain, or about half of the budget."""
-    return remaining if remaining <= budget else min(budget, max(budget // 2, _MIN_CHUNK_TOKENS))
+@dataclass(frozen=True, slots=True)
+class PacedStream:
+    """A sequence that decodes. `tpot_s`: what its client was promised for each token; None: nothing."""
+
+    context_tokens: int
+    tpot_s: float | None = None
+
+
+def prompt_budget(
+    step_tokens: int, streams: Collection[PacedStream], latency: LatencyModel, context_tokens: int = 0
+) -> int:
+    """The most prompt tokens of a step of up to `step_tokens` tokens. `context_tokens`: what the first prompt has
+    already computed or cached.
+    """
+    # 1. Nobody decodes: prompts have the whole step.
+    if not streams:
+        return step_tokens
+    # 2. No stream has a target, or the steps are unmeasured: prompts have half of the step.
+    target_s = min((stream.tpot_s for stream in streams if stream.tpot_s is not None), default=None)
+    decode_s = latency.decode_step_s(len(streams), sum(stream.context_tokens for stream in streams))
+    if target_s is None or decode_s is None or latency.prefill is None:
+        return max(step_tokens // 2, 1)
+    # 3. Prompts have what decoding leaves of the strictest target.
+    tokens = latency.prefill.tokens_within(target_s - decode_s, context_tokens)
+    return min(max(tokens, MIN_PROMPT_TOKENS), step_tokens)

@@ -1,22 +1,159 @@
-"""The engine's state of one live request."""
+"""The engine's state of one live request: its tokens and their text, its blocks, its place."""
 
 from __future__ import annotations
 
 import enum
-import math
 from collections import abc
 from dataclasses import dataclass, field
 
-from engine.core.detokenizer import IncrementalDetokenizer, StopMatcher
-from engine.core.precedence import Precedence
-from engine.core.types import ChunkProgress, EngineRequest, FinishReason, OutputMatcher, ScheduledSequence
-from engine.pacing.token_clock import StreamPace
-from splitserve.errors import ResourceExhaustedError
+from engine.core.engine import ChunkProgress, EngineRequest, FinishReason
+from engine.core.model_runner import OutputMatcher, ScheduledSequence
+from engine.scheduling.waiting_queue import Precedence
+from splitserve.errors import InvalidArgumentError
 from splitserve.generation.kv_blocks import blocks_for
 from splitserve.models.tokenizer import Tokenizer
+from splitserve.rpc.status import GRAMMAR_FAILED
 
-READS_A_PREEMPTION = 2
-"""The second is for one that did not fit after the first, and has lost what was read."""
+REPLACEMENT = "\ufffd"
+_CONTEXT_TOKENS = 8
+_MAX_WINDOW_TOKENS = 16
+# A window of whole characters is cut beyond this length. Each token of it is decoded again with every new one, from
+# tables that the model has evicted from the caches; a cut costs one more decode.
+_CUT_AT_TOKENS = 4
+# A UTF-8 character has at most 4 bytes, so at most 4 byte tokens. Twice that without a whole character means that the
+# bytes are not UTF-8, or that the model really writes U+FFFD.
+_MAX_PENDING_TOKENS = 8
+_MAX_PARTIAL_CHARS = 3
+
+
+class IncrementalDetokenizer:
+    """The text of an output, token by token.
+
+    Decodes a short window of tokens that begins with some whose text was emitted already, because a tokenizer may drop
+    a leading space or join bytes across tokens; text beyond the emitted part is new. The window is cut at character
+    boundaries, so a token costs amortized O(1). The pieces of text depend on the tokens only: another process that
+    gets the same tokens returns the same pieces.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: abc.Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._window = self._visible_tail(prompt)
+        self._text = tokenizer.decode(self._window)
+        self._emitted = len(self._text)
+        self._boundary = len(self._window)
+
+    def push(self, token_id: int) -> str:
+        """Takes the next token; returns the text that it completes, which may be empty."""
+        self._window.append(token_id)
+        before, self._text = self._text, self._tokenizer.decode(self._window)
+        if self._text.endswith(REPLACEMENT):
+            return self._push_partial()
+        delta = self._text[self._emitted :]
+        self._emitted = len(self._text)
+        if self._text == before and (self._text or len(self._window) > _MAX_WINDOW_TOKENS):
+            self._window.pop()  # a special token has no text; many of them must not fill the window
+        self._advance()
+        return delta
+
+    def finish(self) -> str:
+        """The rest of the text; an incomplete character shows as U+FFFD."""
+        rest = self._text[self._emitted :]
+        self._emitted = len(self._text)
+        return rest
+
+    def _visible_tail(self, prompt: abc.Sequence[int]) -> list[int]:
+        count = _CONTEXT_TOKENS
+        while True:
+            tail = list(prompt[-count:])
+            if count >= len(prompt) or self._tokenizer.decode(tail):
+                return tail
+            count *= 4
+
+    def _push_partial(self) -> str:
+        if len(self._window) - self._boundary < _MAX_PENDING_TOKENS:
+            return ""
+        # Not an incomplete character: everything but the last few bytes is final.
+        run = len(self._text) - len(self._text.rstrip(REPLACEMENT))
+        end = len(self._text) - min(run, _MAX_PARTIAL_CHARS)
+        delta = self._text[self._emitted : end]
+        self._emitted = max(self._emitted, end)
+        if len(self._window) > 2 * _MAX_WINDOW_TOKENS:
+            self._cut(len(self._window) - _MAX_WINDOW_TOKENS)
+        return delta
+
+    def _advance(self) -> None:
+        previous, self._boundary = self._boundary, len(self._window)
+        if len(self._window) > _CUT_AT_TOKENS:
+            self._cut(previous)
+
+    def _cut(self, start: int) -> None:
+        """Drops the window's first tokens if the rest still decodes to the text that is not emitted yet.
+
+        UTF-8 is self-synchronizing: even a cut inside a character changes only the text near the cut.
+        """
+        window = self._window[start:]
+        text = self._tokenizer.decode(window)
+        pending = self._text[self._emitted :]
+        if not text or not text.endswith(pending):
+            return
+        self._window, self._text = window, text
+        self._emitted = len(text) - len(pending)
+        self._boundary = max(self._boundary - start, 0)
+
+
+class StopMatcher:
+    """Finds stop strings in text that comes in pieces; holds back text that may be the beginning of one.
+
+    The result does not depend on how the text is split into pieces: the match that ends first wins, and of several
+    that end at the same character the longest.
+    """
+
+    def __init__(self, stop_strings: abc.Sequence[str]) -> None:
+        self._stops = tuple(stop for stop in stop_strings if stop)
+        self._held = ""
+
+    def feed(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
+        """Takes new text; returns what may be emitted and whether a stop string ended the answer.
+
+        Without `may_stop`, stop strings that are completed by this piece are ordinary text.
+        """
+        if not self._stops:
+            return text, False
+        seen, buffer = len(self._held), self._held + text
+        if may_stop:
+            match = self._first_match(buffer, seen)
+            if match is not None:
+                self._held = ""
+                return buffer[:match], True
+        keep = self._possible_start(buffer)
+        self._held = buffer[keep:]
+        return buffer[:keep], False
+
+    def release(self) -> str:
+        """The text held back, when the answer ends otherwise."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, buffer: str, seen: int) -> int | None:
+        # A match that ends within the first `seen` characters was skipped on purpose (`may_stop`).
+        best: tuple[int, int] | None = None
+        for stop in self._stops:
+            start = buffer.find(stop, max(0, seen - len(stop) + 1))
+            if start >= 0 and (best is None or (start + len(stop), start) < best):
+                best = (start + len(stop), start)
+        return None if best is None else best[1]
+
+    def _possible_start(self, buffer: str) -> int:
+        """The start of the longest suffix of `buffer` that is a prefix of a stop string; its end if there is none."""
+        best = len(buffer)
+        for stop in self._stops:
+            start = buffer.find(stop[0], max(0, len(buffer) - len(stop) + 1), best)
+            while start != -1:
+                if stop.startswith(buffer[start:]):
+                    best = start
+                    break
+                start = buffer.find(stop[0], start + 1, best)
+        return best
 
 
 class SequenceStatus(enum.Enum):
@@ -70,17 +207,15 @@ class Sequence:
     request: EngineRequest
     arrival: int
     place: int = field(init=False)
-    """Its place in the order of arrival; see `engine.core.precedence`."""
+    """Its place in the order of arrival; see `engine.scheduling.waiting_queue`."""
     tokens: list[int] = field(init=False)
     prompt_tokens: int = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0
     cached_tokens: int = 0
     """Leading tokens whose KV was found in the prefix cache when it last started."""
-    first_due_s: float = field(init=False)
-    """When its prompt is due, on the engine's clock: that of its targets, or of whom it traded places with."""
-    expected_cached: int = 0
-    """Leading tokens whose KV was in the prefix cache when it was last looked for while it waited."""
+    due_s: float = field(init=False)
+    """When its next token is due, on the engine's clock, while it waits: `first_due_s` of its request."""
     block_ids: list[int] = field(default_factory=list)
     table_id: int = 0
     """Names its block table; see `ScheduledSequence`. 0 while it has none."""
@@ -91,17 +226,11 @@ class Sequence:
     """How often a later request was served first because this one did not fit."""
     misfit: bool = False
     """Whether it did not fit into the free blocks when it was last tried."""
-    reads_left: int = 0
-    """How often what lower tiers have of its KV may still be read since it was preempted."""
-    refusal: ResourceExhaustedError | None = None
-    """Why lower tiers do not read what a peer wants of it."""
     started: bool = False
     """Whether it has been in a step."""
     reported: int = 0
     """Leading tokens whose KV has been reported as final (`prefill_only`)."""
     reservation: int | None = None
-    pace: StreamPace | None = None
-    """The times of its tokens, if it has a target for them."""
     _text: OutputText | None = None
     _matcher: OutputMatcher | None = None
     _ending: frozenset[int] = field(init=False)
@@ -110,8 +239,7 @@ class Sequence:
         self.place = self.arrival
         self.tokens = list(self.request.token_ids)
         self.prompt_tokens = self.request.prompt_tokens
-        targets = self.request.targets
-        self.first_due_s = math.inf if targets is None else targets.first_due_s
+        self.due_s = self.request.first_due_s
         stop = self.request.stop
         self._ending = stop.stop_token_ids if stop.ignore_eos else stop.stop_token_ids | stop.eos_token_ids
 
@@ -126,31 +254,9 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
-    def prefix_tokens(self) -> int:
-        """Leading tokens that its prompt no longer takes: computed ones, or before it starts those that are expected to
-        be cached."""
-        return self.expected_cached if self.status is SequenceStatus.WAITING else self.num_computed
-
-    @property
-    def uncached_tokens(self) -> int:
-        """Tokens that its prompt still takes, without the cached prefix that it has or is expected to have."""
-        return len(self.tokens) - self.prefix_tokens
-
-    @property
     def num_output(self) -> int:
         """Output tokens so far, those of earlier attempts included."""
         return len(self.tokens) - self.prompt_tokens
-
-    @property
-    def due_after_s(self) -> float:
-        """The target for its first token, in seconds; infinity without one."""
-        targets = self.request.targets
-        return math.inf if targets is None or targets.ttft_s is None else targets.ttft_s
-
-    @property
-    def has_own_output(self) -> bool:
-        """Whether it has output of this attempt, which its client has or gets."""
-        return len(self.tokens) > len(self.request.token_ids)
 
     @property
     def precedence(self) -> Precedence:
@@ -173,50 +279,43 @@ class Sequence:
         """The output's state within the request's grammar, if it has one; created when first needed."""
         if self._matcher is None and self.request.grammar is not None:
             self._matcher = self.request.grammar.matcher()
+            self._matcher.advance(self.tokens[self.prompt_tokens :])
         return self._matcher
+
+    def close_matcher(self) -> None:
+        """The output has ended."""
+        matcher, self._matcher = self._matcher, None
+        if matcher is not None:
+            matcher.close()
+
+    def ends_by(self, token_id: int) -> bool:
+        """Whether a next token says that the answer ends, without being part of it."""
+        may_stop = self.num_output >= self.request.stop.min_tokens
+        matcher = self.matcher
+        return (may_stop and token_id in self._ending) or (
+            matcher is not None and token_id in matcher.eos_token_ids
+        )
 
     def append(self, token_id: int, context_tokens: int) -> tuple[bool, FinishReason | None]:
         """Appends an output token. Returns whether its text is part of the answer, and the finish reason, if any.
 
-        An end-of-sequence or stop token adds no text. An answer ends at once when its grammar is complete. Stop strings
-        are not considered here; see `OutputText`. Raises InvalidArgumentError (GRAMMAR_FAILED) for a token that the
-        grammar does not allow.
+        An end-of-sequence or stop token adds no text. An answer ends at once when its grammar is complete: the grammar
+        knows the token already. Stop strings are not considered here; see `OutputText`. Raises InvalidArgumentError
+        (GRAMMAR_FAILED) for an output that the grammar does not allow.
         """
-        stop = self.request.stop
-        may_stop = self.num_output >= stop.min_tokens
+        stop, ends = self.request.stop, self.ends_by(token_id)
         self.tokens.append(token_id)
-        if may_stop and token_id in self._ending:
+        if ends:
             return False, FinishReason.STOP
         matcher = self.matcher
         if matcher is not None:
-            if token_id in matcher.eos_token_ids:
-                return False, FinishReason.STOP
-            matcher.advance(self.tokens, self.prompt_tokens)
+            if why := matcher.error:
+                raise InvalidArgumentError(why, reason=GRAMMAR_FAILED, field="sampling.grammar")
             if matcher.complete:
                 return True, FinishReason.STOP
         if self.num_output >= stop.max_tokens or len(self.tokens) >= context_tokens:
             return True, FinishReason.LENGTH
         return True, None
-
-    def further_tokens(self, sequence_tokens: int) -> int:
-        """Most tokens that may be appended, to at most `sequence_tokens`, while `banned_token_ids` stays what it is; 0
-        where the answer goes on elsewhere."""
-        stop = self.request.stop
-        if self.request.prefill_only:
-            return 0
-        most = min(stop.max_tokens - self.num_output, sequence_tokens - len(self.tokens))
-        return min(most, stop.min_tokens - self.num_output) if self.num_output < stop.min_tokens else most
-
-    def leading(self, token_ids: abc.Sequence[int]) -> int:
-        """How many of these guessed tokens may follow the present ones without ending the answer."""
-        count = next(
-            (place for place, token in enumerate(token_ids) if token in self._ending), len(token_ids)
-        )
-        matcher = self.matcher
-        if matcher is None or not count:
-            return count
-        matcher.advance(self.tokens, self.prompt_tokens)
-        return matcher.leading(token_ids[:count])
 
     def text(self, tokenizer: Tokenizer) -> OutputText:
         """The output's text, created when first needed; it may lag behind `tokens`."""
@@ -224,8 +323,8 @@ class Sequence:
             self._text = OutputText(tokenizer, self.request)
         return self._text
 
-    def scheduled(self, num_new: int, draft: tuple[int, ...] = ()) -> ScheduledSequence:
-        """This sequence's part of a step that computes its next `num_new` tokens, and checks a `draft` after them."""
+    def scheduled(self, num_new: int) -> ScheduledSequence:
+        """This sequence's part of a step that computes its next `num_new` tokens."""
         return ScheduledSequence(
             request_id=self.request_id,
             token_ids=self.tokens,
@@ -238,7 +337,6 @@ class Sequence:
             banned_token_ids=self.banned_token_ids,
             matcher=self.matcher,
             table_id=self.table_id,
-            draft=draft,
         )
 
     def take_progress(self, block_size: int) -> ChunkProgress:

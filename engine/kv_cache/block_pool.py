@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from engine.kv_cache.cache_events import KvEventLog, Place
 from splitserve.errors import BrokenInvariantError
+from splitserve.generation.kv_blocks import NAMES_A_MESSAGE, name_of
+from splitserve.v1 import registry_pb2
 
 _FREE, _REFERENCED, _QUARANTINED, _RESERVED = range(4)
 
@@ -18,8 +21,7 @@ class BlockCounts:
     """Number of blocks by owner; the four kinds are disjoint and add up to `total`.
 
     `free` blocks have no owner (evictable cached blocks included), `referenced` ones are owned by requests, `reserved`
-    ones by a request and a writer, `quarantined` ones by a writer only. `kept` of the free ones are left to preempted
-    sequences that wait for a read.
+    ones by a request and a writer, `quarantined` ones by a writer only.
     """
 
     total: int
@@ -27,12 +29,6 @@ class BlockCounts:
     reserved: int
     quarantined: int
     referenced: int
-    kept: int = 0
-
-
-def nowhere_below(_: bytes) -> Place | None:
-    """There is nothing below the pool."""
-    return None
 
 
 class BlockPool:
@@ -47,8 +43,6 @@ class BlockPool:
     def __init__(self, num_blocks: int, log: KvEventLog | None = None) -> None:
         self._total = num_blocks
         self._log = log or KvEventLog()
-        self.place_below: Callable[[bytes], Place | None] = nowhere_below
-        """Where below the pool a block with this hash is: to coordinators that counts as cached, too."""
         self._requests = array("i", bytes(4 * num_blocks))
         self._writer = bytearray(num_blocks)
         self._counts = [num_blocks, 0, 0, 0]
@@ -147,23 +141,10 @@ class BlockPool:
             self._writer[block] = 0
             self._moved(block, before)
 
-    def forget(self) -> None:
-        """Empties the prefix cache. Raises BrokenInvariantError while a block has an owner: its content is needed."""
-        if self.free < self._total:
-            raise BrokenInvariantError(f"{self._total - self.free} blocks have owners")
-        for block in self._evictable:
-            self._uncache(block)
-            self._unused.add(block)
-        self._evictable.clear()
-
     def _uncache(self, block: int) -> None:
         block_hash = self._hash_of.pop(block)
         del self._block_of[block_hash]
-        place = self.place_below(block_hash)
-        if place is None:
-            self._log.removed(block_hash)
-        else:
-            self._log.stored(block_hash, place)
+        self._log.removed(block_hash)
 
     def owners(self, block: int) -> tuple[int, bool]:
         """Number of owning requests, and whether a writer owns the block."""
@@ -262,3 +243,107 @@ def _any_of(bucket: dict[int, None]) -> int:
     start, _ = bucket.popitem()
     bucket[start] = None
     return start
+
+
+Change = tuple[bytes, bool]
+"""A name, and whether its block is cached now."""
+MAX_LOGGED = 2**15
+"""Changes kept for readers that have not read them yet."""
+
+
+class KvEventLog:
+    """The names that are cached now, and the last changes. A change costs O(1)."""
+
+    def __init__(self, max_logged: int = MAX_LOGGED) -> None:
+        self._lock = threading.Lock()
+        self._names: dict[bytes, None] = {}
+        self._changes: deque[Change] = deque(maxlen=max_logged)
+        self._end = 0
+        self._unread = False
+        self._on_change: Callable[[], object] | None = None
+
+    def subscribe(self, on_change: Callable[[], object]) -> None:
+        """Calls `on_change` on the engine thread, at the first change after each read."""
+        self._on_change = on_change
+
+    def stored(self, block_hash: bytes) -> None:
+        """Records that a block with this hash is cached now."""
+        self._changed(name_of(block_hash), True)
+
+    def removed(self, block_hash: bytes) -> None:
+        """Records that no block with this hash is cached any more."""
+        self._changed(name_of(block_hash), False)
+
+    def _changed(self, name: bytes, cached: bool) -> None:
+        with self._lock:
+            if cached:
+                self._names[name] = None
+            else:
+                self._names.pop(name, None)
+            self._changes.append((name, cached))
+            self._end += 1
+            first, self._unread = not self._unread, True
+        if first and self._on_change is not None:
+            self._on_change()
+
+    def snapshot(self) -> tuple[dict[bytes, bool], int]:
+        """All names that are cached now, parents before children, each with True, and the position in the log."""
+        with self._lock:
+            self._unread = False
+            return dict.fromkeys(self._names, True), self._end
+
+    def since(self, position: int) -> tuple[dict[bytes, bool], int] | None:
+        """The names that changed since a position, and whether each is cached now; and the new position.
+
+        None if the log does not reach back that far.
+        """
+        with self._lock:
+            missed = self._end - position
+            if missed > len(self._changes):
+                return None
+            self._unread = False
+            latest = list(islice(reversed(self._changes), missed))  # from the end: costs O(missed)
+            return dict(reversed(latest)), self._end
+
+
+class KvEventReader:
+    """Reads the log for one Report stream. The first events, and those after `resync`, list the whole cache."""
+
+    def __init__(self, log: KvEventLog) -> None:
+        self._log = log
+        self._sequence = 0
+        self._position = -1
+        self._unsent: deque[Change] = deque()
+        self._resync = True
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is more to send than fitted into the last message."""
+        return bool(self._unsent) or self._resync
+
+    def resync(self) -> None:
+        """Starts again with a snapshot: the coordinator has lost its copy."""
+        self._resync = True
+
+    def next_events(self) -> registry_pb2.CacheEvents | None:
+        """The next message, None if nothing has changed. The message counts as sent."""
+        cleared = self._resync
+        if not self._resync and not self._unsent:
+            changes = self._log.since(self._position)
+            if changes is None:
+                cleared = True
+            else:
+                self._unsent, self._position = deque(changes[0].items()), changes[1]
+        if cleared:
+            names, self._position = self._log.snapshot()
+            self._unsent, self._resync = deque(names.items()), False
+        elif not self._unsent:
+            return None
+        sent = [self._unsent.popleft() for _ in range(min(len(self._unsent), NAMES_A_MESSAGE))]
+        self._sequence += 1
+        return registry_pb2.CacheEvents(
+            sequence=self._sequence,
+            cleared=cleared,
+            removed=b"".join(name for name, cached in sent if not cached),
+            stored=b"".join(name for name, cached in sent if cached),
+        )

@@ -1,105 +1,54 @@
-"""The memory of a worker's KV blocks."""
+"""The memory of a worker's KV blocks, and how much memory this process may still take.
+
+Formats of the kernel's figures: proc(5), and its documents `admin-guide/cgroup-v2` and `admin-guide/cgroup-v1/memory`.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from engine.kv_cache.free_memory import require_free_memory
-from engine.kv_cache.storages import give_back
-from kv_transfer.lane_probe import probe_blocks
-from kv_transfer.layout import INT8, KvLayout
-from kv_transfer.transports.transport import KvMemoryRegion
+from kv_transfer.lanes import probe_blocks
+from kv_transfer.layout import KvLayout
+from kv_transfer.transports.regions import KvMemoryRegion
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Of weights, and of KV that is kept as it is computed."""
+"""Of weights and KV."""
 DEFAULT_BYTES = 1 << 30
-PIECE_BYTES = 2**21
-"""KV converted at a time, so that intermediate results stay in the caches."""
-
-
-_advise = ctypes.CDLL(None).madvise
-"""`madvise(2)`: without the interpreter's lock, which the one of `mmap` keeps."""
-_advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class BlockMemory:
     """Contiguous blocks of a layout, initially zero: `bytes`, uint8 `[num_blocks, block_bytes]`.
 
-    It stays where it is, since its address is registered with transports, until it is given up: on a device it may
-    come back elsewhere. On cpu it is an anonymous mapping, page-aligned; see `populate`. Blocks for lane probes follow
-    in the same memory. Raises ConfigError for more than is free there, with `beside_bytes` that are going to be taken
-    for other things.
+    It stays where it is, since its address is registered with transports. On cpu it is an anonymous mapping,
+    page-aligned, whose pages the kernel allocates when they are first written. Blocks for lane probes follow in the
+    same memory. Raises ConfigError for more than is free there.
     """
 
-    def __init__(
-        self, layout: KvLayout, num_blocks: int, device: torch.device, beside_bytes: int = 0
-    ) -> None:
+    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = device
         self._probe_blocks = probe_blocks(layout.block_bytes)
         total = num_blocks + self._probe_blocks
-        self._pages: mmap.mmap | None = None
-        self._populated = 0
         if device.type == "cpu":
-            require_free_memory(total * layout.block_bytes + beside_bytes)
-            self._pages = _huge_pages(total * layout.block_bytes)
-            memory = torch.frombuffer(self._pages, dtype=torch.uint8)
+            require_free_memory(total * layout.block_bytes)
+            memory = torch.frombuffer(_huge_pages(total * layout.block_bytes), dtype=torch.uint8)
         else:
             _refuse_expandable_segments()
             memory = torch.zeros(total * layout.block_bytes, dtype=torch.uint8, device=device)
-        self._storage = memory.untyped_storage()
         blocks = memory.view(total, layout.block_bytes)
         self.bytes, self._probes = blocks[:num_blocks], blocks[num_blocks:]
-        self._fill_probes()
-
-    def _fill_probes(self) -> None:
         # Reads of untouched pages would all hit the kernel's one page of zeros, and so measure too fast a lane.
         self._probes.fill_(1)
-
-    def populate(self) -> bool:
-        """On cpu: has the kernel allocate the next few pages, which may be in use already. Whether there were any left:
-        call it again then. Some milliseconds."""
-        if self._pages is None or self._populated >= len(self._pages):
-            return False
-        size = min(_PIECE, len(self._pages) - self._populated)
-        refused = _advise(self.bytes.data_ptr() + self._populated, size, _MADV_POPULATE_WRITE)
-        # An older kernel refuses: pages are taken as they are used.
-        self._populated = len(self._pages) if refused else self._populated + size
-        return not refused
-
-    def give_up(self) -> None:
-        """Gives all memory back: the content is lost. No transport may have it registered: where one has pinned pages,
-        a device would write to those, and readers would see others. On cpu the kernel takes the pages, and the
-        addresses stay taken; a device takes those as well, so nobody may have kept one, as a CUDA graph does."""
-        if self._pages is None:
-            give_back([self._storage])
-            return
-        self._populated = len(self._pages)
-        self._pages.madvise(mmap.MADV_DONTNEED)
-
-    def take_back(self) -> None:
-        """Makes the blocks usable again after `give_up`, all zero, and to be populated. On cpu the caller has seen that
-        `total_bytes` are free, with what else it takes back; a device that has less raises torch.OutOfMemoryError.
-        Views of the blocks are valid again."""
-        if self._pages is None:
-            self._storage.resize_(self.total_bytes)
-            self.bytes.zero_()
-        self._fill_probes()
-        self._populated = 0
-
-    @property
-    def total_bytes(self) -> int:
-        """What it takes, probe blocks included."""
-        return int(self._probes.numel() + self.bytes.numel())
 
     def memory(self) -> KvMemoryRegion:
         """All blocks, probe blocks included, as one region to register with a transport."""
@@ -122,24 +71,11 @@ class BlockMemory:
 
 
 class KvCacheMemory(BlockMemory):
-    """`tensor`: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]` of the layout's dtype.
+    """`tensor`: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]` of the layout's dtype."""
 
-    `scales`: for int8, bfloat16 `[num_blocks, num_layers, 2, num_kv_heads, block_size]`, strided, in the same blocks;
-    else None.
-    """
-
-    def __init__(
-        self, layout: KvLayout, num_blocks: int, device: torch.device, beside_bytes: int = 0
-    ) -> None:
-        super().__init__(layout, num_blocks, device, beside_bytes)
+    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+        super().__init__(layout, num_blocks, device)
         heads = (2, layout.num_kv_heads, layout.block_size_tokens)
-        self.scales: torch.Tensor | None = None
-        if layout.dtype == INT8:
-            pieces = self.bytes.view(num_blocks, layout.num_layers, -1)
-            codes = layout.block_vectors // layout.num_layers * layout.head_dim
-            self.tensor = pieces[..., :codes].view(torch.int8).unflatten(2, (*heads, layout.head_dim))
-            self.scales = pieces[..., codes:].view(torch.bfloat16).unflatten(2, heads)
-            return
         shape = (num_blocks, layout.num_layers, *heads, layout.head_dim)
         self.tensor = self.bytes.view(DTYPES[layout.dtype]).view(shape)
 
@@ -147,40 +83,16 @@ class KvCacheMemory(BlockMemory):
         """One layer's KV, `[2, num_kv_heads, num_blocks, block_size, head_dim]`, strided, no copy."""
         return self.tensor[:, layer].permute(1, 2, 0, 3, 4)
 
-    def scales_view(self, layer: int) -> torch.Tensor | None:
-        """One layer's scales, `[2, num_kv_heads, num_blocks, block_size]`, strided, no copy; None without scales."""
-        return None if self.scales is None else self.scales[:, layer].permute(1, 2, 0, 3)
 
-
-def block_pieces(
-    block_ids: Sequence[int], at_once: int, device: torch.device
-) -> Iterator[slice | torch.Tensor]:
-    """Indices of at most `at_once` of the blocks at a time; consecutive ones as a slice, which needs no copy."""
-    for begin in range(0, len(block_ids), at_once):
-        piece = block_ids[begin : begin + at_once]
-        first, last = piece[0], piece[-1]
-        if list(piece) == list(range(first, last + 1)):
-            yield slice(first, last + 1)
-        else:
-            yield torch.tensor(piece, device=device)
-
-
-def finish_writes(device: torch.device) -> None:
-    """Waits for what was written to blocks: peers and transports access them outside the device's stream."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
-def choose_num_blocks(config: EngineConfig, layout: KvLayout, extra_bytes: int = 0) -> int:
+def choose_num_blocks(config: EngineConfig, layout: KvLayout) -> int:
     """The number of blocks by the settings; on cuda one of them is set, see `engine.runner.memory_profile`.
 
-    Each block takes `extra_bytes` beside its own memory. Raises ConfigError if there would be fewer than two.
+    Raises ConfigError if there would be fewer than two.
     """
     if config.num_blocks is not None:
         return config.num_blocks
-    budget = config.kv_memory_bytes
-    budget = DEFAULT_BYTES if budget is None else budget
-    size = layout.block_bytes + extra_bytes
+    budget = DEFAULT_BYTES if config.kv_memory_bytes is None else config.kv_memory_bytes
+    size = layout.block_bytes
     blocks = budget // size
     if blocks < 2:
         message = (
@@ -207,10 +119,6 @@ _MADV_POPULATE_WRITE = 23
 """Since Linux 5.14. The mmap module has no name for it, and defines the other one on Linux only."""
 
 
-_PIECE = 2 << 20
-"""Bytes that are populated at a time. Other threads cannot map memory meanwhile."""
-
-
 def host_pages(num_bytes: int) -> mmap.mmap:
     """Zeroed memory, in huge pages where available, populated at once.
 
@@ -229,3 +137,82 @@ def _huge_pages(num_bytes: int) -> mmap.mmap:
     with suppress(OSError):  # an older kernel, or one without huge pages: slower, not wrong
         pages.madvise(_MADV_HUGEPAGE)
     return pages
+
+
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_KIB = 1024
+
+
+class _Files(NamedTuple):
+    """Where a version of control groups keeps its figures; `cache`: lines of `memory.stat` that count page cache."""
+
+    limit: str
+    used: str
+    cache: tuple[str, ...]
+
+
+_V2 = _Files("memory.max", "memory.current", ("inactive_file", "active_file"))
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+
+
+def free_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
+    """Bytes: the least of what the machine has available and what each limit above this process leaves.
+
+    Page cache, which the kernel gives up for it, counts as free; swap does not. None: nothing is known.
+    """
+    machine = _line(proc / "meminfo", "MemAvailable:")
+    known = [] if machine is None else [machine * _KIB]
+    for folder, files in _groups(proc, cgroups):
+        limit, used = _number(folder / files.limit), _number(folder / files.used)
+        if limit is not None and used is not None:
+            cache = sum(_line(folder / "memory.stat", name) or 0 for name in files.cache)
+            known.append(max(0, limit - used + cache))
+    return min(known, default=None)
+
+
+def require_free_memory(num_bytes: int) -> None:
+    """Raises ConfigError unless so many bytes are free. Memory is populated as it is first used, so what does not fit
+    would kill a worker that serves already. Workers of one host that start at once do not see each other."""
+    free = free_memory()
+    if free is not None and num_bytes > free:
+        message = (
+            f"engine.kv_memory_bytes: KV blocks take {num_bytes} bytes,"
+            f" and {free} bytes of memory are free on this machine, or below the limit of this container; lower it, or"
+            " engine.num_blocks"
+        )
+        raise ConfigError(message, field="engine.kv_memory_bytes")
+
+
+def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Files]]:
+    """The folders of this process's group and of all above it, up to the top of what is mounted."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top, files = (cgroups / "memory", _V1) if controllers else (cgroups, _V2)
+        parts = Path(path.lstrip("/")).parts
+        # A container may see its own group as the top, and its path from the host's.
+        yield top, files
+        for depth in range(1, len(parts) + 1):
+            yield top.joinpath(*parts[:depth]), files
+
+
+def _number(path: Path) -> int | None:
+    """None where there is no such file, or no limit (`max`)."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _line(path: Path, name: str) -> int | None:
+    """The number behind a name at the beginning of a line."""
+    try:
+        words = (line.split() for line in path.read_text().splitlines())
+        return next((int(line[1]) for line in words if line[:1] == [name]), None)
+    except (OSError, ValueError, IndexError):
+        return None

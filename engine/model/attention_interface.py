@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from transformers import AttentionInterface
 
-from engine.model.lean_transformers import AttentionInterface
 from splitserve.errors import UnsupportedModelError
 
 ATTENTION_NAME = "splitserve_paged"

@@ -10,18 +10,15 @@ from typing import Any
 
 import torch
 
-from engine.core.step_stats import StepWork
-from engine.core.types import ModelFacts
+from engine.core.model_runner import ModelFacts
 from engine.model.attention_interface import AttentionContext
 from engine.model.probe import AttentionShape
-from kv_transfer.weights.manifest import PLAIN, TensorSpec, WeightsForm
 
 _CHUNK_ELEMENTS = 2**22
 """Elements that a fingerprint reads at a time: 8 MiB in bfloat16."""
 _ELEMENTS_A_WORD = 4
-_MULTIPLIER = (
-    -7046029254386353131
-)  # 2^64 / golden ratio, as a signed word: spreads the positions over all bits
+# 2^64 / golden ratio, as a signed word: spreads the positions over all bits
+_MULTIPLIER = -7046029254386353131
 # Settings that do not affect the KV of a token.
 _NOT_FINGERPRINTED = ("_", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
 
@@ -41,37 +38,6 @@ class LoadedModel:
     dtype: str
     device: torch.device
     fingerprint: str
-    work: StepWork | None = None
-    tensors: tuple[TensorSpec, ...] = ()
-    """Its weights, as they were loaded or quantized then; none if it cannot give them."""
-    form: WeightsForm = PLAIN
-    content: str = ""
-    """See `WeightsReader`."""
-    fusible: bool = True
-    """Whether a backend may put kernels of its own in the place of elementwise operations."""
-
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
-def step_work(
-    module: Any, settings: Mapping[str, Any], attention: AttentionShape, dtype: torch.dtype, quantization: str
-) -> StepWork | None:
-    """What a step of the model asks of its device, with its linear layers as they were loaded. None for models with
-    experts, of which a step reads those that its tokens choose."""
-    if any(settings.get(name) for name in _EXPERTS):
-        return None
-    output = module.get_output_embeddings()
-    linears = [part for part in module.modules() if isinstance(part, torch.nn.Linear)]
-    layer_weights = sum(part.weight.numel() for part in linears if part is not output)
-    output_weights = output.weight.numel() if output is not None else 0
-    size = dtype.itemsize
-    return StepWork(
-        weight_bytes=layer_weights * (1 if quantization == "int8" else size) + output_weights * size,
-        layer_weights=layer_weights,
-        output_weights=output_weights,
-        kv_token_bytes=2 * attention.num_layers * attention.num_kv_heads * attention.head_dim * size,
-    )
 
 
 def eos_token_ids(module: Any) -> frozenset[int]:
@@ -109,18 +75,6 @@ def model_fingerprint(
     for name, content in contents.items():
         digest.update(f"{name} ".encode() + content)
     return digest.hexdigest()
-
-
-def configuration_fingerprint(settings: Mapping[str, Any]) -> str:
-    """SHA-256 (hex) of the settings that affect the KV of a token."""
-    return hashlib.sha256(_relevant(settings)).hexdigest()
-
-
-def quantized_fingerprint(
-    settings: Mapping[str, Any], others: Mapping[str, torch.Tensor], tied: Mapping[str, str], layers: bytes
-) -> str:
-    """SHA-256 (hex) of a model with quantized layers, whose digest `layers` is, and `others` that are not."""
-    return hashlib.sha256(model_fingerprint(settings, others, tied).encode() + layers).hexdigest()
 
 
 def _relevant(settings: Mapping[str, Any]) -> bytes:

@@ -50,7 +50,7 @@ class _SelfAttention:
         scale: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        """See `AttentionBackend.attend`. With one visible token its weight is 1, so the output is the value."""
+        """With one visible token its weight is 1, so the output is the value."""
         if key.shape != value.shape or query.shape[-1] != key.shape[-1] or query.shape[0] % key.shape[0]:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value))
             raise UnsupportedModelError(

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from engine.model.named_weights import ALL_ROWS, PackedModule
 from splitserve.logs import log_event
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -41,16 +40,8 @@ class SharedProduct:
             self._input, self._slices = None, []  # the last sibling: keep nothing of a step alive after it
         return part
 
-    def unpacked(self, index: int, name: str, rows: slice) -> torch.Tensor | None:
-        """The weight or bias of the sibling at `index`; see `PackedModule`."""
-        if not isinstance(self._linear, PackedModule):
-            return None
-        start = sum(self._sizes[:index])
-        own = range(start, start + self._sizes[index])[rows]
-        return self._linear.unpacked(name, slice(own.start, own.stop))
 
-
-class LinearSlice(PackedModule):
+class LinearSlice(nn.Module):
     """One sibling's part of a `SharedProduct`."""
 
     def __init__(self, shared: SharedProduct, index: int, layer: nn.Linear) -> None:
@@ -61,10 +52,6 @@ class LinearSlice(PackedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., inputs]` to this sibling's `[..., outputs]`, a view into the shared result."""
         return self._shared.take(self._index, x)
-
-    def unpacked(self, name: str, rows: slice = ALL_ROWS) -> torch.Tensor | None:
-        """See `PackedModule`."""
-        return self._shared.unpacked(self._index, name, rows)
 
 
 class PackedSlice(LinearSlice):
@@ -142,10 +129,10 @@ def _packed(layers: list[nn.Linear]) -> list[PackedSlice]:
 
 def _decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The items of the outermost lists of modules."""
-    found: list[nn.Module] = []
+    layers: list[nn.Module] = []
     for child in model.children():
-        found += list(child) if isinstance(child, nn.ModuleList) else _decoder_layers(child)
-    return found
+        layers += list(child) if isinstance(child, nn.ModuleList) else _decoder_layers(child)
+    return layers
 
 
 def _groups(

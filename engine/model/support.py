@@ -1,7 +1,6 @@
-"""Decides which models the engine supports, and why it refuses the others.
+"""Decides by configuration and class, before weights are read, which models the engine supports.
 
-Decides by the configuration and the model's class, before weights are read. What only a running model shows is checked
-by `engine.model.probe`.
+What only a running model shows is checked by `engine.model.probe`.
 """
 
 from __future__ import annotations

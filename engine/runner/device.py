@@ -1,4 +1,4 @@
-"""The device to compute on, and why a CUDA device cannot be used."""
+"""The device and the type that an engine computes in, and why a CUDA device cannot be used."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
 
@@ -95,3 +96,38 @@ def choose_device(name: str, facts: CudaFacts | None = None) -> torch.device:
         message = f"{FIELD}: {name} is not available ({facts.devices} cuda devices)"
         raise ConfigError(message, field=FIELD)
     return device
+
+
+SLOW = "this processor has no instructions for bfloat16, which takes several times as long as float32"
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this processor (AVX-512, AMX, AVX-NE-CONVERT, SVE). Without it torch does
+    so element by element."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _lacks_bfloat16(device: torch.device, native: bool | None) -> bool:
+    return device.type == "cpu" and not (multiplies_bfloat16() if native is None else native)
+
+
+def choose_dtype(config: EngineConfig, device: torch.device, native: bool | None = None) -> str:
+    """`engine.dtype` as "float32" or "bfloat16". Pure but for what oneDNN says.
+
+    "auto" is bfloat16, but float32 on a processor that does not multiply it. `native`: whether the processor does;
+    default: what oneDNN says.
+    """
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if _lacks_bfloat16(device, native) else "bfloat16"
+
+
+def log_dtype(config: EngineConfig, device: torch.device, dtype: str, native: bool | None = None) -> None:
+    """Logs what a processor without bfloat16 costs: `engine.dtype` where float32 was chosen for it, a warning
+    `engine.slow_dtype` where bfloat16 is computed all the same."""
+    if not _lacks_bfloat16(device, native):
+        return
+    if dtype == "bfloat16":
+        log_event("engine.slow_dtype", level=logging.WARNING, dtype=dtype, why=SLOW)
+    elif config.dtype == "auto":
+        log_event("engine.dtype", dtype=dtype, why=SLOW)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from engine.core.model_runner import ModelRunner, warm_up
 from splitserve.config.engine import EngineConfig
@@ -36,28 +37,28 @@ class DeviceMemory(Protocol):
         """Of the whole device."""
 
 
-class CudaMemory:
+class CudaMemory(DeviceMemory):
     """The memory of a CUDA device, as torch's allocator takes it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
+    @override
     def reset_peak(self) -> None:
-        """See `DeviceMemory`."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 
+    @override
     def peak(self) -> int:
-        """See `DeviceMemory`."""
         return int(torch.cuda.max_memory_reserved(self._device))
 
+    @override
     def free(self) -> int:
-        """See `DeviceMemory`."""
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self._device)[0])
 
+    @override
     def total(self) -> int:
-        """See `DeviceMemory`."""
         return int(torch.cuda.mem_get_info(self._device)[1])
 
 

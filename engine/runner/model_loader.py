@@ -1,49 +1,70 @@
-"""Loads a model: configuration, checks, weights, quantization and packing."""
+"""Loads a model onto the device and in the type that the settings say: configuration, checks, weights, packing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
-from typing import Any, NamedTuple
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
-from engine.backends.cpu.int8_linears import Int8Weight, put_quantized, quantizable, quantize_linears
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.linears import pack_linears, replace_norms
-from engine.core.types import ModelFacts
-from engine.kv_cache.free_memory import free_memory
+from engine.backends.cuda.forward import prepare_device
+from engine.backends.select import choose_backend
+from engine.core.model_runner import ModelFacts
 from engine.kv_cache.memory import DTYPES
+from engine.model.adapter import folder_shapes
 from engine.model.attention_interface import ATTENTION_NAME, AttentionContext, bind_layers
-from engine.model.lean_torch import lean_or_whole, with_whole_meta_device
-from engine.model.lean_transformers import AutoConfig, AutoModelForCausalLM, no_init_weights
-from engine.model.loaded_model import (
-    LoadedModel,
-    configuration_fingerprint,
-    eos_token_ids,
-    model_fingerprint,
-    quantized_fingerprint,
-    step_work,
-)
-from engine.model.named_weights import SCALES, as_bytes, empty_tensor, tensor_specs
+from engine.model.loaded_model import LoadedModel, eos_token_ids, model_fingerprint
 from engine.model.probe import probe_logits, probe_model
 from engine.model.sibling_linears import pack_siblings
-from engine.model.stand_ins import without_compiler
 from engine.model.support import context_limit, declared_windows, refuse_by_class, refuse_by_config
-from kv_transfer.layout import NO_QUANTIZATION
-from kv_transfer.weights.manifest import Manifest, TensorSpec, WeightsForm
-from kv_transfer.weights.taker import WeightsSource
-from splitserve.errors import (
-    FailedPreconditionError,
-    NotFoundError,
-    UnavailableError,
-    UnsupportedModelError,
-)
+from engine.runner.device import choose_device, choose_dtype, log_dtype
+from splitserve.config.engine import EngineConfig
+from splitserve.errors import SplitserveError, UnavailableError, UnsupportedModelError
+from splitserve.logs import log_event
+from splitserve.models.model_files import CONFIG_FILE, INDEX_FILE, check_settings, damaged, read_object
 from splitserve.models.progress import report_progress
 from splitserve.models.sources import ModelSource, localize_model
+
+_MOST_CHARACTERS = 400
+
+
+def load_weights(
+    config: EngineConfig, source: ModelSource, progress: Callable[[float], None]
+) -> tuple[LoadedModel, CpuKernels | None]:
+    """Loads a model, and the kernels that compute it on cpu; sets the number of compute threads of the process.
+
+    Raises UnavailableError, UnsupportedModelError and ConfigError as `load_model` and `choose_backend`; the last before
+    anything is loaded.
+    """
+    device = choose_device(config.device)
+    dtype = choose_dtype(config, device)
+    log_dtype(config, device, dtype)
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    choose_backend(config.attention_backend, device)
+    if device.type == "cuda":
+        prepare_device(device)
+    kernels = cpu_kernels(config, dtype, device)
+    return load_model(source, dtype, device, progress, kernels), kernels
+
+
+def cpu_kernels(config: EngineConfig, dtype: str, device: torch.device) -> CpuKernels | None:
+    """Our cpu kernels if this engine uses them; None, and a log event, if they cannot be compiled here."""
+    if config.cpu_kernels == "off" or device.type != "cpu" or dtype != "bfloat16":
+        return None
+    try:
+        return CpuKernels(torch.get_num_threads())
+    except UnavailableError as error:
+        log_event("engine.cpu_kernels_off", why=error.message)
+        return None
 
 
 def load_model(
@@ -51,54 +72,33 @@ def load_model(
     dtype: str,
     device: torch.device,
     progress: Callable[[float], None],
-    quantization: str = "none",
     kernels: CpuKernels | None = None,
-    peer: WeightsSource | None = None,
 ) -> LoadedModel:
     """Loads a model in evaluation mode.
 
-    `dtype` is "float32" or "bfloat16"; `quantization` is "none", or "int8" if `check_quantization`
-    passed; `kernels` are for bfloat16 on cpu. `progress` is called with 0..1 as weights are loaded. With `peer` they
-    come from there, and only configuration and tokenizer from files: raises its errors, and FailedPreconditionError
-    (WEIGHTS_MISMATCH, WEIGHTS_UNUSABLE) for weights that are not this model's. Raises UnsupportedModelError for a model
-    family or option that the engine refuses, before weights are read where possible; ConfigError and UnavailableError
-    as `localize_model`.
+    `dtype` is "float32" or "bfloat16"; `kernels` are for bfloat16 on cpu. `progress` is called with 0..1 as weights are
+    loaded. Raises UnsupportedModelError for a model family or option that the engine refuses, before weights are read
+    where possible; what `localize_model` raises.
     """
     files = localize_model(source, weights=False)
-    config = _load_config(files)
-    settings = config.to_dict()
-    refuse_by_config(settings)
-    context_tokens = context_limit(settings)
-    refuse_by_class(skeleton := _skeleton(config, DTYPES[dtype]))
-    form = WeightsForm(quantization, configuration_fingerprint(settings))
-    received: _Received | None = None
-    if peer is None:
-        module = _load_weights(localize_model(source), DTYPES[dtype], device, progress)
-    else:
-        received = _receive_weights(files, skeleton, form, DTYPES[dtype], device, peer, progress)
-        module = received.module
-    context = AttentionContext()
-    layers = bind_layers(module, context, declared_windows(settings))
-    tensors = tensor_specs(module, _int8_layers(module, form))
-    digest, content = b"" if received is None else received.put(kernels), ""
-    attention = probe_model(module, context, layers, settings)
+    path = Path(files.path) / (files.gguf_file or CONFIG_FILE)
+    with _told(path):
+        config = AutoConfig.from_pretrained(files.path, local_files_only=True, **_gguf_options(files))
+        settings = config.to_dict()
+        check_settings(path, settings)
+        refuse_by_config(settings)
+        context_tokens = context_limit(settings)
+        with torch.device("meta"), no_init_weights():  # its class and its modules
+            skeleton = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+        refuse_by_class(skeleton)
+        module = _load_weights(localize_model(source), skeleton, DTYPES[dtype], device, progress)
+        context = AttentionContext()
+        layers = bind_layers(module, context, declared_windows(settings))
+        attention = probe_model(module, context, layers, settings)
     facts = ModelFacts(context_tokens, int(config.vocab_size), eos_token_ids(module))
-    tied = module.all_tied_weights_keys
-    if received is not None and digest:  # the weights that it is made from are not here
-        fingerprint = received.manifest.fingerprint
-    else:
-        fingerprint = model_fingerprint(settings, module.state_dict(), tied)
-    work = step_work(skeleton, settings, attention, DTYPES[dtype], quantization)
-    del skeleton
-    if quantization == "int8":
-        output = module.get_output_embeddings()
-        digest = digest or quantize_linears(module, output, lambda: probe_logits(module, context), kernels)
-        content = quantized_fingerprint(settings, module.state_dict(), tied, fingerprint.encode() + digest)
-    if received is not None:
-        received.require(fingerprint, content)
+    fingerprint = model_fingerprint(settings, module.state_dict(), module.all_tied_weights_keys)
     _pack(module, context, dtype, device, kernels)
-    parts = module, config, context, facts, attention
-    return LoadedModel(*parts, dtype, device, fingerprint, work, tensors, form, content)
+    return LoadedModel(module, config, context, facts, attention, dtype, device, fingerprint)
 
 
 def _pack(
@@ -118,36 +118,25 @@ def _gguf_options(source: ModelSource) -> dict[str, Any]:
     return {"gguf_file": source.gguf_file} if source.gguf_file else {}
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
-
-
-def _load_config(source: ModelSource) -> Any:
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Makes one line, which names the path, of whatever `transformers` raises."""
     try:
-        return AutoConfig.from_pretrained(source.path, local_files_only=True, **_gguf_options(source))
-    except OSError as error:
-        raise NotFoundError(f"model {source.path}: {_first_line(error)}") from None
-    except (ValueError, KeyError, StrictDataclassError) as error:
-        raise UnsupportedModelError(f"model {source.path}: {_first_line(error)}") from None
-
-
-def _skeleton(config: Any, dtype: torch.dtype) -> Any:
-    """The model without weights: its class and its modules, on the meta device."""
-
-    def make() -> Any:
-        with torch.device("meta"), no_init_weights():
-            return with_whole_meta_device(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype))
-
-    try:
-        return lean_or_whole(make)
-    except (ValueError, ImportError, TypeError, RuntimeError) as error:
-        reason = _first_line(error)
-        raise UnsupportedModelError(f"model type {config.model_type} is not supported: {reason}") from None
+        yield
+    except SplitserveError:
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())[:_MOST_CHARACTERS] or type(error).__name__
+        unknown = " is not known" if isinstance(error, KeyError) and " " not in why else ""
+        raise damaged(path, why + unknown, UnsupportedModelError.default_reason) from error
 
 
 def _load_weights(
-    source: ModelSource, dtype: torch.dtype, device: torch.device, progress: Callable[[float], None]
+    source: ModelSource,
+    skeleton: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[float], None],
 ) -> Any:
     options = _gguf_options(source)
     if source.gguf_file:
@@ -156,134 +145,56 @@ def _load_weights(
 
         options["quantization_config"] = GgufConfig(dequantize=True)
     if device.type != "cpu":
-        options["device_map"] = {
-            "": device
-        }  # loads tensors to the device one by one, without a whole copy on the host
-    try:
-        with report_progress(progress, gguf=bool(source.gguf_file)), without_compiler():
-            load = partial(AutoModelForCausalLM.from_pretrained, source.path, dtype=dtype)
-            named = {"attn_implementation": ATTENTION_NAME, "local_files_only": True, **options}
-            module, info = with_whole_meta_device(lambda: load(output_loading_info=True, **named))
-    except OSError as error:
-        raise NotFoundError(f"model {source.path}: {_first_line(error)}") from None
-    except (ValueError, ImportError) as error:
-        raise UnsupportedModelError(f"model {source.path}: {_first_line(error)}") from None
-    except (RuntimeError, SafetensorError) as error:
-        message = f"model {source.path}: its weights cannot be read: {_first_line(error)}"
-        raise UnsupportedModelError(message, reason="MODEL_UNREADABLE") from None
+        # Loads tensors to the device one by one, without a whole copy on the host.
+        options["device_map"] = {"": device}
+    with report_progress(progress, gguf=bool(source.gguf_file)), _with_metadata(Path(source.path)) as folder:
+        try:
+            module, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                local_files_only=True,
+                output_loading_info=True,
+                **options,
+            )
+        except RuntimeError:
+            if why := _misfit(skeleton, folder):
+                raise damaged(Path(source.path), why) from None
+            raise
     if missing := sorted(info["missing_keys"]):
         message = f"model {source.path}: its files lack {len(missing)} weights, for example {missing[0]}"
         raise UnsupportedModelError(message, reason="MODEL_INCOMPLETE")
+    for name, buffer in module.named_buffers():
+        if not bool(buffer.isfinite().all()):
+            raise damaged(Path(source.path) / CONFIG_FILE, f"with its settings {name} is not finite")
     progress(1.0)
     return module.eval()
 
 
-class _Received(NamedTuple):
-    """A model with the weights that a peer has sent."""
-
-    module: Any
-    manifest: Manifest
-    quantized: dict[str, Int8Weight]
-    """Those that are not in the module yet, by layer."""
-
-    def put(self, kernels: CpuKernels | None) -> bytes:
-        """Puts these in their places; see `put_quantized`. Empty if there are none. Raises FailedPreconditionError
-        (WEIGHTS_UNUSABLE)."""
-        if not self.quantized:
-            return b""
-        try:
-            return put_quantized(self.module, self.module.get_output_embeddings(), self.quantized, kernels)
-        except (RuntimeError, ValueError, LookupError, MemoryError) as error:
-            message = f"weights of a peer: {type(error).__name__}: {_first_line(error)}"
-            raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE") from None
-
-    def require(self, fingerprint: str, content: str) -> None:
-        """Raises FailedPreconditionError (WEIGHTS_MISMATCH) unless the model is what the peer has promised."""
-        if (self.manifest.fingerprint, self.manifest.content) != (fingerprint, content):
-            message = "weights of a peer: with this configuration they are another model than the peer's"
-            raise FailedPreconditionError(message, reason="WEIGHTS_MISMATCH")
+@contextmanager
+def _with_metadata(folder: Path) -> Iterator[Path]:
+    """The folder, or one of links to its files if its index lacks the metadata that `transformers` asks for."""
+    path = folder / INDEX_FILE
+    index = read_object(path) if path.is_file() else {"metadata": {}}
+    if isinstance(index.get("metadata"), dict):
+        yield folder
+        return
+    with TemporaryDirectory(prefix="splitserve-") as links:
+        for file in folder.iterdir():
+            if file.name != INDEX_FILE:
+                Path(links, file.name).symlink_to(file.resolve())
+        Path(links, INDEX_FILE).write_text(json.dumps(index | {"metadata": {}}), encoding="utf-8")
+        yield Path(links)
 
 
-def _int8_layers(module: Any, form: WeightsForm) -> list[str]:
-    return [] if form.quantization == NO_QUANTIZATION else quantizable(module, module.get_output_embeddings())
-
-
-def _receive_weights(
-    files: ModelSource,
-    skeleton: Any,
-    form: WeightsForm,
-    dtype: torch.dtype,
-    device: torch.device,
-    peer: WeightsSource,
-    progress: Callable[[float], None],
-) -> _Received:
-    """The model with the weights that `peer` sends. The tensors are those of this model's own modules: the peer's list
-    has to be the same."""
-    int8 = _int8_layers(skeleton, form)
-    tensors, manifest = _fetched(tensor_specs(skeleton, int8), form, peer, progress)
-    quantized: dict[str, Int8Weight] = {}
-    for name in int8:
-        values, scales = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.{SCALES}")
-        quantized[name] = Int8Weight(values, scales)
-        tensors[f"{name}.weight"] = torch.empty(values.shape, dtype=dtype)  # in whose place they are put
-    options: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
-    try:
-        with report_progress(lambda _fraction: None), without_compiler():
-            load = partial(type(skeleton).from_pretrained, None, config=skeleton.config, state_dict=tensors)
-            named = {"dtype": dtype, "attn_implementation": ATTENTION_NAME, **options}
-            module, info = with_whole_meta_device(lambda: load(output_loading_info=True, **named))
-        with suppress(OSError):  # few models lack the file; the rest is in the configuration
-            module.generation_config = type(module.generation_config).from_pretrained(
-                files.path, local_files_only=True
-            )
-    except (OSError, ValueError, ImportError, RuntimeError, TypeError, KeyError, AttributeError) as error:
-        message = f"weights of a peer: {_first_line(error)}"
-        raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE") from None
-    if left := sorted(info["missing_keys"]) or sorted(info["unexpected_keys"]):
-        message = f"weights of a peer: {len(left)} do not fit, for example {left[0]}"
-        raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE")
-    progress(1.0)
-    return _Received(module.eval(), manifest, quantized)
-
-
-def _fetched(
-    specs: Sequence[TensorSpec], form: WeightsForm, peer: WeightsSource, progress: Callable[[float], None]
-) -> tuple[dict[str, torch.Tensor], Manifest]:
-    """The tensors that `peer` sends, by name, and what it says of them."""
-    if not specs:
-        message = "weights of a peer: this model has tensors of an element type that is not sent"
-        raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE")
-    tensors: dict[str, torch.Tensor] = {}
-    total, received = sum(spec.num_bytes for spec in specs), 0
-
-    def allocate(spec: TensorSpec) -> Any:
-        nonlocal received
-        if not tensors:
-            _require_memory(total)
-        progress(min(1.0, received / total))  # of the tensors before; more where a second peer begins anew
-        received += spec.num_bytes
-        tensors[spec.name] = empty_tensor(spec)
-        return as_bytes(tensors[spec.name]).numpy()
-
-    try:
-        manifest = peer.fetch(specs, allocate, form)
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        LookupError,
-        MemoryError,
-    ) as error:  # of mappings, torch, libraries
-        message = f"weights of a peer: {type(error).__name__}: {_first_line(error)}"
-        raise FailedPreconditionError(message, reason="WEIGHTS_UNUSABLE") from None
-    return tensors, manifest
-
-
-def _require_memory(num_bytes: int) -> None:
-    free = free_memory()
-    if free is not None and num_bytes > free:
-        message = f"weights of a peer: they take {num_bytes} bytes, and {free} bytes of memory are free"
-        raise UnavailableError(message, reason="NO_MEMORY")
+def _misfit(skeleton: Any, folder: Path) -> str:
+    """The first weight whose shape is another one than the configuration's; empty without one."""
+    expected = skeleton.state_dict()
+    for name, shape in folder_shapes(folder).items():
+        if name in expected and tuple(expected[name].shape) != shape:
+            asked = list(expected[name].shape)
+            return f"{CONFIG_FILE} asks for {name} {asked}, the weights have {list(shape)}"
+    return ""
 
 
 def _detach_from_file(module: Any) -> None:

@@ -1,8 +1,7 @@
 """Samples next tokens: a pure function of logits, parameters, seed and position.
 
-A row's result never depends on other rows: its random number comes from a counter-based generator over (seed,
-position), and its probabilities are summed in float64 in the order of token ids. So a request gets the same tokens in
-any batch, on any worker, and after a resume.
+A row's result never depends on other rows: its noise comes from a counter-based generator over (seed, position, token
+id). So a request gets the same tokens in any batch, on any worker, and after a resume.
 
 Order of operations: logit bias, repetition penalty, presence and frequency penalties, banned tokens and grammar,
 temperature, top-k, top-p, min-p. Equal logits are ranked by token id, lower first.
@@ -17,13 +16,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.core.types import Logprob, RowsFailedError, SampledToken, SamplingParams
-from engine.runner.device_sampling.row_sampler import sample_rows
+from engine.core.model_runner import Logprob, RowsFailedError, SampledToken, SamplingParams
+from engine.runner.device_sampling import sample_rows
+from engine.runner.gumbel_noise import noise_of
 from engine.runner.sampling_row import SamplingRow
 from engine.runner.structured_output import GrammarFailedError
 from engine.runner.structured_output import allowed_tokens as grammar_tokens
 from splitserve.errors import SplitserveError
-from splitserve.request_guard import request_error
+from splitserve.rpc.status import request_error
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -44,9 +44,7 @@ class NanLogitsError(RowsFailedError):
 
 
 def sample(
-    logits: torch.Tensor,
-    rows: Sequence[SamplingRow],
-    wait_argmax: Callable[[], list[int]] | None = None,
+    logits: torch.Tensor, rows: Sequence[SamplingRow], wait_argmax: Callable[[], list[int]] | None = None
 ) -> list[SampledToken]:
     """Samples one token per row. `logits` `[rows, vocabulary]`, any float dtype and device, are left unchanged.
 
@@ -65,10 +63,10 @@ def sample(
     else:
         chosen = sample_rows(logits[others], [rows[index] for index in others])
     results = dict(zip(others, chosen, strict=True))
-    if broken := {index: one for index, one in results.items() if isinstance(one, SplitserveError)}:
+    if broken := {index: result for index, result in results.items() if isinstance(result, SplitserveError)}:
         first = next(iter(broken.values()))
         raise RowsFailedError(first.message, tuple(broken), reason=first.reason)
-    if stuck := tuple(index for index, one in results.items() if one is None):
+    if stuck := tuple(index for index, result in results.items() if result is None):
         raise GrammarFailedError("the grammar allows no token that the model can choose", stuck)
     for index, token in results.items():
         assert isinstance(token, SampledToken)
@@ -140,17 +138,13 @@ def adjust(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
 
 
 def _draw(logits: NDArray[np.float32], row: SamplingRow) -> int:
-    """Inverse transform sampling over the allowed tokens, in float64."""
-    scaled = logits.astype(np.float64) / row.sampling.temperature
+    """The allowed token whose logit and noise have the largest sum, in float64."""
+    # Relative to the largest, so that no temperature makes it infinite.
+    scaled = (logits.astype(np.float64) - logits.max()) / row.sampling.temperature
     allowed = allowed_tokens(scaled, row.sampling)
-    kept = scaled if allowed is None else scaled[allowed]
-    cumulative = torch.from_numpy(np.exp(kept - kept.max())).cumsum(0).numpy()
-    target = row.uniform * cumulative[-1]
-    # The first index whose sum exceeds the target, which skips tokens of probability zero. Rounding may bring the
-    # target up to the last sum; the token is then the last one with a probability.
-    last = int(np.searchsorted(cumulative, cumulative[-1]))
-    index = min(int(np.searchsorted(cumulative, target, side="right")), last)
-    return index if allowed is None else int(allowed[index])
+    if allowed is None:
+        return int((scaled + noise_of(np.arange(scaled.size), row.noise_key)).argmax())
+    return int(allowed[(scaled[allowed] + noise_of(allowed, row.noise_key)).argmax()])
 
 
 def allowed_tokens(scaled: Floats, sampling: SamplingParams) -> Ints | None:

@@ -1,15 +1,13 @@
-"""What a token is sampled from beside its logits: parameters, context, grammar mask and a random number."""
+"""What a token is sampled from beside its logits: parameters, context, grammar mask and the key of its noise."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.core.types import SamplingParams, ScheduledSequence
+from engine.core.model_runner import SamplingParams, ScheduledSequence
+from engine.runner.gumbel_noise import noise_key
 from engine.runner.structured_output import Mask
-
-_U64 = (1 << 64) - 1
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 class SamplingRow(NamedTuple):
@@ -53,27 +51,11 @@ class SamplingRow(NamedTuple):
         return changed or self.mask is not None
 
     @property
-    def uniform(self) -> float:
-        """The row's random number, in [0, 1)."""
-        return uniform(self.sampling.seed, self.position)
+    def noise_key(self) -> int:
+        """Names the noise that the token is drawn with."""
+        return noise_key(self.sampling.seed, self.position)
 
     @property
     def plain(self) -> bool:
         """Whether the argmax is all that is needed."""
         return self.sampling.greedy and self.sampling.logprobs is None and not self.adjusted
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits, a function of its arguments only.
-
-    SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), read at
-    index `position` of the stream that starts at the mixed seed.
-    """
-    return (_mix(_mix(seed & _U64) + (position + 1) * _GOLDEN_GAMMA) >> 11) * 2.0**-53
-
-
-def _mix(state: int) -> int:
-    state &= _U64
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _U64
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _U64
-    return state ^ (state >> 31)

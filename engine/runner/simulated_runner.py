@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
-from engine.core.model_runner import ModelRunner, draft_rows, of_sequences, sample_in_order
-from engine.core.types import ModelFacts, RowsFailedError, SampledToken, ScheduledSequence
-from engine.runner.structured_output import Mask, MaskFiller, allowed_tokens
-from kv_transfer.lane_probe import probe_blocks
+from engine.core.model_runner import ModelFacts, ModelRunner, SampledToken, ScheduledSequence
+from engine.runner.structured_output import Mask, allowed_tokens, masks_of
+from kv_transfer.lanes import probe_blocks
 from kv_transfer.layout import KvLayout
-from kv_transfer.transports.transport import KvMemoryRegion
+from kv_transfer.transports.regions import KvMemoryRegion
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.generation.kv_blocks import blocks_for
@@ -34,23 +34,6 @@ _FIRST_PRINTABLE, _END_PRINTABLE = 32, 127
 _WORD = (1 << 64) - 1
 _VALUE_SALT = 0xA5A5A5A5A5A5A5A5
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-
-
-def expected_tokens(
-    prompt: Sequence[int], count: int, vocabulary_size: int = VOCABULARY_SIZE, eos: int | None = None
-) -> list[int]:
-    """The first `count` tokens that a simulated engine appends to a prompt; ends early after `eos`."""
-    tokens: list[int] = []
-    key = folded = 0
-    for position, token in enumerate(prompt):
-        key, folded = _extend(key, folded, position, token)
-    while len(tokens) < count:
-        token = _next_token(key, folded, frozenset(), vocabulary_size)
-        tokens.append(token)
-        if token == eos:
-            break
-        key, folded = _extend(key, folded, len(prompt) + len(tokens) - 1, token)
-    return tokens
 
 
 class SimulatedRunner(ModelRunner):
@@ -84,55 +67,40 @@ class SimulatedRunner(ModelRunner):
             raise ConfigError(message, field=f"engine.{setting}") from None
         blocks = np.frombuffer(self._pages, dtype=np.uint8).reshape(total, -1)
         self._probes = blocks[self._num_blocks :]
-        self.take_kv_back()
+        # Reads of untouched pages would all hit the kernel's one page of zeros, and so measure too fast a lane.
+        self._probes[:] = 1
         self.pool: NDArray[np.uint8] = blocks[: self._num_blocks]
         """KV bytes, uint8 `[num_blocks, block_bytes]`."""
-        self._mask_filler = MaskFiller(VOCABULARY_SIZE)
         self._words = self.pool.view(np.uint64).reshape(self._num_blocks, 2, config.block_size_tokens)
 
     @property
+    @override
     def num_blocks(self) -> int:
-        """See ModelRunner."""
         return self._num_blocks
 
     @property
+    @override
     def pool_memory(self) -> KvMemoryRegion:
-        """See ModelRunner."""
         total = self._num_blocks + self._probe_blocks
         return KvMemoryRegion(self.pool.ctypes.data, total, self.layout, probe_blocks=self._probe_blocks)
 
+    @override
     def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
-        """See ModelRunner."""
         return [memoryview(self.pool[block]) for block in block_ids]
 
+    @override
     def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
-        """See ModelRunner."""
-        rows = draft_rows(batch)
-        end = time.monotonic() + self._duration_s(rows)
-        try:
-            masks = self._mask_filler.masks(rows)
-        except RowsFailedError as error:
-            raise of_sequences(error, rows) from None
-        computed = [self._compute(sequence, masks.get(index)) for index, sequence in enumerate(rows)]
-        sampled = sample_in_order(
-            rows, masks, lambda wanted: [token for row in wanted if (token := computed[row]) is not None]
-        )
+        end = time.monotonic() + self._duration_s(batch)
+        masks = masks_of(batch)
+        sampled = [self._compute(sequence, masks.get(index)) for index, sequence in enumerate(batch)]
         left = end - time.monotonic()
         if left > 0:
             time.sleep(left)
         return sampled
 
-    def give_up_kv(self) -> None:
-        """See ModelRunner."""
-        self._pages.madvise(mmap.MADV_DONTNEED)
-
-    def take_kv_back(self) -> None:
-        """See ModelRunner."""
-        # Reads of untouched pages would all hit the kernel's one page of zeros, and so measure too fast a lane.
-        self._probes[:] = 1
-
+    @override
     def close(self) -> None:
-        """See ModelRunner. The memory is freed when nothing refers to it any more."""
+        """The memory is freed when nothing refers to it any more."""
 
     def _duration_s(self, batch: Sequence[ScheduledSequence]) -> float:
         config = self._config
@@ -165,7 +133,7 @@ class SimulatedRunner(ModelRunner):
         if mask is not None:
             allowed = np.flatnonzero(allowed_tokens(mask, VOCABULARY_SIZE, sequence.banned_token_ids))
             return SampledToken(int(allowed[_mix(key ^ folded) % len(allowed)]))
-        return SampledToken(_next_token(key, folded, sequence.banned_token_ids, VOCABULARY_SIZE))
+        return SampledToken(_next_token(key, folded, sequence.banned_token_ids))
 
     def _fold(self, blocks: NDArray[np.int64], num_tokens: int) -> int:
         words = self._words[blocks]
@@ -187,14 +155,8 @@ def _key(previous: int, token: int) -> int:
     return _mix(previous ^ _mix(token))
 
 
-def _extend(key: int, folded: int, position: int, token: int) -> tuple[int, int]:
-    key = _key(key, token)
-    folded += (key + 3 * _mix(key ^ _VALUE_SALT)) * (2 * position + 1)
-    return key, folded & _WORD
-
-
-def _next_token(key: int, folded: int, banned: frozenset[int], vocabulary_size: int) -> int:
-    printable = range(_FIRST_PRINTABLE, min(_END_PRINTABLE, vocabulary_size))
+def _next_token(key: int, folded: int, banned: frozenset[int]) -> int:
+    printable = range(_FIRST_PRINTABLE, _END_PRINTABLE)
     choice = _mix(key ^ folded)
     for step in range(len(printable)):
         token = printable[(choice + step) % len(printable)]

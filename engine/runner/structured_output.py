@@ -1,48 +1,44 @@
-"""Structured output with llguidance: one compiled grammar per request, one matcher per sequence.
+"""Structured output: what the output of a request may go on with, answered by its grammar's process.
 
-Grammars are compiled on the grammar thread. A matcher lives with its sequence on the engine thread. It consumes the
-output tokens in order, those of earlier attempts included, and computes the mask of allowed tokens for each step.
+Nothing here runs the grammar library: see `splitserve.grammars.processes`. On the engine thread a matcher hands over
+tokens and takes masks that have come. It never waits unless it is told to.
 """
 
 from __future__ import annotations
 
-import os
-from collections import OrderedDict
+import select
+import time
+from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from itertools import count
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.types import ModelFacts, OutputMatcher, RowsFailedError, ScheduledSequence
-from splitserve.errors import InvalidArgumentError, SplitserveError
-from splitserve.generation.grammar import (
-    FIELD,
-    GrammarThread,
-    check_grammar,
-    compile_limits,
-    llguidance_source,
-    refused,
-    summarize_error,
-)
+from engine.core.model_runner import ModelFacts, RowsFailedError, ScheduledSequence
+from splitserve.errors import InvalidArgumentError, ResourceExhaustedError, SplitserveError
+from splitserve.grammars import child
+from splitserve.grammars.forms import FIELD, summarize_error
+from splitserve.grammars.processes import SLOW_CPU_S, Connection, GrammarProcesses, Vocabulary
 from splitserve.models.hf_tokenizer import ByteTokenizer, HfTokenizer
 from splitserve.models.tokenizer import Tokenizer
-from splitserve.request_guard import request_error
-from splitserve.rpc.status import GRAMMAR_FAILED
-from splitserve.runtime.calls.shared_calls import SharedCalls
+from splitserve.rpc.status import GRAMMAR_FAILED, request_error
+from splitserve.runtime.call_thread import SharedCalls
 from splitserve.v1 import generation_pb2
-
-if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
-
 
 Mask = NDArray[np.int32]
 """int32 `[ceil(vocabulary / 32)]`, one bit per token, set if it is allowed; the lowest bit of word 0 is token 0."""
 
-CACHED_GRAMMARS = 64
-BITS = 32
-MAX_MASK_THREADS = 8
+KEPT_GRAMMARS = 16
+"""Grammars that stay compiled for requests to come, those used last."""
+MASK_WAIT_S = 0.05
+"""How long a step that cannot leave rows out waits for the masks of all its rows."""
+MAX_GRAMMARS = 128
+"""Different grammars of requests at a time; each has a process."""
+PREAMBLE = 2
+"""Frames of a new process before it answers: HELLO and COMPILED."""
+TOO_COSTLY = "its next token takes too much time or memory to find"
 
 
 class GrammarFailedError(RowsFailedError):
@@ -52,200 +48,214 @@ class GrammarFailedError(RowsFailedError):
 
 
 class GrammarMatcher:
-    """The state of one output within its grammar; an `OutputMatcher`. Used on one thread."""
+    """The state of one output within its grammar; an `OutputMatcher`. Used on the engine thread."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int]) -> None:
-        self.eos_token_ids = eos_token_ids
+    def __init__(self, grammar: CompiledGrammar, number: int) -> None:
+        self.eos_token_ids = grammar.eos_token_ids
         """Tokens that may be sampled to end the answer where the grammar is complete."""
-        self._matcher = matcher
-        self._consumed = 0
-
-    def advance(self, token_ids: Sequence[int], prompt_tokens: int) -> None:
-        """Consumes the output tokens of a sequence that are new since the last call.
-
-        `token_ids` is the whole sequence. Raises InvalidArgumentError (GRAMMAR_FAILED) for a token that the grammar
-        does not allow.
-        """
-        new = list(token_ids[prompt_tokens + self._consumed :])
-        self._consumed += len(new)
-        if new and not self._matcher.consume_tokens(new):
-            raise InvalidArgumentError(self.error, reason=GRAMMAR_FAILED, field=FIELD)
-
-    def leading(self, token_ids: Sequence[int]) -> int:
-        """How many of these next tokens the grammar allows without ending with them."""
-        tried = self.after(())
-        for count, token in enumerate(token_ids):
-            raw = tried.raw
-            if token in self.eos_token_ids or not raw.try_consume_tokens([token]) or raw.is_stopped():
-                return count
-        return len(token_ids)
-
-    def after(self, token_ids: Sequence[int]) -> GrammarMatcher:
-        """A matcher of the output with these next tokens, all of them `leading`."""
-        copied = GrammarMatcher(self._matcher.deep_copy(), self.eos_token_ids)
-        copied._consumed = self._consumed
-        if token_ids:
-            copied._matcher.consume_tokens(list(token_ids))
-            copied._consumed += len(token_ids)
-        return copied
-
-    @property
-    def complete(self) -> bool:
+        self.complete = False
         """Whether the output is complete and nothing can follow."""
-        return self._matcher.is_stopped() and not self._matcher.is_error() and self._matcher.is_accepting()
-
-    @property
-    def error(self) -> str:
+        self.error = ""
         """Why the grammar cannot continue; empty while it can."""
-        if not self._matcher.is_error():
-            return ""
-        return f"{FIELD}: {summarize_error(self._matcher.get_error() or self._matcher.stop_reason())}"
+        self.mask: Mask = np.zeros(0, dtype=np.int32)
+        """The tokens that may follow."""
+        self.number = number
+        self.tokens: list[int] = []
+        self.connection: Connection | None = None
+        """To the process that knows the output so far."""
+        self._grammar = grammar
 
-    def fill(self, mask: Mask) -> None:
-        """Writes the mask of the next token."""
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Hands over the next tokens of the output and asks what may follow; see `wait`."""
+        self.tokens += token_ids
+        self._grammar.ask(self, token_ids)
 
-    @property
-    def raw(self) -> LLMatcher:
-        """llguidance's own object."""
-        return self._matcher
+    def wait(self, timeout_s: float = 0.0) -> bool:
+        """Whether what was asked last is answered, at most `timeout_s` seconds from now."""
+        return self._grammar.wait(self, timeout_s)
+
+    def close(self) -> None:
+        """Forgets the output. Idempotent."""
+        self._grammar.forget(self)
+
+    def answer(self, status: int, answer: bytes) -> None:
+        """Takes what the grammar's process has answered."""
+        self.complete = status == child.COMPLETE
+        if status == child.FAILED:
+            self.error = f"{FIELD}: {summarize_error(answer.decode(errors='replace'))}"
+        else:
+            self.mask = np.frombuffer(answer, dtype=np.int32)
 
 
 class CompiledGrammar:
-    """A grammar compiled for one tokenizer; creates matchers in microseconds. Thread-safe."""
+    """A grammar and its process; made on the event loop, used on the engine thread.
 
-    def __init__(self, prototype: LLMatcher, eos_token_ids: frozenset[int]) -> None:
-        self._prototype = prototype
-        self._eos_token_ids = eos_token_ids
+    A process that ends fails the output that it was at, and nobody else: the others go on in a new one.
+    """
+
+    def __init__(
+        self, processes: GrammarProcesses, grammar: generation_pb2.Grammar, connection: Connection
+    ) -> None:
+        """`connection`: to a process that has compiled the grammar."""
+        self.eos_token_ids = connection.eos_token_ids
+        self._processes, self._grammar = processes, grammar
+        self._connection = connection
+        self._preamble = 0
+        """Frames to come that are about the grammar itself."""
+        self._numbers = count()
+        self._asked: OrderedDict[int, GrammarMatcher] = OrderedDict()
+        """Whose answers have not come."""
+        self._order: deque[int] = deque()
+        """The numbers of outputs in the order of the answers to come, those of forgotten outputs too."""
+
+    def __del__(self) -> None:
+        self._connection.close()
 
     def matcher(self) -> GrammarMatcher:
         """A matcher for a new, empty output."""
-        return GrammarMatcher(self._prototype.deep_copy(), self._eos_token_ids)
+        return GrammarMatcher(self, next(self._numbers))
+
+    def ask(self, matcher: GrammarMatcher, token_ids: Sequence[int]) -> None:
+        """Hands over tokens of an output."""
+        self._asked[matcher.number] = matcher
+        self._order.append(matcher.number)
+        if matcher.connection is not self._connection:  # which knows nothing of this output
+            matcher.connection, token_ids = self._connection, matcher.tokens
+        tokens = np.fromiter(token_ids, dtype=np.uint32).tobytes()
+        self._connection.send(child.ROW.pack(matcher.number, child.ASK) + tokens)
+
+    def wait(self, matcher: GrammarMatcher, timeout_s: float) -> bool:
+        """Takes the answers that have come; whether the matcher's is among them or was before."""
+        deadline_s = time.monotonic() + timeout_s
+        while matcher.number in self._asked:
+            for frame in self._connection.receive():
+                self._take(frame)
+            if self._connection.ended:
+                self._renew()
+            left_s = deadline_s - time.monotonic()
+            if matcher.number not in self._asked or left_s <= 0:
+                break
+            poll = select.poll()
+            poll.register(self._connection.channel, select.POLLIN)
+            poll.poll(left_s * 1e3)
+        return matcher.number not in self._asked
+
+    def forget(self, matcher: GrammarMatcher) -> None:
+        """The output has ended."""
+        self._asked.pop(matcher.number, None)
+        self._connection.send(child.ROW.pack(matcher.number, child.CLOSE))
+
+    def _take(self, frame: bytes) -> None:
+        if self._preamble:
+            self._preamble -= 1
+            return
+        number, status = child.ROW.unpack_from(frame)
+        self._order.popleft()
+        if number in self._order:
+            return  # it was asked again before this answer came
+        if (matcher := self._asked.pop(number, None)) is not None:
+            matcher.answer(status, frame[child.ROW.size :])
+
+    def _renew(self) -> None:
+        """Begins a new process for all but the output that the last one was at."""
+        blamed = self._order[0] if self._order and not self._preamble else None
+        asked = list(self._asked.values())
+        failed = asked if self._preamble else [matcher for matcher in asked if matcher.number == blamed]
+        self._connection.close()
+        self._asked.clear()
+        self._order.clear()
+        try:
+            self._connection = self._processes.begin(self._grammar, SLOW_CPU_S)
+            self._preamble = PREAMBLE
+        except SplitserveError:
+            failed = asked
+        for matcher in asked:
+            if matcher in failed:
+                matcher.error = f"{FIELD}: {TOO_COSTLY}"
+            else:
+                self.ask(matcher, ())
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model on a separate thread; caches the CACHED_GRAMMARS used last."""
+    """Compiles the grammars of requests for one model; keeps the KEPT_GRAMMARS used last. Used on the event loop."""
 
     def __init__(self, tokenizer: Tokenizer, facts: ModelFacts) -> None:
-        self._source, self._facts = tokenizer, facts
-        self._tokenizer: LLTokenizer | None = None
-        self._thread = GrammarThread()
-        self._cache: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._tokenizer, self._facts = tokenizer, facts
+        self._processes = GrammarProcesses(self._vocabulary)
+        self._grammars: WeakValueDictionary[bytes, CompiledGrammar] = WeakValueDictionary()
+        self._kept: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
         self._compiling: SharedCalls[CompiledGrammar] = SharedCalls()
 
     def prepare(self) -> None:
-        """Starts to build the vocabulary that the first grammar would wait for, half a second for 50,000 tokens."""
-        if self._tokenizer is None:
-            self._thread.executor().submit(self._vocabulary)
+        """Starts to load the vocabulary that the first grammar would wait for, half a second for 50,000 tokens."""
+        self._processes.start()
 
-    def prepare_here(self) -> None:
-        """Builds it on this thread. Raises InvalidArgumentError as `compile`."""
-        self._vocabulary()
+    async def compiled(
+        self, sampling: generation_pb2.SamplingParams, tenant: object = None
+    ) -> CompiledGrammar | None:
+        """The compiled grammar of sampling parameters, None without one.
 
-    async def compiled(self, sampling: generation_pb2.SamplingParams) -> CompiledGrammar | None:
-        """The compiled grammar of sampling parameters, None without one; see `compile`. Call it on the event loop."""
+        Raises as `GrammarProcesses.compiled`, and ResourceExhaustedError (GRAMMARS_BUSY) beyond MAX_GRAMMARS in use.
+        """
         if not sampling.HasField("grammar"):
             return None
         key = sampling.grammar.SerializeToString(deterministic=True)
-        compiled = self._cache.get(key)
+        compiled = self._grammars.get(key)
         if compiled is None:
-            work = partial(self.compile, sampling.grammar)
-            compiled = await self._compiling.result(key, partial(self._thread.run, work))
-        self._cache[key] = compiled
-        self._cache.move_to_end(key)
-        if len(self._cache) > CACHED_GRAMMARS:
-            self._cache.popitem(last=False)
+            compiled = await self._compiling.result(key, lambda: self._compile(sampling.grammar, tenant))
+            self._grammars[key] = compiled
+        self._kept[key] = compiled
+        self._kept.move_to_end(key)
+        if len(self._kept) > KEPT_GRAMMARS:
+            self._kept.popitem(last=False)
         return compiled
 
-    def compile(self, grammar: generation_pb2.Grammar) -> CompiledGrammar:
-        """Checks the bounds of a grammar and compiles it; needs a thread with a stack of STACK_BYTES.
+    def close(self) -> None:
+        """Ends the processes."""
+        self._kept.clear()
+        self._processes.close()
 
-        Raises InvalidArgumentError, with the field, for a grammar that is malformed, not supported, too costly, or that
-        no text of this model's tokens satisfies.
-        """
-        from llguidance import LLMatcher
+    async def _compile(self, grammar: generation_pb2.Grammar, tenant: object) -> CompiledGrammar:
+        if len(self._grammars) >= MAX_GRAMMARS:
+            message = f"{MAX_GRAMMARS} different grammars are in use"
+            raise ResourceExhaustedError(message, reason="GRAMMARS_BUSY", retry_after_s=1.0)
+        return CompiledGrammar(self._processes, grammar, await self._processes.compiled(grammar, tenant))
 
-        check_grammar(grammar)
-        vocabulary = self._vocabulary()
-        source = llguidance_source(grammar)
-        prototype = LLMatcher(vocabulary, source, log_level=0, limits=compile_limits())
-        if not prototype.is_error():
-            # The first mask detects grammars that no token can begin, and fills the caches that all copies share.
-            prototype.compute_bitmask()
-        if prototype.is_error():
-            raise refused(grammar, prototype.get_error() or prototype.stop_reason())
-        return CompiledGrammar(prototype, frozenset(vocabulary.eos_tokens))
-
-    def _vocabulary(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            self._tokenizer = grammar_tokenizer(self._source, self._facts)
-        return self._tokenizer
+    def _vocabulary(self) -> Vocabulary:
+        """Raises InvalidArgumentError (GRAMMAR_NOT_SUPPORTED) for a tokenizer that the library cannot read."""
+        eos = sorted(self._facts.eos_token_ids)
+        if isinstance(self._tokenizer, ByteTokenizer):
+            return Vocabulary(None, self._tokenizer.vocabulary_size, [ByteTokenizer.EOS])
+        if not isinstance(self._tokenizer, HfTokenizer):
+            message = f"{FIELD} is not supported for this model's tokenizer: its vocabulary is not known"
+            raise InvalidArgumentError(message, reason="GRAMMAR_NOT_SUPPORTED", field=FIELD)
+        return Vocabulary(self._tokenizer.definition(), self._facts.vocabulary_size, eos)
 
 
-class MaskFiller:
-    """Computes the masks of a step's rows that have a grammar, in parallel if there are several cores."""
+def masks_of(batch: Sequence[ScheduledSequence], wait_s: float = 0.0) -> dict[int, Mask]:
+    """The mask of each sequence that is sampled with a grammar, by its index in the batch.
 
-    def __init__(self, vocabulary_size: int) -> None:
-        self._words = -(-vocabulary_size // BITS)
-        self._threads = min(len(os.sched_getaffinity(0)), MAX_MASK_THREADS)
-        self._executor: LLExecutor | None = None
-
-    def masks(self, batch: Sequence[ScheduledSequence]) -> dict[int, Mask]:
-        """The mask of each sequence that is sampled with a grammar, by its index in the batch. Rows of drafts have none
-        where they cannot continue.
-
-        Raises GrammarFailedError with the sequences that cannot continue, RowsFailedError (INTERNAL) with those whose
-        grammar raised anything else.
-        """
-        wanted = [
-            (index, sequence.matcher)
-            for index, sequence in enumerate(batch)
-            if sequence.sample and sequence.matcher is not None
-        ]
-        if not wanted:
-            return {}
-        errors: dict[int, SplitserveError] = {}
-        for place, (index, matcher) in enumerate(wanted):
-            try:
-                sequence = batch[index]
-                if sequence.ahead:  # behind its sequence's own row, so the matcher has consumed the output
-                    end = sequence.num_computed + 1
-                    wanted[place] = index, matcher.after(sequence.token_ids[end - sequence.ahead : end])
-                else:
-                    matcher.advance(sequence.token_ids, sequence.prompt_tokens)
-            except BaseException as error:
-                errors[index] = request_error(error, batch[index].request_id)
-        going = [(index, matcher) for index, matcher in wanted if index not in errors]
-        masks = np.empty((len(going), self._words), dtype=np.int32)
+    Waits at most `wait_s` seconds for all of them together. Raises GrammarFailedError with the sequences that cannot
+    continue, RowsFailedError (INTERNAL) with those whose grammar raised anything else.
+    """
+    masks: dict[int, Mask] = {}
+    errors: dict[int, SplitserveError] = {}
+    deadline_s = time.monotonic() + wait_s
+    for index, sequence in enumerate(batch):
+        matcher = sequence.matcher
+        if matcher is None or not sequence.sample:
+            continue
         try:
-            self._compute([matcher for _, matcher in going], masks)
-        except BaseException:  # one of them: found by filling each by itself
-            for row, (index, matcher) in enumerate(going):
-                try:
-                    matcher.fill(masks[row])
-                except BaseException as error:
-                    errors[index] = request_error(error, batch[index].request_id)
-        for index, matcher in going:
-            try:
-                if index not in errors and (why := matcher.error):
-                    errors[index] = GrammarFailedError(why, (index,))
-            except BaseException as error:
-                errors[index] = request_error(error, batch[index].request_id)
-        if own := {index: error for index, error in errors.items() if not batch[index].ahead}:
-            raise _rows_failed(own)
-        return {index: masks[row] for row, (index, _) in enumerate(going) if index not in errors}
-
-    def _compute(self, matchers: list[OutputMatcher], masks: Mask) -> None:
-        if self._threads == 1 or len(matchers) < 2:
-            for row, matcher in enumerate(matchers):
-                matcher.fill(masks[row])
-            return
-        if self._executor is None:
-            from llguidance import LLExecutor
-
-            self._executor = LLExecutor(self._threads)
-        pairs = [(matcher.raw, row) for row, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks.strides[0], len(masks))
+            ready = matcher.wait(max(0.0, deadline_s - time.monotonic()))
+            if why := matcher.error if ready else f"{FIELD}: {TOO_COSTLY}":
+                errors[index] = GrammarFailedError(why, (index,))
+            else:
+                masks[index] = matcher.mask
+        except BaseException as error:
+            errors[index] = request_error(error, sequence.request_id)
+    if errors:
+        raise _rows_failed(errors)
+    return masks
 
 
 def _rows_failed(errors: Mapping[int, SplitserveError]) -> RowsFailedError:
@@ -271,34 +281,3 @@ def allowed_tokens(mask: Mask, size: int, banned: Collection[int]) -> NDArray[np
         kept[list(banned)] = False
         return kept if kept.any() else bits
     return bits
-
-
-class _Bytes:
-    """The vocabulary of `ByteTokenizer`, in the form that llguidance's `TokenizerWrapper` takes."""
-
-    eos_token_id = ByteTokenizer.EOS
-    bos_token_id = None
-    tokens = (*(bytes([byte]) for byte in range(ByteTokenizer.EOS)), b"<eos>")
-    special_token_ids = (ByteTokenizer.EOS,)
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
-
-
-def grammar_tokenizer(tokenizer: Tokenizer, facts: ModelFacts) -> LLTokenizer:
-    """The vocabulary for llguidance; takes about half a second of CPU time for 50,000 tokens.
-
-    Raises InvalidArgumentError for a tokenizer that llguidance cannot read.
-    """
-    from llguidance import LLTokenizer, TokenizerWrapper
-
-    if isinstance(tokenizer, ByteTokenizer):
-        return LLTokenizer(TokenizerWrapper(_Bytes()))
-    try:
-        if not isinstance(tokenizer, HfTokenizer):
-            raise ValueError("its vocabulary is not known")
-        eos = sorted(facts.eos_token_ids) or None
-        return LLTokenizer(tokenizer.definition(), n_vocab=facts.vocabulary_size, eos_token=eos)
-    except ValueError as error:
-        message = f"{FIELD} is not supported for this model's tokenizer: {error}"
-        raise InvalidArgumentError(message, reason="GRAMMAR_NOT_SUPPORTED", field=FIELD) from None

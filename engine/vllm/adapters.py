@@ -94,12 +94,12 @@ def check_supported(files: Sequence[AdapterFiles], max_rank: int) -> None:
 
     Raises ConfigError (field `engine.adapters.NAME`).
     """
-    for one in files:
-        name = one.adapter.name
-        if one.rank > max_rank:
-            raise bad_adapter(name, f"its rank is {one.rank}; engine_args allow {max_rank} (--max-lora-rank)")
+    for adapter_files in files:
+        name, rank = adapter_files.adapter.name, adapter_files.rank
+        if rank > max_rank:
+            raise bad_adapter(name, f"its rank is {rank}; engine_args allow {max_rank} (--max-lora-rank)")
         try:
-            PEFTHelper.from_local_dir(str(one.folder), None).validate_legal(
+            PEFTHelper.from_local_dir(str(adapter_files.folder), None).validate_legal(
                 LoRAConfig(max_lora_rank=max_rank)
             )
         except (TypeError, ValueError) as error:

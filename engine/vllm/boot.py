@@ -1,4 +1,4 @@
-"""Starts vLLM in this process. What is known of its insides stands here and in the modules that it loads."""
+"""Starts vLLM in this process. Only this module and those that vLLM loads depend on vLLM's internals."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.core.types import ModelFacts
-from engine.kv_cache.cache_events import KvEventLog
+from engine.core.model_runner import ModelFacts
+from engine.kv_cache.block_pool import KvEventLog
 from engine.model.adapter import AdapterFiles, check_fits_base, folder_shapes, read_adapters
 from engine.vllm.bridge import VllmBridge, close_bridge, open_bridge
-from engine.vllm.command_line.options import FIELD, checked_options, own_arguments, tensor_parallel_size
-from engine.vllm.command_line.refusals import reason_of
-from kv_transfer.transports.transport import KvMemoryRegion
-from kv_transfer.wire_format import BlockReader, OrderConverter
-from splitserve.config.engine import EngineConfig
-from splitserve.errors import (
-    ConfigError,
-    SplitserveError,
-    UnavailableError,
-    UnsupportedModelError,
+from engine.vllm.options import (
+    FIELD,
+    checked_options,
+    own_arguments,
+    read_options,
+    reason_of,
+    tensor_parallel_size,
 )
+from kv_transfer.handoff.checksums import BlockReader
+from kv_transfer.transports.regions import KvMemoryRegion
+from splitserve.config.engine import EngineConfig
+from splitserve.errors import ConfigError, SplitserveError, UnavailableError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from engine.vllm.adapters import LoadedAdapters
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 SUPPORTED = ("0.30", "0.31", "0.32")
 """The minor versions of vLLM that the tests ran with. Its connector interface is marked experimental."""
 
-PLUGINS = "engine.vllm.connector:SplitserveConnector", "engine.vllm.sampling_processor:SamplingProcessor"
-_RANKS = "engine.vllm.ranks.rank_plugins"
+_HERE, _RANKS = "engine.vllm.plugins", "engine.vllm.ranks.rank_plugins"
+PLUGINS = f"{_HERE}:SplitserveConnector", f"{_HERE}:SamplingProcessor"
 RANK_PLUGINS = f"{_RANKS}:RankedConnector", f"{_RANKS}:RankSamplingProcessor"
 """The connector and the logits processor that vLLM loads, with one rank and with several."""
 
@@ -51,8 +52,6 @@ class StartedVllm:
     events: KvEventLog
     read_blocks: BlockReader
     """What the checksums of blocks are made from."""
-    converter: OrderConverter | None = None
-    """What takes blocks of other engines; None: nothing does."""
     ranks: RankGroup | None = None
     """The processes that hold the KV; None: this one does."""
     adapters: LoadedAdapters | None = None
@@ -92,15 +91,10 @@ def start_vllm(config: EngineConfig, folder: Path, transport: str) -> StartedVll
     threads = config.threads or len(os.sched_getaffinity(0))
     prepare_environment(max(1, threads // size))
     version, on_cpu = _require_vllm()
-    # Imported here: they need vLLM, or torch.
-    from engine.vllm.command_line.option_parser import read_options
-    from engine.vllm.kv_memory import require_weights
-
     own = own_arguments(config, str(folder), on_cpu=on_cpu)
     args = read_options(own, checked_options(config.engine_args))
     if args.tensor_parallel_size != size:
         raise ConfigError(f"{FIELD}: write --tensor-parallel-size in full", field=FIELD)
-    require_weights(folder)
     adapters = read_adapters(config.adapters)
     if adapters:
         base = folder_shapes(folder)
@@ -132,7 +126,7 @@ def start_vllm(config: EngineConfig, folder: Path, transport: str) -> StartedVll
 
 
 def prepare_environment(threads: int) -> None:
-    """Variables that vLLM and OpenMP read when they are loaded; from the fourth on those that are set stay."""
+    """Sets what vLLM and OpenMP read when they are loaded. The first three override what is set, the others do not."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the default with Triton; it takes other logits processors
@@ -150,7 +144,7 @@ def _require_vllm() -> tuple[str, bool]:
         import vllm
         from vllm.platforms import current_platform
     except ImportError as error:
-        message = f"engine vllm: vLLM is not installed, see docs/vllm.md ({error})"
+        message = f"engine vllm: vLLM is not installed, see docs/guides/models-and-engines.md ({error})"
         raise UnavailableError(message, reason="VLLM_MISSING") from None
     finally:
         logging.disable(disabled)
@@ -195,26 +189,17 @@ def _started(
     ranks: RankGroup | None = None,
 ) -> StartedVllm:
     # Imported here: it needs vLLM, or torch.
-    from engine.vllm.kv_memory import (
-        block_order,
-        converter_of,
-        fingerprint_of,
-        kv_region,
-        read_blocks,
-        tied_tensors,
-    )
-    from engine.vllm.prefix_events import PrefixEvents
+    from engine.vllm.kv_memory import block_order, fingerprint_of, kv_region, read_blocks, tied_tensors
+    from engine.vllm.plugins import PrefixEvents
 
     scheduler, model = engine.engine_core.engine_core.scheduler, engine.model_config
     if len(scheduler.kv_cache_config.kv_cache_groups) != 1:
         raise UnsupportedModelError("engine vllm: models with several kinds of KV cannot be handed over")
     config = model.hf_config
     fingerprint = fingerprint_of(folder, config.to_dict(), tied_tensors(config))
-    converter = None
     if ranks is None:
         order = block_order(engine.vllm_config, bridge.kv_caches)
         memory = kv_region(bridge.kv_caches, fingerprint, order, f"vllm-{version}")
-        converter = converter_of(bridge.kv_caches, memory.layout)
     else:
         memory = ranks.memory(fingerprint, int(model.get_total_num_kv_heads()))
     # The last blocks are for lane probes: vLLM must never give them away.
@@ -231,7 +216,7 @@ def _started(
 
         loaded = LoadedAdapters(adapters, engine)
     facts = replace(_facts(model), adapters={name: files.adapter for name, files in adapters.items()})
-    return StartedVllm(engine, bridge, facts, memory, events, reader, converter, ranks, loaded)
+    return StartedVllm(engine, bridge, facts, memory, events, reader, ranks, loaded)
 
 
 def _facts(model: Any) -> ModelFacts:

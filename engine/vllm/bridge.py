@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.core.engine import ReservedBlocks
+from engine.core.model_runner import SampledToken
 from engine.core.sequence import Sequence
-from engine.core.types import ReservedBlocks, SampledToken
 from splitserve.errors import BrokenInvariantError, SplitserveError
 
 ROW_FIELD = "splitserve_row"

@@ -13,23 +13,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from engine.kv_cache.axis_orders import BlockConverter
 from engine.kv_cache.memory import DTYPES
 from engine.model.loaded_model import model_fingerprint
-from kv_transfer.lane_probe import probe_blocks
-from kv_transfer.layout import CONVERTED_ORDERS, ENGINE_VERSION, HEADS_OUTERMOST, KEYS_BY_DIM, KvLayout
-from kv_transfer.transports.transport import KvMemoryRegion
-from kv_transfer.wire_format import OrderConverter
+from kv_transfer.lanes import probe_blocks
+from kv_transfer.layout import HEADS_OUTERMOST, KvLayout
+from kv_transfer.transports.regions import KvMemoryRegion
 from splitserve.errors import UnsupportedModelError
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CPU_BACKEND = "CPU_ATTN"
-_KNOWN_INSTRUCTIONS = ("vec", "vec16")
-_KNOWN_DTYPES = (torch.float32, torch.bfloat16)
-"""With these vLLM's kernels on cpu lay a block out as tests/integration/vllm/test_vllm_block_layout.py shows."""
 
 
 class FileTensors(Mapping[str, torch.Tensor]):
@@ -55,23 +50,13 @@ class FileTensors(Mapping[str, torch.Tensor]):
         return len(self._files)
 
 
-def require_weights(folder: Path) -> None:
-    """Raises UnsupportedModelError for a folder without safetensors files, or with a damaged one: their weights name
-    the model towards peers."""
-    try:
-        FileTensors(folder)
-    except (OSError, SafetensorError) as error:
-        raise UnsupportedModelError(f"model {folder}: {error}") from None
-
-
 def kv_region(
     kv_caches: Mapping[str, torch.Tensor], fingerprint: str, order: str, version: str
 ) -> KvMemoryRegion:
     """The region of vLLM's KV cache in this process; its last blocks are for lane probes.
 
     `kv_caches`: a view `[blocks, kv_heads, block_size, 2 * head_dim]` of each layer, contiguous, at equal distances in
-    memory. `order` names how the kernels read it, `version` is vLLM's, which is told where only vLLM knows that order;
-    `fingerprint` is the model's. Raises
+    memory. `order` names how the kernels read it, `version` is vLLM's, `fingerprint` the model's. Raises
     UnsupportedModelError for KV of another shape.
     """
     tensors = list(kv_caches.values())
@@ -91,7 +76,7 @@ def kv_region(
         num_kv_heads=heads,
         head_dim=width // 2,
         axis_order=order,
-        engine_version=ENGINE_VERSION if order in CONVERTED_ORDERS else version,
+        engine_version=version,
     )
     on_cpu = first.device.type == "cpu"
     return KvMemoryRegion(
@@ -130,23 +115,14 @@ def block_order(vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> str:
     layer = next(iter(layers.values()))
     backend = layer.get_attn_backend().get_name()
     instructions = layer.isa if backend == CPU_BACKEND else ""
-    return order_of(backend, instructions, next(iter(kv_caches.values())).dtype)
+    return order_of(backend, instructions)
 
 
-def order_of(backend: str, instructions: str, dtype: torch.dtype) -> str:
-    """How the kernels of an attention backend read a block: by its elements where they are known, else by the backend's
-    name and on cpu the instructions that a block was packed for, which is opaque."""
-    if backend == CPU_BACKEND and instructions in _KNOWN_INSTRUCTIONS and dtype in _KNOWN_DTYPES:
-        return KEYS_BY_DIM
+def order_of(backend: str, instructions: str) -> str:
+    """How the kernels of an attention backend read a block: opaque, so the backend's name, and on cpu the instructions
+    that a block was packed for."""
     packing = f",{instructions}" if instructions else ""
     return f"vllm:{backend.lower()}{packing}{HEADS_OUTERMOST}"
-
-
-def converter_of(kv_caches: Mapping[str, torch.Tensor], layout: KvLayout) -> OrderConverter | None:
-    """What puts blocks of other engines into the kernels' order; None where that is vLLM's alone. As `kv_region`."""
-    if layout.axis_order not in CONVERTED_ORDERS:
-        return None
-    return BlockConverter(layout, [tensor.flatten(1) for tensor in kv_caches.values()])
 
 
 def head_digests(memory: KvMemoryRegion, block_ids: Sequence[int]) -> list[list[int]]:

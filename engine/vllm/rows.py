@@ -1,4 +1,4 @@
-"""The requests at vLLM from their arrival until vLLM has freed their blocks: who owns the blocks, and what is reported.
+"""The requests at vLLM, from their arrival until vLLM has freed their blocks: owners of blocks, and reports to vLLM.
 
 vLLM frees the blocks of a reserved request after a report that its KV has come or will not come, and those of a prompt
 that was computed for a peer after a report that they were sent. Each report is made exactly once.
@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from engine.core.engine import EngineRequest
 from engine.core.sequence import Sequence, SequenceStatus
-from engine.core.types import EngineRequest
 from engine.vllm.boot import StartedVllm
 from engine.vllm.bridge import ROW_FIELD, VllmRow
-from engine.vllm.prefix_events import salt_text
+from engine.vllm.plugins import salt_text
 from splitserve.errors import SplitserveError
 from splitserve.queues import Offer, offer_in_order
 
@@ -48,12 +48,12 @@ class VllmRows:
 
     @property
     def has_unreserved(self) -> bool:
-        """Whether any request does not only wait for its KV."""
+        """Whether any request can be computed: not all of them wait for their KV."""
         return len(self._live) > len(self._reserved)
 
     @property
     def must_report(self) -> bool:
-        """Whether vLLM is to be told something in a step."""
+        """Whether the next step has something to report to vLLM."""
         return bool(self._bridge.reports_received or self._bridge.reports_sent)
 
     def find(self, request_id: str) -> VllmRow | None:

@@ -1,7 +1,7 @@
 """Chooses the tokens of a step of vLLM's with splitserve's own sampler.
 
-So a token depends on logits, parameters, seed and position, as everywhere else in splitserve, and goes on exactly on
-another worker: penalties, grammar and seed count the output of earlier attempts.
+So a token depends on logits, parameters, seed and position, as everywhere else in splitserve, and an answer continues
+exactly on another worker: penalties, grammar and seed count the output of earlier attempts.
 """
 
 from __future__ import annotations
@@ -10,22 +10,19 @@ from collections.abc import Mapping
 
 import torch
 
-from engine.core.types import RowsFailedError, SampledToken
+from engine.core.model_runner import RowsFailedError, SampledToken
 from engine.runner.sampler import sample
 from engine.runner.sampling_row import SamplingRow
-from engine.runner.structured_output import MaskFiller
+from engine.runner.structured_output import MASK_WAIT_S, masks_of
 from engine.vllm.bridge import VllmRow
-from splitserve.request_guard import request_error
+from splitserve.rpc.status import request_error
 
 FAILED_TOKEN = 0
 """What vLLM is given for a row that could not be sampled; the request is ended behind the step."""
 
 
 class TokenChooser:
-    """For one model; `vocabulary_size` is the length of a row of logits."""
-
-    def __init__(self, vocabulary_size: int) -> None:
-        self._mask_filler = MaskFiller(vocabulary_size)
+    """Stateless, but for what the rows themselves keep."""
 
     def choose(self, logits: torch.Tensor, rows: Mapping[int, VllmRow]) -> dict[int, int]:
         """The next token of each row that ends its tokens, by index into `logits`, float32 `[rows, vocabulary]`.
@@ -56,7 +53,7 @@ class TokenChooser:
 
     def _sample(self, logits: torch.Tensor, rows: list[tuple[int, VllmRow]]) -> None:
         batch = [row.sequence.scheduled(row.num_new) for _, row in rows]
-        masks = self._mask_filler.masks(batch)
+        masks = masks_of(batch, MASK_WAIT_S)
         wanted = [SamplingRow.of(sequence, masks.get(place)) for place, sequence in enumerate(batch)]
         indices = [index for index, _ in rows]
         values = logits if indices == list(range(len(logits))) else logits[indices]

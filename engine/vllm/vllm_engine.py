@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
-from engine.core.engine import Engine, Held
-from engine.core.output_processor import BegunStep, OutputProcessor, PendingResult
-from engine.core.sequence import Sequence, SequenceStatus
-from engine.core.step_stats import StepMeter
-from engine.core.types import (
+from typing_extensions import override
+
+from engine.core.engine import (
+    Engine,
     EngineLoad,
     EngineRequest,
     RequestLimits,
@@ -17,15 +17,18 @@ from engine.core.types import (
     ReservedBlocks,
     StepResult,
 )
+from engine.core.output_processor import AfterAnswer, BegunStep, OutputProcessor, PendingResult
+from engine.core.sequence import Sequence, SequenceStatus
+from engine.runner.structured_output import MASK_WAIT_S
+from engine.scheduling.step_times import StepMeter, StepPart
 from engine.vllm.boot import StartedVllm
 from engine.vllm.bridge import VllmRow
-from engine.vllm.command_line.options import step_tokens_of
+from engine.vllm.options import step_tokens_of
 from engine.vllm.rows import VllmRows
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import (
     BrokenInvariantError,
     ConfigError,
-    FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
@@ -34,8 +37,6 @@ from splitserve.generation.kv_blocks import blocks_for
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.queues import LazyHeap
 
-NO_PREFIX_FETCH = "prefix_only: engine vllm neither reads nor fills its prefix cache for peers"
-
 
 class VllmEngine(Engine):
     """Drives a vLLM engine of this process, one step at a time.
@@ -43,8 +44,6 @@ class VllmEngine(Engine):
     A reservation runs a step: only then does vLLM give blocks to a request. The step also computes whatever else is to
     be computed; its outputs come with the next `take_result`.
     """
-
-    paces_prompts = False
 
     def __init__(
         self,
@@ -72,24 +71,31 @@ class VllmEngine(Engine):
         """Whether the next step may do something that the last one could not."""
         self._begun = False
         self._pending = PendingResult(tokenizer, self._end_if_live, late=False)
+        self._awaiting: dict[Sequence, AfterAnswer] = {}
+        """Sequences whose grammar has yet to take their last token, and what follows then."""
         self._outputs = OutputProcessor(
-            self._block_size, lambda sequence: None, self._limits, self._pending, self._end
+            self._block_size,
+            lambda sequence: None,
+            self._limits,
+            self._pending,
+            self._end,
+            self._awaiting.__setitem__,
         )
 
+    @override
     def add_request(self, request: EngineRequest) -> None:
-        """See `Engine`."""
         self._check(request)
         waiting = [row.sequence for row in self._rows.live if row.sequence.status is SequenceStatus.WAITING]
         if len(waiting) >= self._max_waiting:
             raise ResourceExhaustedError(
                 f"{self._max_waiting} requests are waiting already",
                 reason="QUEUE_FULL",
-                retry_after_s=self._meter.rates.retry_after_s(sum(s.remaining for s in waiting)),
+                retry_after_s=self._meter.retry_after_s(sum(s.remaining for s in waiting)),
             )
         self._enter(request, awaits_kv=False)
 
+    @override
     def abort(self, request_id: str) -> bool:
-        """See `Engine`."""
         dropped = self._pending.drop(request_id)
         row = self._rows.find(request_id)
         if row is None:
@@ -97,20 +103,16 @@ class VllmEngine(Engine):
         self._end(row.sequence)
         return True
 
+    @override
     def release_held(self, request_id: str) -> bool:
-        """See `Engine`."""
         if self._rows.find(request_id) is not None:
             raise BrokenInvariantError(f"{request_id} has not ended")
         released = self._rows.release_held(request_id)
         self._changed |= released
         return released
 
-    def hold_prefix(self, request: EngineRequest, held: Held) -> None:
-        """See `Engine`. Raises FailedPreconditionError: vLLM does not say where a cached prefix lies."""
-        raise FailedPreconditionError(NO_PREFIX_FETCH, reason="NO_PREFIX_FETCH", field="prefix_only")
-
+    @override
     def reserve(self, request: EngineRequest, reservation: int) -> ReservedBlocks | None:
-        """See `Engine`."""
         self._check(request)
         if request.prefill_only:
             raise BrokenInvariantError("a reservation is for decoding")
@@ -132,19 +134,19 @@ class VllmEngine(Engine):
         self._rows.reserve(row, reservation)
         return row.reserved
 
-    def reservations_wait(self, waits: bool) -> None:
-        """See `Engine`. It never rests."""
-
-    def keep_prompt_room(self) -> None:
-        """See `Engine`. Raises ConfigError: vLLM's scheduler keeps no room."""
+    @override
+    def keep_prompt_room(self, keeps: bool) -> None:
+        """Raises ConfigError: vLLM's scheduler keeps no room."""
         raise ConfigError("engine.kind: engine vllm keeps no room for prompts", field="engine.kind")
 
+    @override
     def cached_tokens(self, request: EngineRequest) -> int:
-        """See `Engine`. Always 0: vLLM tells of a hit only when it schedules the request."""
+        """Always 0: vLLM tells of a hit only when it schedules the request."""
         return 0
 
+    @override
     def admit(self, reservation: int, first_token_id: int) -> RequestOutput | None:
-        """See `Engine`. vLLM computes the prompt's last position once more, and is given the first token there."""
+        """The next step computes the prompt's last position once more, and vLLM takes the first token there."""
         self._require_no_step()
         self._limits.check_first_token(first_token_id)
         row = self._rows.admit(reservation)
@@ -154,47 +156,52 @@ class VllmEngine(Engine):
         sequence.status = SequenceStatus.RUNNING
         sequence.num_computed = len(sequence.tokens)
         self._changed = True
-        return self._outputs.append_given(sequence, first_token_id)
+        output = self._outputs.append_given(sequence, first_token_id)
+        result = StepResult([output] if output is not None else [])
+        self._settle(result)
+        return result.outputs[0] if result.outputs else None
 
+    @override
     def release_writer(self, reservation: int) -> bool:
-        """See `Engine`."""
         released = self._rows.release_writer(reservation)
         self._changed |= released
         return released
 
+    @override
     def has_work(self) -> bool:
-        """See `Engine`."""
         if self._rows.must_report or (self._changed and self._rows.has_unreserved):
             return True
         return self.next_deadline() <= self._clock()
 
+    @override
     def next_deadline(self) -> float:
-        """See `Engine`."""
         first = self._deadlines.peek()
         return float("inf") if first is None else first[0]
 
+    @override
     def begin_step(self, computing: Callable[[float | None], None] = lambda expected_s: None) -> None:
-        """See `Engine`. The step itself is computed by `finish_step`."""
+        """The step itself is computed by `finish_step`."""
         self._require_no_step()
         self._begun = True
         computing(None)
 
+    @override
     def finish_step(self) -> None:
-        """See `Engine`."""
         self._begun = False
         self._run_step()
 
     @property
+    @override
     def result_can_wait(self) -> bool:
-        """See `Engine`."""
         return False
 
+    @override
     def take_result(self) -> StepResult | None:
-        """See `Engine`."""
         return self._pending.take()
 
+    @override
     def load(self) -> EngineLoad:
-        """See `Engine`. Costs O(live requests)."""
+        """Costs O(live requests)."""
         sequences = [row.sequence for row in self._rows.live]
         waiting = [sequence for sequence in sequences if sequence.status is SequenceStatus.WAITING]
         running = [sequence for sequence in sequences if sequence.status is SequenceStatus.RUNNING]
@@ -210,14 +217,11 @@ class VllmEngine(Engine):
             reserved_blocks=reserved,
             quarantined_blocks=quarantined,
             referenced_blocks=max(0, self._total_blocks - free - reserved - quarantined),
-            prefill_tokens_per_s=self._meter.rates.prefill_tokens_per_s,
-            decode_step_s=self._meter.rates.decode_step_s,
-            step_fit=self._meter.fit.latest,
-            prompt_fit=self._meter.prompt_fit.latest,
+            latency=self._meter.latency.model,
         )
 
+    @override
     def close(self) -> None:
-        """See `Engine`."""
         self._vllm.close()
 
     def _run_step(self) -> None:
@@ -233,9 +237,9 @@ class VllmEngine(Engine):
         scheduled = [row for row in self._vllm.bridge.scheduled if row.sequence.request_id in self._rows]
         for row in scheduled:
             self._start(row, result)
-        num_new = {row.sequence: row.num_new for row in scheduled}
-        result.scheduled_tokens = sum(num_new.values())
-        self._changed = bool(num_new) or reported  # what was reported is acted on in the next step
+        self._meter.expect([StepPart(row.sequence.num_computed, row.num_new) for row in scheduled])
+        result.scheduled_tokens = sum(row.num_new for row in scheduled)
+        self._changed = bool(scheduled) or reported  # what was reported is acted on in the next step
         for row in scheduled:
             if row.failure is not None:
                 self._outputs.fail(row.sequence, row.failure.reason, row.failure.message, result)
@@ -244,11 +248,22 @@ class VllmEngine(Engine):
         tokens = [row.sampled for row in advanced]
         step = BegunStep(began_s, {row.sequence: row.num_new for row in advanced}, result, lambda: tokens)
         self._outputs.process(step)
+        self._settle(result)
         for row in self._rows.lost(ended):
             self._outputs.fail(row.sequence, "INTERNAL", "vLLM ended the request", result)
         result.duration_s = self._clock() - began_s
         self._pending.put(result if earlier is None else _merged(earlier, result))
-        self._meter.end(began_s + result.duration_s, num_new, more=self.has_work())
+        self._meter.end(began_s + result.duration_s, more=self.has_work())
+
+    def _settle(self, result: StepResult) -> None:
+        """Waits for the grammars: vLLM computes all of its rows in the next step."""
+        deadline_s = time.monotonic() + MASK_WAIT_S
+        while self._awaiting:
+            sequence, then = self._awaiting.popitem()
+            with suppress(BaseException):  # the sequence fails by it below
+                if sequence.matcher is not None:
+                    sequence.matcher.wait(max(0.0, deadline_s - time.monotonic()))
+            self._outputs.follow(sequence, then, result)
 
     def _start(self, row: VllmRow, result: StepResult) -> None:
         """Notes where a scheduled sequence stands, before its tokens are applied."""
@@ -269,8 +284,6 @@ class VllmEngine(Engine):
                 reason="DUPLICATE_REQUEST",
                 field="request_id",
             )
-        if request.prefix_only:
-            raise FailedPreconditionError(NO_PREFIX_FETCH, reason="NO_PREFIX_FETCH", field="prefix_only")
         self._limits.check(request)
 
     def _enter(self, request: EngineRequest, *, awaits_kv: bool) -> VllmRow:
@@ -283,6 +296,7 @@ class VllmEngine(Engine):
     def _end(self, sequence: Sequence) -> None:
         """Removes a live sequence everywhere; its blocks are freed unless they must be held."""
         self._deadlines.discard(sequence)
+        sequence.close_matcher()
         self._rows.end(sequence)
         self._changed = True
 

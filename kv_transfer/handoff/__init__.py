@@ -1,1 +1,1 @@
-"""The handoff of one prompt. Read `ticket.py` first, then `pusher.py` (prefill) and `reservation_table.py` (decode)."""
+"""The handoff of one prompt. Read `messages.py` first, then `pusher.py` and `reservation_table.py`: its two sides."""

@@ -8,15 +8,30 @@ writer's checksums. XXH3-64 (xxhash.com) detects corruption, not a malicious wri
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import xxhash
 
-from kv_transfer.block_sizes import sub_blocks
-from kv_transfer.handoff.notification import MAX_CHECKSUMS, WriteCompletion
-from kv_transfer.wire_format import KvWire
-from splitserve.generation.kv_blocks import blocks_for
+from kv_transfer.handoff.messages import MAX_CHECKSUMS, WriteCompletion
+from kv_transfer.transports.regions import KvMemoryRegion
+
+BlockReader = Callable[[Sequence[int]], Sequence[memoryview]]
+"""Returns the bytes of the blocks with these indices, in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvMemory:
+    """The memory that writes read from and peers write to. Used from the engine thread only."""
+
+    region: KvMemoryRegion
+    """What is registered with the transport."""
+    read_blocks: BlockReader
+
+    def digests(self, blocks: Sequence[int]) -> list[int]:
+        """The XXH3-64 of each block."""
+        return digests_of(self.read_blocks(blocks))
+
 
 ONE_IN = {"off": 0, "sampled": 16, "all": 1}
 """`WorkerConfig.verify_kv` as `KvTicket.verify_one_in`, but for `auto`."""
@@ -54,37 +69,21 @@ def fold_digests(digests: Sequence[int]) -> tuple[int, ...]:
     return tuple(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(run)}Q", *run)) for run in runs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """What is verified under one ticket."""
-
-    block_ids: tuple[int, ...] = ()
-    positions: range = range(0)
-    tokens: int = 0
-
-    def sub_blocks(self, divisions: int, tokens: int) -> list[int]:
-        """The verified ones of `tokens` tokens, `divisions` a block, that are written, in order of the sequence."""
-        numbers, written = sub_blocks(self.block_ids, divisions), blocks_for(self.tokens, tokens)
-        return [numbers[at] for at in sub_blocks(self.positions, divisions) if at < written]
-
-
-_NOTHING = _Expected()
-
-
 class HandoffVerifier:
     """Decode side: remembers which blocks of each ticket to verify and checks them on completion."""
 
-    def __init__(self, epoch: int, one_in: int, wire: KvWire) -> None:
+    def __init__(self, epoch: int, one_in: int, kv_memory: KvMemory) -> None:
         self.one_in = one_in
         self._epoch = epoch
-        self._wire = wire
-        self._expected: dict[int, _Expected] = {}
+        self._kv_memory = kv_memory
+        self._expected: dict[int, list[int]] = {}
+        """The blocks to verify, by reservation."""
 
-    def expect(self, reservation: int, block_ids: Sequence[int], tokens: int) -> None:
-        """Selects the blocks to verify for a new ticket, under which `tokens` tokens are written."""
+    def expect(self, reservation: int, block_ids: Sequence[int]) -> None:
+        """Selects the blocks to verify for a new ticket."""
         positions = verified_positions(self._epoch, reservation, len(block_ids), self.one_in)
         if positions:
-            self._expected[reservation] = _Expected(tuple(block_ids), positions, tokens)
+            self._expected[reservation] = [block_ids[position] for position in positions]
 
     def forget(self, reservation: int) -> None:
         """Drops a reservation that has ended. Unknown numbers are ignored."""
@@ -92,11 +91,5 @@ class HandoffVerifier:
 
     def matches(self, completion: WriteCompletion) -> bool:
         """Whether the completion's checksums equal those of the received blocks. Call once per reservation."""
-        expected = self._expected.pop(completion.reservation, _NOTHING)
-        size = self._wire.memory.layout.block_size_tokens
-        tokens = completion.checksum_tokens or size
-        if size % tokens:
-            return False
-        numbers = expected.sub_blocks(size // tokens, tokens)
-        read = self._wire.read_sub_blocks(numbers, tokens, completion.axis_order)
-        return fold_digests(digests_of(read)) == completion.checksums
+        digests = self._kv_memory.digests(self._expected.pop(completion.reservation, []))
+        return fold_digests(digests) == completion.checksums

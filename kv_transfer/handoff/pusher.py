@@ -20,31 +20,146 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from kv_transfer.block_sizes import block_sizes, sub_blocks, whole_blocks
-from kv_transfer.handoff.checksums import digests_of, fold_digests, verified_positions
-from kv_transfer.handoff.notification import Drained, WriteCompletion, encode
-from kv_transfer.handoff.push_state import BlockWrite, Push, PushDone, PushDrained, PushEvent, PushFailed
-from kv_transfer.handoff.ticket import WRITE_GRACE_S, KvTicket, SpentTickets
-from kv_transfer.transports.descriptors import merge_runs
-from kv_transfer.transports.transport import PollResult, TransferEndpoint, Transport
-from kv_transfer.wire_format import KvWire
+from kv_transfer.handoff.checksums import KvMemory, fold_digests, verified_positions
+from kv_transfer.handoff.messages import WRITE_GRACE_S, Drained, KvTicket, WriteCompletion, encode
+from kv_transfer.transports.regions import merge_runs
+from kv_transfer.transports.transport import TransferEndpoint, Transport, WriteResult
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, SplitserveError, TransferError
 from splitserve.generation.kv_blocks import blocks_for
-from splitserve.request_guard import request_error
+from splitserve.rpc.status import request_error
+
+
+@dataclass(frozen=True, slots=True)
+class PushDone:
+    """All bytes and the completion are delivered.
+
+    `transfer_s` is the time in seconds from the last chunk's progress report to the last write's acknowledgement.
+    """
+
+    request_id: str
+    written_bytes: int
+    descriptors: int
+    contiguous_runs: int
+    """Contiguous runs of the whole handoff; fewer than `descriptors` where a chunk boundary splits a run."""
+    transfer_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PushFailed:
+    """The handoff failed. The decode worker has been notified if it is reachable and no write is in doubt."""
+
+    request_id: str
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushDrained:
+    """An aborted handoff posts nothing more; all its writes were reported."""
+
+    request_id: str
+
+
+PushEvent = PushDone | PushFailed | PushDrained
+
+
+@dataclass(slots=True)
+class BlockWrite:
+    """When one write was posted and when it was seen to have ended, in seconds; 0: it has not."""
+
+    began_s: float
+    blocks: int
+    descriptors: int
+    ended_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Push:
+    """One handoff from its ticket to its terminal event. Used by the pusher only."""
+
+    request_id: str
+    ticket: KvTicket
+    block_table: Sequence[int] = ()
+    """Local blocks, paired by position with the ticket's; grows with each chunk."""
+    ready_blocks: int = 0
+    """Leading blocks of `block_table` whose KV is final."""
+    posted_blocks: int = 0
+    """Leading blocks of `block_table` whose writes were posted."""
+    digests: list[int] = field(default_factory=list)
+    """Checksums of the verified blocks that are final."""
+    descriptors: int = 0
+    writes: set[int] = field(default_factory=set)
+    """Handles of the writes in flight."""
+    first_token: int | None = None
+    last_chunk_s: float | None = None
+    """When the last chunk was reported; None until then."""
+    completing: bool = False
+    """The completion was posted."""
+    aborted: bool = False
+    failure: SplitserveError | None = None
+    observed: dict[int, BlockWrite] | None = None
+    """All its writes by handle, for whom it may concern; None: for nobody."""
+    in_doubt: bool = False
+    """A write of it failed, and bytes of it may still arrive: its owner must not be told otherwise."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether no further write may be posted."""
+        return self.aborted or self.failure is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether it waits for the next chunk or its deadline, so that polling it has no effect."""
+        awaits_chunk = self.last_chunk_s is None and self.posted_blocks == self.ready_blocks
+        return awaits_chunk and not self.writes and not self.stopped
+
+
+REMEMBER_S = 60.0
+"""How long past its deadline a used ticket is remembered individually. After that its number becomes the floor
+of its owner, at and below which all tickets are refused."""
+MAX_OWNERS = 4096
+
+
+class SpentTickets:
+    """Used tickets per decode agent. Memory is bounded by the tickets of the last `REMEMBER_S` plus lifetime."""
+
+    def __init__(self) -> None:
+        self._spent: dict[str, set[int]] = {}
+        self._floors: dict[str, int] = {}
+        self._ends: list[tuple[float, str, int]] = []
+
+    def spend(self, agent_id: str, reservation: int, deadline_s: float, now: float) -> bool:
+        """Marks a ticket as used; returns False, without effect, if it was used before."""
+        self._forget(now)
+        numbers = self._spent.get(agent_id, set())
+        if reservation in numbers or reservation <= self._floors.get(agent_id, 0):
+            return False
+        self._spent.setdefault(agent_id, numbers).add(reservation)
+        heapq.heappush(self._ends, (deadline_s + REMEMBER_S, agent_id, reservation))
+        return True
+
+    def _forget(self, now: float) -> None:
+        while self._ends and self._ends[0][0] <= now:
+            _, agent_id, reservation = heapq.heappop(self._ends)
+            numbers = self._spent[agent_id]
+            numbers.discard(reservation)
+            if not numbers:
+                del self._spent[agent_id]
+            # Reinserted, so that the least recently used agent comes first and is evicted first.
+            self._floors[agent_id] = max(reservation, self._floors.pop(agent_id, 0))
+        while len(self._floors) > MAX_OWNERS:
+            del self._floors[next(iter(self._floors))]
 
 
 class KvPusher:
-    """All pushes of one worker over one transport.
+    """All pushes of one worker, out of `kv_memory` over one transport."""
 
-    `wire` packs blocks for sending and reads them for checksums. Without it blocks are sent as they are, they have the
-    size of each owner's, and the decode worker refuses completions of tickets that ask for checksums.
-    """
-
-    def __init__(self, transport: Transport, wire: KvWire | None = None) -> None:
+    def __init__(self, transport: Transport, kv_memory: KvMemory) -> None:
         self._transport = transport
-        self._wire = wire
-        self._layout = wire.memory.layout if wire is not None else None
+        self._kv_memory = kv_memory
+        self._block_tokens = kv_memory.region.layout.block_size_tokens
         self._pushes: dict[str, Push] = {}
         self._runnable: dict[str, Push] = {}
         """Superset of the pushes that are not idle; keeps `poll` independent of the number of waiting requests."""
@@ -64,10 +179,6 @@ class KvPusher:
     def active(self) -> int:
         """Number of requests without a terminal event."""
         return len(self._pushes)
-
-    def writes_to(self, agent_id: str) -> bool:
-        """Whether writes to this peer are in flight."""
-        return any(push.ticket.decode_agent_id == agent_id for push in self._push_of_write.values())
 
     def start(
         self,
@@ -94,12 +205,7 @@ class KvPusher:
         if not self._spent.spend(agent_id, ticket.reservation, ticket.deadline_s, now):
             message = f"ticket {ticket.reservation} of agent {agent_id} was used before"
             raise FailedPreconditionError(message, reason="TICKET_USED", field="ticket.reservation")
-        theirs = endpoint.memory.layout
-        mine = self._layout or theirs
-        sizes = block_sizes(mine.block_size_tokens, theirs.block_size_tokens)
-        targets = sub_blocks(ticket.block_indices, sizes.of_reader)
-        push = Push(request_id, ticket, sizes, targets, observed=observed)
-        push.peer_order = theirs.axis_order if mine.is_converted_for(theirs) else ""
+        push = Push(request_id, ticket, observed=observed)
         self._pushes[request_id] = self._runnable[request_id] = push
         heapq.heappush(self._deadlines, (ticket.deadline_s, request_id))
         self._enforce_deadline(push, now)
@@ -128,14 +234,13 @@ class KvPusher:
         if push is None or push.stopped or push.last_chunk_s is not None:
             return
         # The ticket covers the prompt's blocks after those that the decode worker has cached.
-        sizes, ticket = push.sizes, push.ticket
-        count, first = len(push.targets), ticket.cached_tokens // sizes.tokens
+        ticket, size = push.ticket, self._block_tokens
+        wanted, cached = len(ticket.block_indices), ticket.cached_tokens // size
         self._runnable[request_id] = push
-        push.block_table = sub_blocks(block_ids, sizes.of_writer)[first : first + count]
-        final = sizes.final(end_tokens, is_last=is_last) - first
-        before, push.ready_blocks = push.ready_blocks, max(0, min(final, count))
-        filled = blocks_for(end_tokens, sizes.reader)
-        wanted, cached = len(ticket.block_indices), ticket.cached_tokens // sizes.reader
+        push.block_table = block_ids[cached : cached + wanted]
+        filled = blocks_for(end_tokens, size)
+        final = filled if is_last else end_tokens // size
+        push.ready_blocks = max(0, min(final - cached, wanted))
         if len(push.block_table) < push.ready_blocks or (is_last and filled - cached != wanted):
             push.failure = InvalidArgumentError(
                 f"the ticket holds {wanted} blocks after {cached} cached ones, the prompt fills {filled}",
@@ -146,11 +251,10 @@ class KvPusher:
             if first_token is None:
                 raise InvalidArgumentError("the last chunk needs its first token", field="first_token")
             push.last_chunk_s, push.first_token = now, first_token
-        if self._wire is not None and push.failure is None:
-            # Packed and hashed only now: before a block is final its bytes still change.
+        if push.failure is None:
+            # Hashed only now: before a block is final its bytes still change.
             try:
-                self._wire.pack(whole_blocks(push.block_table[before : push.ready_blocks], sizes.of_writer))
-                self._digest_ready_blocks(push, self._wire)
+                self._digest_ready_blocks(push)
             except BaseException as error:
                 push.failure = _transfer_error(error, request_id)
         self._advance(push, now)
@@ -174,15 +278,12 @@ class KvPusher:
                 push.failure = TransferError(f"decode agent {agent_id} is gone", reason="PEER_LOST")
                 self._runnable[push.request_id] = push
 
-    def poll(self, now: float, polled: PollResult | None = None) -> list[PushEvent]:
-        """Collects finished writes, posts what waited for them and returns terminal events.
+    def poll(self, now: float, ended: Sequence[WriteResult]) -> list[PushEvent]:
+        """Takes the writes that have ended, posts what waited for them and returns terminal events.
 
-        `polled` is the transport's poll result if the caller polled it, as one that also receives must;
-        otherwise the transport is polled here and its notifications are dropped. The cost is proportional to
-        the requests being computed or written, not to those that wait.
+        The cost is proportional to the requests being computed or written, not to those that wait.
         """
-        result = polled if polled is not None else self._transport.poll()
-        for write in result.writes:
+        for write in ended:
             push = self._push_of_write.pop(write.handle, None)
             if push is None:
                 continue
@@ -236,7 +337,7 @@ class KvPusher:
         ticket, before = push.ticket, self._transport.descriptors_posted
         part = slice(push.posted_blocks, push.ready_blocks)
         handle = self._transport.write(
-            ticket.decode_agent_id, push.block_table[part], push.targets[part], notification
+            ticket.decode_agent_id, push.block_table[part], ticket.block_indices[part], notification
         )
         descriptors = self._transport.descriptors_posted - before
         push.descriptors += descriptors
@@ -249,7 +350,6 @@ class KvPusher:
     def _complete(self, push: Push, now: float) -> None:
         ticket = push.ticket
         assert push.first_token is not None
-        order = self._layout.axis_order if self._layout is not None and push.peer_order else ""
         done = encode(
             WriteCompletion(
                 ticket.epoch,
@@ -257,8 +357,6 @@ class KvPusher:
                 ticket.total_bytes,
                 push.first_token,
                 fold_digests(push.digests),
-                0 if push.sizes.of_reader == 1 else push.sizes.tokens,
-                order,
             )
         )
         if push.posted_blocks < push.ready_blocks:
@@ -266,14 +364,13 @@ class KvPusher:
         else:
             self._transport.notify(ticket.decode_agent_id, done)
 
-    def _digest_ready_blocks(self, push: Push, wire: KvWire) -> None:
+    def _digest_ready_blocks(self, push: Push) -> None:
         """Hashes the verified blocks that became final: chunk by chunk, to spread the cost over the steps."""
         ticket = push.ticket
         count, one_in = len(ticket.block_indices), ticket.verify_one_in
         verified = verified_positions(ticket.epoch, ticket.reservation, count, one_in)
-        positions = sub_blocks(verified, push.sizes.of_reader)
-        final = [push.block_table[p] for p in positions[len(push.digests) :] if p < push.ready_blocks]
-        push.digests += digests_of(wire.read_sub_blocks(final, push.sizes.tokens, push.peer_order))
+        final = [push.block_table[p] for p in verified[len(push.digests) :] if p < push.ready_blocks]
+        push.digests += self._kv_memory.digests(final)
 
     def _enforce_deadline(self, push: Push, now: float) -> None:
         """Stops a push at its ticket's deadline; after the grace period ends its writes by disconnecting the peer."""
@@ -293,11 +390,9 @@ class KvPusher:
         ticket = push.ticket
         if push.completing and push.failure is None:
             assert push.last_chunk_s is not None
-            ready, transfer_s = push.ready_blocks, now - push.last_chunk_s
-            runs = len(merge_runs(push.block_table[:ready], push.targets[:ready]))
-            # Only the sub-blocks that hold tokens are written of the owner's last block.
-            written = ticket.total_bytes * ready // max(1, len(push.targets))
-            return PushDone(push.request_id, written, push.descriptors, runs, transfer_s)
+            runs = len(merge_runs(push.block_table, ticket.block_indices))
+            transfer_s = now - push.last_chunk_s
+            return PushDone(push.request_id, ticket.total_bytes, push.descriptors, runs, transfer_s)
         if not push.stopped:
             return None
         if push.in_doubt:

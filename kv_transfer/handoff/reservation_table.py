@@ -3,71 +3,223 @@
 Pure: time is an argument in seconds, and each method returns the actions that its caller applies to the
 engine and the transport. Poll the transport and pass its notifications on before calling `expire`.
 
+A reservation passes these states, none of them twice:
+
+    RESERVED -> RECEIVING -> READY -> RUNNING -> FINISHED
+       |            |          |         |
+       +------------+----------+---------+--> ABORTED [-> QUARANTINED] -> FREED
+
+Writes are one-sided, so the owner of the blocks does not see them arrive: RECEIVING only means that the writer is
+known, and RESERVED -> READY is legal.
+
 Protection from late writes: a block leaves quarantine only when its writer has let go (completion or
 drained), when the writer's process ended at least `WRITE_GRACE_S` ago (`writer_lost`), or when it can no
 longer write. A writer posts nothing after its ticket's deadline and disconnects `WRITE_GRACE_S` later
 (`KvPusher`); the quarantine lasts twice the grace beyond the deadline, to cover the ticket's travel time.
-docs/decisions/0007-when-reserved-blocks-come-back.md has the full argument and its one remaining gap.
+docs/internals/design-notes/quarantine.md has the full argument and its one remaining gap.
 """
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
-from kv_transfer.handoff import reservation as states
-from kv_transfer.handoff.notification import BadNotification, Drained, WriteCompletion, decode
-from kv_transfer.handoff.reservation import LIVE, WAITING, HandoffState, Reservation
-from kv_transfer.handoff.reservation_actions import (
-    REJECTION_REASONS,
-    Abort,
-    Action,
-    Admit,
-    Rejected,
-    ReleaseWriter,
-    Silence,
-    Verdict,
-    WriterDone,
+from kv_transfer.handoff.messages import WRITE_GRACE_S, BadNotification, Drained, WriteCompletion, decode
+from splitserve.errors import BrokenInvariantError, InvalidArgumentError
+
+REJECTION_REASONS = (
+    "malformed",
+    "stale_epoch",
+    "unknown_reservation",
+    "wrong_bytes",
+    "duplicate",
+    "not_live",
+    "foreign_writer",
+    "checksum_mismatch",
 )
-from kv_transfer.handoff.ticket import WRITE_GRACE_S
-from splitserve.errors import InvalidArgumentError
+
+
+class HandoffState(enum.Enum):
+    """State of a reservation."""
+
+    RESERVED = "reserved"
+    """Blocks are reserved; their ticket may be in transit."""
+    RECEIVING = "receiving"
+    """The writer is known."""
+    READY = "ready"
+    """The completion was admitted: all bytes have arrived and the writer has let go."""
+    RUNNING = "running"
+    """The engine decodes from the blocks."""
+    FINISHED = "finished"
+    """The engine ended the request. Final."""
+    ABORTED = "aborted"
+    """The request was given up."""
+    QUARANTINED = "quarantined"
+    """As ABORTED, but the writer may still write to the blocks."""
+    FREED = "freed"
+    """The blocks are free. Final."""
+
+
+WAITING = frozenset({HandoffState.RESERVED, HandoffState.RECEIVING})
+LIVE = WAITING | {HandoffState.READY, HandoffState.RUNNING}
+
+
+class IllegalTransitionError(BrokenInvariantError):
+    """A transition that does not exist: a bug in the caller; no peer can cause it."""
+
+
+_BEFORE: Mapping[HandoffState, frozenset[HandoffState]] = MappingProxyType(
+    {
+        HandoffState.RECEIVING: frozenset({HandoffState.RESERVED}),
+        HandoffState.READY: WAITING,
+        HandoffState.RUNNING: frozenset({HandoffState.READY}),
+        HandoffState.FINISHED: frozenset({HandoffState.RUNNING}),
+        HandoffState.ABORTED: LIVE,
+        HandoffState.QUARANTINED: frozenset({HandoffState.ABORTED}),
+        HandoffState.FREED: frozenset({HandoffState.ABORTED, HandoffState.QUARANTINED}),
+    }
+)
+"""The states from which each state may be entered."""
+
+
+@dataclass(slots=True)
+class Reservation:
+    """An entry of `ReservationTable`, modified only by it. Times in seconds on the caller's clock."""
+
+    number: int
+    request_id: str
+    coordinator_id: str
+    block_count: int
+    total_bytes: int
+    deadline_s: float
+    writer_end_s: float
+    """From then on no write of the writer can arrive."""
+    state: HandoffState = HandoffState.RESERVED
+    writer_alive: bool = True
+    """The writer has not let go: it may still write."""
+    writer_agent_id: str | None = None
+    writer_lost: bool = False
+    """The writer's process has ended."""
+    quarantine_end_s: float = 0.0
+
+    @property
+    def due_s(self) -> float:
+        """When the current state times out."""
+        if self.state is HandoffState.QUARANTINED:
+            return self.quarantine_end_s
+        if self.state in WAITING:  # a completion may arrive a little after the ticket's deadline
+            return min(self.deadline_s, self.writer_end_s)
+        return self.deadline_s
+
+    def become(self, state: HandoffState) -> None:
+        """Enters a state. Raises IllegalTransitionError."""
+        if self.state not in _BEFORE.get(state, frozenset()):
+            raise IllegalTransitionError(f"a handoff cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+    def lose_writer(self, lost_s: float) -> None:
+        """The writer's process ended at `lost_s`: writes posted before may still arrive for `WRITE_GRACE_S`."""
+        self.writer_lost = True
+        self.writer_end_s = min(self.writer_end_s, lost_s + WRITE_GRACE_S)
+        if self.state is HandoffState.QUARANTINED:
+            self.quarantine_end_s = min(self.quarantine_end_s, self.writer_end_s)
+
+    def start_quarantine(self, min_end_s: float) -> None:
+        """Quarantines until the writer's end; until `min_end_s` at least unless its process has ended."""
+        self.quarantine_end_s = self.writer_end_s if self.writer_lost else max(min_end_s, self.writer_end_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End the request in the engine. Quarantine its blocks if `writer_alive`, else free them."""
+
+    number: int
+    request_id: str
+    reason: str
+    message: str
+    writer_alive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseWriter:
+    """Free the quarantined blocks of an aborted request."""
+
+    number: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """The writer never let go; `agent_id` is None if it was never known. To be logged as a warning.
+
+    The agent is not refused for it: later messages for this reservation are dropped anyway, and its other handoffs go
+    on. Nor are writes to it ended, which have nothing to do with what it writes here.
+    """
+
+    number: int
+    request_id: str
+    agent_id: str | None
+
+
+Action = Abort | ReleaseWriter | Silence
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """All bytes have arrived and the writer has let go: start decoding from `first_token`."""
+
+    number: int
+    request_id: str
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriterDone:
+    """The writer has let go and no request can start from it: apply `actions`."""
+
+    number: int
+    actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Refused and counted under `reason`, one of REJECTION_REASONS. Apply `actions`, if any."""
+
+    reason: str
+    actions: tuple[Action, ...] = ()
+
+
+Verdict = Admit | WriterDone | Rejected
+
 
 _MAX_LOST_WRITERS = 4096
-
-Observer = Callable[[int, HandoffState, HandoffState], None]
 
 
 class ReservationTable:
     """All reservations of one boot of a decode worker.
 
-    `observer` is called with (number, from, to) on each transition. `content_matches` verifies checksums; it is
-    called once, for a completion that passed all other checks. `orders`: those in which blocks may be written, beside
-    the owner's own, which a completion does not name.
+    `content_matches` verifies checksums; it is called once, for a completion that passed all other checks.
     """
 
     def __init__(
         self,
         epoch: int,
         *,
-        lease_s: float,
         quarantine_s: float,
-        observer: Observer | None = None,
         content_matches: Callable[[WriteCompletion], bool] = lambda _: True,
-        orders: Set[str] = frozenset(),
     ) -> None:
         if epoch == 0:
             raise InvalidArgumentError("epoch must not be 0", field="epoch")
         self.epoch = epoch
         self.counters: Counter[str] = Counter(dict.fromkeys(REJECTION_REASONS, 0))
-        self._lease_s = lease_s
         self._quarantine_s = quarantine_s
-        self._observer = observer
         self._content_matches = content_matches
-        self._orders = {"", *orders}
         self._last_number = 0
         self._open: dict[int, Reservation] = {}
         self._live: dict[str, int] = {}
-        self._lease_ends: dict[str, float] = {}
         self._lost_writers: dict[str, float] = {}
         self._next_due_s = float("inf")
 
@@ -115,18 +267,16 @@ class ReservationTable:
             return
         entry.writer_agent_id = agent_id
         if entry.state is HandoffState.RESERVED:
-            self._move(entry, states.receive)
+            entry.become(HandoffState.RECEIVING)
         if (lost_s := self._lost_writers.get(agent_id)) is not None:
             self._lose_writer(entry, lost_s)
 
-    def on_notification(
-        self, agent_id: str, message: bytes | WriteCompletion | Drained, now: float
-    ) -> Verdict:
+    def on_notification(self, agent_id: str, message: bytes, now: float) -> Verdict:
         """Checks a peer's notification, from the cheapest check to the costliest, and applies it.
 
         A completion that arrives after the request's deadline is not admitted.
         """
-        notice = decode(message) if isinstance(message, bytes) else message
+        notice = decode(message)
         if isinstance(notice, BadNotification):
             return self._reject("malformed")
         if notice.epoch != self.epoch:
@@ -145,8 +295,6 @@ class ReservationTable:
             return self._writer_done(entry, now)
         if notice.written_bytes != entry.total_bytes:
             return self._reject("wrong_bytes")
-        if notice.axis_order not in self._orders:
-            return self._reject("unknown_order")
         if entry.state not in WAITING:  # quarantined: the request is over, but its blocks come free
             return self._writer_done(entry, now)
         if now >= entry.deadline_s:
@@ -157,19 +305,19 @@ class ReservationTable:
             why = "the KV that arrived is not the KV that was sent"
             return Rejected("checksum_mismatch", (self._abort(entry, "CHECKSUM_MISMATCH", why, now),))
         entry.writer_alive = False
-        self._move(entry, states.make_ready)
-        return Admit(entry.number, entry.request_id, notice.first_token_id, notice.axis_order)
+        entry.become(HandoffState.READY)
+        return Admit(entry.number, entry.request_id, notice.first_token_id)
 
     def started(self, request_id: str) -> None:
         """The engine scheduled the request for the first time. Unknown requests are ignored."""
         if (entry := self._live_entry(request_id)) and entry.state is HandoffState.READY:
-            self._move(entry, states.run)
+            entry.become(HandoffState.RUNNING)
 
     def finished(self, request_id: str) -> None:
         """The engine ended the request. Unknown requests are ignored."""
         if entry := self._live_entry(request_id):
             self.started(request_id)
-            self._move(entry, states.finish)
+            entry.become(HandoffState.FINISHED)
             self._forget(entry)
 
     def abort(self, request_id: str, coordinator_id: str, no_writer: bool, now: float) -> list[Action]:
@@ -182,15 +330,6 @@ class ReservationTable:
             return []
         entry.writer_alive = entry.writer_alive and not no_writer
         return [self._abort(entry, "CANCELLED", "aborted by its coordinator", now)]
-
-    def coordinator_lost(self, coordinator_id: str, now: float) -> None:
-        """A coordinator's output stream broke: its requests end after one lease unless it comes back."""
-        end = self._lease_ends.setdefault(coordinator_id, now + self._lease_s)
-        self._next_due_s = min(self._next_due_s, end)
-
-    def coordinator_back(self, coordinator_id: str) -> None:
-        """A coordinator's output stream is open again."""
-        self._lease_ends.pop(coordinator_id, None)
 
     def writer_lost(self, agent_id: str, now: float) -> None:
         """A writer's process is known to have ended (silence is not enough). Idempotent.
@@ -208,25 +347,18 @@ class ReservationTable:
                 self._lose_writer(entry, now)
 
     def expire(self, now: float) -> list[Action]:
-        """Ends requests, leases and quarantines whose time is up. O(1) when nothing is due."""
+        """Ends requests and quarantines whose time is up. O(1) when nothing is due."""
         if now < self._next_due_s:
             return []
-        ended = {name for name, end in self._lease_ends.items() if end <= now}
-        for name in ended:
-            del self._lease_ends[name]
         actions: list[Action] = []
-        for entry in list(self._open.values()):
-            if entry.state in LIVE and entry.coordinator_id in ended:
-                message = f"coordinator {entry.coordinator_id} was away for {self._lease_s:g} s"
-                actions.append(self._abort(entry, "LEASE_EXPIRED", message, now))
-            elif entry.due_s <= now and entry.state in LIVE:
+        for entry in [entry for entry in self._open.values() if entry.due_s <= now]:
+            if entry.state in LIVE:
                 actions.append(self._overdue(entry, now))
-            elif entry.due_s <= now:
+            else:
                 if not entry.writer_lost:
                     actions.append(Silence(entry.number, entry.request_id, entry.writer_agent_id))
                 actions += self._writer_done(entry, now).actions
-        times = [entry.due_s for entry in self._open.values()] + list(self._lease_ends.values())
-        self._next_due_s = min(times, default=float("inf"))
+        self._next_due_s = min((entry.due_s for entry in self._open.values()), default=float("inf"))
         return actions
 
     def next_deadline(self) -> float:
@@ -237,11 +369,6 @@ class ReservationTable:
         """State of a reservation; None once it has ended."""
         entry = self._open.get(number)
         return None if entry is None else entry.state
-
-    @property
-    def live_requests(self) -> int:
-        """Number of requests between `open` and their end."""
-        return len(self._live)
 
     @property
     def awaited_writers(self) -> int:
@@ -272,10 +399,10 @@ class ReservationTable:
     def _abort(self, entry: Reservation, reason: str, message: str, now: float) -> Abort:
         over = entry.writer_lost and entry.writer_end_s <= now
         entry.writer_alive = entry.writer_alive and entry.block_count > 0 and not over
-        self._move(entry, states.abort)
+        entry.become(HandoffState.ABORTED)
         del self._live[entry.request_id]
         if entry.writer_alive:
-            self._move(entry, states.quarantine)
+            entry.become(HandoffState.QUARANTINED)
             entry.start_quarantine(now + self._quarantine_s)
             self._next_due_s = min(self._next_due_s, entry.due_s)
         else:
@@ -297,18 +424,13 @@ class ReservationTable:
         return WriterDone(entry.number, (self._abort(entry, reason, message, now),))
 
     def _free(self, entry: Reservation) -> None:
-        self._move(entry, states.free)
+        entry.become(HandoffState.FREED)
         self._forget(entry)
 
     def _forget(self, entry: Reservation) -> None:
         del self._open[entry.number]
         if self._live.get(entry.request_id) == entry.number:
             del self._live[entry.request_id]
-
-    def _move(self, entry: Reservation, step: Callable[[HandoffState], HandoffState]) -> None:
-        before, entry.state = entry.state, step(entry.state)
-        if self._observer:
-            self._observer(entry.number, before, entry.state)
 
     def _reject(self, reason: str) -> Rejected:
         self.counters[reason] += 1

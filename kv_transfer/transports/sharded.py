@@ -1,30 +1,91 @@
 """A transport of a worker whose KV, or whose peers' KV, lies in several tensor-parallel ranks.
 
-`kv_transfer.shard_map` says which rank writes which KV heads to which rank of a peer. All ranks of a worker have the
+`shard_map` says which rank writes which KV heads to which rank of a peer. All ranks of a worker have the
 same blocks, so a ticket's indices are common to them, and tickets, reservations and pushes know nothing of ranks. Each
 pair of ranks writes its heads. Only when the parts of all pairs were reported done, which proves that they have
-arrived, does the worker's own agent send the notification. docs/decisions/0022-ranks-below-the-transport.md has the
+arrived, does the worker's own agent send the notification.
+docs/internals/design-notes/ranks-below-the-transport.md has the
 reasons.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from kv_transfer.layout import KvLayout
-from kv_transfer.shard_map import MAX_RANKS, Shard, shard_map
-from kv_transfer.transports.descriptors import check_agent, check_notification, registered
-from kv_transfer.transports.joined_writes import JoinedWrites
+from typing_extensions import override
+
+from kv_transfer.layout import MAX_RANKS, KvLayout, Shard, shard_map
+from kv_transfer.transports.regions import KvMemoryRegion
 from kv_transfer.transports.transport import (
-    KvMemoryRegion,
     PollResult,
     TransferEndpoint,
     Transport,
     WriteResult,
+    check_agent,
+    check_notification,
+    registered,
 )
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, TransferError
+
+
+@dataclass(slots=True)
+class JoinedWrite:
+    """One write, of which each pair of a writing and a receiving rank does a part."""
+
+    handle: int
+    agent_id: str
+    notification: bytes | None
+    """What the peer is told when all parts have ended well."""
+    parts: set[tuple[int, int]]
+    """The (rank, its handle) of parts that have not ended."""
+    error: str | None = None
+    in_doubt: bool = False
+
+    @property
+    def result(self) -> WriteResult:
+        """How it ended, once no part is left."""
+        return WriteResult(self.handle, self.error, self.in_doubt)
+
+
+class JoinedWrites:
+    """The joined writes of one worker that have not ended. Their handles are negative: no transport's own are."""
+
+    def __init__(self) -> None:
+        self._write_of_part: dict[tuple[int, int], JoinedWrite] = {}
+        self._last_handle = 0
+
+    def begin(
+        self, agent_id: str, parts: Iterable[tuple[int, int]], notification: bytes | None, error: str | None
+    ) -> int:
+        """Joins posted parts, at least one, each a (rank, its handle); returns the handle of the whole.
+
+        `error`: why a further part was not posted; the write then fails when those that were posted have ended.
+        """
+        self._last_handle -= 1
+        write = JoinedWrite(self._last_handle, agent_id, notification, set(parts), error)
+        self._write_of_part.update(dict.fromkeys(write.parts, write))
+        return write.handle
+
+    def end(self, rank: int, part: WriteResult) -> JoinedWrite | None:
+        """A part has ended: the whole write if it was the last one. None also for what is no part, or ended before.
+
+        A write fails with the error of the first part that failed, and is in doubt if any part of it is.
+        """
+        key = rank, part.handle
+        write = self._write_of_part.pop(key, None)
+        if write is None:
+            return None
+        write.parts.discard(key)
+        write.error = write.error or part.error
+        write.in_doubt = write.in_doubt or part.in_doubt
+        return None if write.parts else write
+
+    def holds(self, rank: int, handle: int) -> bool:
+        """Whether a rank's write is a part that has not ended."""
+        return (rank, handle) in self._write_of_part
+
 
 _MAILBOX = KvLayout("", "uint8", block_size_tokens=1, num_layers=1, num_kv_heads=1, head_dim=64)
 """What the agent of a worker with ranks registers: it holds no KV, but an agent has some memory."""
@@ -47,10 +108,7 @@ class ShardedTransport(Transport):
     """
 
     def __init__(
-        self,
-        own: Transport,
-        ranks: Sequence[Transport] = (),
-        rank_endpoints: Sequence[TransferEndpoint] = (),
+        self, own: Transport, ranks: Sequence[Transport] = (), rank_endpoints: Sequence[TransferEndpoint] = ()
     ) -> None:
         self.kind = own.kind
         self._own = own
@@ -62,8 +120,9 @@ class ShardedTransport(Transport):
         """The parts of peers that are not served by `own` alone."""
         self._writes = JoinedWrites()
 
+    @override
     def register_memory(self, memory: KvMemoryRegion) -> TransferEndpoint:
-        """See `Transport`. With ranks, `memory` is the whole pool, which has no address."""
+        """With ranks, `memory` is the whole pool, which has no address."""
         if self._endpoint is not None:
             raise FailedPreconditionError("the memory is registered already")
         if not self._rank_endpoints:
@@ -73,8 +132,9 @@ class ShardedTransport(Transport):
         self._endpoint = replace(mailbox, memory=memory, ranks=self._rank_endpoints)
         return self._endpoint
 
+    @override
     def connect(self, endpoint: TransferEndpoint) -> None:
-        """See `Transport`. Connects each pair of ranks that has heads in common, and the agents of both workers."""
+        """Connects each pair of ranks that has heads in common, and the agents of both workers."""
         mine = registered(self._endpoint)
         if not (mine.ranks or endpoint.ranks):
             self._own.connect(endpoint)
@@ -99,18 +159,20 @@ class ShardedTransport(Transport):
             self.disconnect(endpoint.agent_id)
             raise
 
+    @override
     def disconnect(self, agent_id: str) -> None:
-        """See `Transport`."""
         self._own.disconnect(agent_id)
         for part in self._peers.pop(agent_id, ()):
             self._ranks[part.rank].disconnect(part.agent_id)
 
+    @override
     def refuse(self, agent_id: str) -> None:
-        """See `Transport`. Only the worker's own agent is sent notifications."""
+        """Only the worker's own agent is sent notifications."""
         self._own.refuse(agent_id)
 
+    @override
     def connected(self) -> frozenset[str]:
-        """See `Transport`. Excludes peers to a rank of which a connection broke."""
+        """Excludes peers to a rank of which a connection broke."""
         connected = self._own.connected()
         if not self._peers:
             return connected
@@ -123,6 +185,7 @@ class ShardedTransport(Transport):
         }
         return connected - (parts - self._peers.keys()) - broken
 
+    @override
     def write(
         self,
         agent_id: str,
@@ -130,7 +193,6 @@ class ShardedTransport(Transport):
         remote_blocks: Sequence[int],
         notification: bytes | None = None,
     ) -> int:
-        """See `Transport`."""
         peer = self._peers.get(agent_id)
         if peer is None:
             return self._own.write(agent_id, local_blocks, remote_blocks, notification)
@@ -148,12 +210,12 @@ class ShardedTransport(Transport):
             posted.append((part.rank, handle))
         return self._writes.begin(agent_id, posted, notification, problem)
 
+    @override
     def notify(self, agent_id: str, notification: bytes) -> None:
-        """See `Transport`."""
         self._own.notify(agent_id, notification)
 
+    @override
     def poll(self) -> PollResult:
-        """See `Transport`."""
         polled = self._own.poll()
         if not self._peers and not self._rank_endpoints:
             return polled
@@ -167,19 +229,19 @@ class ShardedTransport(Transport):
                     writes.append(self._notified(write.result, write.agent_id, write.notification))
         return PollResult(writes, polled.notifications)
 
+    @override
     def close(self) -> None:
-        """See `Transport`."""
         for transport in {self._own, *self._ranks}:
             transport.close()
 
     @property
+    @override
     def descriptors_posted(self) -> int:
-        """See `Transport`."""
         return sum(transport.descriptors_posted for transport in self._ranks)
 
     @property
+    @override
     def needs_poll(self) -> bool:
-        """See `Transport`."""
         return self._own.needs_poll or any(transport.needs_poll for transport in self._ranks)
 
     def _notified(self, result: WriteResult, agent_id: str, notification: bytes | None) -> WriteResult:

@@ -7,7 +7,7 @@ Rules that every transport keeps and that the contract suite (tests/contract/tra
   blocks belong to this writer. A write in flight cannot be cancelled (NIXL has no such operation).
 * A write that ended with an error is in doubt unless the transport knows that none of its bytes can arrive
   any more: of several descriptors some may be on their way. Nothing may be concluded from the end of such a
-  write; docs/handoff.md says which lanes can prove what.
+  write; docs/internals/handoff.md says which lanes can prove what.
 * The notification of a `write` is delivered only after all bytes of *that* write are readable at the peer.
   Writes are not ordered among each other: to notify after several writes, post the last one with its
   notification once the handles of all earlier ones were reported done.
@@ -21,107 +21,18 @@ Rules that every transport keeps and that the contract suite (tests/contract/tra
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from kv_transfer.layout import KvLayout
-from splitserve.errors import FailedPreconditionError
+from kv_transfer.transports.regions import KvMemoryRegion, check_memory
+from splitserve.errors import FailedPreconditionError, InvalidArgumentError, TransferError
 from splitserve.v1 import kv_transfer_pb2 as pb
 
-DRAM, VRAM = "DRAM", "VRAM"
+P = TypeVar("P")
 
-
-@dataclass(frozen=True, slots=True)
-class KvMemoryRegion:
-    """One registered range of memory that holds a worker's KV blocks.
-
-    A block is one contiguous piece with all its layers, or, with `layer_stride`, one piece for each layer of the
-    layout: the pieces of one layer lie behind each other in a row of `num_blocks`, and row l begins at
-    `base_address + l * layer_stride`, in bytes.
-
-    `base_address` is a byte address in this process's (or device's) address space; `memory_kind` is "DRAM" or
-    "VRAM"; `device_index` is 0 for DRAM. The last `probe_blocks` of the `num_blocks` are never given to requests:
-    peers write to them to measure lanes.
-    """
-
-    base_address: int
-    num_blocks: int
-    layout: KvLayout
-    memory_kind: str = DRAM
-    device_index: int = 0
-    probe_blocks: int = 0
-    layer_stride: int = 0
-    piece_stride: int = 0
-    """Bytes between the starts of two pieces of a row. 0: they touch."""
-    sub_block_tokens: int = 0
-    """Tokens in a sub-block, which peers with smaller blocks write or are written. 0: blocks are not divided."""
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """The addresses of the rows of pieces: one row of whole blocks, or one for each layer.
-
-        In a divided region each is as many rows as a piece has keys or values of a head, times `divisions`: first those
-        of one head's keys.
-        """
-        count = self.layout.num_layers if self.layer_stride else 1
-        rows = tuple(self.base_address + row * self.layer_stride for row in range(count))
-        if not self.sub_block_tokens:
-            return rows
-        offsets = range(0, self.layout.block_bytes // count, self.piece_bytes)
-        return tuple(row + offset for row in rows for offset in offsets)
-
-    @property
-    def piece_bytes(self) -> int:
-        """Bytes of a block, or of a sub-block, in one row."""
-        if self.sub_block_tokens:
-            return self.sub_block_tokens * self.layout.token_bytes
-        return self.layout.block_bytes // (self.layout.num_layers if self.layer_stride else 1)
-
-    @property
-    def divisions(self) -> int:
-        """Sub-blocks of a block: sub-block s is number s % divisions of those in block s // divisions."""
-        return self.layout.block_size_tokens // self.sub_block_tokens if self.sub_block_tokens else 1
-
-    @property
-    def num_sub_blocks(self) -> int:
-        """Sub-blocks of the region; blocks where they are not divided."""
-        return self.num_blocks * self.divisions
-
-    def divided(self, tokens: int) -> KvMemoryRegion:
-        """The same memory in sub-blocks of `tokens`, which divides the block size; see `KvLayout.require_fits`."""
-        return replace(self, piece_stride=self.stride, sub_block_tokens=tokens)
-
-    def by_layers(self) -> KvMemoryRegion:
-        """The same memory as rows of layers' pieces, as they lie in whole blocks; itself where it has such rows."""
-        if self.layer_stride:
-            return self
-        piece = self.layout.block_bytes // self.layout.num_layers
-        return replace(self, layer_stride=piece, piece_stride=self.layout.block_bytes)
-
-    @property
-    def stride(self) -> int:
-        """Bytes between the starts of two pieces of a row."""
-        return self.piece_stride or self.piece_bytes
-
-    @property
-    def span_bytes(self) -> int:
-        """Bytes from `base_address` to the end of the last row."""
-        return self.rows[-1] - self.base_address + (self.num_blocks - 1) * self.stride + self.piece_bytes
-
-    def heads(self, first: int, count: int) -> KvMemoryRegion:
-        """The part that holds `count` KV heads of each piece from `first` on. Heads must be outermost in a piece."""
-        head_bytes = self.piece_bytes // self.layout.num_kv_heads
-        return replace(
-            self,
-            base_address=self.base_address + first * head_bytes,
-            layout=replace(self.layout, num_kv_heads=count),
-            piece_stride=self.stride,
-        )
-
-    @property
-    def request_blocks(self) -> int:
-        """Blocks that requests may own, from index 0 on."""
-        return self.num_blocks - self.probe_blocks
+MAX_METADATA_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +161,8 @@ class Transport(ABC):
     @abstractmethod
     def refuse(self, agent_id: str) -> None:
         """Fences a peer: delivers nothing of it any more, not even what has arrived and was not polled. Its bytes are
-        refused, too, where the owner takes part in a write; one-sided writes cannot be (see docs/handoff.md). Ids that
+        refused, too, where the owner takes part in a write; one-sided writes cannot be (see
+        docs/internals/handoff.md). Ids that
         are not known yet count."""
 
     @abstractmethod
@@ -267,9 +179,9 @@ class Transport(ABC):
     ) -> int:
         """Posts a write of local blocks into a peer's blocks, pairwise; returns a handle for `poll`.
 
-        Both sequences are block indices and have equal length >= 1; for a peer of another block size they are indices
-        of sub-blocks, which have the smaller size. Raises InvalidArgumentError for indices out of range, TransferError
-        for an unknown peer; nothing was posted then. A post that fails is reported by `poll`, in doubt.
+        Both sequences are block indices and have equal length >= 1. Raises InvalidArgumentError for indices out of
+        range, TransferError for an unknown peer; nothing was posted then. A post that fails is reported by `poll`, in
+        doubt.
         """
 
     @abstractmethod
@@ -293,3 +205,66 @@ class Transport(ABC):
     def needs_poll(self) -> bool:
         """Whether polls are needed although no write is in flight, for example for a delayed notification."""
         return False
+
+
+def registered(endpoint: TransferEndpoint | None) -> TransferEndpoint:
+    """The endpoint of the registered memory. Raises FailedPreconditionError where there is none."""
+    if endpoint is None:
+        raise FailedPreconditionError("no memory is registered")
+    return endpoint
+
+
+def connected_peer(peers: Mapping[str, P], agent_id: str) -> P:
+    """What is known of a connected peer. Raises TransferError (UNKNOWN_PEER) for any other agent."""
+    try:
+        return peers[agent_id]
+    except KeyError:
+        raise unknown_peer(agent_id) from None
+
+
+def unknown_peer(agent_id: str) -> TransferError:
+    """The error of a write or notification to an agent that is not connected (UNKNOWN_PEER)."""
+    return TransferError(f"agent {agent_id} is not connected", reason="UNKNOWN_PEER")
+
+
+def check_endpoint(mine: TransferEndpoint, theirs: TransferEndpoint) -> None:
+    """Refuses a peer that this side must not write to.
+
+    Raises FailedPreconditionError for a different transport or layout (naming the field) and
+    InvalidArgumentError for values that no correct peer sends.
+    """
+    check_agent(mine, theirs)
+    mine.memory.layout.require_fits(theirs.memory.layout, who=f"agent {theirs.agent_id}")
+    if theirs.ranks or theirs.memory.layout.tensor_parallel_size != 1:
+        raise FailedPreconditionError(
+            f"the KV of agent {theirs.agent_id} lies in several ranks, here in one piece",
+            reason="LAYOUT_MISMATCH",
+            field="ranks",
+        )
+    if bool(mine.memory.layer_stride) != bool(theirs.memory.layer_stride):
+        raise FailedPreconditionError(
+            f"blocks of agent {theirs.agent_id} lie in one piece and those here layer by layer, or the other way round",
+            reason="LAYOUT_MISMATCH",
+            field="layer_stride",
+        )
+    check_memory(theirs.memory)
+
+
+def check_agent(mine: TransferEndpoint, theirs: TransferEndpoint) -> None:
+    """Refuses an agent that this side must not talk to, whatever its memory. Raises like `check_endpoint`."""
+    if theirs.transport != mine.transport:
+        raise FailedPreconditionError(
+            f"agent {theirs.agent_id} uses transport {theirs.transport!r}, this side {mine.transport!r}",
+            reason="TRANSPORT_MISMATCH",
+            field="transport",
+        )
+    if not theirs.agent_id or theirs.agent_id == mine.agent_id:
+        raise InvalidArgumentError("agent_id must name another agent", field="agent_id")
+    if len(theirs.metadata) > MAX_METADATA_BYTES:
+        raise InvalidArgumentError(f"metadata must be at most {MAX_METADATA_BYTES} bytes", field="metadata")
+
+
+def check_notification(notification: bytes | None) -> None:
+    """Raises InvalidArgumentError for an empty notification, which NIXL silently drops."""
+    if notification is not None and not notification:
+        raise InvalidArgumentError("a notification must not be empty", field="notification")

@@ -15,8 +15,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 import grpc
+from google.protobuf.message import Message
 
-from splitserve.client.call_errors import checked_timeout, described, ended_early, not_ready
+from splitserve.client.call_errors import checked_timeout, described, ended_early
 from splitserve.client.failover import Failover, GenerationSession, Targets
 from splitserve.client.request_builder import build_request
 from splitserve.client.types import Completion, Delta, GenerateOptions, Prompt
@@ -131,27 +132,21 @@ class AsyncClient:
 
     async def models(self, *, timeout_s: float = INFO_TIMEOUT_S) -> list[inference_pb2.ModelInfo]:
         """The models that requests can name, sorted by name."""
-        request, metadata = inference_pb2.ListModelsRequest(), self._metadata
-        answer = await self._call(
-            lambda stub: stub.ListModels(request, timeout=timeout_s, metadata=metadata), timeout_s
-        )
+        request = inference_pb2.ListModelsRequest()
+        answer = await self._call(lambda stub: stub.ListModels, request, timeout_s)
         return list(answer.models)
 
     async def server_info(self, *, timeout_s: float = INFO_TIMEOUT_S) -> inference_pb2.GetServerInfoResponse:
         """The coordinator's version, uptime, load and registered workers."""
-        request, metadata = inference_pb2.GetServerInfoRequest(), self._metadata
-        return await self._call(
-            lambda stub: stub.GetServerInfo(request, timeout=timeout_s, metadata=metadata), timeout_s
-        )
+        request = inference_pb2.GetServerInfoRequest()
+        return await self._call(lambda stub: stub.GetServerInfo, request, timeout_s)
 
     async def request_record(
         self, request_id: str, *, timeout_s: float = INFO_TIMEOUT_S
     ) -> records_pb2.RequestRecord:
         """What happened to one request, as the coordinator in use saw it. Raises NotFoundError (REQUEST_NOT_FOUND)."""
-        request, metadata = records_pb2.GetRequestRecordRequest(request_id=request_id), self._metadata
-        answer = await self._call(
-            lambda stub: stub.GetRequestRecord(request, timeout=timeout_s, metadata=metadata), timeout_s
-        )
+        request = records_pb2.GetRequestRecordRequest(request_id=request_id)
+        answer = await self._call(lambda stub: stub.GetRequestRecord, request, timeout_s)
         return answer.record
 
     async def request_records(
@@ -159,10 +154,7 @@ class AsyncClient:
     ) -> list[records_pb2.RequestSummary]:
         """The latest kept records, or of them those that are kept because they were slow, or because they failed."""
         request = records_pb2.ListRequestRecordsRequest(slow=slow, failed=failed, limit=limit)
-        metadata = self._metadata
-        answer = await self._call(
-            lambda stub: stub.ListRequestRecords(request, timeout=timeout_s, metadata=metadata), timeout_s
-        )
+        answer = await self._call(lambda stub: stub.ListRequestRecords, request, timeout_s)
         return list(answer.requests)
 
     async def wait_ready(self, timeout_s: float = 60.0, *, model: str = "") -> inference_pb2.ModelInfo:
@@ -182,12 +174,19 @@ class AsyncClient:
                         why = error.message
                     await asyncio.sleep(READY_POLL_S)
         except TimeoutError:
-            raise not_ready(self.target, timeout_s, why or "no answer yet") from None
+            message = f"{self.target} did not become ready within {timeout_s:g} s: {why or 'no answer yet'}"
+            raise DeadlineExceededError(message, reason="NOT_READY") from None
 
-    async def _call(self, ask: Callable[[InferenceServiceAsyncStub], Awaitable[T]], timeout_s: float) -> T:
+    async def _call(
+        self,
+        method: Callable[[InferenceServiceAsyncStub], Callable[..., Awaitable[T]]],
+        request: Message,
+        timeout_s: float,
+    ) -> T:
         failover = Failover(self._targets)
         while True:
             try:
-                return await ask(self._stubs[failover.index])
+                call = method(self._stubs[failover.index])
+                return await call(request, timeout=timeout_s, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
                 failover.failed(described(error, failover.target, timeout_s, tls=self._tls is not None))

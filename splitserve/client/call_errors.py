@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
 
 import grpc
 
@@ -16,26 +16,34 @@ from splitserve.errors import (
 from splitserve.rpc.status import error_from_rpc
 
 DETAILS_KEY = "grpc-status-details-bin"
+CONNECTION_LOST = "CONNECTION_LOST"
+"""Reason of a call that was sent, and whose connection broke before its answer was complete."""
+NEVER_SENT = "failed to connect"
+"""How gRPC's message begins where no connection stood."""
+_HUNG_UP = re.compile("Socket closed|Connection reset by peer")
 
 
 def described(
-    error: Any, target: str, timeout_s: float, *, received: bool = False, tls: bool = False
+    error: grpc.aio.AioRpcError, target: str, timeout_s: float, *, received: bool = False, tls: bool = False
 ) -> SplitserveError:
-    """The error of a call, an AioRpcError or a grpc.RpcError, with a readable message.
+    """The error of a failed call with a readable message.
 
     `received`: a part of the answer had arrived. Errors with status details are splitserve's own and stay unchanged.
     """
     known = error_from_rpc(error)
     if any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ()):
         return known
+    hung_up = _HUNG_UP.search(known.message)
     match error.code():
         case grpc.StatusCode.UNAVAILABLE if known.reason == "TLS_FAILED":
             message = f"no trusted connection to {target}: its certificate or ours was not accepted"
             return UnavailableError(message, reason="TLS_FAILED")
-        case grpc.StatusCode.UNAVAILABLE if received:
+        case grpc.StatusCode.UNAVAILABLE if received or (
+            hung_up and not known.message.startswith(NEVER_SENT)
+        ):
             message = f"the connection to {target} broke before the answer was complete"
-            return UnavailableError(message, reason="CONNECTION_LOST")
-        case grpc.StatusCode.UNAVAILABLE if "Socket closed" in known.message:
+            return UnavailableError(message, reason=CONNECTION_LOST)
+        case grpc.StatusCode.UNAVAILABLE if hung_up:
             hint = "does it want no TLS, or our certificate?" if tls else "does it want TLS?"
             return UnavailableError(f"{target} hung up: {hint}", reason="UNREACHABLE")
         case grpc.StatusCode.UNAVAILABLE:
@@ -58,12 +66,6 @@ def took_too_long(target: str, timeout_s: float) -> DeadlineExceededError:
 def ended_early(target: str) -> UnavailableError:
     """The error of a stream that ended without its last message."""
     return UnavailableError(f"{target} ended the stream early", reason="STREAM_BROKEN")
-
-
-def not_ready(target: str, timeout_s: float, why: str) -> DeadlineExceededError:
-    """The error of waiting for a model that does not become ready."""
-    message = f"{target} did not become ready within {timeout_s:g} s: {why}"
-    return DeadlineExceededError(message, reason="NOT_READY")
 
 
 def checked_timeout(timeout_s: float) -> float:

@@ -1,11 +1,11 @@
-"""Which coordinator a client uses, and how a generation goes on at another one. No I/O: both clients share it."""
+"""Which coordinator a client uses, and how a generation goes on at another one. No I/O."""
 
 from __future__ import annotations
 
 import time
 
 from splitserve.addresses import check_address
-from splitserve.client.call_errors import ended_early, took_too_long
+from splitserve.client.call_errors import CONNECTION_LOST, ended_early, took_too_long
 from splitserve.client.types import Completion, CompletionAccumulator, Delta
 from splitserve.errors import InvalidArgumentError, SplitserveError, UnavailableError
 from splitserve.tracing.context import TraceContext
@@ -114,8 +114,14 @@ class GenerationSession:
 
     def failed(self, error: SplitserveError) -> None:
         """The call failed: prepares the next one, or raises the error."""
-        if self._accumulator.count and self._started is None:
-            raise error from None  # a coordinator of an earlier version: nobody knows how to go on
+        if self._accumulator.token_ids and self._started is None:
+            raise error from None  # an answer cannot go on without the message that describes its start
+        if (
+            self._started is None
+            and error.reason == CONNECTION_LOST
+            and self.request.sampling.HasField("grammar")
+        ):
+            raise error from None  # it may be what ended the coordinator, and would end the next one
         self.failover.failed(error)
         self.received = False
         if self._started is not None:

@@ -1,38 +1,48 @@
 """Builds the request message from a prompt and options. Pure.
 
-Values that no model accepts are refused here, before they reach the server or the wire format, whose unsigned
-fields cannot represent them. The server validates everything again.
+Values that no model accepts are refused here, by the bounds that the server has too, before they reach the wire, whose
+unsigned fields cannot represent all of them. The server validates everything again.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
 
 from splitserve.client.types import ChatMessage, GenerateOptions, Prompt
 from splitserve.errors import InvalidArgumentError
-from splitserve.generation.bounds import LEAST_TARGET_MS, MAX_TPOT_MS, MAX_TTFT_MS
-from splitserve.generation.grammar import check_grammar
+from splitserve.generation.bounds import (
+    LEAST_TARGET_MS,
+    MAX_PRIORITY,
+    MAX_TPOT_MS,
+    MAX_TTFT_MS,
+    between,
+    check_sampling,
+    check_stop,
+)
+from splitserve.grammars.forms import check_grammar
 from splitserve.v1 import inference_pb2
 
-_UINT32 = (0, 2**32 - 1)
-_SAMPLING: Mapping[str, tuple[float, float]] = {
-    "temperature": (0, 100),
-    "top_k": (0, 2**31 - 1),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0, 100),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "seed": (0, 2**64 - 1),
-    "logprobs": (0, 20),
-}
-_ABOVE_ZERO = frozenset({"top_p", "repetition_penalty"})
-_STOP: Mapping[str, tuple[float, float]] = {"max_tokens": (1, _UINT32[1]), "min_tokens": _UINT32}
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "logprobs",
+)
 _GRAMMARS = ("json_schema", "json_object", "regex", "lark")
-_MAX_PRIORITY = 100
 _TARGETS: Mapping[str, float] = {"ttft_ms": MAX_TTFT_MS, "tpot_ms": MAX_TPOT_MS}
+_UNSIGNED = {FieldDescriptor.CPPTYPE_UINT32: 2**32 - 1, FieldDescriptor.CPPTYPE_UINT64: 2**64 - 1}
+"""The largest number of each unsigned type."""
+_MOST_TOKENS = 2**32 - 1
+"""Of a vocabulary and of a context, as the message's fields have them. The model's own are known to the server."""
 
 
 def build_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.GenerateRequest:
@@ -43,18 +53,14 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.Gen
             model=given.get("model", ""), request_id=given.get("request_id", "")
         )
         _set_prompt(request, prompt)
-        _set_scalars("sampling", request.sampling, _SAMPLING, given)
-        for token_id, bias in given.get("logit_bias", {}).items():
-            _check("sampling.logit_bias.token_id", token_id, *_UINT32)
-            _check("sampling.logit_bias.bias", bias, -100, 100)
-            request.sampling.logit_bias.add(token_id=token_id, bias=bias)
-        _set_grammar(request, given)
+        _set_sampling(request, given)
         _set_stop(request, given)
         for name, most in _TARGETS.items():
             if name in given:
-                _check(name, given[name], LEAST_TARGET_MS, most)
+                between(name, given[name], LEAST_TARGET_MS, most)
                 setattr(request, name, given[name])
-        request.priority = _checked("priority", given.get("priority", 0), -_MAX_PRIORITY, _MAX_PRIORITY)
+        between("priority", given.get("priority", 0), -MAX_PRIORITY, MAX_PRIORITY)
+        request.priority = given.get("priority", 0)
     except UnicodeEncodeError as error:
         raise InvalidArgumentError(f"request: text is not valid Unicode ({error.reason})") from None
     except (TypeError, ValueError) as error:
@@ -78,13 +84,22 @@ def _set_items(request: inference_pb2.GenerateRequest, prompt: Sequence[int] | S
     turns = [item for item in prompt if isinstance(item, ChatMessage)]
     if len(token_ids) == len(prompt):
         for token_id in token_ids:
-            _check("prompt.token_ids", token_id, *_UINT32)
+            between("prompt.token_ids", token_id, 0, _MOST_TOKENS)
         request.token_ids.ids.extend(token_ids)
     elif len(turns) == len(prompt):
         for turn in turns:
             request.chat.messages.add(role=turn.role, content=turn.content)
     else:
         raise InvalidArgumentError("prompt must be text, token ids or ChatMessages", field="prompt")
+
+
+def _set_sampling(request: inference_pb2.GenerateRequest, given: Mapping[str, Any]) -> None:
+    _set_fields("sampling", request.sampling, _SAMPLING, given)
+    for token_id, bias in given.get("logit_bias", {}).items():
+        between("sampling.logit_bias.token_id", token_id, 0, _MOST_TOKENS)
+        request.sampling.logit_bias.add(token_id=token_id, bias=bias)
+    check_sampling(request.sampling, _MOST_TOKENS + 1)
+    _set_grammar(request, given)
 
 
 def _set_grammar(request: inference_pb2.GenerateRequest, given: Mapping[str, Any]) -> None:
@@ -102,33 +117,20 @@ def _set_grammar(request: inference_pb2.GenerateRequest, given: Mapping[str, Any
 
 
 def _set_stop(request: inference_pb2.GenerateRequest, given: Mapping[str, Any]) -> None:
-    _set_scalars("stop", request.stop, _STOP, given)
+    _set_fields("stop", request.stop, ("max_tokens", "min_tokens", "ignore_eos"), given)
     stop = given.get("stop", ())
     request.stop.stop_strings.extend([stop] if isinstance(stop, str) else stop)
     for token_id in given.get("stop_token_ids", ()):
-        request.stop.stop_token_ids.append(_checked("stop.stop_token_ids", token_id, *_UINT32))
-    request.stop.ignore_eos = given.get("ignore_eos", False)
+        between("stop.stop_token_ids", token_id, 0, _MOST_TOKENS)
+        request.stop.stop_token_ids.append(token_id)
+    check_stop(request.stop, _MOST_TOKENS + 1, _MOST_TOKENS)
 
 
-def _set_scalars(
-    section: str, message: Any, bounds: Mapping[str, tuple[float, float]], given: Mapping[str, Any]
-) -> None:
-    for name, (low, high) in bounds.items():
-        if name not in given:
-            continue
-        field = f"{section}.{name}"
-        _check(field, given[name], low, high)
-        if name in _ABOVE_ZERO and given[name] == 0:
-            raise InvalidArgumentError(f"{field} must be above 0 and at most {high}, not 0", field=field)
-        setattr(message, name, given[name])
-
-
-def _check(field: str, value: float, low: float, high: float) -> None:
-    # NaN fails this comparison and is refused.
-    if not low <= value <= high:
-        raise InvalidArgumentError(f"{field} must be {low}..{high}, not {value}", field=field)
-
-
-def _checked(field: str, value: int, low: int, high: int) -> int:
-    _check(field, value, low, high)
-    return value
+def _set_fields(section: str, message: Any, names: Iterable[str], given: Mapping[str, Any]) -> None:
+    """Sets what is given. Raises InvalidArgumentError for a number that the field's type cannot represent."""
+    for name in names:
+        if name in given:
+            most = _UNSIGNED.get(message.DESCRIPTOR.fields_by_name[name].cpp_type)
+            if most is not None:
+                between(f"{section}.{name}", given[name], 0, most)
+            setattr(message, name, given[name])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from splitserve.addresses import check_address
 from splitserve.errors import FailedPreconditionError, SplitserveError
@@ -67,13 +68,13 @@ class RoutesClient:
 
     async def routes(self) -> dict[str, list[RouteState] | SplitserveError]:
         """The routes of each coordinator, or its error."""
-
-        async def ask(stub: RoutesServiceAsyncStub) -> list[RouteState]:
-            request = routes_pb2.GetRoutesRequest()
-            response = await stub.GetRoutes(request, timeout=TIMEOUT_S, metadata=self._metadata)
-            return [_state(route) for route in response.routes]
-
-        return await self._each(ask)
+        answers = await self._ask_each(lambda stub: stub.GetRoutes, routes_pb2.GetRoutesRequest())
+        return {
+            target: answer
+            if isinstance(answer, SplitserveError)
+            else [_state(route) for route in answer.routes]
+            for target, answer in answers.items()
+        }
 
     async def set(self, name: str, weights: Weights) -> dict[str, list[str] | SplitserveError]:
         """Replaces a route on all coordinators, or removes it if `weights` is empty. Atomic on each coordinator.
@@ -82,12 +83,11 @@ class RoutesClient:
         """
         shares = [routes_pb2.RouteShare(model=model, weight=weight) for model, weight in weights.items()]
         request = routes_pb2.SetRoutesRequest(routes=[routes_pb2.ModelRoute(name=name, shares=shares)])
-
-        async def put(stub: RoutesServiceAsyncStub) -> list[str]:
-            response = await stub.SetRoutes(request, timeout=TIMEOUT_S, metadata=self._metadata)
-            return list(response.unknown_models)
-
-        return await self._each(put)
+        answers = await self._ask_each(lambda stub: stub.SetRoutes, request)
+        return {
+            target: answer if isinstance(answer, SplitserveError) else list(answer.unknown_models)
+            for target, answer in answers.items()
+        }
 
     async def previous(self, name: str) -> Weights:
         """The route's weights before its last change, from the first coordinator that knows them.
@@ -95,11 +95,11 @@ class RoutesClient:
         If none does, raises the first coordinator's error, or FailedPreconditionError (NO_PREVIOUS_ROUTE).
         """
         errors: list[SplitserveError] = []
-        for found in (await self.routes()).values():
-            if isinstance(found, SplitserveError):
-                errors.append(found)
+        for routes in (await self.routes()).values():
+            if isinstance(routes, SplitserveError):
+                errors.append(routes)
                 continue
-            for route in found:
+            for route in routes:
                 if route.name == name and route.previous is not None:
                     return route.previous
         if errors:
@@ -109,20 +109,18 @@ class RoutesClient:
         )
         raise FailedPreconditionError(message, reason="NO_PREVIOUS_ROUTE")
 
-    async def _each(
-        self, call: Callable[[RoutesServiceAsyncStub], Awaitable[T]]
+    async def _ask_each(
+        self, method: Callable[[RoutesServiceAsyncStub], Callable[..., Awaitable[T]]], request: Message
     ) -> dict[str, T | SplitserveError]:
-        results = await asyncio.gather(*(self._one(target, call) for target in self.targets))
-        return dict(zip(self.targets, results, strict=True))
+        async def ask(target: str) -> T | SplitserveError:
+            async with make_channel(target, tls=self._security.tls) as channel:
+                try:
+                    call = method(RoutesServiceStub(channel))
+                    return await call(request, timeout=TIMEOUT_S, metadata=self._metadata)
+                except grpc.aio.AioRpcError as error:
+                    return error_from_rpc(error)
 
-    async def _one(
-        self, target: str, call: Callable[[RoutesServiceAsyncStub], Awaitable[T]]
-    ) -> T | SplitserveError:
-        async with make_channel(target, tls=self._security.tls) as channel:
-            try:
-                return await call(RoutesServiceStub(channel))
-            except grpc.aio.AioRpcError as error:
-                return error_from_rpc(error)
+        return dict(zip(self.targets, await asyncio.gather(*map(ask, self.targets)), strict=True))
 
 
 def _state(route: routes_pb2.RouteInForce) -> RouteState:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import MappingProxyType, TracebackType
-from typing import Literal
+from typing import TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
+from splitserve.roles import ROLE_NUMBERS, RoleName
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials, Metadata
 from splitserve.rpc.status import error_from_rpc
 from splitserve.security.api_keys import key_metadata
@@ -17,9 +19,11 @@ from splitserve.v1.scaling_pb2_grpc import ScalingServiceStub
 DEFAULT_TIMEOUT_S = 2.0
 DEFAULT_VALID_S = 30.0
 MAX_DEMAND_S = 60.0
-"""Longest wait of one call for demand, or for a spot notice."""
+"""Longest wait of one call for demand."""
 MAX_LEASE_S = 600.0
 """Longest lease. Coordinators refuse more than these two."""
+
+T = TypeVar("T")
 
 
 class ScalingClient:
@@ -54,10 +58,7 @@ class ScalingClient:
     async def signals(self, model: str = "") -> scaling_pb2.GetSignalsResponse:
         """Arrivals, latencies and worker states. Raises SplitserveError."""
         request = scaling_pb2.GetSignalsRequest(model=model)
-        try:
-            return await self._stub.GetSignals(request, timeout=self._timeout_s, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from None
+        return await self._answer(self._stub.GetSignals, request)
 
     async def demand(self, model: str, wait_s: float) -> bool:
         """Whether a request waits for workers: once one does, or after `wait_s` seconds, MAX_DEMAND_S at most.
@@ -65,61 +66,36 @@ class ScalingClient:
         Raises SplitserveError."""
         request = scaling_pb2.GetSignalsRequest(model=model)
         request.until_demand.FromNanoseconds(round(wait_s * 1e9))
-        deadline_s = self._timeout_s + wait_s
-        try:
-            found = await self._stub.GetSignals(request, timeout=deadline_s, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from None
-        return any(one.in_progress.waiting_for_workers for one in found.models)
-
-    async def preempted(self, model: str, known: Iterable[str], wait_s: float) -> frozenset[str]:
-        """The workers whose machines are taken away: once there is one that is not `known`, or after `wait_s` seconds,
-        MAX_DEMAND_S at most. An empty `model` stands for all models. Raises SplitserveError."""
-        request = scaling_pb2.WaitForPreemptionRequest(model=model, known_worker_ids=sorted(known))
-        request.wait.FromNanoseconds(round(wait_s * 1e9))
-        deadline_s = self._timeout_s + wait_s
-        try:
-            found = await self._stub.WaitForPreemption(request, timeout=deadline_s, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from None
-        return frozenset(found.worker_ids)
+        signals = await self._answer(self._stub.GetSignals, request, wait_s)
+        return any(model.in_progress.waiting_for_workers for model in signals.models)
 
     async def apply_plan(
         self,
         *,
         standby: Iterable[str] = (),
         active: Iterable[str] = (),
-        lend: bool = False,
         valid_s: float = DEFAULT_VALID_S,
         lease_number: int = 0,
         decisions: Iterable[scaling_pb2.PoolDecision] = (),
-        leanings: Mapping[str, Literal["prefill", "decode"]] = MappingProxyType({}),
+        roles: Mapping[str, RoleName] = MappingProxyType({}),
         on_demand: Iterable[registry_pb2.ServedModel] = (),
-        sleeping: Iterable[str] = (),
-        movable: Iterable[str] = (),
     ) -> scaling_pb2.ApplyPlanResponse:
         """Replaces the current plan for `valid_s` seconds, under the lease of that fencing number; `decisions` say why,
-        `leanings` where neutral workers are to lean, by their ids, `movable` which of those the coordinator's planner
-        may move meanwhile (default: none), `on_demand` which models' workers are started when requests wait for them,
-        `sleeping` which of `standby` are to sleep. Raises SplitserveError; FailedPreconditionError (STALE_LEASE) when
-        another may scale."""
+        `roles` which roles workers are to take, by their ids, `on_demand` which models' workers are started when
+        requests wait for them. Raises SplitserveError; FailedPreconditionError (STALE_LEASE) when another may scale."""
         request = scaling_pb2.ApplyPlanRequest(
             standby_worker_ids=sorted(standby),
             active_worker_ids=sorted(active),
-            lend_decode_to_prefill=lend,
             lease_number=lease_number,
             decisions=decisions,
-            prefill_leaning_worker_ids=sorted(name for name, pool in leanings.items() if pool == "prefill"),
-            decode_leaning_worker_ids=sorted(name for name, pool in leanings.items() if pool == "decode"),
+            roles=[
+                scaling_pb2.WorkerRole(worker_id=name, role=ROLE_NUMBERS[role])
+                for name, role in sorted(roles.items())
+            ],
             on_demand=on_demand,
-            sleeping_worker_ids=sorted(sleeping),
-            movable_worker_ids=sorted(movable),
         )
         request.valid_for.FromNanoseconds(round(valid_s * 1e9))
-        try:
-            return await self._stub.ApplyPlan(request, timeout=self._timeout_s, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from None
+        return await self._answer(self._stub.ApplyPlan, request)
 
     async def acquire_lease(
         self, holder: str, *, valid_s: float, model: str = "", number: int = 0
@@ -127,17 +103,18 @@ class ScalingClient:
         """Takes or extends the right to scale, or with `valid_s` 0 gives it up. Raises SplitserveError."""
         request = scaling_pb2.AcquireLeaseRequest(holder=holder, model=model, number=number)
         request.valid_for.FromNanoseconds(round(valid_s * 1e9))
-        try:
-            return await self._stub.AcquireLease(request, timeout=self._timeout_s, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from None
+        return await self._answer(self._stub.AcquireLease, request)
 
     async def report_ended(self, boots: Iterable[tuple[str, int]]) -> None:
         """Says that the processes of these boots, (worker id, epoch), have certainly ended. Raises SplitserveError."""
         named = [scaling_pb2.WorkerBoot(worker_id=name, epoch=epoch) for name, epoch in boots]
         request = scaling_pb2.ReportEndedRequest(boots=named)
+        await self._answer(self._stub.ReportEnded, request)
+
+    async def _answer(self, call: Callable[..., Awaitable[T]], request: Message, wait_s: float = 0.0) -> T:
+        """The answer to one call, which the coordinator may hold back for `wait_s` seconds. Raises SplitserveError."""
         try:
-            await self._stub.ReportEnded(request, timeout=self._timeout_s, metadata=self._metadata)
+            return await call(request, timeout=self._timeout_s + wait_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
 

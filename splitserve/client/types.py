@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypedDict, TypeVar
+
+from google.protobuf.message import Message
 
 from splitserve.errors import SplitserveError
 from splitserve.v1 import generation_pb2, inference_pb2
@@ -41,7 +43,7 @@ class GenerateOptions(TypedDict, total=False):
     top_k: int
     """Keep the k most likely tokens; 0, the default, keeps all."""
     top_p: float | None
-    """Keep the smallest set of tokens with at least this probability, above 0 and at most 1. Default 1."""
+    """Keep the smallest set of tokens with at least this probability, 0 to 1. Default 1."""
     min_p: float
     """Drop tokens whose probability is below this fraction of the highest one, 0..1. Default 0."""
     repetition_penalty: float | None
@@ -160,6 +162,9 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+P = TypeVar("P", Usage, Timings, ServedBy)
+
+
 class CompletionAccumulator:
     """Collects an answer's deltas. They must follow each other without gap or overlap."""
 
@@ -168,11 +173,6 @@ class CompletionAccumulator:
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
-
-    @property
-    def count(self) -> int:
-        """Output tokens so far."""
-        return len(self._token_ids)
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -202,9 +202,9 @@ class CompletionAccumulator:
             text="".join(self._text),
             token_ids=tuple(self._token_ids),
             finish_reason=reason,
-            usage=_usage(done.usage),
-            timings=_timings(done.timings),
-            served_by=_served_by(done.served_by),
+            usage=_plain(Usage, done.usage),
+            timings=_plain(Timings, done.timings),
+            served_by=_plain(ServedBy, done.served_by),
             request_id=done.request_id,
             model=self._model,
             seed=done.seed,
@@ -218,32 +218,6 @@ def _token_logprob(entry: generation_pb2.TokenLogprob) -> TokenLogprob:
     )
 
 
-def _usage(usage: inference_pb2.Usage) -> Usage:
-    return Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        cached_prompt_tokens=usage.cached_prompt_tokens,
-        decode_cached_tokens=usage.decode_cached_tokens,
-    )
-
-
-def _timings(timings: inference_pb2.PhaseTimings) -> Timings:
-    return Timings(
-        queue_ms=timings.queue_ms,
-        prefill_ms=timings.prefill_ms,
-        transfer_ms=timings.transfer_ms,
-        decode_admit_ms=timings.decode_admit_ms,
-        ttft_ms=timings.ttft_ms,
-        tpot_ms=timings.tpot_ms,
-        reserve_ms=timings.reserve_ms,
-        transfer_bytes=timings.transfer_bytes,
-    )
-
-
-def _served_by(served: inference_pb2.ServedBy) -> ServedBy:
-    return ServedBy(
-        prefill_worker=served.prefill_worker,
-        decode_worker=served.decode_worker,
-        transport=served.transport,
-        attempts=served.attempts,
-    )
+def _plain(kind: type[P], message: Message) -> P:
+    """A message as a dataclass of fields with the same names."""
+    return kind(**{field.name: getattr(message, field.name) for field in fields(kind)})

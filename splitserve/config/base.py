@@ -1,8 +1,9 @@
-"""Bases of what configures processes: `ConfigModel`, `Settings`, `Option` and loading.
+"""Bases of what configures processes: `ConfigModel`, `Settings`, `Option` and merging.
 
 Settings are validated and frozen; they are read once at start. A field of a settings model is the only declaration
 of a setting: type, bounds, default and meaning. `splitserve/config/command_line.py` derives its command-line option,
-environment variable, help text and its entry in docs/configuration.md; `Option` overrides the derived names. A
+environment variable, help text and its entry in docs/reference/configuration.md; `Option` overrides the
+derived names. A
 command's YAML file contains the fields of its settings, with sections as nested mappings.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -22,7 +23,6 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 from pydantic.fields import FieldInfo
 
@@ -47,14 +47,15 @@ class Option:
     """Heading in the help text."""
     env: str | None = None
     """Name of the environment variable."""
-    hidden: bool = False
-    """Hide the option in the help text."""
-    formerly: str | None = None
-    """The setting's former name, still accepted in files and, hidden, as an option."""
+    tier: Literal["basic", "advanced", "internal"] = "advanced"
+    """`basic`: shown by `--help`; `advanced`: by `--help-all`; `internal`: by neither, for tests and benches."""
+
+
+BASIC, INTERNAL = Option(tier="basic"), Option(tier="internal")
 
 
 class ConfigModel(BaseModel):
-    """Base of settings and of what policy, tenants and price files hold: frozen, no unknown fields, and each field's
+    """Base of settings and of what the policy and tenants files hold: frozen, no unknown fields, and each field's
     docstring is its description. A number is no boolean: pydantic takes `true` for 1."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -92,18 +93,8 @@ def _kinds_within(model: type[ConfigModel], name: str) -> frozenset[Any]:
 class Settings(ConfigModel):
     """Base of all settings."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _take_former_names(cls, values: Any) -> Any:
-        """Uses a value under a former name unless the present name is given."""
-        if not isinstance(values, dict):
-            return values
-        for name, field in cls.model_fields.items():
-            former = option_of(field).formerly
-            if former is not None and former in values:
-                values = dict(values)
-                values.setdefault(name, values.pop(former))
-        return values
+    without_options: ClassVar[tuple[str, ...]] = ()
+    """Paths of sections and settings that a command line leaves to files and variables."""
 
 
 def option_of(field: FieldInfo) -> Option:
@@ -120,14 +111,6 @@ CoordinatorAddress = Annotated[str, AfterValidator(lambda address: check_address
 
 
 S = TypeVar("S", bound=Settings)
-
-
-def load_settings(kind: type[S], path: Path | None = None, **overrides: Any) -> S:
-    """Builds settings from a YAML file and overrides. None means not given; dicts are merged into sections.
-
-    Raises ConfigError naming the first invalid field and its bound.
-    """
-    return merge_settings(kind, read_settings_file(path) if path else {}, overrides)
 
 
 def merge_settings(kind: type[S], values: dict[str, Any], *layers: Mapping[str, Any]) -> S:
@@ -155,7 +138,7 @@ def idle_among(**settings: tuple[bool, str]) -> dict[str, str]:
 def read_settings_file(path: Path) -> dict[str, Any]:
     """The unvalidated mapping in a YAML settings file. Call it before there is an event loop. Raises ConfigError if it
     cannot be read or is no mapping."""
-    return read_yaml_file(path, pipes="patient").values
+    return read_yaml_file(path).values
 
 
 def _merge(into: dict[str, Any], overrides: Mapping[str, Any]) -> None:

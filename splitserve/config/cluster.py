@@ -7,27 +7,28 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from splitserve.config.base import Option, Settings, idle_among
+from splitserve.config.base import BASIC, Option, idle_among
 from splitserve.config.coordinator import CoordinatorConfig
-from splitserve.config.engine import EngineConfig, EngineSection
+from splitserve.config.engine import EngineConfig, EngineForModel, EngineSection
 from splitserve.errors import ConfigError
 
 
-class ClusterConfig(Settings):
+class ClusterConfig(EngineForModel):
     """A local cluster, as `splitserve up` starts it."""
 
-    model: str = "smollm2-135m-instruct"
-    """Embedded model's name, local folder, GGUF file or Hugging Face id; "simulated" needs no files."""
+    without_options = ("coordinator.tls", "coordinator.cluster_token_file")
+
+    model: Annotated[str, BASIC] = "smollm2-135m-instruct"
+    """Embedded model's name, folder, GGUF file or Hugging Face id. "simulated" needs no files."""
     served_model_name: str | None = None
     """Model name for clients. Default: the model's own short name."""
-    prefill: Annotated[int, Field(ge=1, le=64)] = 1
+    prefill: Annotated[int, Field(ge=1, le=64), BASIC] = 1
     """Number of prefill workers."""
-    decode: Annotated[int, Field(ge=1, le=64)] = 1
+    decode: Annotated[int, Field(ge=1, le=64), BASIC] = 1
     """Number of decode workers."""
     workers: Annotated[int, Field(ge=2, le=64)] | None = None
-    """Number of neutral workers, instead of prefill and decode workers. Each serves both pools; every other one
-    leans to decode at first. Not together with `prefill` or `decode`; with `autoscale` the policy must say
-    `workers: neutral`. Default: none, or under such a policy `min_replicas` of both pools."""
+    """Number of workers of role both, instead of prefill and decode workers: each computes prompts and streams tokens.
+    Not together with `prefill`, `decode` or `autoscale`. Default: none."""
     coordinators: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of coordinators; all use all workers, and each further one listens on the next ports. Only one with
     `autoscale`."""
@@ -35,30 +36,22 @@ class ClusterConfig(Settings):
     """Transport of KV between workers. `ucx` needs `pip install 'splitserve[ucx]'`."""
     verify_kv: Literal["auto", "off", "sampled", "all"] = "auto"
     """Checksums of received KV, as in the workers' settings."""
-    wire_dtype: Literal["same", "fp8_e4m3"] = "same"
-    """Type in which KV travels, as in the workers' settings."""
     prefill_gpus: Annotated[int, Field(ge=0, le=64)] = 1
     """GPUs of each prefill worker, on a machine that has any; 0: it computes on cpu. With `autoscale` the policy's
     `gpus_per_replica` instead."""
     decode_gpus: Annotated[int, Field(ge=0, le=64)] = 1
     """GPUs of each decode worker, likewise."""
     worker_gpus: Annotated[int, Field(ge=0, le=64)] = 1
-    """GPUs of each neutral worker, likewise."""
+    """GPUs of each worker of `workers`, likewise."""
     replicas_per_gpu: Annotated[int, Field(ge=1, le=16)] = 1
-    """How many workers may share one GPU. Above 1 run MPS, or they take turns (docs/gpus.md); each worker then takes
+    """How many workers may share one GPU. Above 1 run MPS, or they take turns (docs/guides/gpus.md); each
+    worker then takes
     its part of `engine.device_memory_share`."""
     pin_cores: bool = True
     """Pin each worker to its own cores."""
-    lend_cores: bool = True
-    """Let workers on cpu lend each other cores, as `engine.core_exchange` describes it, by a file in memory that is the
-    cluster's own or the one that is named there. By default only where each worker is pinned to cores of its own, the
-    machine has no GPU that they use and `autoscale` is not set. `false`: never."""
-    fork_services: bool = True
-    """Fork the coordinator and workers from a process that has their code, instead of having each import it. Only on
-    Linux; workers with engine vllm, or on a machine with a GPU that they may use, never."""
     ready_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 300.0
     """Time limit for the cluster to become ready."""
-    autoscale: Path | None = None
+    autoscale: Annotated[Path | None, BASIC] = None
     """Policy file by which both pools are scaled. The number of workers starts at `prefill` and `decode` if given, else
     at the policy's `min_replicas`, or one where that is 0. Cores are divided among as many workers as the policy
     allows. Default: a fixed number of workers."""
@@ -66,8 +59,8 @@ class ClusterConfig(Settings):
     """Time between scaling decisions. Default: the policy's."""
     autoscale_window_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
     """Time window of the latencies that a scaling decision considers."""
-    tls: Annotated[Path | None, Option(metavar="DIR", env="SPLITSERVE_CLUSTER_TLS")] = None
-    """Folder written by `splitserve certs`, for mutual TLS between all components. Default: no encryption."""
+    tls: Annotated[Path | None, Option(metavar="DIR", env="SPLITSERVE_CLUSTER_TLS", tier="basic")] = None
+    """Folder of `splitserve certs`, for mutual TLS. Default: no encryption."""
     cluster_token_file: Path | None = None
     """File with the secret that coordinator and workers share. Default: a random secret at each start."""
     engine: EngineSection = EngineConfig()
@@ -87,12 +80,12 @@ class ClusterConfig(Settings):
         """The settings that the others leave without effect, with the reason; the parts tell of their own."""
         given, fixed = self.model_fields_set, self.autoscale is None
         policy = "" if fixed else "beside a policy, which has gpus_per_replica"
-        pinned = policy or ("" if self.workers is None else "beside neutral workers")
-        neutral = policy or ("without workers" if self.workers is None else "")
+        of_one = policy or ("" if self.workers is None else "beside workers")
+        both = policy or ("without workers" if self.workers is None else "")
         return idle_among(
             autoscale_interval_s=(fixed and self.autoscale_interval_s is not None, "without autoscale"),
             autoscale_window_s=(fixed and "autoscale_window_s" in given, "without autoscale"),
-            worker_gpus=(bool(neutral) and "worker_gpus" in given, neutral),
-            prefill_gpus=(bool(pinned) and "prefill_gpus" in given, pinned),
-            decode_gpus=(bool(pinned) and "decode_gpus" in given, pinned),
+            worker_gpus=(bool(both) and "worker_gpus" in given, both),
+            prefill_gpus=(bool(of_one) and "prefill_gpus" in given, of_one),
+            decode_gpus=(bool(of_one) and "decode_gpus" in given, of_one),
         )

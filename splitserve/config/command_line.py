@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import UnionType
@@ -25,11 +25,12 @@ from splitserve.config.base import Option, Settings, merge_settings, option_of, 
 
 CONFIG_HELP = "YAML file of settings; options override it."
 EPILOG = (
-    "Each setting can also be given by an environment variable, SPLITSERVE_ and its path, for example SPLITSERVE_HOST; "
-    "it overrides the file, and an option overrides both. All settings: docs/configuration.md."
+    "Settings also come from the file and from variables, for example SPLITSERVE_HOST, which win over the file; "
+    "options win over both. All settings: docs/reference/configuration.md."
 )
 SERVICE_LINKS = ("tcp://", "udp://", "sctp://")
 """Kubernetes sets variables such as SPLITSERVE_HTTP_PORT=tcp://10.0.0.1:80 for services; these are ignored."""
+TIERS = ("basic", "advanced", "internal")
 _SEPARATOR = "__"
 _KINDS = {int: "INTEGER", float: "NUMBER", Path: "FILE", str: "TEXT"}
 
@@ -131,25 +132,54 @@ def command(
     kind: type[S],
     run: Callable[..., None],
     *,
-    shown: Sequence[str] | None = None,
     defaults: Mapping[str, Any] | None = None,
     beside: Sequence[inspect.Parameter] = (),
 ) -> Callable[..., None]:
-    """A Typer command with an option for each setting, which calls `run` with the settings.
+    """A Typer command with the options of `options_of`, which calls `run` with the settings. Its `--help` shows the
+    basic settings, its `--help-all` the advanced ones too.
 
-    `shown`: paths of the settings with an option, in this order; default: all. `defaults`: values of lowest
-    precedence, below the file. `beside`: additional parameters, passed to `run` by name.
+    `defaults`: values of lowest precedence, below the file. `beside`: additional parameters, passed to `run` by name.
     """
 
-    def invoke(config: Path | None, **given: Any) -> None:
+    def invoke(config: Path | None, help_all: bool = False, **given: Any) -> None:
         others = {parameter.name: given.pop(parameter.name) for parameter in beside}
         values = {**(defaults or {}), **(read_settings_file(config) if config else {})}
         run(merge_settings(kind, values, variables_given(kind, os.environ), overrides(given)), **others)
 
-    options = [option for setting in _chosen(kind, shown) for option in _parameters(setting)]
-    parameters = [optional("config", Path, typer.Option(metavar="FILE", help=CONFIG_HELP)), *options, *beside]
+    chosen = options_of(kind)
+    basic = [_parameter(setting) for setting in chosen if setting.option.tier == "basic"]
+    others = [_parameter(setting) for setting in chosen if setting.option.tier != "basic"]
+    config = optional("config", Path, typer.Option(metavar="FILE", help=CONFIG_HELP))
+    advanced = {setting.parameter for setting in chosen if setting.option.tier == "advanced"}
+    parameters = [*basic, *beside, config, _help_all(advanced), *others]
     invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return invoke
+
+
+def options_of(kind: type[Settings]) -> list[Setting]:
+    """The settings that have an option, by tier. Where several have one flag, the first has the option."""
+    found: dict[str, Setting] = {}
+    for setting in settings_of(kind):
+        if not setting.path.startswith(kind.without_options):
+            found.setdefault(setting.flag, setting)
+    return sorted(found.values(), key=lambda setting: TIERS.index(setting.option.tier))
+
+
+def _help_all(advanced: Collection[str]) -> inspect.Parameter:
+    """The option `--help-all`, which shows these parameters beside those of `--help`."""
+
+    def show(ctx: typer.Context, wanted: bool) -> None:
+        if wanted:
+            for parameter in ctx.command.params:
+                if parameter.name in advanced:
+                    parameter.hidden = False  # type: ignore[attr-defined]
+            typer.echo(ctx.get_help())
+            raise typer.Exit
+
+    option = typer.Option("--help-all", is_eager=True, callback=show, help="Show all options and exit.")
+    return inspect.Parameter(
+        "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
+    )
 
 
 def overrides(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,30 +227,20 @@ def optional(name: str, kind: Any, option: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _parameters(setting: Setting) -> list[inspect.Parameter]:
-    """The setting's parameter, and a hidden one for its former name. Values stay strings; the model validates them."""
+def _parameter(setting: Setting) -> inspect.Parameter:
+    """The setting's parameter. Values stay strings; the model validates them."""
     option = setting.option
     about: dict[str, Any] = {
         "help": setting.help,
         "rich_help_panel": option.panel,
-        "hidden": option.hidden,
+        "hidden": option.tier != "basic",
     }
     flag, kind = setting.flag, list[str] if setting.is_repeated else str
     if setting.is_switch:
         flag = f"{flag}/{_negative(flag)}"
     else:
         about["metavar"] = setting.metavar
-    found = [optional(setting.parameter, bool if setting.is_switch else kind, typer.Option(flag, **about))]
-    if option.formerly is not None:
-        former = setting.parameter.removesuffix(setting.name) + option.formerly
-        about["hidden"] = True
-        found.append(optional(former, kind, typer.Option(f"--{_flag(option.formerly)}", **about)))
-    return found
-
-
-def _chosen(kind: type[Settings], shown: Sequence[str] | None) -> list[Setting]:
-    declared = {setting.path: setting for setting in settings_of(kind)}
-    return list(declared.values()) if shown is None else [declared[path] for path in shown]
+    return optional(setting.parameter, bool if setting.is_switch else kind, typer.Option(flag, **about))
 
 
 def _put(nested: dict[str, Any], path: Sequence[str], value: Any) -> None:

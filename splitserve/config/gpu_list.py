@@ -45,16 +45,16 @@ def gpu_kinds(text: str) -> dict[str, str]:
 
 def _groups(text: str) -> list[tuple[str, tuple[str, ...]]]:
     """Kind and names of each."""
-    found = []
+    groups = []
     for group in text.split(";"):
         kind, mark, names = group.rpartition("=")
         if mark and not _KIND.match(kind.strip()):
             raise _bad(f"{kind.strip()[:80]!r} is no kind of GPU; write KIND=0,1, as H100=0,1")
         if mark and not names.strip():
             raise _bad(f"no GPU is named for the kind {kind.strip()!r}")
-        found.append((kind.strip(), gpu_names(names)))
-    gpu_names(",".join(name for _, names in found for name in names))
-    return [(kind, names) for kind, names in found if names]
+        groups.append((kind.strip(), gpu_names(names)))
+    gpu_names(",".join(name for _, names in groups for name in names))
+    return [(kind, names) for kind, names in groups if names]
 
 
 def _checked(text: str) -> str:

@@ -11,9 +11,9 @@ from splitserve.config.base import Option, Settings
 
 
 class TlsConfig(Settings):
-    """Mutual TLS between all components, and TLS towards clients. Files are PEM; see docs/security.md."""
+    """Mutual TLS between all components, and TLS towards clients. Files are PEM; see docs/guides/security.md."""
 
-    directory: Annotated[Path | None, Option(flag="tls", metavar="DIR")] = None
+    directory: Annotated[Path | None, Option(flag="tls", metavar="DIR", tier="basic")] = None
     """Folder written by `splitserve certs`, for mutual TLS. It contains `ca.pem`, and `ROLE.pem` with `ROLE-key.pem`
     for the component's role (coordinator, prefill, decode, autoscaler, admin, client)."""
     certificate: Annotated[Path | None, Option(flag="tls-certificate")] = None
@@ -29,10 +29,6 @@ class CeilingConfig(Settings):
 
     max_output_tokens: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Most output tokens of a request. Default: limited by the context only."""
-    max_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 86_400.0
-    """Longest timeout of a request."""
-    max_cache_salt_bytes: Annotated[int, Field(ge=0, le=64)] = 64
-    """Longest cache salt, which separates the prefix caches of tenants."""
     require_cache_salt: bool = False
     """Refuse requests without a cache salt, which would share their prompts' KV with each other across tenants."""
 

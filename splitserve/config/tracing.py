@@ -23,7 +23,7 @@ def _checked_endpoint(url: str) -> str:
 
 
 class TracingConfig(Settings):
-    """Export of spans over OTLP; see docs/observability.md. It needs `pip install 'splitserve[tracing]'`."""
+    """Export of spans over OTLP; see docs/guides/observability.md. It needs `pip install 'splitserve[tracing]'`."""
 
     endpoint: (
         Annotated[str, AfterValidator(_checked_endpoint), Option(flag="tracing-endpoint", metavar="URL")]
@@ -46,6 +46,6 @@ class RequestTracingConfig(TracingConfig):
     sample_ratio: Annotated[float, Field(ge=0, le=1), Option(flag="trace-sample-ratio")] = 0.1
     """Share of the requests that are traced, of those whose client has not decided it by a `traceparent`."""
     max_client_traces_per_s: Annotated[
-        float, Field(ge=0, le=100_000), Option(flag="max-client-traces", metavar="NUMBER")
+        float, Field(ge=0, le=100_000), Option(flag="max-client-traces", metavar="NUMBER", tier="internal")
     ] = 10.0
     """Requests a second that are traced because their clients ask for it; further ones are as if they had not."""

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from splitserve.errors import ConfigError
-from splitserve.runtime.bounded_file import SMALL_FILE_BYTES, Pipes, read_named_text
+from splitserve.runtime.bounded_file import SMALL_FILE_BYTES, read_named_text
 
 M = TypeVar("M", bound=BaseModel)
 SCALAR_ERRORS = (ValueError, OverflowError, RecursionError, TypeError)
@@ -30,7 +30,7 @@ class _LineLoader(yaml.SafeLoader):
     YAML 1.2: a setting may be `on` or `off`."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        """See yaml."""
+        """The mapping's node; ConstructorError for a key that is there twice."""
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
@@ -72,9 +72,9 @@ class YamlFile:
         """The line, from 1, of a dotted field such as "tenants.0.name", or of the closest part of it that exists."""
         node, line = self.root, 1
         for part in (field or "").split("."):
-            found = _entry(node, part)
-            if found is not None:
-                line, node = found
+            entry = _entry(node, part)
+            if entry is not None:
+                line, node = entry
         return line
 
     @contextmanager
@@ -96,16 +96,10 @@ class YamlFile:
             raise ConfigError(f"{place}: {first['msg']}", field=place) from None
 
 
-def read_yaml_file(
-    path: Path,
-    setting: str = "config",
-    *,
-    most_bytes: int = SMALL_FILE_BYTES,
-    pipes: Pipes = "brief",
-) -> YamlFile:
+def read_yaml_file(path: Path, setting: str = "config", *, most_bytes: int = SMALL_FILE_BYTES) -> YamlFile:
     """Raises ConfigError, naming the `setting` that led to the file and the line where there is one, if the file cannot
-    be read or holds no mapping. `most_bytes` and `pipes`: see `read_small_file`."""
-    text = read_named_text(path, setting, most_bytes, pipes=pipes)
+    be read or holds no mapping."""
+    text = read_named_text(path, setting, most_bytes)
     try:
         loader = _LineLoader(text)
         try:

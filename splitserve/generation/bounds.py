@@ -17,15 +17,17 @@ MAX_STOP_STRING_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
 LEAST_TARGET_MS, MAX_TTFT_MS, MAX_TPOT_MS = 0.001, 86_400_000, 3_600_000
 """Of targets of requests."""
+MAX_PRIORITY = 100
+"""Of a request; the lowest is -MAX_PRIORITY."""
 
 
 def check_sampling(sampling: generation_pb2.SamplingParams, vocabulary_size: int) -> None:
-    """Raises InvalidArgumentError naming field and bound. For grammars see `splitserve.generation.grammar`."""
+    """Raises InvalidArgumentError naming field and bound. For grammars see `splitserve.grammars.forms`."""
     if sampling.HasField("temperature"):
         between("sampling.temperature", sampling.temperature, 0, 100)
     between("sampling.top_k", sampling.top_k, 0, 2**31 - 1)
     if sampling.HasField("top_p"):
-        above_zero("sampling.top_p", sampling.top_p, 1)
+        between("sampling.top_p", sampling.top_p, 0, 1)
     between("sampling.min_p", sampling.min_p, 0, 1)
     if sampling.HasField("repetition_penalty"):
         above_zero("sampling.repetition_penalty", sampling.repetition_penalty, 100)

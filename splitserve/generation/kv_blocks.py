@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import cbor2
@@ -93,11 +92,6 @@ def keys_of(names: bytes) -> list[int]:
     numbers = array("Q")
     numbers.frombytes(names)
     return [number & _KEY_MASK for number in numbers]
-
-
-BlockKeys = Mapping[int, tuple[int, ...]]
-"""Index keys of a prompt's first full blocks by block size. Blocks of different sizes never have a key in common."""
-NO_BLOCK_KEYS: BlockKeys = MappingProxyType({})
 
 
 def block_keys(

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, Protocol
+from typing import Any
 
 from splitserve.errors import UnavailableError
-from splitserve.gpus.inventory import GpuInventory
-from splitserve.gpus.kinds import MAX_KIND, is_slices
+from splitserve.gpus.inventory import MAX_KIND, GpuInventory, is_slices
 
 NVLINK = 2
 """NVML_P2P_CAPS_INDEX_NVLINK"""
@@ -18,42 +17,6 @@ STATUS_OK = 0
 """NVML_P2P_STATUS_OK"""
 MIG_ENABLED = 1
 """NVML_DEVICE_MIG_ENABLE"""
-
-
-class NvmlLibrary(Protocol):
-    """What is called of the module `pynvml`. A handle is a value of the library's own."""
-
-    NVMLError: type[Exception]
-
-    def nvmlInit(self) -> None:
-        """Loads the driver's library."""
-
-    def nvmlShutdown(self) -> None:
-        """Releases it."""
-
-    def nvmlDeviceGetCount(self) -> int:
-        """GPUs, those in MIG mode included."""
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
-        """The GPU that nvidia-smi numbers so."""
-
-    def nvmlDeviceGetUUID(self, handle: Any) -> str | bytes:
-        """Of a GPU or a MIG slice."""
-
-    def nvmlDeviceGetName(self, handle: Any) -> str | bytes:
-        """The product's name; of a MIG slice with its profile."""
-
-    def nvmlDeviceGetMigMode(self, handle: Any) -> list[int]:
-        """The current mode and the one after a reset. NVMLError where there is no such mode."""
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int:
-        """Most slices of the GPU."""
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any:
-        """A slice. NVMLError where there is none with this number."""
-
-    def nvmlDeviceGetP2PStatus(self, first: Any, second: Any, kind: int) -> int:
-        """Whether one reaches the other's memory in this way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +29,18 @@ class _Found:
     """Kinds of its MIG slices by UUID; None if it is not in MIG mode."""
 
 
-def driver_inventory(replicas_per_gpu: int = 1, library: NvmlLibrary | None = None) -> GpuInventory:
+def driver_inventory(replicas_per_gpu: int = 1, library: Any = None) -> GpuInventory:
     """All GPUs of this machine by their numbers, with their kinds, and the pairs that share NVLink.
 
     Of a GPU in MIG mode its slices, by UUID; as soon as there is one, all GPUs go by UUID, because CUDA then numbers
-    them in another way. Raises UnavailableError (NO_NVML) without the package or the driver.
+    them in another way. `library` stands in for the module `pynvml`. Raises UnavailableError (NO_NVML) without the
+    package or the driver.
     """
-    nvml: NvmlLibrary = library or load_library()
+    nvml = library or load_library()
     with _opened(nvml):
-        found = [_read(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
-        whole = [gpu for gpu in found if gpu.slices is None]
-        numbered = len(whole) == len(found)
+        gpus = [_read(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+        whole = [gpu for gpu in gpus if gpu.slices is None]
+        numbered = len(whole) == len(gpus)
         names = {gpu.uuid: str(gpu.index) if numbered else gpu.uuid for gpu in whole}
         links = frozenset(
             frozenset((names[one.uuid], names[other.uuid]))
@@ -85,7 +49,7 @@ def driver_inventory(replicas_per_gpu: int = 1, library: NvmlLibrary | None = No
         )
     kinds = {
         name: kind
-        for gpu in found
+        for gpu in gpus
         for name, kind in (gpu.slices if gpu.slices is not None else {names[gpu.uuid]: gpu.kind}).items()
     }
     aliases = {gpu.uuid: str(gpu.index) for gpu in whole} if numbered else {}
@@ -104,7 +68,7 @@ def load_library() -> Any:
 
 
 @contextmanager
-def _opened(nvml: NvmlLibrary) -> Iterator[None]:
+def _opened(nvml: Any) -> Iterator[None]:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -119,26 +83,26 @@ def _opened(nvml: NvmlLibrary) -> Iterator[None]:
         nvml.nvmlShutdown()
 
 
-def _read(nvml: NvmlLibrary, index: int) -> _Found:
+def _read(nvml: Any, index: int) -> _Found:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     kind = _kind(nvml, handle)
     return _Found(handle, index, _text(nvml.nvmlDeviceGetUUID(handle)), kind, _slices(nvml, handle, kind))
 
 
-def _kind(nvml: NvmlLibrary, handle: Any) -> str:
+def _kind(nvml: Any, handle: Any) -> str:
     try:
         return _text(nvml.nvmlDeviceGetName(handle)).strip()[:MAX_KIND]
     except nvml.NVMLError:  # it serves all the same, where nobody asks for a kind
         return ""
 
 
-def _slices(nvml: NvmlLibrary, handle: Any, whole: str) -> Mapping[str, str] | None:
+def _slices(nvml: Any, handle: Any, whole: str) -> Mapping[str, str] | None:
     try:
         if nvml.nvmlDeviceGetMigMode(handle)[0] != MIG_ENABLED:
             return None
     except nvml.NVMLError:  # a GPU without MIG
         return None
-    found = {}
+    kinds = {}
     for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         try:
             part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
@@ -146,13 +110,13 @@ def _slices(nvml: NvmlLibrary, handle: Any, whole: str) -> Mapping[str, str] | N
             continue
         kind = _kind(nvml, part)
         # A driver that leaves the profile out must not make a slice look like a whole GPU.
-        found[_text(nvml.nvmlDeviceGetUUID(part))] = kind if is_slices(kind) else f"{kind or whole} MIG"
-    return found
+        kinds[_text(nvml.nvmlDeviceGetUUID(part))] = kind if is_slices(kind) else f"{kind or whole} MIG"
+    return kinds
 
 
-def _linked(nvml: NvmlLibrary, one: Any, other: Any) -> bool:
+def _linked(nvml: Any, one: Any, other: Any) -> bool:
     try:
-        return nvml.nvmlDeviceGetP2PStatus(one, other, NVLINK) == STATUS_OK
+        return bool(nvml.nvmlDeviceGetP2PStatus(one, other, NVLINK) == STATUS_OK)
     except nvml.NVMLError:  # a GPU that knows no NVLink
         return False
 

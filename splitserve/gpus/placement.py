@@ -37,27 +37,27 @@ def choose_gpus(
     if count == 0:
         return ()
     inventory = inventory.of_kind(kind)
-    there = _Uses(inventory, uses)
-    free = [gpu for gpu in inventory.gpus if there.count(gpu) < inventory.replicas_per_gpu]
+    used = _Uses(inventory, uses)
+    free = [gpu for gpu in inventory.gpus if used.count(gpu) < inventory.replicas_per_gpu]
     whole = [gpu for gpu in free if count == 1 or not is_mig(gpu)]
     if len(whole) < count <= len(free):
         message = f"a replica takes {count} GPUs, and CUDA shows a process only one MIG slice"
         raise FailedPreconditionError(message, reason="MIG_GROUP", field="gpus_per_replica")
     if len(whole) < count:
         raise _none_free(inventory, len(whole), count, kind)
-    unused = [gpu for gpu in whole if there.count(gpu) == 0]
+    unused = [gpu for gpu in whole if used.count(gpu) == 0]
     # Used ones only where the unused ones do not do: they are what sharing is for.
-    shared = sorted(set(whole) - set(unused), key=lambda gpu: (there.count(gpu, pool), there.count(gpu)))
+    shared = sorted(set(whole) - set(unused), key=lambda gpu: (used.count(gpu, pool), used.count(gpu)))
     candidates = set((unused + shared)[: max(MAX_CANDIDATES, count)])
     ordered = [gpu for gpu in whole if gpu in candidates]
 
     def cost(chosen: tuple[str, ...]) -> tuple[int, ...]:
         kinds = len({inventory.kinds.get(gpu, "") for gpu in chosen})
         inside = sum(frozenset(pair) in inventory.links for pair in combinations(chosen, 2))
-        left = [gpu for gpu in unused if gpu not in chosen]
-        broken = sum(frozenset((gpu, other)) in inventory.links for gpu in chosen for other in left)
-        same = sum(there.count(gpu, pool) for gpu in chosen)
-        return kinds, same, sum(there.count(gpu) for gpu in chosen), -inside, broken
+        unchosen = [gpu for gpu in unused if gpu not in chosen]
+        broken = sum(frozenset((gpu, other)) in inventory.links for gpu in chosen for other in unchosen)
+        same = sum(used.count(gpu, pool) for gpu in chosen)
+        return kinds, same, sum(used.count(gpu) for gpu in chosen), -inside, broken
 
     return min(combinations(ordered, count), key=cost)
 

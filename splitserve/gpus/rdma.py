@@ -1,13 +1,51 @@
-"""RDMA ports and GPUs of this machine with their places on the PCI bus, read from the kernel's files."""
+"""GPUs and RDMA ports of this machine with their places on the PCI bus, read from the kernel's and the driver's files,
+and which ports are the nearest to a GPU."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 
-from splitserve.gpus.driver_files import PciGpu, pci_gpus
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True, slots=True)
+class PciGpu:
+    """A GPU as this process, or its container, sees it."""
+
+    index: int
+    """Its number with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+    uuid: str
+    """Empty where the driver does not say."""
+    address: str
+    """Domain, bus, device and function: "0000:1b:00.0"."""
+
+
+def pci_gpus(root: Path = _ROOT) -> tuple[PciGpu, ...]:
+    """The GPUs in /proc/driver/nvidia/gpus, in the order of their addresses; none without a driver."""
+    folder = root / "proc/driver/nvidia/gpus"
+    try:
+        addresses = sorted(path.name.lower() for path in folder.iterdir())
+    except OSError:
+        return ()
+    return tuple(
+        PciGpu(index, _uuid(folder / address / "information"), address)
+        for index, address in enumerate(addresses)
+    )
+
+
+def _uuid(path: Path) -> str:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    uuid = next((line.partition(":")[2].strip() for line in lines if line.startswith("GPU UUID")), "")
+    return uuid if uuid.startswith("GPU-") else ""
+
 
 _ADDRESS = re.compile(r"^[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
 _ROOT_COMPLEX = re.compile(r"^pci[0-9a-f]{4}:[0-9a-f]{2}$")
@@ -126,9 +164,8 @@ def _place(link: Path) -> PciPlace:
             break
         path += (part,)
     numa = _word(link / "numa_node")
-    return PciPlace(
-        path, int(numa) if numa.isdecimal() else None
-    )  # the kernel says -1 where there are no nodes
+    # The kernel says -1 where there are no nodes.
+    return PciPlace(path, int(numa) if numa.isdecimal() else None)
 
 
 def _word(path: Path) -> str:
@@ -136,3 +173,61 @@ def _word(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
+
+
+class Nearness(IntEnum):
+    """What lies between two PCI devices; less is nearer. In brackets the words of `nvidia-smi topo -m`."""
+
+    SWITCH = 0
+    """PCIe switches only (PIX, PXB)."""
+    HOST_BRIDGE = 1
+    """A host bridge of the processor (PHB)."""
+    NUMA_NODE = 2
+    """Host bridges of one NUMA node (NODE)."""
+    SYSTEM = 3
+    """The link between NUMA nodes (SYS), or not known."""
+
+
+IN_WORDS = {
+    Nearness.SWITCH: "one PCIe switch",
+    Nearness.HOST_BRIDGE: "one host bridge",
+    Nearness.NUMA_NODE: "one NUMA node",
+    Nearness.SYSTEM: "across NUMA nodes",
+}
+
+
+def nearness(one: PciPlace, other: PciPlace) -> Nearness:
+    """What lies between two devices."""
+    shared = _shared_steps(one, other)
+    if shared > 1:
+        return Nearness.SWITCH
+    if shared == 1:
+        return Nearness.HOST_BRIDGE
+    if one.numa_node is not None and one.numa_node == other.numa_node:
+        return Nearness.NUMA_NODE
+    return Nearness.SYSTEM
+
+
+def nearest_ports(gpu: PlacedGpu, ports: Sequence[RdmaPort]) -> list[RdmaPort]:
+    """The active ports with the least between them and the GPU; of equals those with the longest common way."""
+    active = [port for port in ports if port.active]
+
+    def distance(port: RdmaPort) -> tuple[int, int]:
+        return nearness(gpu.place, port.place), -_shared_steps(gpu.place, port.place)
+
+    least = min(map(distance, active), default=None)
+    return [port for port in active if distance(port) == least]
+
+
+def nearest_nics(gpus: Sequence[PlacedGpu], ports: Sequence[RdmaPort]) -> list[str]:
+    """The nearest active ports of these GPUs, each once, as UCX_NET_DEVICES names them."""
+    return list(dict.fromkeys(port.name for gpu in gpus for port in nearest_ports(gpu, ports)))
+
+
+def _shared_steps(one: PciPlace, other: PciPlace) -> int:
+    steps = 0
+    for mine, theirs in zip(one.path, other.path, strict=False):
+        if mine != theirs:
+            break
+        steps += 1
+    return steps

@@ -10,38 +10,37 @@ import sys
 from typing import Any
 
 from splitserve.errors import UnavailableError
-from splitserve.gpus.inventory import GpuInventory
-from splitserve.gpus.kinds import MAX_KIND
-from splitserve.gpus.nvml import NvmlLibrary, driver_inventory
+from splitserve.gpus.inventory import MAX_KIND, GpuInventory
+from splitserve.gpus.nvml import driver_inventory
 from splitserve.gpus.rdma import read_rdma_facts
 
 
-def report(library: NvmlLibrary | None = None) -> dict[str, Any]:
-    """What is there; `error` says why no GPU can be named."""
-    found: dict[str, Any] = {"gpus": [], "links": [], "aliases": {}, "kinds": {}, "error": ""}
+def report(library: Any = None) -> dict[str, Any]:
+    """What is there; `error` says why no GPU can be named. `library`: see `driver_inventory`."""
+    inventory, error = GpuInventory(), ""
     try:
         inventory = driver_inventory(library=library)
-    except UnavailableError as error:
-        found["error"] = error.message
-    else:
-        found["gpus"] = list(inventory.gpus)
-        found["links"] = sorted(sorted(pair) for pair in inventory.links)
-        found["aliases"] = dict(inventory.aliases)
-        found["kinds"] = dict(inventory.kinds)
-    found["nics"] = [port.name for port in read_rdma_facts().ports if port.active]
-    return found
+    except UnavailableError as refusal:
+        error = refusal.message
+    return {
+        "gpus": list(inventory.gpus),
+        "links": sorted(sorted(pair) for pair in inventory.links),
+        "aliases": dict(inventory.aliases),
+        "kinds": dict(inventory.kinds),
+        "error": error,
+        "nics": [port.name for port in read_rdma_facts().ports if port.active],
+    }
 
 
 def parse_report(text: str, replicas_per_gpu: int) -> tuple[GpuInventory, tuple[str, ...], str]:
     """GPUs, RDMA ports and error of a report. Raises ValueError for text that is none."""
     try:
-        found = json.loads(text)
-        links = frozenset(frozenset(map(str, pair)) for pair in found["links"])
-        gpus = tuple(map(str, found["gpus"]))
-        told = found.get("kinds", {})  # images of before have none
-        kinds = {gpu: str(told[gpu])[:MAX_KIND] for gpu in gpus if gpu in told}
-        inventory = GpuInventory(gpus, links, dict(found["aliases"]), replicas_per_gpu, kinds)
-        return inventory, tuple(map(str, found["nics"])), str(found["error"])
+        facts = json.loads(text)
+        links = frozenset(frozenset(map(str, pair)) for pair in facts["links"])
+        gpus = tuple(map(str, facts["gpus"]))
+        kinds = {str(gpu): str(kind)[:MAX_KIND] for gpu, kind in dict(facts["kinds"]).items()}
+        inventory = GpuInventory(gpus, links, dict(facts["aliases"]), replicas_per_gpu, kinds)
+        return inventory, tuple(map(str, facts["nics"])), str(facts["error"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a report: {error!r}") from None
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
+from splitserve.config.command_line import settings_of
 from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError
-from splitserve.gpus.driver_files import PciGpu, pci_gpus
 from splitserve.gpus.inventory import is_mig
-from splitserve.gpus.nics import nearest_nics
-from splitserve.gpus.option_words import TENSOR_PARALLEL, value_given
-from splitserve.gpus.rdma import read_rdma_facts
+from splitserve.gpus.rdma import PciGpu, nearest_nics, pci_gpus, read_rdma_facts
 from splitserve.host_facts import read_host_facts
 from splitserve.logs import log_event
 from splitserve.runtime.process import DEVICE_ORDER_VARIABLE, number_devices_like_nvidia_smi
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 NICS_VARIABLE = "UCX_NET_DEVICES"
+TENSOR_PARALLEL = ("--tensor-parallel-size", "-tp")
+"""vLLM's option for the number of its ranks."""
 
 
 def tensor_parallel_size(engine_args: str) -> int | None:
@@ -109,14 +109,14 @@ def _usable(own: Sequence[str], environment: Mapping[str, str], root: Path) -> S
         if missing:
             raise _bad_gpus(f"{missing[0]} is not in {VISIBLE_VARIABLE} ({limited})")
         return names
-    found = pci_gpus(root)
+    gpus = pci_gpus(root)
     if own[0].isdecimal():
-        names = [str(gpu.index) for gpu in found] or [str(n) for n in range(read_host_facts().gpus)]
+        names = [str(gpu.index) for gpu in gpus] or [str(n) for n in range(read_host_facts().gpus)]
         missing = [name for name in own if names and name not in names]
         if missing:
             raise _bad_gpus(f"there is no GPU {missing[0]} here, only {', '.join(names)}")
         return names
-    return [gpu.uuid for gpu in found if gpu.uuid]
+    return [gpu.uuid for gpu in gpus if gpu.uuid]
 
 
 def _pin_nics(own: Sequence[str], environment: MutableMapping[str, str], root: Path) -> None:
@@ -142,3 +142,41 @@ def _bad_args(why: str) -> ConfigError:
 
 def _bad_gpus(why: str) -> ConfigError:
     return ConfigError(f"gpus: {why}", field="gpus")
+
+
+def value_given(words: Sequence[str], names: Collection[str]) -> str | None:
+    """The last value that any of the options has, of `--name value` and `--name=value`; None where none is given.
+
+    `_` in an option's name reads as `-`. An option that ends the line has the value "".
+    """
+    given = None
+    for place, word in enumerate(words):
+        name, mark, value = word.partition("=")
+        if name.replace("_", "-") in names:
+            given = value if mark else "".join(words[place + 1 : place + 2])
+    return given
+
+
+_KIND, _ENGINE_ARGS = "engine.kind", "engine.engine_args"
+_SETTINGS = {setting.path: setting for setting in settings_of(WorkerConfig)}
+GPU_VARIABLE = _SETTINGS["gpus"].variable
+"""The environment variable of a worker's setting `gpus`."""
+
+
+def check_command(words: Sequence[str], environment: Mapping[str, str], gpus: int) -> None:
+    """Raises ConfigError (field `gpus_per_replica`) if the engine that a worker's command line and environment choose
+    cannot use so many GPUs. What stands in a `--config` file is not seen."""
+    kind = _value(_KIND, words, environment) or EngineConfig().kind
+    check_gpu_count(kind, _value(_ENGINE_ARGS, words, environment) or "", gpus)
+
+
+def environment_of(entries: Iterable[str]) -> dict[str, str]:
+    """Variables as a mapping, of "NAME=value" entries."""
+    return {name: value for name, mark, value in (entry.partition("=") for entry in entries) if mark}
+
+
+def _value(path: str, words: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    """A setting's last value on the command line, else its variable's."""
+    setting = _SETTINGS[path]
+    value = value_given(words, (setting.flag,))
+    return value if value is not None else environment.get(setting.variable)

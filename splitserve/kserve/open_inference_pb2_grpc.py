@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GRPCInferenceServiceStub:
-    """Inference by tensors. See docs/grpc.md for the tensors that a model takes and gives.
+    """Inference by tensors. See docs/guides/grpc-kserve.md for the tensors that a model takes and gives.
     """
 
     def __init__(self, channel):
@@ -83,7 +83,7 @@ class GRPCInferenceServiceStub:
 
 
 class GRPCInferenceServiceServicer:
-    """Inference by tensors. See docs/grpc.md for the tensors that a model takes and gives.
+    """Inference by tensors. See docs/guides/grpc-kserve.md for the tensors that a model takes and gives.
     """
 
     def ServerLive(self, request, context):
@@ -207,7 +207,7 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GRPCInferenceService:
-    """Inference by tensors. See docs/grpc.md for the tensors that a model takes and gives.
+    """Inference by tensors. See docs/guides/grpc-kserve.md for the tensors that a model takes and gives.
     """
 
     @staticmethod

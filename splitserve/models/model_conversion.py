@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -46,16 +46,6 @@ def _split_digits(tokenizer: object) -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
 
 
-def main() -> None:
-    """Runs the command."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("gguf", type=Path)
-    parser.add_argument("target", type=Path)
-    parser.add_argument("name")
-    parser.add_argument("--split-digits", action="store_true")
-    given = parser.parse_args()
-    convert(given.gguf, given.target, given.name, split_digits=given.split_digits)
-
-
 if __name__ == "__main__":
-    main()
+    gguf_file, folder, model, *options = sys.argv[1:]
+    convert(Path(gguf_file), Path(folder), model, split_digits=bool(options))

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from splitserve.errors import ConfigError, NotFoundError, UnavailableError
+from splitserve.models.model_files import check_folder, check_gguf
 
 Progress = Callable[[str, float], None]
 """Called with the current activity and the fraction done, 0..1."""
 
 SIMULATED = "simulated"
+GGUF_SUFFIX = ".gguf"
 HUB_TIMEOUT_S = 5.0
 _HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -46,28 +44,12 @@ class ModelSource:
         return Path(self.path).is_dir()
 
     @property
-    def has_weights(self) -> bool:
-        """Whether files of weights are on this machine, as far as the name tells: not, for a Hugging Face id."""
-        if not self.is_local:
-            return False
-        return bool(self.gguf_file) or any(any(Path(self.path).glob(pattern)) for pattern in _WEIGHT_FILES)
-
-    @property
     def tokenizer_source(self) -> str:
         """The argument for `load_tokenizer`, valid in any working directory."""
         if not self.is_local:
             return self.path
         folder = Path(self.path).resolve()
         return str(folder / self.gguf_file if self.gguf_file else folder)
-
-
-class FileStamp(NamedTuple):
-    """What tells that a file is not the one that was read."""
-
-    name: str
-    num_bytes: int
-    changed_ns: int
-    inode: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +109,7 @@ def resolve_model(name: str) -> ModelSource:
         return ModelSource(str(folder), None, name)
     if (local := _local_model(name)) is not None:
         return local
-    if not _HUB_ID.match(name) or name.endswith(".gguf"):
+    if not _HUB_ID.match(name) or name.lower().endswith(GGUF_SUFFIX):
         raise _no_model(f"no such folder or file: {name}")
     return ModelSource(name, None, name.rsplit("/", 1)[-1])
 
@@ -145,7 +127,7 @@ def _local_model(name: str) -> ModelSource | None:
             raise _no_model(f"the folder {name} has no config.json")
         return ModelSource(str(path), None, path.resolve().name)
     if file:
-        if path.suffix != ".gguf":
+        if path.suffix.lower() != GGUF_SUFFIX:
             raise _no_model(f"{name} is neither a folder nor a .gguf file")
         return ModelSource(str(path.parent), path.name, path.stem)
     if other:
@@ -159,40 +141,25 @@ def _no_model(why: str) -> ConfigError:
     return ConfigError(f"model: {why}", field="model")
 
 
-def file_stamps(source: ModelSource) -> tuple[FileStamp, ...]:
-    """Those of a local model's files. Raises OSError."""
-    stats = [(path.name, path.stat()) for path in sorted(Path(source.path).iterdir()) if path.is_file()]
-    return tuple(FileStamp(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
-
-
-def read_ahead(source: ModelSource) -> None:
-    """Has the system read a local model's weights into its page cache, where they are not there yet, while this process
-    does other things. What cannot be read is found when it is needed."""
-    folder = Path(source.path)
-    files = [folder / source.gguf_file] if source.gguf_file else sorted(folder.glob("*.safetensors"))
-    if files and sys.platform == "linux":
-        # On a thread: the system says that it has begun once it has room for all that it is going to read.
-        threading.Thread(target=_advise, args=[files], name="read-ahead", daemon=True).start()
-
-
-def _advise(files: Sequence[Path]) -> None:
-    for path in files:
-        with suppress(OSError), path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-
-
 def localize_model(source: ModelSource, *, weights: bool = True) -> ModelSource:
-    """Ensures that a model's files are on this machine; downloads a Hugging Face model if needed.
+    """Ensures that a model's files are on this machine, and not damaged; downloads a Hugging Face model if needed.
 
     Without `weights`, only configuration and tokenizer. First queries the hub with a timeout of `HUB_TIMEOUT_S`, so
     that a missing network fails fast. Raises ConfigError for an id unknown to the hub, UnavailableError if the
-    hub is unreachable and nothing is cached.
+    hub is unreachable and nothing is cached, and the errors of `check_folder` and `check_gguf`.
     """
-    if source.is_local:
-        return source
+    local = source if source.is_local else _downloaded(source, weights)
+    if local.gguf_file and weights:
+        check_gguf(Path(local.path) / local.gguf_file)
+    elif not local.gguf_file:
+        check_folder(Path(local.path), weights=weights)
+    return local
+
+
+def _downloaded(source: ModelSource, weights: bool) -> ModelSource:
     # Imported lazily: resolving names must stay cheap.
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
@@ -200,24 +167,18 @@ def localize_model(source: ModelSource, *, weights: bool = True) -> ModelSource:
     try:
         HfApi().model_info(source.path, timeout=HUB_TIMEOUT_S)
         path = snapshot_download(source.path, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S)
-        return ModelSource(path, None, source.short_name)
     except (RepositoryNotFoundError, HFValidationError):
         names = ", ".join(EMBEDDED)
         raise _no_model(
             f"{source.path} is no embedded model ({names}), no folder and not on Hugging Face"
         ) from None
     except Exception as error:  # httpx, hub or OS errors: the hub is unreachable
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return _cached(source, patterns, reason)
-
-
-def _cached(source: ModelSource, patterns: list[str], reason: str) -> ModelSource:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        path = snapshot_download(source.path, allow_patterns=patterns, local_files_only=True)
-    except LocalEntryNotFoundError:
-        message = f"model {source.path}: not on this machine, and Hugging Face cannot be reached ({reason})"
-        raise UnavailableError(message, reason="MODEL_HUB_UNREACHABLE") from None
+        try:
+            path = snapshot_download(source.path, allow_patterns=patterns, local_files_only=True)
+        except LocalEntryNotFoundError:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            message = (
+                f"model {source.path}: not on this machine, and Hugging Face cannot be reached ({reason})"
+            )
+            raise UnavailableError(message, reason="MODEL_HUB_UNREACHABLE") from None
     return ModelSource(path, None, source.short_name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 
@@ -17,13 +18,15 @@ class Turn(NamedTuple):
     """The call that a turn of role "tool" answers."""
     name: str = ""
     """Name of the speaker or the tool."""
+    further: Mapping[str, Any] = MappingProxyType({})
+    """Further fields for the template, by name."""
 
 
 class TooManyTokensError(Exception):
-    """A text has more tokens than the caller of the tokenizer can use."""
+    """A text has more tokens than the caller of the tokenizer can use: `count` of them, or more."""
 
     def __init__(self, count: int) -> None:
-        super().__init__(f"{count} tokens")
+        super().__init__(f"{count} tokens or more")
         self.count = count
 
 

@@ -21,7 +21,12 @@ from pathlib import Path
 
 from splitserve.errors import NotFoundError, UnavailableError
 from splitserve.models.sources import ModelSource, cache_folder
-from splitserve.models.tokenizer_files import TokenizerDefinition, read_tokenizer
+from splitserve.models.tokenizer_files import (
+    TOKENIZER_FILE,
+    TokenizerDefinition,
+    read_backend,
+    read_tokenizer,
+)
 
 CONVERSION = "splitserve.models.tokenizer_conversion"
 EXIT_UNUSABLE = 3
@@ -38,11 +43,14 @@ def converted_tokenizer(source: ModelSource) -> TokenizerDefinition:
     """The tokenizer of a local model, from the cache or converted now, which takes seconds.
 
     Without a writable cache folder every start converts it again. Raises NotFoundError for a model without a usable
-    tokenizer, UnavailableError (TOKENIZER_CONVERSION_FAILED) if the child process fails.
+    tokenizer, ValueError for a damaged one, UnavailableError (TOKENIZER_CONVERSION_FAILED) if the child process fails.
     """
     target = cache_folder() / "tokenizers" / _key(source)
     if target.is_dir():
         return read_tokenizer(target)
+    file = Path(source.path) / TOKENIZER_FILE
+    if not source.gguf_file and file.is_file():
+        read_backend(file)  # a damaged one is told at once, without the child process
     with _work_folder(target.parent) as work:
         result = work / "tokenizer"
         result.mkdir()
@@ -57,7 +65,9 @@ def _key(source: ModelSource) -> str:
     """Cache key of a tokenizer: a hash of its files' metadata and of the version of `transformers`."""
     folder = Path(source.path).resolve()
     paths = (
-        [folder / source.gguf_file] if source.gguf_file else [p for each in _READ for p in folder.glob(each)]
+        [folder / source.gguf_file]
+        if source.gguf_file
+        else [p for pattern in _READ for p in folder.glob(pattern)]
     )
     stats = [(str(path), stat.st_size, stat.st_mtime_ns) for path in sorted(paths) if (stat := path.stat())]
     return hashlib.sha256(json.dumps([_FORMAT, version("transformers"), stats]).encode()).hexdigest()[:32]

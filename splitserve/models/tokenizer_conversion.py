@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from splitserve.models.tokenizer_cache import EXIT_UNUSABLE
 from splitserve.models.tokenizer_files import CONFIG_FILE, NAMED_TOKENS, TOKENIZER_FILE
-from splitserve.runtime.children.launch import end_with_parent
+from splitserve.runtime.child_launch import end_with_parent
 
 
 class UnusableError(Exception):

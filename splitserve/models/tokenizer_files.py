@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,10 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from splitserve.models.chat_template import DEFAULT
+from splitserve.errors import ConfigError
+from splitserve.models.chat_template import DEFAULT, check_template
+from splitserve.models.model_files import read_object
+from splitserve.runtime.bounded_file import read_named_text
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -18,15 +20,7 @@ PLAIN_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 """Class names for which `transformers` uses the tokenizer file unchanged; for others it applies the rules of a
 model family, which may differ from the file."""
 FAMILY_RULES = frozenset(
-    {
-        "hyperclovax_vision_v2",
-        "qwen2",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "qwen4_exp",
-        "siglip2",
-    }
+    {"hyperclovax_vision_v2", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "siglip2"}
 )
 """Model types for which `transformers` builds the family's tokenizer regardless of the class in the files."""
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -50,13 +44,13 @@ class TokenizerDefinition:
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether the folder has any tokenizer file."""
-    return any(True for pattern in _SOURCES for _ in folder.glob(pattern))
+    return any(path.name != CONFIG_FILE for pattern in _SOURCES for path in folder.glob(pattern))
 
 
 def is_plain(folder: Path) -> bool:
     """Whether `transformers` uses the folder's tokenizer file unchanged, so that `read_tokenizer` equals it.
 
-    Raises ValueError for damaged files.
+    Raises ConfigError for damaged files.
     """
     if not (folder / TOKENIZER_FILE).is_file():
         return False
@@ -69,12 +63,23 @@ def is_plain(folder: Path) -> bool:
 
 
 def read_tokenizer(folder: Path) -> TokenizerDefinition:
-    """Reads a plain tokenizer; see `is_plain`. Raises ValueError for invalid files."""
-    config = _read_json(folder / CONFIG_FILE)
+    """Reads a plain tokenizer; see `is_plain`. Raises ValueError or ConfigError for invalid files."""
+    config, tokenizer = _read_json(folder / CONFIG_FILE), read_backend(folder / TOKENIZER_FILE)
     try:
-        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        return _defined(folder, config, tokenizer)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{CONFIG_FILE}: {error}") from None
+
+
+def read_backend(path: Path) -> Tokenizer:
+    """The tokenizer in a file. Raises ValueError naming it."""
+    try:
+        return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower type
-        raise ValueError(f"{TOKENIZER_FILE}: {error}") from None
+        raise ValueError(f"{path.name}: {error}") from None
+
+
+def _defined(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizerDefinition:
     named = _named_tokens(config)
     if tokenizer.padding is not None:
         named.setdefault("pad_token", tokenizer.padding["pad_token"])
@@ -94,7 +99,7 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str | AddedToken]:
         own |= extra
     tokens = {key: _token(config.get(key)) for key in NAMED_TOKENS}
     if wrong := [key for key in NAMED_TOKENS if config.get(key) is not None and tokens[key] is None]:
-        raise ValueError(f"{CONFIG_FILE}: {wrong[0]} is not a token")
+        raise ValueError(f"{wrong[0]} is not a token")
     tokens |= {key: _token(value) for key, value in own.items()}
     return {key: token for key, token in tokens.items() if token is not None}
 
@@ -137,20 +142,23 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if (single := folder / "chat_template.jinja").is_file():
         files.setdefault(DEFAULT, single)
     if files:
-        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
-    held = config.get("chat_template") or {}
-    if isinstance(held, list):
-        return {entry["name"]: entry["template"] for entry in held}
-    return {DEFAULT: held} if isinstance(held, str) else dict(held)
+        return {name: _template_file(path) for name, path in files.items()}
+    template = config.get("chat_template") or {}
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}
+    templates = {DEFAULT: template} if isinstance(template, str) else dict(template)
+    for text in templates.values():
+        check_template("chat_template", text)
+    return templates
+
+
+def _template_file(path: Path) -> str:
+    text = read_named_text(path, "model")
+    if not text.strip():
+        raise ConfigError(f"model: {path} is empty", field="model")
+    check_template(str(path), text)
+    return text
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ValueError(f"{path.name}: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path.name} is not a JSON object")
-    return value
+    return read_object(path, may_be_pipe=False) if path.exists() else {}

@@ -1,28 +1,39 @@
-"""Serves calls that are carried by streams, by the handlers of the calls that they stand for; see `call_stream`.
+"""Calls that are carried by one stream: `CallStream` is the caller's end, `CarriedCalls` the end that serves them.
 
-What a handler refuses, awaits or raises is what it does in a call of its own: it runs in a task of its own, which is
-cancelled by its caller, at its deadline, and with the stream.
+A call of gRPC wakes its threads several times; here many calls share one stream, and what is said in one turn of the
+loop is one message. The protocol is that of protos/splitserve/v1/calls.proto. What a handler refuses, awaits or raises
+is what it does in a call of its own: it runs in a task of its own, which is cancelled by its caller, at its deadline,
+and with the stream.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
+import grpc
 from google.protobuf.message import DecodeError
+from google.rpc import status_pb2  # type: ignore[import-untyped]
+from typing_extensions import override
 
 from splitserve.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
+    PermissionDeniedError,
     ResourceExhaustedError,
+    SplitserveError,
+    UnauthenticatedError,
+    UnavailableError,
 )
+from splitserve.logs import log_event, log_exception
 from splitserve.rpc.message_bounds import UNCOUNTED_BYTES
-from splitserve.rpc.server import OpenRpcs
-from splitserve.rpc.status import shown_error, status_of
-from splitserve.rpc.writing import BATCH_ITEMS, BatchWriter
+from splitserve.rpc.server import WRITE_GRACE_S, OpenRpcs, StreamWriter
+from splitserve.rpc.status import error_from_rpc, error_from_status, shown_error, status_of
+from splitserve.runtime.cancellation import raise_if_cancelled
 from splitserve.v1 import calls_pb2, decode_pb2, prefill_pb2
 from splitserve.v1.calls_pb2_grpc import CallServiceServicer
 from splitserve.v1.decode_pb2_grpc import DecodeServiceServicer
@@ -33,6 +44,95 @@ MAX_OPEN_CALLS = 2**16
 MAX_HELD_RESPONSES = 2**13
 """That wait for a caller who does not read. With more nothing is read from that one."""
 MAX_TIMEOUT_S = 86_400.0
+BATCH_BYTES, BATCH_ITEMS = 48 * 2**10, 4096
+"""A message of a batch is begun anew above this size, so that it is parsed on the reader's event loop."""
+
+
+class Sized(Protocol):
+    """What goes into a batch: a protobuf message."""
+
+    def ByteSize(self) -> int:
+        """Its serialized size, bytes."""
+        ...
+
+
+M = TypeVar("M", bound=Sized)
+
+
+class BatchWriter(Generic[M]):
+    """Writes small messages of many senders to one stream: what is put in one turn of the loop, while a write is in
+    progress, or within the wait that it is told of, leaves in one message. Holds whatever is put: senders look at
+    `held`."""
+
+    def __init__(
+        self,
+        write: Callable[[Any], Awaitable[None]],
+        message_of: Callable[[list[M]], Any],
+        wait_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`write`: see StreamWriter. `message_of` makes the message of a batch; `wait_s` says for how many seconds the
+        first one waits for others now."""
+        self._writer = StreamWriter(write, self._written)
+        self._message_of, self._wait_s = message_of, wait_s
+        self._items: list[M] = []
+        self._flushing = self._left_over = False
+
+    def put(self, item: M) -> None:
+        """Adds a message; never blocks. After a failed write it is dropped."""
+        if self._writer.has_failed:
+            self._items.clear()
+            return
+        self._items.append(item)
+        if not self._flushing:
+            self._flushing = True
+            self._flush_later()
+
+    @property
+    def held(self) -> int:
+        """Messages that wait to be written."""
+        return len(self._items)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a write has failed; nothing is written any more."""
+        return self._writer.has_failed
+
+    async def settle(self) -> None:
+        """Waits until all that was put is written, up to WRITE_GRACE_S."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WRITE_GRACE_S):
+                while self._flushing and not self._writer.has_failed:
+                    await self._writer.settle()
+                    await asyncio.sleep(0)
+
+    def _flush_later(self) -> None:
+        loop, wait_s = asyncio.get_running_loop(), self._wait_s()
+        if wait_s:
+            loop.call_later(wait_s, self._flush)
+        else:
+            loop.call_soon(self._flush)
+
+    def _written(self) -> None:
+        if not self._items or not self._writer.is_ready:
+            self._flushing = self._writer.has_failed
+        elif self._left_over or not self._wait_s():
+            self._flush()  # what a batch had no room for has waited
+        else:
+            self._flush_later()
+
+    def _flush(self) -> None:
+        if not self._items:  # dropped
+            self._flushing = False
+            return
+        size = count = 0
+        for item in self._items:
+            size += item.ByteSize()
+            if (size > BATCH_BYTES and count) or count == BATCH_ITEMS:
+                break
+            count += 1
+        batch, self._items = self._items[:count], self._items[count:]
+        self._left_over = bool(self._items)
+        self._writer.begin(self._message_of(batch))
 
 
 class _CarriedContext:
@@ -77,10 +177,11 @@ class CarriedCalls(CallServiceServicer):
         self._streams: set[_Stream] = set()
         self._closed = False
 
+    @override
     async def Carry(  # type: ignore[override]
         self, requests: AsyncIterator[calls_pb2.CarryRequest], context: Any
     ) -> None:
-        """See CallService.Carry in the proto."""
+        """Carry in the proto."""
         stream = _Stream(self._methods, self._open_rpcs, context.write)
         self._streams.add(stream)
         if self._closed:
@@ -217,3 +318,163 @@ def _parsed(method: CarriedMethod, data: bytes) -> Any:
         return method.parse(data)
     except DecodeError as error:
         raise InvalidArgumentError(f"message cannot be parsed: {error}", reason="MALFORMED_MESSAGE") from None
+
+
+Kind = Literal["reserve", "prefill", "abort"]
+MAX_CARRIED_BYTES = 16 * 2**10
+"""Most bytes of a request that the stream should carry: what comes after a larger one would wait for it."""
+
+
+class CarriedCall:
+    """A call that has begun. Wait for `ended`; `cancel` in any case."""
+
+    __slots__ = ("_deadline", "_number", "_on_response", "_stream", "ended")
+
+    def __init__(
+        self, stream: CallStream, number: int, timeout_s: float, on_response: Callable[[bytes], None]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        """Done after the last response; it raises why the call has failed."""
+        self._stream, self._number, self._on_response = stream, number, on_response
+        self._deadline = loop.call_later(timeout_s, self._expire)
+
+    def fail(self, error: SplitserveError) -> None:
+        """Ends the call here with an error, and cancels it there. Does nothing once it has ended."""
+        if self._stream.drop(self._number):
+            self.end(error)
+
+    def cancel(self) -> None:
+        """Cancels the call on both sides; the peer begins it before. Does nothing once it has ended."""
+        if self._stream.drop(self._number):
+            self._deadline.cancel()
+            self.ended.cancel()
+
+    def accept(self, response: calls_pb2.CarriedResponse, who: str) -> None:
+        """Takes what the peer says. What cannot be read fails this call, not the stream."""
+        try:
+            if response.HasField("response"):
+                self._on_response(response.response)
+            if response.status:
+                self.end(error_from_status(status_pb2.Status.FromString(response.status)))
+            elif response.ended:
+                self.end(None)
+        except Exception as error:
+            log_exception("call.malformed_response", error)
+            self._stream.drop(self._number)
+            self.end(SplitserveError(f"{who} has sent a response that cannot be read"))
+
+    def end(self, error: SplitserveError | None) -> None:
+        """Marks the call as ended; the stream has let go of it."""
+        self._deadline.cancel()
+        if self.ended.done():
+            return
+        if error is None:
+            self.ended.set_result(None)
+            return
+        self.ended.set_exception(error)
+        self.ended.exception()  # who waited may have been cancelled meanwhile: nobody then has to see it
+
+    def _expire(self) -> None:
+        self.fail(DeadlineExceededError("the call has not ended within its deadline"))
+
+
+class CallStream:
+    """The calls to one peer, on one stream after the other. It is opened by `run` once there are calls."""
+
+    def __init__(
+        self, open_stream: Callable[[], Any], who: str, wait_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        """`open_stream` calls CallService.Carry; `who` names the peer in errors; `wait_s` says for how many seconds
+        what is said now may wait for others to leave with it."""
+        self._open_stream, self._who, self._wait_s = open_stream, who, wait_s
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, CarriedCall] = {}
+        self._waiting: list[calls_pb2.CarriedCall] = []
+        """What is said while no stream is open."""
+        self._writer: BatchWriter[calls_pb2.CarriedCall] | None = None
+        self._wanted = asyncio.Event()
+
+    def begin(
+        self, kind: Kind, request: bytes, timeout_s: float, on_response: Callable[[bytes], None]
+    ) -> CarriedCall:
+        """Begins a call with a serialized request. `on_response` gets each response, serialized."""
+        number = next(self._numbers)
+        call = self._calls[number] = CarriedCall(self, number, timeout_s, on_response)
+        message = calls_pb2.CarriedCall(number=number)
+        setattr(message, kind, request)
+        message.timeout.FromNanoseconds(int(timeout_s * 1e9))
+        self._say(message)
+        return call
+
+    async def run(self) -> None:
+        """Keeps a stream open while there are calls, until cancelled. Calls of one that breaks fail as it does."""
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            error: SplitserveError = UnavailableError(f"{self._who} went away", reason="WORKER_LOST")
+            try:
+                await self._carry()
+            except SplitserveError as broken:
+                error = broken
+                log_event("calls.broken", peer=self._who, reason=error.reason, calls=len(self._calls))
+            except Exception as unforeseen:  # calls wait for the next stream, which is to come at once
+                log_exception("calls.broken", unforeseen)
+            finally:
+                self.fail_all(error)
+            raise_if_cancelled()
+
+    def fail_all(self, error: SplitserveError) -> None:
+        """Fails all calls that have begun."""
+        calls, self._calls = self._calls, {}
+        self._waiting.clear()
+        for call in calls.values():
+            call.end(error)
+
+    def drop(self, number: int) -> bool:
+        """Lets go of a call and cancels it there. False if it has ended."""
+        if self._calls.pop(number, None) is None:
+            return False
+        self._say(calls_pb2.CarriedCall(number=number, cancel=True))
+        return True
+
+    async def _carry(self) -> None:
+        stream = self._open_stream()
+        self._writer = BatchWriter(stream.write, _request_of, self._wait_s)
+        try:
+            for message in self._waiting:
+                self._writer.put(message)
+            self._waiting.clear()
+            async for message in stream:
+                for response in message.responses:
+                    self._accept(response)
+            raise UnavailableError(f"{self._who} has closed its calls", reason="WORKER_LOST")
+        except grpc.aio.AioRpcError as error:
+            known = error_from_rpc(error)
+            if isinstance(known, UnauthenticatedError | PermissionDeniedError):
+                raise known from None
+            # It is the stream's, and no call's: none of them was refused, and each may have been carried out.
+            text = f"the calls to {self._who} have broken: {known.message}"
+            raise UnavailableError(text, reason="WORKER_LOST") from None
+        finally:
+            self._writer = None
+            stream.cancel()
+
+    def _accept(self, response: calls_pb2.CarriedResponse) -> None:
+        number = response.number
+        ends = response.ended or bool(response.status)
+        # One that is not known was given up here.
+        call = self._calls.pop(number, None) if ends else self._calls.get(number)
+        if call is not None:
+            call.accept(response, self._who)
+
+    def _say(self, message: calls_pb2.CarriedCall) -> None:
+        if self._writer is not None:
+            self._writer.put(message)
+            return
+        self._waiting.append(message)
+        self._wanted.set()
+
+
+def _request_of(batch: list[calls_pb2.CarriedCall]) -> calls_pb2.CarryRequest:
+    return calls_pb2.CarryRequest(calls=batch)

@@ -73,16 +73,6 @@ def make_channel(
     return grpc.aio.secure_channel(address, _credentials(tls, peer, options), options=options)
 
 
-def make_blocking_channel(
-    address: str, *, tls: TlsFiles | TlsPems | None = None, peer: Role | None = None
-) -> grpc.Channel:
-    """As `make_channel`, for threads instead of an event loop."""
-    options = channel_options()
-    if tls is None:
-        return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, _credentials(tls, peer, options), options=options)
-
-
 def _credentials(tls: TlsFiles | TlsPems, peer: Role | None, options: Options) -> grpc.ChannelCredentials:
     """Credentials of a channel, whose options get the name that the server's certificate must have."""
     if peer is not None:

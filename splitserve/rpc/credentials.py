@@ -14,11 +14,10 @@ import grpc
 from splitserve.config.security import TlsConfig
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
-from splitserve.rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, make_blocking_channel, make_channel
+from splitserve.rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, make_channel
 from splitserve.runtime.bounded_file import read_named_file
 from splitserve.security.authorizer import TOKEN_KEY, RpcAuthorizer, Rules
-from splitserve.security.server_tls import ServerTls
-from splitserve.security.tls import Role, TlsFiles, part_files
+from splitserve.security.tls import Role, ServerTls, TlsFiles, part_files
 
 TOKEN_VARIABLE = "SPLITSERVE_CLUSTER_TOKEN"
 MIN_TOKEN_CHARACTERS, MAX_TOKEN_CHARACTERS = 16, 1024
@@ -56,11 +55,6 @@ class ClusterCredentials:
             peer=peer,
             read_ahead_bytes=read_ahead_bytes,
         )
-
-    def blocking_channel(self, address: str, peer: Role) -> grpc.Channel:
-        """As `channel`, for threads instead of an event loop."""
-        tls = self.tls if self.server_tls is None else self.server_tls.pems
-        return make_blocking_channel(address, tls=tls, peer=peer)
 
     def authorizer(self, rules: Rules) -> RpcAuthorizer:
         """The authorizer of calls to this component."""
@@ -114,7 +108,7 @@ def new_token() -> str:
 def warn_if_open(part: str, host: str, closed: bool) -> None:
     """Logs a warning if a component listens beyond loopback and accepts unauthenticated calls."""
     if not closed and not is_loopback(host):
-        advice = "anybody who reaches it can use it; see docs/security.md"
+        advice = "anybody who reaches it can use it; see docs/guides/security.md"
         log_event("security.open", level=logging.WARNING, listens_as=part, host=host, advice=advice)
 
 

@@ -56,14 +56,14 @@ _known: dict[str, dict[int, Descriptor]] = {}
 
 def _nested(kind: Descriptor) -> dict[int, Descriptor]:
     """The fields of a message type that are messages, by number."""
-    found = _known.get(kind.full_name)
-    if found is None:
-        found = _known[kind.full_name] = {
+    nested = _known.get(kind.full_name)
+    if nested is None:
+        nested = _known[kind.full_name] = {
             field.number: field.message_type
             for field in kind.fields
             if field.type == FieldDescriptor.TYPE_MESSAGE and field.message_type is not None
         }
-    return found
+    return nested
 
 
 def _varint(data: bytes, start: int, end: int) -> tuple[int, int]:

@@ -11,16 +11,25 @@ import errno
 import inspect
 import logging
 import socket
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from splitserve.errors import InvalidArgumentError, UnavailableError
 from splitserve.logs import log_event
@@ -31,13 +40,49 @@ from splitserve.rpc.channel import (
     Options,
     common_options,
 )
-from splitserve.rpc.health import Health
 from splitserve.rpc.message_bounds import UNCOUNTED_BYTES, check_fields
 from splitserve.rpc.status import abort_with
-from splitserve.runtime.calls.parser_thread import ParserThread
+from splitserve.runtime.call_thread import ParserThread
 from splitserve.runtime.process import connections_that_fit
 from splitserve.security.authorizer import ALLOW_ALL, RpcAuthorizer
-from splitserve.security.server_tls import ServerTls
+from splitserve.security.tls import ServerTls
+
+_KINDS = health_pb2.HealthCheckResponse
+REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """Health of the services that were named to it; "" is the server as a whole."""
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, int] = {"": _KINDS.SERVING}
+        self._changed = asyncio.Event()
+
+    def set(self, names: Iterable[str], *, serving: bool) -> None:
+        """Sets the status of services, and wakes those who watch."""
+        self._statuses |= dict.fromkeys(names, _KINDS.SERVING if serving else _KINDS.NOT_SERVING)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> health_pb2.HealthCheckResponse:
+        """The present status. NOT_FOUND for a service that is not known."""
+        status = self._statuses.get(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        """The status, and each that follows, until the caller leaves. SERVICE_UNKNOWN until a service is known."""
+        last = None
+        while True:
+            changed, status = self._changed, self._statuses.get(request.service, _KINDS.SERVICE_UNKNOWN)
+            if status != last:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                last = status
+            await changed.wait()
+
 
 DEFAULT_MAX_CONNECTIONS = 10_000
 LISTENERS = 3
@@ -68,16 +113,26 @@ class OpenRpcs:
 
     def __init__(self) -> None:
         self.count = 0
+        self.none_open = asyncio.Event()
+        """Set while the count is 0: each handler has handed its status to gRPC."""
+        self.none_open.set()
 
     @contextmanager
     def track(self, method: str) -> Iterator[None]:
         """Counts a handler while it runs. `method` is the full name, "/package.Service/Method"."""
         counted = 0 if method in LONG_LIVED_METHODS or method.startswith("/grpc.") else 1
-        self.count += counted
+        self._add(counted)
         try:
             yield
         finally:
-            self.count -= counted
+            self._add(-counted)
+
+    def _add(self, count: int) -> None:
+        self.count += count
+        if self.count:
+            self.none_open.clear()
+        else:
+            self.none_open.set()
 
 
 class RpcServer:
@@ -88,16 +143,20 @@ class RpcServer:
 
     def __init__(
         self,
-        max_message_bytes: int,
-        open_rpcs: OpenRpcs,
+        *,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        open_rpcs: OpenRpcs | None = None,
         authorizer: RpcAuthorizer = ALLOW_ALL,
         limit_of: LimitOf = lambda method: None,
         max_connections: int = DEFAULT_MAX_CONNECTIONS,
     ) -> None:
-        self.open_rpcs = open_rpcs
+        """`open_rpcs` counts the running handlers; `authorizer` checks their callers; `limit_of` gives the most bytes
+        of a method's request, None where `max_message_bytes` is all; `max_connections` is lowered to what the limit of
+        open files leaves."""
+        self.open_rpcs = open_rpcs or OpenRpcs()
         self._decoder = RequestDecoder(limit_of)
         self.grpc_server = grpc.aio.server(
-            interceptors=[_Boundary(open_rpcs, authorizer, self._decoder)],
+            interceptors=[_Boundary(self.open_rpcs, authorizer, self._decoder)],
             options=server_options(max_message_bytes, connections_that_fit(max_connections, LISTENERS)),
         )
         self._health = Health()
@@ -119,12 +178,23 @@ class RpcServer:
         with a one-line message.
         """
         self._names = ("", *service_names)
-        shown = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(shown, self.grpc_server)
+        self._reflect((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME))
         bound = self.listen(host, port, tls, mutual=mutual)
         await self.grpc_server.start()
         await self.set_serving(True)
         return bound
+
+    def _reflect(self, service_names: Sequence[str]) -> None:
+        """Serves reflection in both versions: `v1` has the messages of `v1alpha`, the only one in the package."""
+        reflection.enable_server_reflection(service_names, self.grpc_server)
+        servicer = reflection.aio.ReflectionServicer(service_names)
+        handler = grpc.stream_stream_rpc_method_handler(
+            servicer.ServerReflectionInfo,
+            request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+            response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+        )
+        methods = grpc.method_handlers_generic_handler(REFLECTION_V1, {"ServerReflectionInfo": handler})
+        self.grpc_server.add_generic_rpc_handlers((methods,))
 
     async def set_serving(self, serving: bool) -> None:
         """Sets the status of health checks; waits for nobody."""
@@ -153,20 +223,6 @@ class RpcServer:
             return self.grpc_server.add_secure_port(address, tls.grpc_credentials(mutual=mutual))
         except RuntimeError:  # gRPC gives no cause; `_bind_error` determines it
             raise _bind_error(host, port) from None
-
-
-def make_server(
-    *,
-    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-    open_rpcs: OpenRpcs | None = None,
-    authorizer: RpcAuthorizer = ALLOW_ALL,
-    limit_of: LimitOf = lambda method: None,
-    max_connections: int = DEFAULT_MAX_CONNECTIONS,
-) -> RpcServer:
-    """A server without services. `open_rpcs` counts its running handlers; `authorizer` checks their callers; `limit_of`
-    gives the most bytes of a method's request, None where `max_message_bytes` is all; `max_connections` is lowered to
-    what the limit of open files leaves."""
-    return RpcServer(max_message_bytes, open_rpcs or OpenRpcs(), authorizer, limit_of, max_connections)
 
 
 def _bind_error(host: str, port: int) -> UnavailableError:
@@ -259,8 +315,8 @@ class RequestDecoder:
 
 
 def _checked(method: str, decode: Any, data: bytes) -> Any:
-    known = descriptor_pool.Default().FindMethodByName(method[1:].replace("/", "."))
-    check_fields(data, known.input_type)
+    descriptor = descriptor_pool.Default().FindMethodByName(method[1:].replace("/", "."))
+    check_fields(data, descriptor.input_type)
     return _parsed(decode, data)
 
 
@@ -283,3 +339,94 @@ _HANDLER_MAKERS: dict[tuple[bool, bool], Any] = {
     (True, False): grpc.stream_unary_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
+
+
+WRITE_GRACE_S = 1.0
+"""Time that a begun write has to end after its call was cancelled, or its messages were to settle."""
+
+
+async def write_whole(context: grpc.aio.ServicerContext[Any, Any], message: Any) -> None:
+    """Completes the write even when cancelled: gRPC accepts no status while a write is in progress."""
+    write = asyncio.ensure_future(context.write(message))
+    try:
+        await asyncio.shield(write)
+    except asyncio.CancelledError:
+        write.add_done_callback(_given_up)
+        await asyncio.wait([write], timeout=WRITE_GRACE_S)
+        raise
+
+
+def _given_up(write: asyncio.Future[Any]) -> None:
+    """Takes what a write raised after its waiter was cancelled: `shield` forgets it, and asyncio would report an error
+    that nobody has seen. That the client has gone is known by then; anything else is worth a line."""
+    error = None if write.cancelled() else write.exception()
+    if error is not None:
+        log_event("rpc.write_given_up", level=logging.DEBUG, error=f"{type(error).__name__}: {error}")
+
+
+class StreamWriter:
+    """Writes the messages of one stream, one at a time, with or without a task that waits for it."""
+
+    def __init__(
+        self, write: Callable[[Any], Awaitable[None]], on_written: Callable[[], None] = lambda: None
+    ) -> None:
+        """`write` is that of the call, or of its context. `on_written` is called after each write without a task."""
+        self._write = write
+        self._on_written = on_written
+        self._begun: Generator[Any, None, None] | None = None
+        """A write without a task that is in progress."""
+        self._over: asyncio.Future[None] | None = None
+        """Set when that write is over; made where something waits for it."""
+        self._error: BaseException | None = None
+        """What a write without a task has raised; the next one with a task raises it."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `begin` may be called: no write is in progress, and none has failed."""
+        return self._begun is None and self._error is None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a write without a task has failed; nothing can be written any more."""
+        return self._error is not None
+
+    async def write(self, message: Any) -> None:
+        """Writes a message, after the one in progress. Raises what gRPC raises, also of a write that `begin` began."""
+        await self._written()
+        if self._error is not None:
+            raise self._error
+        await self._write(message)
+
+    def begin(self, message: Any) -> None:
+        """Writes a message without a wait; only while `is_ready`. gRPC takes it at once, and tells later that another
+        one may follow."""
+        self._begun = self._write(message).__await__()
+        self._go_on()
+
+    async def settle(self) -> None:
+        """Waits for a write in progress before the call ends, up to WRITE_GRACE_S: a client may not read."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WRITE_GRACE_S):
+                await self._written()
+
+    async def _written(self) -> None:
+        if self._begun is not None:
+            if self._over is None:
+                self._over = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._over)  # others may wait for it, too
+
+    def _go_on(self, _waited: asyncio.Future[Any] | None = None) -> None:
+        begun = self._begun
+        assert begun is not None
+        try:
+            next(begun).add_done_callback(self._go_on)
+            return
+        except StopIteration:
+            pass
+        except (Exception, asyncio.CancelledError) as error:  # the latter where the client has gone
+            self._error = error
+        self._begun = None
+        if self._over is not None:
+            self._over.set_result(None)
+            self._over = None
+        self._on_written()

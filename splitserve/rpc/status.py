@@ -16,18 +16,15 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from grpc_status import rpc_status
 
 from splitserve.errors import (
-    CancelledByPeerError,
+    ERROR_BY_CODE,
+    BrokenInvariantError,
     DeadlineExceededError,
-    FailedPreconditionError,
     InvalidArgumentError,
-    NotFoundError,
-    PermissionDeniedError,
-    ResourceExhaustedError,
     SplitserveError,
-    UnauthenticatedError,
     UnavailableError,
 )
-from splitserve.logs import log_exception
+from splitserve.logs import log_context, log_exception
+from splitserve.tracing.context import TraceContext, trace_id_of
 
 ERROR_DOMAIN = "splitserve"
 GRAMMAR_FAILED = "GRAMMAR_FAILED"
@@ -39,20 +36,7 @@ MAX_FIELD_BYTES = 200
 """Limits in UTF-8 bytes. A status is sent in HTTP/2 trailers; above 8 KiB in total gRPC rejects some at random. There
 a byte of the message takes up to 4.4 bytes: percent-encoded once, and in base64 in the details."""
 
-_KINDS: dict[grpc.StatusCode, type[SplitserveError]] = {
-    kind.code: kind
-    for kind in (
-        InvalidArgumentError,
-        NotFoundError,
-        UnauthenticatedError,
-        PermissionDeniedError,
-        ResourceExhaustedError,
-        FailedPreconditionError,
-        UnavailableError,
-        DeadlineExceededError,
-        CancelledByPeerError,
-    )
-}
+_NOT_THE_REQUEST = (BrokenInvariantError, KeyboardInterrupt, SystemExit, GeneratorExit)
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -82,12 +66,31 @@ def shown_error(error: Exception) -> SplitserveError:
     Anything but a SplitserveError becomes INTERNAL with an incident id; the traceback is logged under that id and
     not sent to the client.
     """
-    known = known_error(error)
-    if known is None:
-        incident = uuid.uuid4().hex[:12]
-        log_exception("rpc.internal_error", error, incident=incident)
-        known = SplitserveError(f"internal error, incident {incident}")
-    return known
+    return known_error(error) or _incident("rpc.internal_error", error, "internal error")
+
+
+def request_error(
+    error: BaseException, request_id: str, trace: TraceContext | None = None
+) -> SplitserveError:
+    """The error that fails the request whose handling in an engine raised `error`, and nothing else. Call it where the
+    request can be ended.
+
+    Any other exception than a SplitserveError becomes INTERNAL with an incident id, and its traceback is logged.
+    Catch BaseException before: a panic of a library in Rust is no Exception. A BrokenInvariantError and the
+    interpreter's own exits are raised again.
+    """
+    if isinstance(error, SplitserveError):
+        return error
+    if isinstance(error, _NOT_THE_REQUEST):
+        raise error
+    with log_context(request_id=request_id, trace_id=trace_id_of(trace)):
+        return _incident("engine.request_failed", error, "the engine failed on this request")
+
+
+def _incident(event: str, error: BaseException, what: str) -> SplitserveError:
+    incident = uuid.uuid4().hex[:12]
+    log_exception(event, error, incident=incident)
+    return SplitserveError(f"{what}, incident {incident}")
 
 
 def known_error(error: BaseException) -> SplitserveError | None:
@@ -99,7 +102,7 @@ def known_error(error: BaseException) -> SplitserveError | None:
     return None
 
 
-def error_from_rpc(error: grpc.aio.AioRpcError | grpc.Call) -> SplitserveError:
+def error_from_rpc(error: grpc.aio.AioRpcError) -> SplitserveError:
     """The SplitserveError subclass of a failed call, with its reason, field and retry hint, if any.
 
     A code without a subclass gives a SplitserveError with the code's name as its reason.
@@ -114,8 +117,8 @@ def error_from_status(status: status_pb2.Status) -> SplitserveError:
 
 def _error(code: grpc.StatusCode, message: str, details: Iterable[any_pb2.Any]) -> SplitserveError:
     message = message or code.name.lower().replace("_", " ")
-    kind = _KINDS.get(code, SplitserveError)
-    reason = None if code in _KINDS else code.name
+    kind = ERROR_BY_CODE.get(code, SplitserveError)
+    reason = None if code in ERROR_BY_CODE else code.name
     field: str | None = None
     retry_after_s: float | None = None
     if code == grpc.StatusCode.UNAVAILABLE and any(sign in message for sign in TLS_SIGNS):
@@ -154,7 +157,7 @@ def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) 
     return packed
 
 
-def _details(error: grpc.aio.AioRpcError | grpc.Call) -> list[any_pb2.Any]:
+def _details(error: grpc.aio.AioRpcError) -> list[any_pb2.Any]:
     try:
         status = rpc_status.from_call(error)  # type: ignore[arg-type]
     except ValueError:  # a proxy changed code or message, so the details no longer match

@@ -34,9 +34,9 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
         task.cancel()
     if not ending:
         return
-    _, left = await asyncio.wait(ending, timeout=END_S)
-    if left:
-        log_event("tasks.do_not_end", level=logging.ERROR, tasks=sorted(task.get_name() for task in left))
+    _, unended = await asyncio.wait(ending, timeout=END_S)
+    if unended:
+        log_event("tasks.do_not_end", level=logging.ERROR, tasks=sorted(task.get_name() for task in unended))
 
 
 async def run_beside(

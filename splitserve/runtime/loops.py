@@ -7,10 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 
 from splitserve.logs import log_exception
-from splitserve.metrics import counters
 from splitserve.runtime.cancellation import is_being_cancelled
 
 FIRST_PAUSE_S = 0.1
@@ -51,12 +50,11 @@ class LoopRunner:
 
     def metric(self) -> Metric:
         """Failures so far, by loop."""
-        return counters(
-            "splitserve_loop_failures",
-            "Failures of background loops, which were started again",
-            "loop",
-            {name: float(count) for name, count in self._failures.items()},
-        )
+        text = "Failures of background loops, which were started again"
+        failures = CounterMetricFamily("splitserve_loop_failures", text, labels=["loop"])
+        for name, count in self._failures.items():
+            failures.add_metric([name], count)
+        return failures
 
     def _failed(self, name: str, error: BaseException) -> None:
         self._failures[name] += 1

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn, TypeVar
 
 from splitserve.logs import log_event
-from splitserve.runtime.children.ending import CHILD_S, KILLED_S, end_children
+from splitserve.runtime.children_end import CHILD_S, KILLED_S, end_children
 
 T = TypeVar("T")
 
@@ -55,9 +55,8 @@ def stop_signal(limit_s: float) -> asyncio.Event:
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        with suppress(
-            NotImplementedError
-        ):  # loops without signal handlers: off the main thread, other systems
+        # Loops without signal handlers: off the main thread, other systems.
+        with suppress(NotImplementedError):
             loop.add_signal_handler(number, on_signal)
     return stop
 
@@ -173,18 +172,6 @@ YOUNG_GENERATION_THRESHOLD = 5_000
 of collections a second under load, which find almost nothing: messages, tasks and futures end by reference count. A
 refused request does not, because gRPC's abort ties its error to its frames: some 50 objects. A collection that finds
 20,000 of them stops the event loop for 12 ms and more, one of 5,000 for 3."""
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """For imports: modules and classes stay, and looking for others among them is 6% of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def relax_collector() -> None:

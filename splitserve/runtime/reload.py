@@ -114,9 +114,9 @@ class ReloadedFiles(Generic[T]):
             self.problem = ""
             log_event("file.reloaded", file=self.name)
             return True
-        known = error if isinstance(error, SplitserveError) else None
-        self.problem = known.message if known else f"{type(error).__name__}: {error}"
-        field = known.field if known else None
+        refusal = error if isinstance(error, SplitserveError) else None
+        self.problem = refusal.message if refusal else f"{type(error).__name__}: {error}"
+        field = refusal.field if refusal else None
         log_event("file.rejected", level=logging.ERROR, file=self.name, field=field, error=self.problem)
         return False
 
@@ -129,7 +129,7 @@ class FileWatcher:
 
     def __init__(self, *files: ReloadedFiles[Any] | None) -> None:
         """None stands for files that are not configured."""
-        self.files = tuple(one for one in files if one is not None)
+        self.files = tuple(watched for watched in files if watched is not None)
 
     async def follow(self, *, hangup: bool = True) -> None:
         """Reloads what has changed, until cancelled. Returns at once if there is nothing to follow. `hangup`: whether

@@ -1,7 +1,7 @@
 """A development authority and one certificate per role, as PEM files in a folder: EC P-256, signed with SHA-256.
 
 In production use your own authority (cert-manager, SPIRE, Vault) to issue certificates with the same names; see
-docs/security.md.
+docs/guides/security.md.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from splitserve.security.tls import AUTHORITY_FILE, ROLES, Role, TlsFiles, files
 
 AUTHORITY_KEY_FILE = "ca-key.pem"
 AUTHORITY_DAYS = 3650
+WORKER: Role = "worker"
 CLIENT_ROLES: frozenset[Role] = frozenset({"admin", "client"})
 """Roles that never act as a server."""
 BACKDATED = timedelta(minutes=5)
@@ -56,12 +57,12 @@ def write_certificates(
     *,
     force: bool = False,
     now: datetime | None = None,
-    workers: Sequence[tuple[Role, str]] = (),
+    workers: Sequence[str] = (),
 ) -> list[Path]:
     """Creates the certificates of all roles for these hosts, and the folder's authority unless it exists.
 
-    Each of `workers`, a role and a worker id, gets a certificate of its own as well, ROLE-ID.pem, with which no other
-    id can be registered.
+    Each of `workers`, worker ids, gets a certificate of its own as well, worker-ID.pem, with which no other id can be
+    registered.
 
     Returns the certificate files. Without `force`, raises FailedPreconditionError (FILE_EXISTS) if there are
     certificates already. With `force` it replaces them but keeps the authority, so that components with old and new
@@ -69,7 +70,7 @@ def write_certificates(
     """
     now = now or datetime.now(UTC)
     named = [(role, None, files_in(directory, role)) for role in ROLES]
-    own = [(role, worker_id, worker_files(directory, role, worker_id)) for role, worker_id in workers]
+    own = [(WORKER, worker_id, worker_files(directory, worker_id)) for worker_id in workers]
     wanted: list[tuple[Role, str | None, TlsFiles]] = [*named, *own]
     present = [
         pem for _, _, files in wanted for pem in (files.certificate, files.key) if pem and pem.exists()
@@ -93,9 +94,9 @@ def write_certificates(
     return [directory / AUTHORITY_FILE, *(files.certificate for _, _, files in wanted if files.certificate)]
 
 
-def worker_files(directory: Path, role: Role, worker_id: str) -> TlsFiles:
+def worker_files(directory: Path, worker_id: str) -> TlsFiles:
     """Paths of the files of one worker's own certificate."""
-    name = f"{role}-{worker_id}"
+    name = f"worker-{worker_id}"
     return TlsFiles(directory / AUTHORITY_FILE, directory / f"{name}.pem", directory / f"{name}-key.pem")
 
 
@@ -143,12 +144,12 @@ def issue(
 def _authority(directory: Path, now: datetime) -> Issued:
     certificate, key = directory / AUTHORITY_FILE, directory / AUTHORITY_KEY_FILE
     if not certificate.exists() and not key.exists():
-        made = make_authority(now)
-        made.write(certificate, key)
-        return made
+        authority = make_authority(now)
+        authority.write(certificate, key)
+        return authority
     try:
-        loaded = serialization.load_pem_private_key(read_small_file(key, pipes="none"), password=None)
-        known = x509.load_pem_x509_certificate(read_small_file(certificate, pipes="none"))
+        loaded = serialization.load_pem_private_key(read_small_file(key), password=None)
+        known = x509.load_pem_x509_certificate(read_small_file(certificate))
     except (OSError, ValueError, TypeError) as error:
         message = f"cannot use the authority in {directory}: {error}"
         raise ConfigError(message, field="directory") from None

@@ -1,4 +1,4 @@
-"""TLS files, roles in certificates, and gRPC credentials.
+"""TLS files, roles in certificates, gRPC credentials, and a server's certificates, which are read again on a change.
 
 A component's certificate contains its role twice: as the URI `spiffe://splitserve/ROLE`, or
 `spiffe://splitserve/ROLE/WORKER_ID` for that worker alone, which identifies it as a caller; and as the DNS name
@@ -12,20 +12,24 @@ import hashlib
 import os
 import ssl
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import grpc
 
 from splitserve.config.security import TlsConfig
 from splitserve.errors import ConfigError
 from splitserve.runtime.bounded_file import read_named_file, read_small_file
+from splitserve.runtime.reload import ReloadedFiles
 
-Role = Literal["coordinator", "prefill", "decode", "worker", "autoscaler", "admin", "client"]
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
+
+Role = Literal["coordinator", "worker", "autoscaler", "admin", "client"]
 ROLES: tuple[Role, ...] = get_args(Role)
 URI_PREFIX = "spiffe://splitserve/"
 AUTHORITY_FILE = "ca.pem"
@@ -71,9 +75,11 @@ def files_in(directory: Path, role: Role) -> TlsFiles:
 
 def part_files(config: TlsConfig, role: Role) -> TlsFiles:
     """A component's files, checked. Raises ConfigError naming the missing or invalid one."""
-    found = files_in(config.directory, role) if config.directory else TlsFiles()
+    defaults = files_in(config.directory, role) if config.directory else TlsFiles()
     files = TlsFiles(
-        config.authority or found.authority, config.certificate or found.certificate, config.key or found.key
+        config.authority or defaults.authority,
+        config.certificate or defaults.certificate,
+        config.key or defaults.key,
     )
     for file in fields(files):
         if getattr(files, file.name) is None:
@@ -93,16 +99,20 @@ def client_files(path: Path) -> TlsFiles:
     else:
         files = TlsFiles(authority=path / AUTHORITY_FILE)
         for role in ("admin", "client", *ROLES):
-            found = files_in(path, role)
-            if all(pem is not None and os.access(pem, os.R_OK) for pem in (found.certificate, found.key)):
-                files = found
+            role_files = files_in(path, role)
+            if all(
+                pem is not None and os.access(pem, os.R_OK)
+                for pem in (role_files.certificate, role_files.key)
+            ):
+                files = role_files
                 break
     check_files(files)
     return files
 
 
 def check_files(files: TlsFiles) -> None:
-    """Raises ConfigError for an unreadable, invalid or expired file, or if certificate and key do not match."""
+    """Raises ConfigError for an unreadable or invalid file, the key of another certificate, and a chain that peers
+    would refuse: with a certificate that is missing, or that is not valid now."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if files.authority is not None:
         _read("authority", files.authority)
@@ -115,17 +125,46 @@ def check_files(files: TlsFiles) -> None:
     with _config_errors("certificate", files.certificate):
         context.load_cert_chain(files.certificate, files.key, password=lambda: b"")  # no password prompt
     with _config_errors("certificate", files.certificate):
-        ends = expiry(files.certificate)
-    if ends <= datetime.now(UTC):
-        message = f"tls.certificate: {files.certificate} expired on {ends:%Y-%m-%d %H:%M} UTC"
-        raise ConfigError(message, field="tls.certificate")
+        _check_chain(files.certificate, files.authority)
 
 
-def expiry(certificate: Path) -> datetime:
-    """Expiry time of a certificate."""
+def _check_chain(path: Path, authority: Path | None) -> None:
+    """Raises ValueError naming the first certificate, from the component's own on, that peers would refuse."""
+    # Imported here: clients without TLS need none of it.
     from cryptography.x509 import load_pem_x509_certificates
 
-    return load_pem_x509_certificates(read_small_file(certificate))[0].not_valid_after_utc
+    own, *others = load_pem_x509_certificates(read_small_file(path))
+    known = load_pem_x509_certificates(read_small_file(authority)) if authority else []
+    now = datetime.now(UTC)
+    for _ in range(len(others) + len(known) + 1):
+        subject = own.subject.rfc4514_string()
+        begins, ends = own.not_valid_before_utc, own.not_valid_after_utc
+        if ends <= now:
+            raise ValueError(f"{subject} expired on {ends:%Y-%m-%d %H:%M} UTC")
+        if begins > now:
+            raise ValueError(f"{subject} is not valid before {begins:%Y-%m-%d %H:%M} UTC")
+        if own in known:
+            return
+        signers = [other for other in (*known, *others) if other != own and _signed(own, other)]
+        if authority is None and not signers:  # the system's authorities are not looked through
+            return
+        if own.issuer == own.subject:
+            raise ValueError(f"{subject} is signed by itself, and is not in {authority}")
+        if not signers:
+            missing = f"the certificate of {own.issuer.rfc4514_string()}, which signed {subject},"
+            raise ValueError(f"{missing} is neither in this file nor in {authority}")
+        # Of a signer that was renewed, the certificate that is valid longest.
+        own = max(signers, key=lambda signer: signer.not_valid_after_utc)
+    raise ValueError(f"its certificates are signed by each other, and not by {authority}")
+
+
+def _signed(certificate: Certificate, signer: Certificate) -> bool:
+    from cryptography.exceptions import InvalidSignature
+
+    with suppress(ValueError, TypeError, InvalidSignature):
+        certificate.verify_directly_issued_by(signer)
+        return True
+    return False
 
 
 def read_pems(files: TlsFiles) -> TlsPems:
@@ -196,4 +235,92 @@ def _config_errors(field: str, path: Path) -> Iterator[None]:
 def _read(field: str, path: Path | None) -> bytes:
     assert path is not None, field
     # Of no pipe: OpenSSL opens the file again, and would wait for another writer.
-    return read_named_file(path, f"tls.{field}", pipes="none")
+    return read_named_file(path, f"tls.{field}", may_be_pipe=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _InForce:
+    """One state of the files, checked as a whole."""
+
+    pems: TlsPems
+    contexts: dict[bool, ssl.SSLContext]
+    """Contexts of servers that require a client's certificate (True), and that ask for none."""
+
+
+class ServerTls:
+    """TLS of all servers of a component. New connections use the renewed files; open ones stay as they are.
+
+    Raises ConfigError for files that are unusable at the start. Later such files change nothing. Who owns this adds
+    `file` to a `FileWatcher`.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        self.files = files
+        self.file: ReloadedFiles[_InForce] = ReloadedFiles("tls", self._paths, self._load, self._adopt)
+        self.file.start()
+
+    @property
+    def pems(self) -> TlsPems:
+        """What is in force."""
+        return self._in_force.pems
+
+    def grpc_credentials(self, *, mutual: bool) -> grpc.ServerCredentials:
+        """Credentials of a gRPC server. `mutual`: callers must present a certificate of the authority."""
+        used = self.pems
+
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            # Called on gRPC's thread at each connection; None keeps the configuration.
+            nonlocal used
+            pems = self.pems
+            if pems is used:
+                return None
+            used = pems
+            return _grpc_configuration(pems)
+
+        fetch: Any = renewed  # the type stubs do not know that None may be returned
+        return grpc.dynamic_ssl_server_credentials(
+            _grpc_configuration(used), fetch, require_client_authentication=mutual
+        )
+
+    def ssl_context(self, *, mutual: bool) -> ssl.SSLContext:
+        """A context for other servers, whose connections each use what is in force when they begin."""
+        context = _context(self.files, mutual)
+        self.renew(context, mutual=mutual)
+        return context
+
+    def renew(self, context: ssl.SSLContext, *, mutual: bool) -> None:
+        """Makes each new connection of a server with this context use what is in force."""
+
+        def choose(connection: ssl.SSLObject, name: str | None, base: ssl.SSLContext) -> None:
+            # Called for each ClientHello, with or without a server name; the documented place to change the context.
+            connection.context = self._in_force.contexts[mutual]
+
+        context.sni_callback = choose
+
+    def _paths(self) -> Sequence[Path]:
+        files = (self.files.authority, self.files.certificate, self.files.key)
+        return [path for path in files if path is not None]
+
+    def _load(self) -> _InForce:
+        check_files(self.files)
+        contexts = {mutual: _context(self.files, mutual) for mutual in (False, True)}
+        return _InForce(read_pems(self.files), contexts)
+
+    def _adopt(self, loaded: _InForce) -> None:
+        self._in_force = loaded
+
+
+def _context(files: TlsFiles, mutual: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    assert files.certificate is not None  # a server's files are complete
+    context.load_cert_chain(files.certificate, files.key)
+    if mutual:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cafile=files.authority)
+    return context
+
+
+def _grpc_configuration(pems: TlsPems) -> grpc.ServerCertificateConfiguration:
+    assert pems.key is not None  # a server's files are complete
+    assert pems.certificate is not None
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.certificate)], pems.authority)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass, replace
-from typing import Self
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
 
 from splitserve.v1 import generation_pb2
 
@@ -44,10 +46,10 @@ class TraceContext:
         """The context in these headers; None without a valid `traceparent`. A wrong `tracestate` is left out."""
         if traceparent is None or not _VERSION_00 <= len(traceparent) <= MAX_TRACEPARENT:
             return None
-        found = _TRACEPARENT.fullmatch(traceparent)
-        if found is None:
+        match = _TRACEPARENT.fullmatch(traceparent)
+        if match is None:
             return None
-        version, trace_id, span_id, flags = found.groups()
+        version, trace_id, span_id, flags = match.groups()
         if version == "ff" or (version == "00" and len(traceparent) != _VERSION_00):
             return None
         if not int(trace_id, 16) or not int(span_id, 16):
@@ -95,3 +97,40 @@ def _checked_state(text: str) -> str:
     members = [member for member in text.split(",") if member.strip(" \t")]
     valid = len(members) <= MAX_MEMBERS and all(_MEMBER.fullmatch(member) for member in members)
     return text if valid else ""
+
+
+Attributes = Mapping[str, str | int | float | bool]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedSpan:
+    """One span. Times are seconds since 1970."""
+
+    name: str
+    context: TraceContext
+    """The span's own."""
+    parent_id: str
+    """Span id; empty: it begins the trace."""
+    start_s: float
+    end_s: float
+    attributes: Attributes = field(default_factory=dict)
+    kind: Literal["server", "client", "internal"] = "internal"
+    links: tuple[TraceContext, ...] = ()
+    error: str = ""
+    """Reason and message; empty unless it failed."""
+
+    def part(
+        self, name: str, start_s: float, end_s: float, attributes: Attributes | None = None
+    ) -> FinishedSpan:
+        """A child of this span."""
+        own = self.context.child()
+        return FinishedSpan(name, own, self.context.span_id, start_s, end_s, attributes or {})
+
+
+SpanSink = Callable[[Sequence[FinishedSpan]], None]
+"""Takes spans of a sampled trace, a whole before its parts; never waits and never raises."""
+
+
+def unix_offset_s() -> float:
+    """What to add to a time of `time.monotonic` for seconds since 1970, now."""
+    return time.time() - time.monotonic()

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from splitserve.config.tracing import TracingConfig
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
-from splitserve.tracing.finished_span import SpanSink
+from splitserve.tracing.context import SpanSink
 
 
 @asynccontextmanager

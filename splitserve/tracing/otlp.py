@@ -22,8 +22,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from splitserve import __version__
 from splitserve.logs import log_exception
 from splitserve.runtime.bounded_file import read_named_file
-from splitserve.tracing.context import TraceContext
-from splitserve.tracing.finished_span import FinishedSpan
+from splitserve.tracing.context import FinishedSpan, TraceContext
 
 MAX_QUEUED_SPANS = 8192
 """Further spans push out the oldest; each takes about 2 KB."""
@@ -105,7 +104,7 @@ class SpanExport:
         own = span.context
         parent = trace.NonRecordingSpan(_span_context(own, span.parent_id)) if span.parent_id else None
         self._ids.trace_id, self._ids.span_id = int(own.trace_id, 16), int(own.span_id, 16)
-        made = self._tracer.start_span(
+        exported = self._tracer.start_span(
             span.name,
             trace.set_span_in_context(parent or trace.INVALID_SPAN),
             kind=KINDS[span.kind],
@@ -114,9 +113,9 @@ class SpanExport:
             start_time=int(span.start_s * 1e9),
         )
         if span.error:
-            made.set_attribute("error.type", span.error.partition(":")[0])
-            made.set_status(trace.StatusCode.ERROR, span.error)
-        made.end(int(span.end_s * 1e9))
+            exported.set_attribute("error.type", span.error.partition(":")[0])
+            exported.set_status(trace.StatusCode.ERROR, span.error)
+        exported.end(int(span.end_s * 1e9))
 
 
 def _span_context(context: TraceContext, span_id: str) -> trace.SpanContext:

@@ -42,8 +42,6 @@ class ReserveRequest(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     TARGETS_FIELD_NUMBER: _builtins.int
-    PREFIX_ONLY_FIELD_NUMBER: _builtins.int
-    LANE_GB_PER_SECOND_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, unique among live requests of this worker. Required. Failure: INVALID_ARGUMENT."""
     coordinator_id: _builtins.str
@@ -59,18 +57,7 @@ class ReserveRequest(_message.Message):
     worker's prefix cache. Default 0: never.
     """
     attachment: _builtins.int
-    """The coordinator's output stream that will carry the output, as in StreamOutputsRequest. Default 0: any that is open."""
-    prefix_only: _builtins.bool
-    """Decode nothing: once the KV of token_ids, whole blocks of this worker, has arrived it stays in the prefix cache, and the
-    request ends without a token. Default false. Failures: FAILED_PRECONDITION NO_PREFIX_FETCH (the engine cannot), and
-    PREFIXES_ONLY for everything else at a prefill worker that trades prefixes,
-    RESOURCE_EXHAUSTED NO_ROOM_FOR_PREFIX (it does not fit now, or reservations wait: it never waits itself).
-    """
-    lane_gb_per_second: _builtins.float
-    """How fast the prefill worker's KV would come, by the probe of its lane. GB/s (10^9 bytes). What this worker's tiers below
-    its KV blocks have of the prompt is read into them before blocks are reserved, as far as that is sooner. Range 0..1e6.
-    Default 0: unknown, nothing is read. Failure: INVALID_ARGUMENT.
-    """
+    """The coordinator's output stream that will carry the output, as in StreamOutputsRequest. Required."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, then tokens that earlier attempts already emitted. Required, at least one."""
@@ -123,12 +110,10 @@ class ReserveRequest(_message.Message):
         trace: _generation_pb2.TraceContext | None = ...,
         adapter: _generation_pb2.AdapterRef | None = ...,
         targets: _generation_pb2.ServiceTargets | None = ...,
-        prefix_only: _builtins.bool = ...,
-        lane_gb_per_second: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "precedence", b"precedence", "sampling", b"sampling", "stop", b"stop", "targets", b"targets", "timeout", b"timeout", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attachment", b"attachment", "cache_salt", b"cache_salt", "coordinator_id", b"coordinator_id", "lane_gb_per_second", b"lane_gb_per_second", "local_prefill_tokens", b"local_prefill_tokens", "precedence", b"precedence", "prefix_only", b"prefix_only", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "targets", b"targets", "timeout", b"timeout", "token_ids", b"token_ids", "trace", b"trace", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attachment", b"attachment", "cache_salt", b"cache_salt", "coordinator_id", b"coordinator_id", "local_prefill_tokens", b"local_prefill_tokens", "precedence", b"precedence", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "targets", b"targets", "timeout", b"timeout", "token_ids", b"token_ids", "trace", b"trace", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -143,7 +128,7 @@ class ReserveResponse(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     wait_ms: _builtins.float
-    """Time the request waited for the end of a step, for KV blocks, and for reads from lower tiers before. Milliseconds."""
+    """Time the request waited for the end of a step and for KV blocks. Milliseconds."""
     @_builtins.property
     def ticket(self) -> _kv_transfer_pb2.KvTicket:
         """Ticket for the prefill worker. Not set when the prompt is computed here."""
@@ -228,9 +213,7 @@ class StreamOutputsRequest(_message.Message):
     coordinator_id: _builtins.str
     """Id of the coordinator, a UUID made at its boot. Required."""
     attachment: _builtins.int
-    """Number of this stream, greater than that of any earlier one of this coordinator. Default 0: the coordinator resumes
-    no stream, and its requests end when this one breaks.
-    """
+    """Number of this stream, at least 1 and greater than that of any earlier one of this coordinator. Required."""
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttachedRequest]:
         """The coordinator's requests on this worker that have not ended. All others of this coordinator are ended."""
@@ -294,7 +277,7 @@ class StreamOutputsResponse(_message.Message):
 
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
-        """How long requests outlive this stream, in the first message only. Not set: they end with it."""
+        """How long requests outlive this stream, in the first message only."""
 
     @_builtins.property
     def lost_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -452,7 +435,7 @@ class Failure(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Upper-case reason as in ErrorInfo, for example "LEASE_EXPIRED"."""
+    """Upper-case reason as in ErrorInfo, for example "DEADLINE_EXCEEDED"."""
     message: _builtins.str
     """One line for people."""
     def __init__(

@@ -69,7 +69,9 @@ class SamplingParams(_message.Message):
     top_k: _builtins.int
     """Keep the k most likely tokens. Default 0 (all). Range 0..2^31-1."""
     top_p: _builtins.float
-    """Keep the smallest set of tokens whose probabilities sum to at least this. Default 1.0. Range (0, 1]."""
+    """Keep the smallest set of tokens whose probabilities sum to at least this; 0 keeps the most likely token alone.
+    Default 1.0. Range 0..1.
+    """
     min_p: _builtins.float
     """Drop tokens less likely than this share of the likeliest. Default 0. Range 0..1."""
     repetition_penalty: _builtins.float

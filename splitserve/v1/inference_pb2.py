@@ -26,10 +26,9 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from splitserve.v1 import generation_pb2 as splitserve_dot_v1_dot_generation__pb2
 from splitserve.v1 import records_pb2 as splitserve_dot_v1_dot_records__pb2
 from splitserve.v1 import registry_pb2 as splitserve_dot_v1_dot_registry__pb2
-from splitserve.v1 import traffic_pb2 as splitserve_dot_v1_dot_traffic__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dsplitserve/v1/inference.proto\x12\rsplitserve.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1esplitserve/v1/generation.proto\x1a\x1bsplitserve/v1/records.proto\x1a\x1csplitserve/v1/registry.proto\x1a\x1bsplitserve/v1/traffic.proto\"\xca\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x17.splitserve.v1.TokenIdsH\x00\x12+\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x1b.splitserve.v1.ChatMessagesH\x00\x12/\n\x08sampling\x18\x05 \x01(\x0b\x32\x1d.splitserve.v1.SamplingParams\x12\'\n\x04stop\x18\x06 \x01(\x0b\x32\x19.splitserve.v1.StopParams\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12*\n\x07timeout\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nsession_id\x18\n \x01(\t\x12/\n\x06resume\x18\x0b \x01(\x0b\x32\x1f.splitserve.v1.GenerationResume\x12\x14\n\x07ttft_ms\x18\x0c \x01(\x01H\x01\x88\x01\x01\x12\x14\n\x07tpot_ms\x18\r \x01(\x01H\x02\x88\x01\x01\x42\x08\n\x06promptB\n\n\x08_ttft_msB\n\n\x08_tpot_ms\"\x88\x01\n\x10GenerationResume\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x14\n\x0cserved_model\x18\x02 \x01(\t\x12\x32\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1b.splitserve.v1.FinishReason\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"P\n\x0c\x43hatMessages\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.splitserve.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\"i\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x17\n\x0ftool_calls_json\x18\x03 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\"\xa8\x01\n\x10GenerateResponse\x12+\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x1a.splitserve.v1.OutputDeltaH\x00\x12-\n\x04\x64one\x18\x02 \x01(\x0b\x32\x1d.splitserve.v1.GenerationDoneH\x00\x12/\n\x07started\x18\x03 \x01(\x0b\x32\x1e.splitserve.v1.GenerationStartB\x07\n\x05\x65vent\"^\n\x0fGenerationStart\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x14\n\x0cserved_model\x18\x03 \x01(\t\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\"\xf4\x01\n\x0eGenerationDone\x12\x32\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1b.splitserve.v1.FinishReason\x12#\n\x05usage\x18\x02 \x01(\x0b\x32\x14.splitserve.v1.Usage\x12,\n\x07timings\x18\x03 \x01(\x0b\x32\x1b.splitserve.v1.PhaseTimings\x12*\n\tserved_by\x18\x04 \x01(\x0b\x32\x17.splitserve.v1.ServedBy\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\r\n\x05model\x18\x07 \x01(\t\"u\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x04 \x01(\r\"\xb0\x01\n\x0cPhaseTimings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x12\x17\n\x0f\x64\x65\x63ode_admit_ms\x18\x04 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x05 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x06 \x01(\x01\x12\x12\n\nreserve_ms\x18\x07 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x08 \x01(\x04\"m\n\x08ServedBy\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x04 \x01(\r\x12\r\n\x05model\x18\x05 \x01(\t\"\x16\n\x14GetServerInfoRequest\"\xa0\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12*\n\x07workers\x18\x02 \x03(\x0b\x32\x19.splitserve.v1.WorkerInfo\x12\x16\n\x0euptime_seconds\x18\x03 \x01(\x01\x12\x18\n\x10running_requests\x18\x04 \x01(\r\x12\x18\n\x10\x62\x61\x63kground_tasks\x18\x05 \x01(\r\"\x9e\x05\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x18\n\x10running_requests\x18\x06 \x01(\r\x12\x18\n\x10waiting_requests\x18\x07 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x08 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\t \x01(\r\x12\x17\n\x0freserved_blocks\x18\n \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x0b \x01(\r\x12\x19\n\x11referenced_blocks\x18\x0c \x01(\r\x12\x11\n\ttransport\x18\r \x01(\t\x12\x11\n\trss_bytes\x18\x0e \x01(\x04\x12\x11\n\topen_rpcs\x18\x0f \x01(\r\x12\x1b\n\x13transfers_in_flight\x18\x10 \x01(\r\x12\x1c\n\x14waiting_reservations\x18\x11 \x01(\r\x12\x19\n\x11rejected_handoffs\x18\x1e \x01(\x04\x12&\n\x05lanes\x18\x12 \x03(\x0b\x32\x17.splitserve.v1.LaneInfo\x12\x0f\n\x07\x63ircuit\x18\x13 \x01(\t\x12\x0f\n\x07tripped\x18\x14 \x01(\x08\x12\x14\n\x0c\x65xperimental\x18\x19 \x01(\x08\x12\x0f\n\x07neutral\x18\x1f \x01(\x08\x12)\n\x05start\x18) \x01(\x0b\x32\x1a.splitserve.v1.StartPhases\x12!\n\x14preempted_in_seconds\x18( \x01(\x01H\x00\x88\x01\x01\x12\x19\n\x0cwake_seconds\x18P \x01(\x01H\x01\x88\x01\x01\x42\x17\n\x15_preempted_in_secondsB\x0f\n\r_wake_seconds\"\x84\x01\n\x08LaneInfo\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x15\n\rgb_per_second\x18\x02 \x01(\x01\x12\x12\n\nlatency_ms\x18\x03 \x01(\x01\x12\x0c\n\x04lane\x18\x04 \x01(\t\x12\x0f\n\x07problem\x18\x05 \x01(\t\x12\x0f\n\x07refused\x18\x06 \x01(\x08\x12\x0f\n\x07\x63ircuit\x18\x07 \x01(\t\"\x13\n\x11ListModelsRequest\">\n\x12ListModelsResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.splitserve.v1.ModelInfo\"\xb3\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\x12\r\n\x05ready\x18\x05 \x01(\x08\x12-\n\x08versions\x18\x06 \x03(\x0b\x32\x1b.splitserve.v1.ModelVersion\x12\x0e\n\x06parent\x18\x07 \x01(\t\";\n\x0cModelVersion\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\r\n\x05ready\x18\x03 \x01(\x08\x32\xbe\x04\n\x10InferenceService\x12M\n\x08Generate\x12\x1e.splitserve.v1.GenerateRequest\x1a\x1f.splitserve.v1.GenerateResponse0\x01\x12Z\n\rGetServerInfo\x12#.splitserve.v1.GetServerInfoRequest\x1a$.splitserve.v1.GetServerInfoResponse\x12Q\n\nListModels\x12 .splitserve.v1.ListModelsRequest\x1a!.splitserve.v1.ListModelsResponse\x12\x63\n\x10GetRequestRecord\x12&.splitserve.v1.GetRequestRecordRequest\x1a\'.splitserve.v1.GetRequestRecordResponse\x12i\n\x12ListRequestRecords\x12(.splitserve.v1.ListRequestRecordsRequest\x1a).splitserve.v1.ListRequestRecordsResponse\x12\\\n\rRecordTraffic\x12#.splitserve.v1.RecordTrafficRequest\x1a$.splitserve.v1.RecordTrafficResponse0\x01\x42\x1cZ\x1asplitserve/v1;splitservev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dsplitserve/v1/inference.proto\x12\rsplitserve.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1esplitserve/v1/generation.proto\x1a\x1bsplitserve/v1/records.proto\x1a\x1csplitserve/v1/registry.proto\"\xca\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x17.splitserve.v1.TokenIdsH\x00\x12+\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x1b.splitserve.v1.ChatMessagesH\x00\x12/\n\x08sampling\x18\x05 \x01(\x0b\x32\x1d.splitserve.v1.SamplingParams\x12\'\n\x04stop\x18\x06 \x01(\x0b\x32\x19.splitserve.v1.StopParams\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12*\n\x07timeout\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nsession_id\x18\n \x01(\t\x12/\n\x06resume\x18\x0b \x01(\x0b\x32\x1f.splitserve.v1.GenerationResume\x12\x14\n\x07ttft_ms\x18\x0c \x01(\x01H\x01\x88\x01\x01\x12\x14\n\x07tpot_ms\x18\r \x01(\x01H\x02\x88\x01\x01\x42\x08\n\x06promptB\n\n\x08_ttft_msB\n\n\x08_tpot_ms\"\x88\x01\n\x10GenerationResume\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x14\n\x0cserved_model\x18\x02 \x01(\t\x12\x32\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1b.splitserve.v1.FinishReason\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"P\n\x0c\x43hatMessages\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.splitserve.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\"\x7f\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x17\n\x0ftool_calls_json\x18\x03 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x14\n\x0c\x66urther_json\x18\x06 \x01(\t\"\xa8\x01\n\x10GenerateResponse\x12+\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x1a.splitserve.v1.OutputDeltaH\x00\x12-\n\x04\x64one\x18\x02 \x01(\x0b\x32\x1d.splitserve.v1.GenerationDoneH\x00\x12/\n\x07started\x18\x03 \x01(\x0b\x32\x1e.splitserve.v1.GenerationStartB\x07\n\x05\x65vent\"^\n\x0fGenerationStart\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x14\n\x0cserved_model\x18\x03 \x01(\t\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\"\xf4\x01\n\x0eGenerationDone\x12\x32\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1b.splitserve.v1.FinishReason\x12#\n\x05usage\x18\x02 \x01(\x0b\x32\x14.splitserve.v1.Usage\x12,\n\x07timings\x18\x03 \x01(\x0b\x32\x1b.splitserve.v1.PhaseTimings\x12*\n\tserved_by\x18\x04 \x01(\x0b\x32\x17.splitserve.v1.ServedBy\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\r\n\x05model\x18\x07 \x01(\t\"u\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x04 \x01(\r\"\xb0\x01\n\x0cPhaseTimings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x12\x17\n\x0f\x64\x65\x63ode_admit_ms\x18\x04 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x05 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x06 \x01(\x01\x12\x12\n\nreserve_ms\x18\x07 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x08 \x01(\x04\"m\n\x08ServedBy\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x04 \x01(\r\x12\r\n\x05model\x18\x05 \x01(\t\"\x16\n\x14GetServerInfoRequest\"\xa0\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12*\n\x07workers\x18\x02 \x03(\x0b\x32\x19.splitserve.v1.WorkerInfo\x12\x16\n\x0euptime_seconds\x18\x03 \x01(\x01\x12\x18\n\x10running_requests\x18\x04 \x01(\r\x12\x18\n\x10\x62\x61\x63kground_tasks\x18\x05 \x01(\r\"\xed\x04\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x18\n\x10running_requests\x18\x06 \x01(\r\x12\x18\n\x10waiting_requests\x18\x07 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x08 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\t \x01(\r\x12\x17\n\x0freserved_blocks\x18\n \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x0b \x01(\r\x12\x19\n\x11referenced_blocks\x18\x0c \x01(\r\x12\x11\n\ttransport\x18\r \x01(\t\x12\x11\n\trss_bytes\x18\x0e \x01(\x04\x12\x11\n\topen_rpcs\x18\x0f \x01(\r\x12\x1b\n\x13transfers_in_flight\x18\x10 \x01(\r\x12\x1c\n\x14waiting_reservations\x18\x11 \x01(\r\x12\x19\n\x11rejected_handoffs\x18\x1e \x01(\x04\x12&\n\x05lanes\x18\x12 \x03(\x0b\x32\x17.splitserve.v1.LaneInfo\x12\x0f\n\x07\x63ircuit\x18\x13 \x01(\t\x12\x0f\n\x07tripped\x18\x14 \x01(\x08\x12\x14\n\x0c\x65xperimental\x18\x19 \x01(\x08\x12)\n\x05start\x18) \x01(\x0b\x32\x1a.splitserve.v1.StartPhases\x12!\n\x14preempted_in_seconds\x18( \x01(\x01H\x00\x88\x01\x01\x42\x17\n\x15_preempted_in_secondsJ\x04\x08\x1f\x10 J\x04\x08P\x10Q\"\x84\x01\n\x08LaneInfo\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x15\n\rgb_per_second\x18\x02 \x01(\x01\x12\x12\n\nlatency_ms\x18\x03 \x01(\x01\x12\x0c\n\x04lane\x18\x04 \x01(\t\x12\x0f\n\x07problem\x18\x05 \x01(\t\x12\x0f\n\x07refused\x18\x06 \x01(\x08\x12\x0f\n\x07\x63ircuit\x18\x07 \x01(\t\"\x13\n\x11ListModelsRequest\">\n\x12ListModelsResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.splitserve.v1.ModelInfo\"\xb3\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\x12\r\n\x05ready\x18\x05 \x01(\x08\x12-\n\x08versions\x18\x06 \x03(\x0b\x32\x1b.splitserve.v1.ModelVersion\x12\x0e\n\x06parent\x18\x07 \x01(\t\";\n\x0cModelVersion\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\r\n\x05ready\x18\x03 \x01(\x08\x32\xe0\x03\n\x10InferenceService\x12M\n\x08Generate\x12\x1e.splitserve.v1.GenerateRequest\x1a\x1f.splitserve.v1.GenerateResponse0\x01\x12Z\n\rGetServerInfo\x12#.splitserve.v1.GetServerInfoRequest\x1a$.splitserve.v1.GetServerInfoResponse\x12Q\n\nListModels\x12 .splitserve.v1.ListModelsRequest\x1a!.splitserve.v1.ListModelsResponse\x12\x63\n\x10GetRequestRecord\x12&.splitserve.v1.GetRequestRecordRequest\x1a\'.splitserve.v1.GetRequestRecordResponse\x12i\n\x12ListRequestRecords\x12(.splitserve.v1.ListRequestRecordsRequest\x1a).splitserve.v1.ListRequestRecordsResponseB\x1cZ\x1asplitserve/v1;splitservev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,44 +40,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATIONRESUME'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_TOKENIDS'].fields_by_name['ids']._loaded_options = None
   _globals['_TOKENIDS'].fields_by_name['ids']._serialized_options = b'\020\001'
-  _globals['_GENERATEREQUEST']._serialized_start=201
-  _globals['_GENERATEREQUEST']._serialized_end=659
-  _globals['_GENERATIONRESUME']._serialized_start=662
-  _globals['_GENERATIONRESUME']._serialized_end=798
-  _globals['_TOKENIDS']._serialized_start=800
-  _globals['_TOKENIDS']._serialized_end=827
-  _globals['_CHATMESSAGES']._serialized_start=829
-  _globals['_CHATMESSAGES']._serialized_end=909
-  _globals['_CHATMESSAGE']._serialized_start=911
-  _globals['_CHATMESSAGE']._serialized_end=1016
-  _globals['_GENERATERESPONSE']._serialized_start=1019
-  _globals['_GENERATERESPONSE']._serialized_end=1187
-  _globals['_GENERATIONSTART']._serialized_start=1189
-  _globals['_GENERATIONSTART']._serialized_end=1283
-  _globals['_GENERATIONDONE']._serialized_start=1286
-  _globals['_GENERATIONDONE']._serialized_end=1530
-  _globals['_USAGE']._serialized_start=1532
-  _globals['_USAGE']._serialized_end=1649
-  _globals['_PHASETIMINGS']._serialized_start=1652
-  _globals['_PHASETIMINGS']._serialized_end=1828
-  _globals['_SERVEDBY']._serialized_start=1830
-  _globals['_SERVEDBY']._serialized_end=1939
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=1941
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=1963
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=1966
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=2126
-  _globals['_WORKERINFO']._serialized_start=2129
-  _globals['_WORKERINFO']._serialized_end=2799
-  _globals['_LANEINFO']._serialized_start=2802
-  _globals['_LANEINFO']._serialized_end=2934
-  _globals['_LISTMODELSREQUEST']._serialized_start=2936
-  _globals['_LISTMODELSREQUEST']._serialized_end=2955
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2957
-  _globals['_LISTMODELSRESPONSE']._serialized_end=3019
-  _globals['_MODELINFO']._serialized_start=3022
-  _globals['_MODELINFO']._serialized_end=3201
-  _globals['_MODELVERSION']._serialized_start=3203
-  _globals['_MODELVERSION']._serialized_end=3262
-  _globals['_INFERENCESERVICE']._serialized_start=3265
-  _globals['_INFERENCESERVICE']._serialized_end=3839
+  _globals['_GENERATEREQUEST']._serialized_start=172
+  _globals['_GENERATEREQUEST']._serialized_end=630
+  _globals['_GENERATIONRESUME']._serialized_start=633
+  _globals['_GENERATIONRESUME']._serialized_end=769
+  _globals['_TOKENIDS']._serialized_start=771
+  _globals['_TOKENIDS']._serialized_end=798
+  _globals['_CHATMESSAGES']._serialized_start=800
+  _globals['_CHATMESSAGES']._serialized_end=880
+  _globals['_CHATMESSAGE']._serialized_start=882
+  _globals['_CHATMESSAGE']._serialized_end=1009
+  _globals['_GENERATERESPONSE']._serialized_start=1012
+  _globals['_GENERATERESPONSE']._serialized_end=1180
+  _globals['_GENERATIONSTART']._serialized_start=1182
+  _globals['_GENERATIONSTART']._serialized_end=1276
+  _globals['_GENERATIONDONE']._serialized_start=1279
+  _globals['_GENERATIONDONE']._serialized_end=1523
+  _globals['_USAGE']._serialized_start=1525
+  _globals['_USAGE']._serialized_end=1642
+  _globals['_PHASETIMINGS']._serialized_start=1645
+  _globals['_PHASETIMINGS']._serialized_end=1821
+  _globals['_SERVEDBY']._serialized_start=1823
+  _globals['_SERVEDBY']._serialized_end=1932
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=1934
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=1956
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=1959
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=2119
+  _globals['_WORKERINFO']._serialized_start=2122
+  _globals['_WORKERINFO']._serialized_end=2743
+  _globals['_LANEINFO']._serialized_start=2746
+  _globals['_LANEINFO']._serialized_end=2878
+  _globals['_LISTMODELSREQUEST']._serialized_start=2880
+  _globals['_LISTMODELSREQUEST']._serialized_end=2899
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2901
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2963
+  _globals['_MODELINFO']._serialized_start=2966
+  _globals['_MODELINFO']._serialized_end=3145
+  _globals['_MODELVERSION']._serialized_start=3147
+  _globals['_MODELVERSION']._serialized_end=3206
+  _globals['_INFERENCESERVICE']._serialized_start=3209
+  _globals['_INFERENCESERVICE']._serialized_end=3689
 # @@protoc_insertion_point(module_scope)

@@ -228,6 +228,7 @@ class ChatMessage(_message.Message):
     TOOL_CALLS_JSON_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    FURTHER_JSON_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"system", "user", "assistant" or another role that the template knows. Required."""
     content: _builtins.str
@@ -238,6 +239,10 @@ class ChatMessage(_message.Message):
     """Which call a message of role "tool" answers. Default: none."""
     name: _builtins.str
     """Name of the speaker or of the tool, where the template uses it. Default: none."""
+    further_json: _builtins.str
+    """Further fields that the template reads, such as `reasoning_content`: a JSON object. A field that the template does
+    not mention is refused, but for `reasoning_content` and `reasoning`. Default: none.
+    """
     def __init__(
         self,
         *,
@@ -246,10 +251,11 @@ class ChatMessage(_message.Message):
         tool_calls_json: _builtins.str = ...,
         tool_call_id: _builtins.str = ...,
         name: _builtins.str = ...,
+        further_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "further_json", b"further_json", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -567,7 +573,7 @@ class WorkerInfo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
-    POOL_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
@@ -588,22 +594,20 @@ class WorkerInfo(_message.Message):
     CIRCUIT_FIELD_NUMBER: _builtins.int
     TRIPPED_FIELD_NUMBER: _builtins.int
     EXPERIMENTAL_FIELD_NUMBER: _builtins.int
-    NEUTRAL_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     PREEMPTED_IN_SECONDS_FIELD_NUMBER: _builtins.int
-    WAKE_SECONDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
-    pool: _builtins.str
-    """"prefill" or "decode"."""
+    role: _builtins.str
+    """Its role now: "prefill", "decode" or "both"."""
     address: _builtins.str
     """"host:port" of its gRPC service."""
     model: _builtins.str
     """Model name."""
     state: _builtins.str
-    """"ready", "connecting", "draining", "standby" (connected, out of rotation), "sleeping" (out of rotation, and without
-    KV memory until it wakes up), "circuit-open" (out of use for a while, because too many requests failed there), or
-    "slow-lane": ready, but a lane to a decode worker is slower than expected.
+    """"ready", "connecting", "draining", "standby" (connected, out of rotation), "circuit-open" (out of use for a while,
+    because too many requests failed there), or "slow-lane": ready, but a lane to a decode worker is slower than
+    expected.
     """
     running_requests: _builtins.int
     """Sequences in running batches."""
@@ -637,15 +641,11 @@ class WorkerInfo(_message.Message):
     """Whether it gets no requests because of its circuit breaker. One that is open serves on where nobody else could."""
     experimental: _builtins.bool
     """Whether its engine computes in a way that is experimental: splitserve's own CUDA path."""
-    neutral: _builtins.bool
-    """Whether it serves both pools; `pool` is then the one that it leans to now."""
     preempted_in_seconds: _builtins.float
     """Time until its machine is taken away, by a spot notice; 0 once it has passed. Not set: no notice. Seconds."""
-    wake_seconds: _builtins.float
-    """How long it took to wake up the last time. Not set: it has not slept. Seconds."""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneInfo]:
-        """Lanes to peers (workers that write only: of prefill, neutral, or that trade prefixes), in order of their ids."""
+        """Lanes to peers (workers that write KV only), in order of their ids."""
 
     @_builtins.property
     def start(self) -> _registry_pb2.StartPhases:
@@ -655,7 +655,7 @@ class WorkerInfo(_message.Message):
         self,
         *,
         worker_id: _builtins.str = ...,
-        pool: _builtins.str = ...,
+        role: _builtins.str = ...,
         address: _builtins.str = ...,
         model: _builtins.str = ...,
         state: _builtins.str = ...,
@@ -676,23 +676,16 @@ class WorkerInfo(_message.Message):
         circuit: _builtins.str = ...,
         tripped: _builtins.bool = ...,
         experimental: _builtins.bool = ...,
-        neutral: _builtins.bool = ...,
         start: _registry_pb2.StartPhases | None = ...,
         preempted_in_seconds: _builtins.float | None = ...,
-        wake_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_preempted_in_seconds", b"_preempted_in_seconds", "_wake_seconds", b"_wake_seconds", "preempted_in_seconds", b"preempted_in_seconds", "start", b"start", "wake_seconds", b"wake_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_preempted_in_seconds", b"_preempted_in_seconds", "preempted_in_seconds", b"preempted_in_seconds", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preempted_in_seconds", b"_preempted_in_seconds", "_wake_seconds", b"_wake_seconds", "address", b"address", "circuit", b"circuit", "experimental", b"experimental", "free_blocks", b"free_blocks", "lanes", b"lanes", "model", b"model", "neutral", b"neutral", "open_rpcs", b"open_rpcs", "pool", b"pool", "preempted_in_seconds", b"preempted_in_seconds", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "start", b"start", "state", b"state", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "transport", b"transport", "tripped", b"tripped", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "wake_seconds", b"wake_seconds", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preempted_in_seconds", b"_preempted_in_seconds", "address", b"address", "circuit", b"circuit", "experimental", b"experimental", "free_blocks", b"free_blocks", "lanes", b"lanes", "model", b"model", "open_rpcs", b"open_rpcs", "preempted_in_seconds", b"preempted_in_seconds", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "role", b"role", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "start", b"start", "state", b"state", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "transport", b"transport", "tripped", b"tripped", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__preempted_in_seconds: _TypeAlias = _typing.Literal["preempted_in_seconds"]  # noqa: Y015
     _WhichOneofArgType__preempted_in_seconds: _TypeAlias = _typing.Literal["_preempted_in_seconds", b"_preempted_in_seconds"]  # noqa: Y015
-    _WhichOneofReturnType__wake_seconds: _TypeAlias = _typing.Literal["wake_seconds"]  # noqa: Y015
-    _WhichOneofArgType__wake_seconds: _TypeAlias = _typing.Literal["_wake_seconds", b"_wake_seconds"]  # noqa: Y015
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__preempted_in_seconds) -> _WhichOneofReturnType__preempted_in_seconds | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__wake_seconds) -> _WhichOneofReturnType__wake_seconds | None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
 

@@ -5,7 +5,6 @@ import warnings
 
 from splitserve.v1 import inference_pb2 as splitserve_dot_v1_dot_inference__pb2
 from splitserve.v1 import records_pb2 as splitserve_dot_v1_dot_records__pb2
-from splitserve.v1 import traffic_pb2 as splitserve_dot_v1_dot_traffic__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -62,11 +61,6 @@ class InferenceServiceStub:
                 request_serializer=splitserve_dot_v1_dot_records__pb2.ListRequestRecordsRequest.SerializeToString,
                 response_deserializer=splitserve_dot_v1_dot_records__pb2.ListRequestRecordsResponse.FromString,
                 _registered_method=True)
-        self.RecordTraffic = channel.unary_stream(
-                '/splitserve.v1.InferenceService/RecordTraffic',
-                request_serializer=splitserve_dot_v1_dot_traffic__pb2.RecordTrafficRequest.SerializeToString,
-                response_deserializer=splitserve_dot_v1_dot_traffic__pb2.RecordTrafficResponse.FromString,
-                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -112,15 +106,6 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RecordTraffic(self, request, context):
-        """Lengths, times and prefix hashes of the requests that arrive from now on, as they end; no content. With tenants: an
-        admin key, the cluster token or an operator's certificate. At most 4 at a time: RESOURCE_EXHAUSTED (RECORDINGS).
-        Other failure: INVALID_ARGUMENT (field and bound named).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -148,11 +133,6 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.ListRequestRecords,
                     request_deserializer=splitserve_dot_v1_dot_records__pb2.ListRequestRecordsRequest.FromString,
                     response_serializer=splitserve_dot_v1_dot_records__pb2.ListRequestRecordsResponse.SerializeToString,
-            ),
-            'RecordTraffic': grpc.unary_stream_rpc_method_handler(
-                    servicer.RecordTraffic,
-                    request_deserializer=splitserve_dot_v1_dot_traffic__pb2.RecordTrafficRequest.FromString,
-                    response_serializer=splitserve_dot_v1_dot_traffic__pb2.RecordTrafficResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -291,33 +271,6 @@ class InferenceService:
             '/splitserve.v1.InferenceService/ListRequestRecords',
             splitserve_dot_v1_dot_records__pb2.ListRequestRecordsRequest.SerializeToString,
             splitserve_dot_v1_dot_records__pb2.ListRequestRecordsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RecordTraffic(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/splitserve.v1.InferenceService/RecordTraffic',
-            splitserve_dot_v1_dot_traffic__pb2.RecordTrafficRequest.SerializeToString,
-            splitserve_dot_v1_dot_traffic__pb2.RecordTrafficResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,7 +7,6 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from splitserve.v1 import inference_pb2 as _inference_pb2
 from splitserve.v1 import records_pb2 as _records_pb2
-from splitserve.v1 import traffic_pb2 as _traffic_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -51,11 +50,6 @@ class InferenceServiceStub:
     """
     ListRequestRecords: _grpc.UnaryUnaryMultiCallable[_records_pb2.ListRequestRecordsRequest, _records_pb2.ListRequestRecordsResponse]
     """The kept records that the caller may see. Failure: INVALID_ARGUMENT."""
-    RecordTraffic: _grpc.UnaryStreamMultiCallable[_traffic_pb2.RecordTrafficRequest, _traffic_pb2.RecordTrafficResponse]
-    """Lengths, times and prefix hashes of the requests that arrive from now on, as they end; no content. With tenants: an
-    admin key, the cluster token or an operator's certificate. At most 4 at a time: RESOURCE_EXHAUSTED (RECORDINGS).
-    Other failure: INVALID_ARGUMENT (field and bound named).
-    """
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -78,11 +72,6 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """
     ListRequestRecords: _aio.UnaryUnaryMultiCallable[_records_pb2.ListRequestRecordsRequest, _records_pb2.ListRequestRecordsResponse]  # type: ignore[assignment]
     """The kept records that the caller may see. Failure: INVALID_ARGUMENT."""
-    RecordTraffic: _aio.UnaryStreamMultiCallable[_traffic_pb2.RecordTrafficRequest, _traffic_pb2.RecordTrafficResponse]  # type: ignore[assignment]
-    """Lengths, times and prefix hashes of the requests that arrive from now on, as they end; no content. With tenants: an
-    admin key, the cluster token or an operator's certificate. At most 4 at a time: RESOURCE_EXHAUSTED (RECORDINGS).
-    Other failure: INVALID_ARGUMENT (field and bound named).
-    """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Text generation. Errors carry google.rpc.ErrorInfo with domain "splitserve" and an upper-case reason."""
@@ -132,16 +121,5 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_records_pb2.ListRequestRecordsResponse, _abc.Awaitable[_records_pb2.ListRequestRecordsResponse]]:
         """The kept records that the caller may see. Failure: INVALID_ARGUMENT."""
-
-    @_abc_1.abstractmethod
-    def RecordTraffic(
-        self,
-        request: _traffic_pb2.RecordTrafficRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_traffic_pb2.RecordTrafficResponse], _abc.AsyncIterator[_traffic_pb2.RecordTrafficResponse]]:
-        """Lengths, times and prefix hashes of the requests that arrive from now on, as they end; no content. With tenants: an
-        admin key, the cluster token or an operator's certificate. At most 4 at a time: RESOURCE_EXHAUSTED (RECORDINGS).
-        Other failure: INVALID_ARGUMENT (field and bound named).
-        """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -24,9 +24,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class KvLayout(_message.Message):
     """How KV blocks lie in memory and which weights filled them. Two workers may hand KV to each other
-    only when every field is equal, but for block_size_tokens and tensor_parallel_size where axis_order allows it, and for
-    axis_order itself where the receiver converts; otherwise
-    registration is refused, naming the first field.
+    only when every field is equal, but for tensor_parallel_size where axis_order allows it; otherwise registration is refused,
+    naming the first field.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -40,27 +39,18 @@ class KvLayout(_message.Message):
     NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
-    WIRE_DTYPE_FIELD_NUMBER: _builtins.int
-    QUANTIZATION_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     """SHA-256 (hex, 64 characters) over the model's configuration and weight tensors' names, shapes and
     a sample of their bytes. Required. Failure: FAILED_PRECONDITION LAYOUT_MISMATCH.
     """
     dtype: _builtins.str
-    """Element type of KV in the engine: "float32", "bfloat16", or "int8", with one bfloat16 scale a vector of head_dim
-    elements after each layer's elements of a block (simulated engines: "uint8"). Required.
-    """
+    """Element type of KV in the engine: "float32" or "bfloat16" (simulated engines: "uint8"). Required."""
     block_size_tokens: _builtins.int
-    """Tokens in one block. Range 1..1024. Required. May differ between workers where one size divides the other,
-    axis_order ends with ",token,dim", wire_dtype is "same", dtype is not "int8" and the transport is not "ucx": the writer then writes parts of
-    blocks, of as many tokens as the smaller size.
-    """
+    """Tokens in one block. Range 1..1024. Required."""
     axis_order: _builtins.str
     """Order of the axes inside one block, outermost first, for example "layer,kv,head,token,dim". Required. Where it
     contains ":layer,block,head", each head of a layer's piece is one contiguous range, opaque inside, and workers of
-    different tensor_parallel_size may hand KV to each other. At most 128 characters. May differ between workers of one
-    rank where both are orders that splitserve converts, all other fields are equal, wire_dtype is "same" and the
-    transport is not "ucx": whoever receives blocks in the other order puts them into its own.
+    different tensor_parallel_size may hand KV to each other. At most 128 characters.
     """
     tensor_parallel_size: _builtins.int
     """Tensor-parallel ranks that share one sequence's KV. Range 1..64; it divides num_kv_heads or is a multiple of it.
@@ -74,12 +64,6 @@ class KvLayout(_message.Message):
     """Elements a head. Range 1..4096. Required."""
     engine_version: _builtins.str
     """Version of the engine's KV semantics (rotary order, scaling). Required, at most 128 characters."""
-    wire_dtype: _builtins.str
-    """Element type that travels: "same" as dtype, or "fp8_e4m3" with one scale a vector of head_dim elements. Required.
-    The registered pool, block_bytes and total_bytes are then of that type.
-    """
-    quantization: _builtins.str
-    """How the weights that filled the blocks are kept: "none" (as dtype) or "int8". Required."""
     def __init__(
         self,
         *,
@@ -92,12 +76,10 @@ class KvLayout(_message.Message):
         num_kv_heads: _builtins.int = ...,
         head_dim: _builtins.int = ...,
         engine_version: _builtins.str = ...,
-        wire_dtype: _builtins.str = ...,
-        quantization: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size_tokens", b"block_size_tokens", "dtype", b"dtype", "engine_version", b"engine_version", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "quantization", b"quantization", "tensor_parallel_size", b"tensor_parallel_size", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size_tokens", b"block_size_tokens", "dtype", b"dtype", "engine_version", b"engine_version", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -256,9 +238,7 @@ class KvTicket(_message.Message):
     block_indices holds the token at this position. Default 0.
     """
     total_bytes: _builtins.int
-    """Bytes of the blocks: len(block_indices) * block_bytes. Required. A writer with smaller blocks leaves out the end of
-    the last one, where no tokens are.
-    """
+    """Bytes of the blocks: len(block_indices) * block_bytes. Required."""
     writer_agent_id: _builtins.str
     """Agent id of the prefill worker that may use it; every other one refuses it. Default: any."""
     verify_one_in: _builtins.int
@@ -310,8 +290,6 @@ class KvCompletion(_message.Message):
     WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
-    CHECKSUM_TOKENS_FIELD_NUMBER: _builtins.int
-    AXIS_ORDER_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch, copied from the ticket."""
     reservation: _builtins.int
@@ -320,19 +298,10 @@ class KvCompletion(_message.Message):
     """Bytes of the blocks that are complete, all chunks together: total_bytes of the ticket."""
     first_token_id: _builtins.int
     """First output token, sampled by the prefill worker. Range 0..vocabulary-1."""
-    checksum_tokens: _builtins.int
-    """Tokens that a checksum covers before grouping. It divides the decode worker's block size; otherwise refused and
-    counted. Default 0: a block.
-    """
-    axis_order: _builtins.str
-    """axis_order of the blocks as they were written, at most 128 characters. Checksums are then of the bytes as they travel,
-    layer by layer. One that the decode worker does not convert: refused and counted. Default: the decode worker's own.
-    """
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """XXH3-64 checksums of the blocks that the ticket's verify_one_in chooses, in groups, in sequence order. At most 64.
-        Empty where verify_one_in is 0. Of each block there is one, or one of each part of checksum_tokens tokens that was
-        written. Others than the decode worker reads from its own memory: refused and counted.
+        Empty where verify_one_in is 0. Others than the decode worker reads from its own memory: refused and counted.
         """
 
     def __init__(
@@ -343,12 +312,10 @@ class KvCompletion(_message.Message):
         written_bytes: _builtins.int = ...,
         first_token_id: _builtins.int = ...,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
-        checksum_tokens: _builtins.int = ...,
-        axis_order: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "checksum_tokens", b"checksum_tokens", "checksums", b"checksums", "epoch", b"epoch", "first_token_id", b"first_token_id", "reservation", b"reservation", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "epoch", b"epoch", "first_token_id", b"first_token_id", "reservation", b"reservation", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

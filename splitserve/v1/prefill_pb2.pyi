@@ -39,19 +39,12 @@ class PrefillRequest(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     TARGETS_FIELD_NUMBER: _builtins.int
-    PREFIX_ONLY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id. Required."""
     prior_output_tokens: _builtins.int
     """How many at the end of token_ids are output of earlier attempts. Default 0. Less than len(token_ids)."""
     cache_salt: _builtins.bytes
     """Salt of the prefix cache; different salts never share blocks. At most 64 bytes. Default empty."""
-    prefix_only: _builtins.bool
-    """Compute nothing: hand off the KV of token_ids, whole blocks of this worker, from its prefix cache. Needs a ticket; no
-    `first_token` comes. Default false. Failure: FAILED_PRECONDITION (PREFIX_GONE: a block is not cached here, or
-    NO_PREFIX_FETCH: the engine cannot), RESOURCE_EXHAUSTED (PREFIX_READS_FULL: it reads as much from lower tiers for
-    peers as it may), and PREFIXES_ONLY for everything else at a decode worker that trades prefixes.
-    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, then tokens that earlier attempts already emitted. Required, at least one."""
@@ -105,11 +98,10 @@ class PrefillRequest(_message.Message):
         trace: _generation_pb2.TraceContext | None = ...,
         adapter: _generation_pb2.AdapterRef | None = ...,
         targets: _generation_pb2.ServiceTargets | None = ...,
-        prefix_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "precedence", b"precedence", "sampling", b"sampling", "stop", b"stop", "targets", b"targets", "ticket", b"ticket", "timeout", b"timeout", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "precedence", b"precedence", "prefix_only", b"prefix_only", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "targets", b"targets", "ticket", b"ticket", "timeout", b"timeout", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "precedence", b"precedence", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "targets", b"targets", "ticket", b"ticket", "timeout", b"timeout", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -125,7 +117,7 @@ class PrefillResponse(_message.Message):
     HANDOFF_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def first_token(self) -> Global___FirstToken:
-        """The first token. Sent once, unless only a prefix is handed off."""
+        """The first token. Sent once."""
 
     @_builtins.property
     def handoff(self) -> Global___HandoffDone:

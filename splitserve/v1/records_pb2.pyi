@@ -344,13 +344,13 @@ class RequestDecision(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
-    """"model", "admission", "prefill" or "decode" (a worker of that pool was chosen), "prefix_fetch" (the worker that had the
-    prefix), "local_prefill" or "resume".
+    """"model", "admission", "prefill" or "decode" (a worker of that pool was chosen), "local_prefill" or
+    "resume".
     """
     chosen: _builtins.str
     """Worker id, served model, or a word: "at once", "queued" or "refused"."""
     reason: _builtins.str
-    """One line for people, with the counterfactual of each other candidate."""
+    """One line for people, with what each other candidate would have cost."""
     attempt: _builtins.int
     """Which attempt, from 1. 0: before the first."""
     @_builtins.property
@@ -389,12 +389,10 @@ class DecisionCandidate(_message.Message):
     OTHERS_MS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     DECODE_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
-    FETCH_MS_FIELD_NUMBER: _builtins.int
-    READ_MS_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     """Worker id."""
     predicted_ms: _builtins.float
-    """Predicted time until the request can be decoded: the sum of the next four, fetch_ms and read_ms. Milliseconds."""
+    """Predicted time until the request can be decoded: the sum of the next four. Milliseconds."""
     queue_ms: _builtins.float
     """Waiting on the prefill worker. Milliseconds."""
     prefill_ms: _builtins.float
@@ -409,10 +407,6 @@ class DecisionCandidate(_message.Message):
     """Leading prompt tokens in the prefill worker's cache, as the prefix index had it."""
     decode_cached_tokens: _builtins.int
     """The same for the decode worker."""
-    fetch_ms: _builtins.float
-    """Fetching what another worker's cache has more of the prompt, where that is sooner than computing. Milliseconds."""
-    read_ms: _builtins.float
-    """Reading KV from the prefill worker's host memory or disk, beyond the wait in its queue. Milliseconds."""
     def __init__(
         self,
         *,
@@ -425,12 +419,10 @@ class DecisionCandidate(_message.Message):
         others_ms: _builtins.float = ...,
         cached_tokens: _builtins.int = ...,
         decode_cached_tokens: _builtins.int = ...,
-        fetch_ms: _builtins.float = ...,
-        read_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decode_cached_tokens", b"decode_cached_tokens", "decode_wait_ms", b"decode_wait_ms", "fetch_ms", b"fetch_ms", "others_ms", b"others_ms", "predicted_ms", b"predicted_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "read_ms", b"read_ms", "transfer_ms", b"transfer_ms", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decode_cached_tokens", b"decode_cached_tokens", "decode_wait_ms", b"decode_wait_ms", "others_ms", b"others_ms", "predicted_ms", b"predicted_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "transfer_ms", b"transfer_ms", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

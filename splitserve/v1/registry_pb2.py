@@ -27,7 +27,7 @@ from splitserve.v1 import generation_pb2 as splitserve_dot_v1_dot_generation__pb
 from splitserve.v1 import kv_transfer_pb2 as splitserve_dot_v1_dot_kv__transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1csplitserve/v1/registry.proto\x12\rsplitserve.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1esplitserve/v1/generation.proto\x1a\x1fsplitserve/v1/kv_transfer.proto\"\xe6\x03\n\x0fRegisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12!\n\x04pool\x18\x03 \x01(\x0e\x32\x13.splitserve.v1.Pool\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12)\n\x05model\x18\x05 \x01(\x0b\x32\x1a.splitserve.v1.ServedModel\x12\x31\n\x08\x65ndpoint\x18\x06 \x01(\x0b\x32\x1f.splitserve.v1.TransferEndpoint\x12\x17\n\x0fmax_step_tokens\x18\x07 \x01(\r\x12\x1c\n\x14max_running_requests\x18\x08 \x01(\r\x12\x0f\n\x07standby\x18\t \x01(\x08\x12\x14\n\x0c\x65xperimental\x18\x0f \x01(\x08\x12\x15\n\rpaces_prompts\x18\x10 \x01(\x08\x12\x0f\n\x07neutral\x18\x11 \x01(\x08\x12)\n\x05start\x18\x46 \x01(\x0b\x32\x1a.splitserve.v1.StartPhases\x12\x15\n\rreplica_class\x18P \x01(\t\x12\x17\n\x0ftrades_prefixes\x18Z \x01(\x08\x12\x15\n\rcarries_calls\x18n \x01(\x08\x12\x10\n\x08sleeping\x18Q \x01(\x08\x12\x15\n\rgives_weights\x18x \x01(\x08\"6\n\x12\x46indWeightsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"D\n\x13\x46indWeightsResponse\x12-\n\x07holders\x18\x01 \x03(\x0b\x32\x1c.splitserve.v1.WeightsHolder\"g\n\rWeightsHolder\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12!\n\x04pool\x18\x03 \x01(\x0e\x32\x13.splitserve.v1.Pool\x12\x0f\n\x07neutral\x18\x04 \x01(\x08\"n\n\x0bStartPhases\x12\x17\n\x0fprocess_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fweights_seconds\x18\x02 \x01(\x01\x12\x17\n\x0fwarm_up_seconds\x18\x03 \x01(\x01\x12\x14\n\x0cweights_from\x18\x04 \x01(\t\"\xae\x01\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_source\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x19\n\reos_token_ids\x18\x05 \x03(\rB\x02\x10\x01\x12+\n\x08\x61\x64\x61pters\x18\x06 \x03(\x0b\x32\x19.splitserve.v1.AdapterRef\"`\n\x10RegisterResponse\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x34\n\x11heartbeat_timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xff\x02\n\rReportRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\'\n\x04load\x18\x03 \x01(\x0b\x32\x19.splitserve.v1.WorkerLoad\x12\x1b\n\x13\x63onnected_agent_ids\x18\x04 \x03(\t\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12(\n\x05lanes\x18\x06 \x03(\x0b\x32\x19.splitserve.v1.LaneReport\x12\x30\n\x0c\x63\x61\x63he_events\x18\x07 \x01(\x0b\x32\x1a.splitserve.v1.CacheEvents\x12$\n\x07leaning\x18\x08 \x01(\x0e\x32\x13.splitserve.v1.Pool\x12\x15\n\rled_elsewhere\x18\t \x01(\x08\x12\x33\n\npreemption\x18\x0c \x01(\x0b\x32\x1f.splitserve.v1.PreemptionNotice\x12\x10\n\x08sleeping\x18P \x01(\x08\x12\x14\n\x0cwake_seconds\x18Q \x01(\x01\"P\n\x10PreemptionNotice\x12,\n\ttime_left\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06source\x18\x02 \x01(\t\"\x91\x01\n\x0b\x43\x61\x63heEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07\x63leared\x18\x02 \x01(\x08\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\x12\x0e\n\x06stored\x18\x04 \x01(\x0c\x12\x0f\n\x07in_host\x18\x43 \x01(\x0c\x12\x0f\n\x07on_disk\x18\x44 \x01(\x0c\x12\x0e\n\x06tiered\x18\x45 \x01(\x08\x12\x0c\n\x04lost\x18\x46 \x01(\x0c\"y\n\nLaneReport\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x15\n\rgb_per_second\x18\x02 \x01(\x01\x12\x12\n\nlatency_ms\x18\x03 \x01(\x01\x12\x0c\n\x04lane\x18\x04 \x01(\t\x12\x0f\n\x07problem\x18\x05 \x01(\t\x12\x0f\n\x07refused\x18\x06 \x01(\x08\"\xa8\x05\n\nWorkerLoad\x12\x18\n\x10waiting_requests\x18\x01 \x01(\r\x12\x18\n\x10running_requests\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x06 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x07 \x01(\r\x12\x19\n\x11referenced_blocks\x18\x08 \x01(\r\x12!\n\x19prefill_tokens_per_second\x18\t \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_step_ms\x18\n \x01(\x01\x12\x11\n\trss_bytes\x18\x0b \x01(\x04\x12\x11\n\topen_rpcs\x18\x0c \x01(\r\x12\x1c\n\x14waiting_reservations\x18\r \x01(\r\x12\x1b\n\x13transfers_in_flight\x18\x0e \x01(\r\x12.\n\x08step_fit\x18\x0f \x01(\x0b\x32\x1c.splitserve.v1.DecodeStepFit\x12,\n\nprompt_fit\x18\x10 \x01(\x0b\x32\x18.splitserve.v1.PromptFit\x12\x14\n\x0clate_prompts\x18\x11 \x01(\r\x12\x14\n\x07streams\x18\x12 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11rejected_handoffs\x18\x14 \x01(\x04\x12\x14\n\x0clent_speedup\x18\x64 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_speedup\x18\x65 \x01(\x01\x12+\n\thost_tier\x18\x44 \x01(\x0b\x32\x18.splitserve.v1.TierReads\x12+\n\tdisk_tier\x18\x45 \x01(\x0b\x32\x18.splitserve.v1.TierReadsB\n\n\x08_streams\"L\n\tTierReads\x12\x15\n\rgb_per_second\x18\x01 \x01(\x01\x12\x15\n\rwaiting_bytes\x18\x02 \x01(\x04\x12\x11\n\tshared_id\x18\x03 \x01(\x06\"O\n\rDecodeStepFit\x12\x0f\n\x07\x62\x61se_ms\x18\x01 \x01(\x01\x12\x13\n\x0bsequence_ms\x18\x02 \x01(\x01\x12\x18\n\x10\x63ontext_token_ms\x18\x03 \x01(\x01\"R\n\tPromptFit\x12\x0f\n\x07\x62\x61se_ms\x18\x01 \x01(\x01\x12\x10\n\x08token_ms\x18\x02 \x01(\x01\x12\x0f\n\x07pair_ms\x18\x03 \x01(\x01\x12\x11\n\tmixing_ms\x18\x04 \x01(\x01\"\xbf\x01\n\x0eReportResponse\x12.\n\x05peers\x18\x01 \x03(\x0b\x32\x1f.splitserve.v1.TransferEndpoint\x12\x17\n\x0f\x65nded_agent_ids\x18\x02 \x03(\t\x12\x14\n\x0cresync_cache\x18\x03 \x01(\x08\x12$\n\x07leaning\x18\x04 \x01(\x0e\x32\x13.splitserve.v1.Pool\x12(\n\x05sleep\x18P \x01(\x0e\x32\x19.splitserve.v1.SleepOrder*?\n\x04Pool\x12\x14\n\x10POOL_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOL_PREFILL\x10\x01\x12\x0f\n\x0bPOOL_DECODE\x10\x02*V\n\nSleepOrder\x12\x1b\n\x17SLEEP_ORDER_UNSPECIFIED\x10\x00\x12\x15\n\x11SLEEP_ORDER_SLEEP\x10\x01\x12\x14\n\x10SLEEP_ORDER_WAKE\x10\x02\x32\xff\x01\n\x0fRegistryService\x12K\n\x08Register\x12\x1e.splitserve.v1.RegisterRequest\x1a\x1f.splitserve.v1.RegisterResponse\x12I\n\x06Report\x12\x1c.splitserve.v1.ReportRequest\x1a\x1d.splitserve.v1.ReportResponse(\x01\x30\x01\x12T\n\x0b\x46indWeights\x12!.splitserve.v1.FindWeightsRequest\x1a\".splitserve.v1.FindWeightsResponseB\x1cZ\x1asplitserve/v1;splitservev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1csplitserve/v1/registry.proto\x12\rsplitserve.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1esplitserve/v1/generation.proto\x1a\x1fsplitserve/v1/kv_transfer.proto\"\x96\x03\n\x0fRegisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12)\n\x05model\x18\x05 \x01(\x0b\x32\x1a.splitserve.v1.ServedModel\x12\x31\n\x08\x65ndpoint\x18\x06 \x01(\x0b\x32\x1f.splitserve.v1.TransferEndpoint\x12\x17\n\x0fmax_step_tokens\x18\x07 \x01(\r\x12\x1c\n\x14max_running_requests\x18\x08 \x01(\r\x12\x0f\n\x07standby\x18\t \x01(\x08\x12\x14\n\x0c\x65xperimental\x18\x0f \x01(\x08\x12)\n\x05start\x18\x46 \x01(\x0b\x32\x1a.splitserve.v1.StartPhases\x12\x15\n\x0c\x63hanges_role\x18\x83\x01 \x01(\x08\x12\"\n\x04role\x18\x82\x01 \x01(\x0e\x32\x13.splitserve.v1.RoleJ\x04\x08\x03\x10\x04J\x04\x08\x10\x10\x11J\x04\x08\x11\x10\x12J\x04\x08P\x10QJ\x04\x08Z\x10[J\x04\x08n\x10oJ\x04\x08Q\x10RJ\x04\x08x\x10y\"^\n\x0bStartPhases\x12\x17\n\x0fprocess_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fweights_seconds\x18\x02 \x01(\x01\x12\x17\n\x0fwarm_up_seconds\x18\x03 \x01(\x01J\x04\x08\x04\x10\x05\"\xae\x01\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_source\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x19\n\reos_token_ids\x18\x05 \x03(\rB\x02\x10\x01\x12+\n\x08\x61\x64\x61pters\x18\x06 \x03(\x0b\x32\x19.splitserve.v1.AdapterRef\"`\n\x10RegisterResponse\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x34\n\x11heartbeat_timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd6\x02\n\rReportRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\'\n\x04load\x18\x03 \x01(\x0b\x32\x19.splitserve.v1.WorkerLoad\x12\x1b\n\x13\x63onnected_agent_ids\x18\x04 \x03(\t\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12(\n\x05lanes\x18\x06 \x03(\x0b\x32\x19.splitserve.v1.LaneReport\x12\x30\n\x0c\x63\x61\x63he_events\x18\x07 \x01(\x0b\x32\x1a.splitserve.v1.CacheEvents\x12\x33\n\npreemption\x18\x0c \x01(\x0b\x32\x1f.splitserve.v1.PreemptionNotice\x12\"\n\x04role\x18\x82\x01 \x01(\x0e\x32\x13.splitserve.v1.RoleJ\x04\x08\x08\x10\tJ\x04\x08\t\x10\nJ\x04\x08P\x10QJ\x04\x08Q\x10R\"P\n\x10PreemptionNotice\x12,\n\ttime_left\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06source\x18\x02 \x01(\t\"i\n\x0b\x43\x61\x63heEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07\x63leared\x18\x02 \x01(\x08\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\x12\x0e\n\x06stored\x18\x04 \x01(\x0cJ\x04\x08\x43\x10\x44J\x04\x08\x44\x10\x45J\x04\x08\x45\x10\x46J\x04\x08\x46\x10G\"y\n\nLaneReport\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x15\n\rgb_per_second\x18\x02 \x01(\x01\x12\x12\n\nlatency_ms\x18\x03 \x01(\x01\x12\x0c\n\x04lane\x18\x04 \x01(\t\x12\x0f\n\x07problem\x18\x05 \x01(\t\x12\x0f\n\x07refused\x18\x06 \x01(\x08\"\xc9\x03\n\nWorkerLoad\x12\x18\n\x10waiting_requests\x18\x01 \x01(\r\x12\x18\n\x10running_requests\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x06 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x07 \x01(\r\x12\x19\n\x11referenced_blocks\x18\x08 \x01(\r\x12\x11\n\trss_bytes\x18\x0b \x01(\x04\x12\x11\n\topen_rpcs\x18\x0c \x01(\r\x12\x1c\n\x14waiting_reservations\x18\r \x01(\r\x12\x1b\n\x13transfers_in_flight\x18\x0e \x01(\r\x12\x14\n\x07streams\x18\x12 \x01(\rH\x00\x88\x01\x01\x12,\n\x07latency\x18\x13 \x01(\x0b\x32\x1b.splitserve.v1.LatencyModel\x12\x19\n\x11rejected_handoffs\x18\x14 \x01(\x04\x42\n\n\x08_streamsJ\x04\x08\x0f\x10\x12J\x04\x08\x64\x10\x65J\x04\x08\x65\x10\x66J\x04\x08\t\x10\nJ\x04\x08\n\x10\x0bJ\x04\x08\x44\x10\x45J\x04\x08\x45\x10\x46\"l\n\x0cLatencyModel\x12.\n\x07prefill\x18\x01 \x01(\x0b\x32\x1d.splitserve.v1.PrefillLatency\x12,\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x1c.splitserve.v1.DecodeLatency\"D\n\x0ePrefillLatency\x12\x0f\n\x07\x62\x61se_ms\x18\x01 \x01(\x01\x12\x10\n\x08token_ms\x18\x02 \x01(\x01\x12\x0f\n\x07pair_ms\x18\x03 \x01(\x01\"O\n\rDecodeLatency\x12\x0f\n\x07\x62\x61se_ms\x18\x01 \x01(\x01\x12\x13\n\x0bsequence_ms\x18\x02 \x01(\x01\x12\x18\n\x10\x63ontext_token_ms\x18\x03 \x01(\x01\"\x9f\x01\n\x0eReportResponse\x12.\n\x05peers\x18\x01 \x03(\x0b\x32\x1f.splitserve.v1.TransferEndpoint\x12\x17\n\x0f\x65nded_agent_ids\x18\x02 \x03(\t\x12\x14\n\x0cresync_cache\x18\x03 \x01(\x08\x12\"\n\x04role\x18\x82\x01 \x01(\x0e\x32\x13.splitserve.v1.RoleJ\x04\x08\x04\x10\x05J\x04\x08P\x10Q*?\n\x04Pool\x12\x14\n\x10POOL_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOL_PREFILL\x10\x01\x12\x0f\n\x0bPOOL_DECODE\x10\x02*N\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03\x32\xa9\x01\n\x0fRegistryService\x12K\n\x08Register\x12\x1e.splitserve.v1.RegisterRequest\x1a\x1f.splitserve.v1.RegisterResponse\x12I\n\x06Report\x12\x1c.splitserve.v1.ReportRequest\x1a\x1d.splitserve.v1.ReportResponse(\x01\x30\x01\x42\x1cZ\x1asplitserve/v1;splitservev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,42 +37,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'Z\032splitserve/v1;splitservev1'
   _globals['_SERVEDMODEL'].fields_by_name['eos_token_ids']._loaded_options = None
   _globals['_SERVEDMODEL'].fields_by_name['eos_token_ids']._serialized_options = b'\020\001'
-  _globals['_POOL']._serialized_start=3110
-  _globals['_POOL']._serialized_end=3173
-  _globals['_SLEEPORDER']._serialized_start=3175
-  _globals['_SLEEPORDER']._serialized_end=3261
+  _globals['_POOL']._serialized_start=2464
+  _globals['_POOL']._serialized_end=2527
+  _globals['_ROLE']._serialized_start=2529
+  _globals['_ROLE']._serialized_end=2607
   _globals['_REGISTERREQUEST']._serialized_start=145
-  _globals['_REGISTERREQUEST']._serialized_end=631
-  _globals['_FINDWEIGHTSREQUEST']._serialized_start=633
-  _globals['_FINDWEIGHTSREQUEST']._serialized_end=687
-  _globals['_FINDWEIGHTSRESPONSE']._serialized_start=689
-  _globals['_FINDWEIGHTSRESPONSE']._serialized_end=757
-  _globals['_WEIGHTSHOLDER']._serialized_start=759
-  _globals['_WEIGHTSHOLDER']._serialized_end=862
-  _globals['_STARTPHASES']._serialized_start=864
-  _globals['_STARTPHASES']._serialized_end=974
-  _globals['_SERVEDMODEL']._serialized_start=977
-  _globals['_SERVEDMODEL']._serialized_end=1151
-  _globals['_REGISTERRESPONSE']._serialized_start=1153
-  _globals['_REGISTERRESPONSE']._serialized_end=1249
-  _globals['_REPORTREQUEST']._serialized_start=1252
-  _globals['_REPORTREQUEST']._serialized_end=1635
-  _globals['_PREEMPTIONNOTICE']._serialized_start=1637
-  _globals['_PREEMPTIONNOTICE']._serialized_end=1717
-  _globals['_CACHEEVENTS']._serialized_start=1720
-  _globals['_CACHEEVENTS']._serialized_end=1865
-  _globals['_LANEREPORT']._serialized_start=1867
-  _globals['_LANEREPORT']._serialized_end=1988
-  _globals['_WORKERLOAD']._serialized_start=1991
-  _globals['_WORKERLOAD']._serialized_end=2671
-  _globals['_TIERREADS']._serialized_start=2673
-  _globals['_TIERREADS']._serialized_end=2749
-  _globals['_DECODESTEPFIT']._serialized_start=2751
-  _globals['_DECODESTEPFIT']._serialized_end=2830
-  _globals['_PROMPTFIT']._serialized_start=2832
-  _globals['_PROMPTFIT']._serialized_end=2914
-  _globals['_REPORTRESPONSE']._serialized_start=2917
-  _globals['_REPORTRESPONSE']._serialized_end=3108
-  _globals['_REGISTRYSERVICE']._serialized_start=3264
-  _globals['_REGISTRYSERVICE']._serialized_end=3519
+  _globals['_REGISTERREQUEST']._serialized_end=551
+  _globals['_STARTPHASES']._serialized_start=553
+  _globals['_STARTPHASES']._serialized_end=647
+  _globals['_SERVEDMODEL']._serialized_start=650
+  _globals['_SERVEDMODEL']._serialized_end=824
+  _globals['_REGISTERRESPONSE']._serialized_start=826
+  _globals['_REGISTERRESPONSE']._serialized_end=922
+  _globals['_REPORTREQUEST']._serialized_start=925
+  _globals['_REPORTREQUEST']._serialized_end=1267
+  _globals['_PREEMPTIONNOTICE']._serialized_start=1269
+  _globals['_PREEMPTIONNOTICE']._serialized_end=1349
+  _globals['_CACHEEVENTS']._serialized_start=1351
+  _globals['_CACHEEVENTS']._serialized_end=1456
+  _globals['_LANEREPORT']._serialized_start=1458
+  _globals['_LANEREPORT']._serialized_end=1579
+  _globals['_WORKERLOAD']._serialized_start=1582
+  _globals['_WORKERLOAD']._serialized_end=2039
+  _globals['_LATENCYMODEL']._serialized_start=2041
+  _globals['_LATENCYMODEL']._serialized_end=2149
+  _globals['_PREFILLLATENCY']._serialized_start=2151
+  _globals['_PREFILLLATENCY']._serialized_end=2219
+  _globals['_DECODELATENCY']._serialized_start=2221
+  _globals['_DECODELATENCY']._serialized_end=2300
+  _globals['_REPORTRESPONSE']._serialized_start=2303
+  _globals['_REPORTRESPONSE']._serialized_end=2462
+  _globals['_REGISTRYSERVICE']._serialized_start=2610
+  _globals['_REGISTRYSERVICE']._serialized_end=2779
 # @@protoc_insertion_point(module_scope)

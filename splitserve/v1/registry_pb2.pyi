@@ -46,29 +46,33 @@ POOL_DECODE: Pool.ValueType  # 2
 """Streams tokens."""
 Global___Pool: _TypeAlias = Pool  # noqa: Y015
 
-class _SleepOrder:
+class _Role:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _SleepOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SleepOrder.ValueType], _builtins.type):
+class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    SLEEP_ORDER_UNSPECIFIED: _SleepOrder.ValueType  # 0
-    """Nothing is asked for: the worker stays as it is."""
-    SLEEP_ORDER_SLEEP: _SleepOrder.ValueType  # 1
-    """Sleep as soon as nothing is in progress."""
-    SLEEP_ORDER_WAKE: _SleepOrder.ValueType  # 2
-    """Be awake."""
+    ROLE_UNSPECIFIED: _Role.ValueType  # 0
+    """Invalid."""
+    ROLE_PREFILL: _Role.ValueType  # 1
+    """Computes prompts, and writes their KV to workers that decode."""
+    ROLE_DECODE: _Role.ValueType  # 2
+    """Takes KV and streams tokens."""
+    ROLE_BOTH: _Role.ValueType  # 3
+    """Both, for any request."""
 
-class SleepOrder(_SleepOrder, metaclass=_SleepOrderEnumTypeWrapper):
-    """Whether a worker is to sleep."""
+class Role(_Role, metaclass=_RoleEnumTypeWrapper):
+    """What a worker does for requests."""
 
-SLEEP_ORDER_UNSPECIFIED: SleepOrder.ValueType  # 0
-"""Nothing is asked for: the worker stays as it is."""
-SLEEP_ORDER_SLEEP: SleepOrder.ValueType  # 1
-"""Sleep as soon as nothing is in progress."""
-SLEEP_ORDER_WAKE: SleepOrder.ValueType  # 2
-"""Be awake."""
-Global___SleepOrder: _TypeAlias = SleepOrder  # noqa: Y015
+ROLE_UNSPECIFIED: Role.ValueType  # 0
+"""Invalid."""
+ROLE_PREFILL: Role.ValueType  # 1
+"""Computes prompts, and writes their KV to workers that decode."""
+ROLE_DECODE: Role.ValueType  # 2
+"""Takes KV and streams tokens."""
+ROLE_BOTH: Role.ValueType  # 3
+"""Both, for any request."""
+Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final
 class RegisterRequest(_message.Message):
@@ -78,7 +82,6 @@ class RegisterRequest(_message.Message):
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
-    POOL_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
@@ -86,20 +89,13 @@ class RegisterRequest(_message.Message):
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     STANDBY_FIELD_NUMBER: _builtins.int
     EXPERIMENTAL_FIELD_NUMBER: _builtins.int
-    PACES_PROMPTS_FIELD_NUMBER: _builtins.int
-    NEUTRAL_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
-    REPLICA_CLASS_FIELD_NUMBER: _builtins.int
-    TRADES_PREFIXES_FIELD_NUMBER: _builtins.int
-    CARRIES_CALLS_FIELD_NUMBER: _builtins.int
-    SLEEPING_FIELD_NUMBER: _builtins.int
-    GIVES_WEIGHTS_FIELD_NUMBER: _builtins.int
+    CHANGES_ROLE_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the worker, stable over restarts. 1..64 characters of [A-Za-z0-9._-]. Required."""
     epoch: _builtins.int
     """Random number made at boot. Required, never 0."""
-    pool: Global___Pool.ValueType
-    """Its pool. Required."""
     address: _builtins.str
     """"host:port" at which the coordinator reaches its gRPC service. Required."""
     max_step_tokens: _builtins.int
@@ -110,24 +106,10 @@ class RegisterRequest(_message.Message):
     """Stay out of rotation, connected and loaded, until a plan puts this worker into it; see ScalingService. Default false."""
     experimental: _builtins.bool
     """Whether its engine computes in a way that no device has been through yet; for people to see. Default false."""
-    paces_prompts: _builtins.bool
-    """Whether its engine computes prompts only as far as the targets of its streams leave time. Others are not given
-    prompts beside such streams. Default false.
-    """
-    neutral: _builtins.bool
-    """Whether it serves both pools with one engine. `pool` is then the one that it leans to at first. Default false."""
-    replica_class: _builtins.str
-    """The class of replicas that it belongs to, for the autoscaler. 0..32 of [a-z0-9-]. Default: none is given."""
-    trades_prefixes: _builtins.bool
-    """Whether a worker of one pool gives prefixes of its cache to others and takes them: it serves the other pool's service
-    for prefixes alone, and may write to the others that do. Neutral workers do without saying so. Default false.
-    """
-    carries_calls: _builtins.bool
-    """Whether it has a CallService. Default false: each call is one of its own."""
-    sleeping: _builtins.bool
-    """Whether it sleeps: `endpoint` is that of a memory that it has given up, and nobody is to connect to it. Default false."""
-    gives_weights: _builtins.bool
-    """Whether it gives its weights to workers of its model that start: it serves WeightsService. Default false."""
+    changes_role: _builtins.bool
+    """Whether it can take another role while it runs. Default false."""
+    role: Global___Role.ValueType
+    """What it does for requests at first. Required."""
     @_builtins.property
     def model(self) -> Global___ServedModel:
         """What it serves. Required."""
@@ -145,7 +127,6 @@ class RegisterRequest(_message.Message):
         *,
         worker_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
-        pool: Global___Pool.ValueType = ...,
         address: _builtins.str = ...,
         model: Global___ServedModel | None = ...,
         endpoint: _kv_transfer_pb2.TransferEndpoint | None = ...,
@@ -153,106 +134,17 @@ class RegisterRequest(_message.Message):
         max_running_requests: _builtins.int = ...,
         standby: _builtins.bool = ...,
         experimental: _builtins.bool = ...,
-        paces_prompts: _builtins.bool = ...,
-        neutral: _builtins.bool = ...,
         start: Global___StartPhases | None = ...,
-        replica_class: _builtins.str = ...,
-        trades_prefixes: _builtins.bool = ...,
-        carries_calls: _builtins.bool = ...,
-        sleeping: _builtins.bool = ...,
-        gives_weights: _builtins.bool = ...,
+        changes_role: _builtins.bool = ...,
+        role: Global___Role.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "model", b"model", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "carries_calls", b"carries_calls", "endpoint", b"endpoint", "epoch", b"epoch", "experimental", b"experimental", "gives_weights", b"gives_weights", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "neutral", b"neutral", "paces_prompts", b"paces_prompts", "pool", b"pool", "replica_class", b"replica_class", "sleeping", b"sleeping", "standby", b"standby", "start", b"start", "trades_prefixes", b"trades_prefixes", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "changes_role", b"changes_role", "endpoint", b"endpoint", "epoch", b"epoch", "experimental", b"experimental", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "role", b"role", "standby", b"standby", "start", b"start", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RegisterRequest: _TypeAlias = RegisterRequest  # noqa: Y015
-
-@_typing.final
-class FindWeightsRequest(_message.Message):
-    """Who looks for weights."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MODEL_FIELD_NUMBER: _builtins.int
-    WORKER_ID_FIELD_NUMBER: _builtins.int
-    model: _builtins.str
-    """Name that clients use for the model. 1..128 characters. Required."""
-    worker_id: _builtins.str
-    """Worker id of the caller, which is never named itself. 1..64 characters of [A-Za-z0-9._-]. Required."""
-    def __init__(
-        self,
-        *,
-        model: _builtins.str = ...,
-        worker_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "worker_id", b"worker_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___FindWeightsRequest: _TypeAlias = FindWeightsRequest  # noqa: Y015
-
-@_typing.final
-class FindWeightsResponse(_message.Message):
-    """Who may give them."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    HOLDERS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightsHolder]:
-        """At least one, at most 8."""
-
-    def __init__(
-        self,
-        *,
-        holders: _abc.Iterable[Global___WeightsHolder] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___FindWeightsResponse: _TypeAlias = FindWeightsResponse  # noqa: Y015
-
-@_typing.final
-class WeightsHolder(_message.Message):
-    """A worker that gives weights."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WORKER_ID_FIELD_NUMBER: _builtins.int
-    ADDRESS_FIELD_NUMBER: _builtins.int
-    POOL_FIELD_NUMBER: _builtins.int
-    NEUTRAL_FIELD_NUMBER: _builtins.int
-    worker_id: _builtins.str
-    """Its id."""
-    address: _builtins.str
-    """"host:port" of its gRPC service."""
-    pool: Global___Pool.ValueType
-    """Its pool, which its certificate names unless it is neutral."""
-    neutral: _builtins.bool
-    """Whether it is neutral."""
-    def __init__(
-        self,
-        *,
-        worker_id: _builtins.str = ...,
-        address: _builtins.str = ...,
-        pool: Global___Pool.ValueType = ...,
-        neutral: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "neutral", b"neutral", "pool", b"pool", "worker_id", b"worker_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WeightsHolder: _TypeAlias = WeightsHolder  # noqa: Y015
 
 @_typing.final
 class StartPhases(_message.Message):
@@ -265,28 +157,22 @@ class StartPhases(_message.Message):
     PROCESS_SECONDS_FIELD_NUMBER: _builtins.int
     WEIGHTS_SECONDS_FIELD_NUMBER: _builtins.int
     WARM_UP_SECONDS_FIELD_NUMBER: _builtins.int
-    WEIGHTS_FROM_FIELD_NUMBER: _builtins.int
     process_seconds: _builtins.float
     """From the start of the process until its code is imported."""
     weights_seconds: _builtins.float
     """Reading, checking and packing the weights."""
     warm_up_seconds: _builtins.float
     """Memory for KV, kernels, captured steps, and the first steps."""
-    weights_from: _builtins.str
-    """Where the weights came from: "disk" (the model's files), "kept" (the process that this one was forked from), or the
-    "peer" that gave them. 0..32 of [a-z0-9-]. Default: there were none, or it is not known.
-    """
     def __init__(
         self,
         *,
         process_seconds: _builtins.float = ...,
         weights_seconds: _builtins.float = ...,
         warm_up_seconds: _builtins.float = ...,
-        weights_from: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["process_seconds", b"process_seconds", "warm_up_seconds", b"warm_up_seconds", "weights_from", b"weights_from", "weights_seconds", b"weights_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["process_seconds", b"process_seconds", "warm_up_seconds", b"warm_up_seconds", "weights_seconds", b"weights_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -382,38 +268,23 @@ class ReportRequest(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     LANES_FIELD_NUMBER: _builtins.int
     CACHE_EVENTS_FIELD_NUMBER: _builtins.int
-    LEANING_FIELD_NUMBER: _builtins.int
-    LED_ELSEWHERE_FIELD_NUMBER: _builtins.int
     PREEMPTION_FIELD_NUMBER: _builtins.int
-    SLEEPING_FIELD_NUMBER: _builtins.int
-    WAKE_SECONDS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id, as registered. Required."""
     epoch: _builtins.int
     """Epoch, as registered. Required."""
     draining: _builtins.bool
     """True once the worker takes no new requests. Never goes back to false."""
-    leaning: Global___Pool.ValueType
-    """The pool that it leans to now (neutral workers only). Default: the one that it registered with."""
-    led_elsewhere: _builtins.bool
-    """Whether another coordinator moves this worker's leaning: of those with which it is registered the one of the least id
-    does. A coordinator that is told so by any worker of a model moves none of that model. Default false.
-    """
-    sleeping: _builtins.bool
-    """Whether it sleeps: it has given up its KV memory and takes no requests until it has woken up, which it does as a new
-    boot. Default false.
-    """
-    wake_seconds: _builtins.float
-    """How long it took to wake up the last time, from the coordinator's word until the new boot was registered. Seconds,
-    0..10^6. Default 0: it has not slept yet.
-    """
+    role: Global___Role.ValueType
+    """What it does for requests now. Not set: as it registered."""
     @_builtins.property
     def load(self) -> Global___WorkerLoad:
         """Load now. Required."""
 
     @_builtins.property
     def connected_agent_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Agent ids of peers that KV can be written to now (workers that write: of prefill, neutral, or that trade prefixes)."""
+        """Agent ids of peers that KV can be written to now (workers that write only)."""
 
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneReport]:
@@ -439,15 +310,12 @@ class ReportRequest(_message.Message):
         draining: _builtins.bool = ...,
         lanes: _abc.Iterable[Global___LaneReport] | None = ...,
         cache_events: Global___CacheEvents | None = ...,
-        leaning: Global___Pool.ValueType = ...,
-        led_elsewhere: _builtins.bool = ...,
         preemption: Global___PreemptionNotice | None = ...,
-        sleeping: _builtins.bool = ...,
-        wake_seconds: _builtins.float = ...,
+        role: Global___Role.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "load", b"load", "preemption", b"preemption"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "connected_agent_ids", b"connected_agent_ids", "draining", b"draining", "epoch", b"epoch", "lanes", b"lanes", "leaning", b"leaning", "led_elsewhere", b"led_elsewhere", "load", b"load", "preemption", b"preemption", "sleeping", b"sleeping", "wake_seconds", b"wake_seconds", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "connected_agent_ids", b"connected_agent_ids", "draining", b"draining", "epoch", b"epoch", "lanes", b"lanes", "load", b"load", "preemption", b"preemption", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -483,9 +351,8 @@ Global___PreemptionNotice: _TypeAlias = PreemptionNotice  # noqa: Y015
 
 @_typing.final
 class CacheEvents(_message.Message):
-    """Changes of a prefix cache, in order: first `cleared`, then `removed`, `on_disk`, `in_host` and `stored`. Names are the
-    first 8 bytes of the blocks' chained hashes; see `splitserve.generation.kv_blocks`. At most 2^17 of them in each list, and
-    2^18 in all.
+    """Changes of a prefix cache, in order: first `cleared`, then `removed` and `stored`. Names are the first 8 bytes of the
+    blocks' chained hashes; see `splitserve.generation.kv_blocks`. At most 2^17 of them in each list.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -494,10 +361,6 @@ class CacheEvents(_message.Message):
     CLEARED_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
-    IN_HOST_FIELD_NUMBER: _builtins.int
-    ON_DISK_FIELD_NUMBER: _builtins.int
-    TIERED_FIELD_NUMBER: _builtins.int
-    LOST_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Grows by one with each message of one Report stream, from 1. A gap means that something was lost: the coordinator
     forgets this worker's blocks and answers with `resync_cache`.
@@ -507,20 +370,7 @@ class CacheEvents(_message.Message):
     removed: _builtins.bytes
     """Names of blocks that are gone, 8 bytes each, one after the other."""
     stored: _builtins.bytes
-    """Names of blocks that are cached now, 8 bytes each, one after the other. With `tiered` those that are among its KV
-    blocks.
-    """
-    in_host: _builtins.bytes
-    """Names of blocks that are cached now in its host memory, and no nearer. As `stored`; only with `tiered`."""
-    on_disk: _builtins.bytes
-    """Names of blocks that are cached now on its disk only. As `stored`; only with `tiered`."""
-    tiered: _builtins.bool
-    """Whether there are tiers below its KV blocks. The same in all messages of a boot."""
-    lost: _builtins.bytes
-    """Those of `removed` that the store lacks, too, which this worker shares with others, as it has found when it wanted to
-    read them. They do not count as shared until a worker that did not have them says that it has. Only with `tiered`.
-    At most 2^12.
-    """
+    """Names of blocks that are cached now, 8 bytes each, one after the other."""
     def __init__(
         self,
         *,
@@ -528,14 +378,10 @@ class CacheEvents(_message.Message):
         cleared: _builtins.bool = ...,
         removed: _builtins.bytes = ...,
         stored: _builtins.bytes = ...,
-        in_host: _builtins.bytes = ...,
-        on_disk: _builtins.bytes = ...,
-        tiered: _builtins.bool = ...,
-        lost: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "in_host", b"in_host", "lost", b"lost", "on_disk", b"on_disk", "removed", b"removed", "sequence", b"sequence", "stored", b"stored", "tiered", b"tiered"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "removed", b"removed", "sequence", b"sequence", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -599,21 +445,13 @@ class WorkerLoad(_message.Message):
     RESERVED_BLOCKS_FIELD_NUMBER: _builtins.int
     QUARANTINED_BLOCKS_FIELD_NUMBER: _builtins.int
     REFERENCED_BLOCKS_FIELD_NUMBER: _builtins.int
-    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
-    DECODE_STEP_MS_FIELD_NUMBER: _builtins.int
     RSS_BYTES_FIELD_NUMBER: _builtins.int
     OPEN_RPCS_FIELD_NUMBER: _builtins.int
     WAITING_RESERVATIONS_FIELD_NUMBER: _builtins.int
     TRANSFERS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
-    STEP_FIT_FIELD_NUMBER: _builtins.int
-    PROMPT_FIT_FIELD_NUMBER: _builtins.int
-    LATE_PROMPTS_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
+    LATENCY_FIELD_NUMBER: _builtins.int
     REJECTED_HANDOFFS_FIELD_NUMBER: _builtins.int
-    LENT_SPEEDUP_FIELD_NUMBER: _builtins.int
-    DECODE_SPEEDUP_FIELD_NUMBER: _builtins.int
-    HOST_TIER_FIELD_NUMBER: _builtins.int
-    DISK_TIER_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Sequences waiting for their first step."""
     running_requests: _builtins.int
@@ -630,10 +468,6 @@ class WorkerLoad(_message.Message):
     """KV blocks in quarantine."""
     referenced_blocks: _builtins.int
     """KV blocks referenced by live sequences."""
-    prefill_tokens_per_second: _builtins.float
-    """Prompt tokens computed a second."""
-    decode_step_ms: _builtins.float
-    """Mean duration of a decode step. Milliseconds."""
     rss_bytes: _builtins.int
     """Resident memory of the process, bytes."""
     open_rpcs: _builtins.int
@@ -642,35 +476,13 @@ class WorkerLoad(_message.Message):
     """Reservations waiting for blocks."""
     transfers_in_flight: _builtins.int
     """Handoffs whose writes are in flight."""
-    late_prompts: _builtins.int
-    """Waiting and running prompts that are predicted to miss the target of their first token."""
     streams: _builtins.int
     """Sequences in the running batch whose prompts are computed. Not set: unknown."""
     rejected_handoffs: _builtins.int
     """Tickets and completions refused since the boot: stale, replayed, foreign, out of range or malformed."""
-    lent_speedup: _builtins.float
-    """How many times as fast as by `prompt_fit` prompts were computed of late, because neighbours on its host lent their
-    cores. Range 1..64. Default 0: it neither lends cores nor borrows any.
-    """
-    decode_speedup: _builtins.float
-    """How many times as fast as by `step_fit` decode steps can be counted on to be, because neighbours on its host lend
-    their cores between their own steps. Range 1..64. Default 0: as fast as by the fit.
-    """
     @_builtins.property
-    def step_fit(self) -> Global___DecodeStepFit:
-        """What a decode step costs, fitted over recent ones. Not set until there were enough."""
-
-    @_builtins.property
-    def prompt_fit(self) -> Global___PromptFit:
-        """What a prompt costs, fitted over recent steps that computed nothing else. Not set until there were enough."""
-
-    @_builtins.property
-    def host_tier(self) -> Global___TierReads:
-        """Reads from host memory into the KV blocks. Not set: there is no such tier."""
-
-    @_builtins.property
-    def disk_tier(self) -> Global___TierReads:
-        """Reads from the disk, or the store that takes its place. Not set: there is no such tier."""
+    def latency(self) -> Global___LatencyModel:
+        """How long prompts and decode steps take here, fitted over recent ones. A part is not set until there were enough."""
 
     def __init__(
         self,
@@ -683,25 +495,17 @@ class WorkerLoad(_message.Message):
         reserved_blocks: _builtins.int = ...,
         quarantined_blocks: _builtins.int = ...,
         referenced_blocks: _builtins.int = ...,
-        prefill_tokens_per_second: _builtins.float = ...,
-        decode_step_ms: _builtins.float = ...,
         rss_bytes: _builtins.int = ...,
         open_rpcs: _builtins.int = ...,
         waiting_reservations: _builtins.int = ...,
         transfers_in_flight: _builtins.int = ...,
-        step_fit: Global___DecodeStepFit | None = ...,
-        prompt_fit: Global___PromptFit | None = ...,
-        late_prompts: _builtins.int = ...,
         streams: _builtins.int | None = ...,
+        latency: Global___LatencyModel | None = ...,
         rejected_handoffs: _builtins.int = ...,
-        lent_speedup: _builtins.float = ...,
-        decode_speedup: _builtins.float = ...,
-        host_tier: Global___TierReads | None = ...,
-        disk_tier: Global___TierReads | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_streams", b"_streams", "disk_tier", b"disk_tier", "host_tier", b"host_tier", "prompt_fit", b"prompt_fit", "step_fit", b"step_fit", "streams", b"streams"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_streams", b"_streams", "latency", b"latency", "streams", b"streams"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_streams", b"_streams", "decode_speedup", b"decode_speedup", "decode_step_ms", b"decode_step_ms", "disk_tier", b"disk_tier", "free_blocks", b"free_blocks", "host_tier", b"host_tier", "late_prompts", b"late_prompts", "lent_speedup", b"lent_speedup", "open_rpcs", b"open_rpcs", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prompt_fit", b"prompt_fit", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "step_fit", b"step_fit", "streams", b"streams", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_streams", b"_streams", "free_blocks", b"free_blocks", "latency", b"latency", "open_rpcs", b"open_rpcs", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "streams", b"streams", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__streams: _TypeAlias = _typing.Literal["streams"]  # noqa: Y015
     _WhichOneofArgType__streams: _TypeAlias = _typing.Literal["_streams", b"_streams"]  # noqa: Y015
@@ -710,41 +514,71 @@ class WorkerLoad(_message.Message):
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
 
 @_typing.final
-class TierReads(_message.Message):
-    """How fast KV comes back from a tier below the KV blocks."""
+class LatencyModel(_message.Message):
+    """How long prompts and decode steps take on one worker; see `splitserve/latency_model.py`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    GB_PER_SECOND_FIELD_NUMBER: _builtins.int
-    WAITING_BYTES_FIELD_NUMBER: _builtins.int
-    SHARED_ID_FIELD_NUMBER: _builtins.int
-    gb_per_second: _builtins.float
-    """Mean of recent reads, as the worker itself predicts with it; an assumption until the first. GB/s (10^9 bytes), above 0."""
-    waiting_bytes: _builtins.int
-    """Bytes of reads that are under way."""
-    shared_id: _builtins.int
-    """Names the store if other workers share it: workers that say the same number read what any of them has written. Only of
-    the disk. Default 0: it is this worker's own, or now takes or gives no blocks reliably.
-    """
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prefill(self) -> Global___PrefillLatency:
+        """Chunks of prompts. Not set: not measured."""
+
+    @_builtins.property
+    def decode(self) -> Global___DecodeLatency:
+        """Steps that only decode. Not set: not measured."""
+
     def __init__(
         self,
         *,
-        gb_per_second: _builtins.float = ...,
-        waiting_bytes: _builtins.int = ...,
-        shared_id: _builtins.int = ...,
+        prefill: Global___PrefillLatency | None = ...,
+        decode: Global___DecodeLatency | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gb_per_second", b"gb_per_second", "shared_id", b"shared_id", "waiting_bytes", b"waiting_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TierReads: _TypeAlias = TierReads  # noqa: Y015
+Global___LatencyModel: _TypeAlias = LatencyModel  # noqa: Y015
 
 @_typing.final
-class DecodeStepFit(_message.Message):
-    """Duration of a step that only decodes: base + sequence * sequences + context_token * KV tokens of the batch.
-    Figures that recent steps cannot tell apart are 0, and their share is in the base.
+class PrefillLatency(_message.Message):
+    """Duration of a step that computes a chunk of a prompt: base + token * tokens + pair * pairs, where a chunk of n tokens
+    after c that are computed has n * (c + n / 2) pairs. Figures that recent steps cannot tell apart are 0.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_MS_FIELD_NUMBER: _builtins.int
+    TOKEN_MS_FIELD_NUMBER: _builtins.int
+    PAIR_MS_FIELD_NUMBER: _builtins.int
+    base_ms: _builtins.float
+    """Of any step. Milliseconds, at least 0."""
+    token_ms: _builtins.float
+    """For each token. Milliseconds, above 0."""
+    pair_ms: _builtins.float
+    """For each pair of a token and a key that it attends to. Milliseconds, at least 0."""
+    def __init__(
+        self,
+        *,
+        base_ms: _builtins.float = ...,
+        token_ms: _builtins.float = ...,
+        pair_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_ms", b"base_ms", "pair_ms", b"pair_ms", "token_ms", b"token_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillLatency: _TypeAlias = PrefillLatency  # noqa: Y015
+
+@_typing.final
+class DecodeLatency(_message.Message):
+    """Duration of a step that only decodes: base + sequence * sequences + context_token * KV tokens of the batch. Figures
+    that recent steps cannot tell apart are 0, and their share is in the base. Milliseconds, at least 0.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -753,11 +587,11 @@ class DecodeStepFit(_message.Message):
     SEQUENCE_MS_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKEN_MS_FIELD_NUMBER: _builtins.int
     base_ms: _builtins.float
-    """Of any step. Milliseconds."""
+    """Of any step."""
     sequence_ms: _builtins.float
-    """For each sequence in the batch. Milliseconds."""
+    """For each sequence in the batch."""
     context_token_ms: _builtins.float
-    """For each token of context in the batch. Milliseconds."""
+    """For each token of context in the batch."""
     def __init__(
         self,
         *,
@@ -771,45 +605,7 @@ class DecodeStepFit(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DecodeStepFit: _TypeAlias = DecodeStepFit  # noqa: Y015
-
-@_typing.final
-class PromptFit(_message.Message):
-    """Duration of a step that only computes prompts: base + token * tokens + pair * pairs, where a chunk of n tokens after
-    c that are computed has n * (c + n / 2) pairs. Figures that recent steps cannot tell apart are 0.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    BASE_MS_FIELD_NUMBER: _builtins.int
-    TOKEN_MS_FIELD_NUMBER: _builtins.int
-    PAIR_MS_FIELD_NUMBER: _builtins.int
-    MIXING_MS_FIELD_NUMBER: _builtins.int
-    base_ms: _builtins.float
-    """Of any step. Milliseconds, at least 0."""
-    token_ms: _builtins.float
-    """For each token. Milliseconds, above 0."""
-    pair_ms: _builtins.float
-    """For each pair of a token and a key that it attends to. Milliseconds, at least 0."""
-    mixing_ms: _builtins.float
-    """What a step that also decodes takes beyond both parts; negative where it is shorter. Milliseconds, at least
-    -base_ms. Default 0: not measured.
-    """
-    def __init__(
-        self,
-        *,
-        base_ms: _builtins.float = ...,
-        token_ms: _builtins.float = ...,
-        pair_ms: _builtins.float = ...,
-        mixing_ms: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_ms", b"base_ms", "mixing_ms", b"mixing_ms", "pair_ms", b"pair_ms", "token_ms", b"token_ms"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PromptFit: _TypeAlias = PromptFit  # noqa: Y015
+Global___DecodeLatency: _TypeAlias = DecodeLatency  # noqa: Y015
 
 @_typing.final
 class ReportResponse(_message.Message):
@@ -820,30 +616,23 @@ class ReportResponse(_message.Message):
     PEERS_FIELD_NUMBER: _builtins.int
     ENDED_AGENT_IDS_FIELD_NUMBER: _builtins.int
     RESYNC_CACHE_FIELD_NUMBER: _builtins.int
-    LEANING_FIELD_NUMBER: _builtins.int
-    SLEEP_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     resync_cache: _builtins.bool
-    """Send the whole prefix cache anew: `cleared`, then everything as `stored`, `in_host` and `on_disk`, over as many
-    reports as it takes.
-    """
-    leaning: Global___Pool.ValueType
-    """The pool to lean to from now on (neutral workers only); others ignore it. Not set: no change is asked for. A worker
+    """Send the whole prefix cache anew: `cleared`, then everything as `stored`, over as many reports as it takes."""
+    role: Global___Role.ValueType
+    """The role to take from now on, as the autoscaler's plan says. Not set: no change is asked for. A worker
     that is told so by several coordinators follows the latest.
-    """
-    sleep: Global___SleepOrder.ValueType
-    """Whether to sleep. Of several coordinators each has a word: a worker falls asleep where one asks for it and none wants
-    it awake, and wakes up as soon as one does. Default: nothing is asked for.
     """
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[_kv_transfer_pb2.TransferEndpoint]:
-        """KV pools of the peers to connect to; the whole list each time it changes. To a prefill worker those are the workers that
-        take KV of prompts, to a neutral one all of these but itself, and to one that trades prefixes also those that do.
+        """KV pools of the peers to connect to; the whole list each time it changes. To a worker that
+        writes KV those are the workers that take it, but itself; to others none.
         """
 
     @_builtins.property
     def ended_agent_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Agent ids of workers that write no more for certain, as their processes have ended or they have fallen asleep, the
-        latest ones (to workers that take KV only). One that is merely silent or unreachable is never among them.
+        """Agent ids of workers that write no more for certain, as their processes have ended, the latest
+        ones (to workers that take KV only). One that is merely silent or unreachable is never among them.
         """
 
     def __init__(
@@ -852,12 +641,11 @@ class ReportResponse(_message.Message):
         peers: _abc.Iterable[_kv_transfer_pb2.TransferEndpoint] | None = ...,
         ended_agent_ids: _abc.Iterable[_builtins.str] | None = ...,
         resync_cache: _builtins.bool = ...,
-        leaning: Global___Pool.ValueType = ...,
-        sleep: Global___SleepOrder.ValueType = ...,
+        role: Global___Role.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_agent_ids", b"ended_agent_ids", "leaning", b"leaning", "peers", b"peers", "resync_cache", b"resync_cache", "sleep", b"sleep"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_agent_ids", b"ended_agent_ids", "peers", b"peers", "resync_cache", b"resync_cache", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

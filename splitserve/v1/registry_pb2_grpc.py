@@ -45,11 +45,6 @@ class RegistryServiceStub:
                 request_serializer=splitserve_dot_v1_dot_registry__pb2.ReportRequest.SerializeToString,
                 response_deserializer=splitserve_dot_v1_dot_registry__pb2.ReportResponse.FromString,
                 _registered_method=True)
-        self.FindWeights = channel.unary_unary(
-                '/splitserve.v1.RegistryService/FindWeights',
-                request_serializer=splitserve_dot_v1_dot_registry__pb2.FindWeightsRequest.SerializeToString,
-                response_deserializer=splitserve_dot_v1_dot_registry__pb2.FindWeightsResponse.FromString,
-                _registered_method=True)
 
 
 class RegistryServiceServicer:
@@ -73,14 +68,6 @@ class RegistryServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def FindWeights(self, request, context):
-        """Workers that give a starting worker the weights of its model, the least busy first. Failures: NOT_FOUND NO_WEIGHTS
-        (none does now), INVALID_ARGUMENT.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_RegistryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,11 +80,6 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=splitserve_dot_v1_dot_registry__pb2.ReportRequest.FromString,
                     response_serializer=splitserve_dot_v1_dot_registry__pb2.ReportResponse.SerializeToString,
-            ),
-            'FindWeights': grpc.unary_unary_rpc_method_handler(
-                    servicer.FindWeights,
-                    request_deserializer=splitserve_dot_v1_dot_registry__pb2.FindWeightsRequest.FromString,
-                    response_serializer=splitserve_dot_v1_dot_registry__pb2.FindWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -155,33 +137,6 @@ class RegistryService:
             '/splitserve.v1.RegistryService/Report',
             splitserve_dot_v1_dot_registry__pb2.ReportRequest.SerializeToString,
             splitserve_dot_v1_dot_registry__pb2.ReportResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FindWeights(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/splitserve.v1.RegistryService/FindWeights',
-            splitserve_dot_v1_dot_registry__pb2.FindWeightsRequest.SerializeToString,
-            splitserve_dot_v1_dot_registry__pb2.FindWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

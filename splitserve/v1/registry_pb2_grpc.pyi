@@ -42,10 +42,6 @@ class RegistryServiceStub:
     """Load reports and heartbeats up, peers down, as long as the worker lives. The first message must name a
     registered worker and epoch. Failures: NOT_FOUND (register again), INVALID_ARGUMENT (a figure out of its bounds).
     """
-    FindWeights: _grpc.UnaryUnaryMultiCallable[_registry_pb2.FindWeightsRequest, _registry_pb2.FindWeightsResponse]
-    """Workers that give a starting worker the weights of its model, the least busy first. Failures: NOT_FOUND NO_WEIGHTS
-    (none does now), INVALID_ARGUMENT.
-    """
 
 @_typing.type_check_only
 class RegistryServiceAsyncStub(RegistryServiceStub):
@@ -60,10 +56,6 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     Report: _aio.StreamStreamMultiCallable[_registry_pb2.ReportRequest, _registry_pb2.ReportResponse]  # type: ignore[assignment]
     """Load reports and heartbeats up, peers down, as long as the worker lives. The first message must name a
     registered worker and epoch. Failures: NOT_FOUND (register again), INVALID_ARGUMENT (a figure out of its bounds).
-    """
-    FindWeights: _aio.UnaryUnaryMultiCallable[_registry_pb2.FindWeightsRequest, _registry_pb2.FindWeightsResponse]  # type: ignore[assignment]
-    """Workers that give a starting worker the weights of its model, the least busy first. Failures: NOT_FOUND NO_WEIGHTS
-    (none does now), INVALID_ARGUMENT.
     """
 
 class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -88,16 +80,6 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_registry_pb2.ReportResponse], _abc.AsyncIterator[_registry_pb2.ReportResponse]]:
         """Load reports and heartbeats up, peers down, as long as the worker lives. The first message must name a
         registered worker and epoch. Failures: NOT_FOUND (register again), INVALID_ARGUMENT (a figure out of its bounds).
-        """
-
-    @_abc_1.abstractmethod
-    def FindWeights(
-        self,
-        request: _registry_pb2.FindWeightsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_registry_pb2.FindWeightsResponse, _abc.Awaitable[_registry_pb2.FindWeightsResponse]]:
-        """Workers that give a starting worker the weights of its model, the least busy first. Failures: NOT_FOUND NO_WEIGHTS
-        (none does now), INVALID_ARGUMENT.
         """
 
 def add_RegistryServiceServicer_to_server(servicer: RegistryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

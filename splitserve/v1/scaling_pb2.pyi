@@ -34,7 +34,7 @@ class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType
     PHASE_ADMIT: _Phase.ValueType  # 1
     """Receipt until workers were chosen: tokenization, and waiting for a worker if there is none."""
     PHASE_RESERVE: _Phase.ValueType  # 2
-    """Reserving KV blocks on the decode worker: waiting for the end of a step, for reads from lower tiers and for blocks; also of
+    """Reserving KV blocks on the decode worker: waiting for the end of a step and for blocks; also of
     requests that did not get any in time. 0 where the prompt is computed there. The decode pool's.
     """
     PHASE_PREFILL_QUEUE: _Phase.ValueType  # 3
@@ -64,7 +64,7 @@ PHASE_UNSPECIFIED: Phase.ValueType  # 0
 PHASE_ADMIT: Phase.ValueType  # 1
 """Receipt until workers were chosen: tokenization, and waiting for a worker if there is none."""
 PHASE_RESERVE: Phase.ValueType  # 2
-"""Reserving KV blocks on the decode worker: waiting for the end of a step, for reads from lower tiers and for blocks; also of
+"""Reserving KV blocks on the decode worker: waiting for the end of a step and for blocks; also of
 requests that did not get any in time. 0 where the prompt is computed there. The decode pool's.
 """
 PHASE_PREFILL_QUEUE: Phase.ValueType  # 3
@@ -139,8 +139,6 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     """In rotation."""
     WORKER_STATE_DRAINING: _WorkerState.ValueType  # 4
     """Ends what it has begun, takes nothing new."""
-    WORKER_STATE_SLEEPING: _WorkerState.ValueType  # 80
-    """Out of rotation, and without KV memory until it wakes up."""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
     """How far a worker is."""
@@ -155,67 +153,7 @@ WORKER_STATE_READY: WorkerState.ValueType  # 3
 """In rotation."""
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 4
 """Ends what it has begun, takes nothing new."""
-WORKER_STATE_SLEEPING: WorkerState.ValueType  # 80
-"""Out of rotation, and without KV memory until it wakes up."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
-
-@_typing.final
-class WaitForPreemptionRequest(_message.Message):
-    """Asks for workers whose machines are taken away."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MODEL_FIELD_NUMBER: _builtins.int
-    KNOWN_WORKER_IDS_FIELD_NUMBER: _builtins.int
-    WAIT_FIELD_NUMBER: _builtins.int
-    model: _builtins.str
-    """Only this model. Default empty: all models."""
-    @_builtins.property
-    def known_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Workers whose notices the caller knows. At most 65536. Failure: INVALID_ARGUMENT."""
-
-    @_builtins.property
-    def wait(self) -> _duration_pb2.Duration:
-        """Longest wait. Range [0, 60 s]. Default 0: answers at once. Failure: INVALID_ARGUMENT."""
-
-    def __init__(
-        self,
-        *,
-        model: _builtins.str = ...,
-        known_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
-        wait: _duration_pb2.Duration | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_worker_ids", b"known_worker_ids", "model", b"model", "wait", b"wait"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WaitForPreemptionRequest: _TypeAlias = WaitForPreemptionRequest  # noqa: Y015
-
-@_typing.final
-class WaitForPreemptionResponse(_message.Message):
-    """Who has a notice."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WORKER_IDS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """All registered workers of these models that have one, in order of their ids."""
-
-    def __init__(
-        self,
-        *,
-        worker_ids: _abc.Iterable[_builtins.str] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_ids", b"worker_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WaitForPreemptionResponse: _TypeAlias = WaitForPreemptionResponse  # noqa: Y015
 
 @_typing.final
 class GetSignalsRequest(_message.Message):
@@ -371,6 +309,8 @@ class Arrivals(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     UNCACHED_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    LOCAL_REQUESTS_FIELD_NUMBER: _builtins.int
+    LOCAL_TOKENS_FIELD_NUMBER: _builtins.int
     requests: _builtins.int
     """Generations whose prompt was accepted."""
     prompt_tokens: _builtins.int
@@ -381,6 +321,13 @@ class Arrivals(_message.Message):
     """
     output_tokens: _builtins.float
     """Output tokens expected at arrival: the learned mean, at most max_tokens."""
+    local_requests: _builtins.int
+    """Requests whose prompt a decode worker computes, and would compute if no prompt waited at the prefill workers. Counted
+    when that is known, which is after their arrival. Without those of workers of role `both`, which are in the prefill
+    pool themselves.
+    """
+    local_tokens: _builtins.float
+    """Their part of `uncached_tokens`: what is left are the tokens that prefill workers have to compute."""
     def __init__(
         self,
         *,
@@ -388,10 +335,12 @@ class Arrivals(_message.Message):
         prompt_tokens: _builtins.int = ...,
         uncached_tokens: _builtins.float = ...,
         output_tokens: _builtins.float = ...,
+        local_requests: _builtins.int = ...,
+        local_tokens: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "uncached_tokens", b"uncached_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["local_requests", b"local_requests", "local_tokens", b"local_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "uncached_tokens", b"uncached_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -513,7 +462,6 @@ class WorkerSignals(_message.Message):
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
-    POOL_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     STATE_SECONDS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
@@ -523,17 +471,14 @@ class WorkerSignals(_message.Message):
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     LANE_GB_PER_SECOND_FIELD_NUMBER: _builtins.int
     MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
-    NEUTRAL_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
-    REPLICA_CLASS_FIELD_NUMBER: _builtins.int
     PREEMPTED_IN_SECONDS_FIELD_NUMBER: _builtins.int
-    WAKE_SECONDS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    CHANGES_ROLE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     epoch: _builtins.int
     """Its boot's epoch."""
-    pool: _registry_pb2.Pool.ValueType
-    """Its pool."""
     state: Global___WorkerState.ValueType
     """How far it is."""
     state_seconds: _builtins.float
@@ -550,14 +495,12 @@ class WorkerSignals(_message.Message):
     """Median of its lanes to decode workers as measured, GB/s (10^9 bytes). Not set on decode workers and without lanes."""
     max_step_tokens: _builtins.int
     """Tokens of one step at most."""
-    neutral: _builtins.bool
-    """Whether it serves both pools; `pool` is then the one that it leans to now."""
-    replica_class: _builtins.str
-    """The class of replicas that it registered as. Empty: none was given."""
     preempted_in_seconds: _builtins.float
     """Time until its machine is taken away, by a spot notice; 0 once it has passed. Not set: no notice. Seconds."""
-    wake_seconds: _builtins.float
-    """How long it took to wake up the last time. Not set: it has not slept. Seconds."""
+    role: _registry_pb2.Role.ValueType
+    """What it does for requests now."""
+    changes_role: _builtins.bool
+    """Whether it can take another role while it runs. Default false."""
     @_builtins.property
     def load(self) -> _registry_pb2.WorkerLoad:
         """Its last report. Blocks, sequences and rates; 0 in a rate means not measured yet."""
@@ -571,7 +514,6 @@ class WorkerSignals(_message.Message):
         *,
         worker_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
-        pool: _registry_pb2.Pool.ValueType = ...,
         state: Global___WorkerState.ValueType = ...,
         state_seconds: _builtins.float = ...,
         load: _registry_pb2.WorkerLoad | None = ...,
@@ -581,28 +523,23 @@ class WorkerSignals(_message.Message):
         max_running_requests: _builtins.int = ...,
         lane_gb_per_second: _builtins.float | None = ...,
         max_step_tokens: _builtins.int = ...,
-        neutral: _builtins.bool = ...,
         start: _registry_pb2.StartPhases | None = ...,
-        replica_class: _builtins.str = ...,
         preempted_in_seconds: _builtins.float | None = ...,
-        wake_seconds: _builtins.float | None = ...,
+        role: _registry_pb2.Role.ValueType = ...,
+        changes_role: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "_preempted_in_seconds", b"_preempted_in_seconds", "_wake_seconds", b"_wake_seconds", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load", "preempted_in_seconds", b"preempted_in_seconds", "start", b"start", "wake_seconds", b"wake_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "_preempted_in_seconds", b"_preempted_in_seconds", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load", "preempted_in_seconds", b"preempted_in_seconds", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "_preempted_in_seconds", b"_preempted_in_seconds", "_wake_seconds", b"_wake_seconds", "block_size_tokens", b"block_size_tokens", "epoch", b"epoch", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_capacity_tokens", b"kv_capacity_tokens", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "neutral", b"neutral", "pool", b"pool", "preempted_in_seconds", b"preempted_in_seconds", "replica_class", b"replica_class", "start", b"start", "state", b"state", "state_seconds", b"state_seconds", "wake_seconds", b"wake_seconds", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "_preempted_in_seconds", b"_preempted_in_seconds", "block_size_tokens", b"block_size_tokens", "changes_role", b"changes_role", "epoch", b"epoch", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_capacity_tokens", b"kv_capacity_tokens", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "preempted_in_seconds", b"preempted_in_seconds", "role", b"role", "start", b"start", "state", b"state", "state_seconds", b"state_seconds", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lane_gb_per_second: _TypeAlias = _typing.Literal["lane_gb_per_second"]  # noqa: Y015
     _WhichOneofArgType__lane_gb_per_second: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second"]  # noqa: Y015
     _WhichOneofReturnType__preempted_in_seconds: _TypeAlias = _typing.Literal["preempted_in_seconds"]  # noqa: Y015
     _WhichOneofArgType__preempted_in_seconds: _TypeAlias = _typing.Literal["_preempted_in_seconds", b"_preempted_in_seconds"]  # noqa: Y015
-    _WhichOneofReturnType__wake_seconds: _TypeAlias = _typing.Literal["wake_seconds"]  # noqa: Y015
-    _WhichOneofArgType__wake_seconds: _TypeAlias = _typing.Literal["_wake_seconds", b"_wake_seconds"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__lane_gb_per_second) -> _WhichOneofReturnType__lane_gb_per_second | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__preempted_in_seconds) -> _WhichOneofReturnType__preempted_in_seconds | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__wake_seconds) -> _WhichOneofReturnType__wake_seconds | None: ...
 
 Global___WorkerSignals: _TypeAlias = WorkerSignals  # noqa: Y015
 
@@ -614,17 +551,11 @@ class ApplyPlanRequest(_message.Message):
 
     STANDBY_WORKER_IDS_FIELD_NUMBER: _builtins.int
     ACTIVE_WORKER_IDS_FIELD_NUMBER: _builtins.int
-    LEND_DECODE_TO_PREFILL_FIELD_NUMBER: _builtins.int
     VALID_FOR_FIELD_NUMBER: _builtins.int
     LEASE_NUMBER_FIELD_NUMBER: _builtins.int
-    PREFILL_LEANING_WORKER_IDS_FIELD_NUMBER: _builtins.int
-    DECODE_LEANING_WORKER_IDS_FIELD_NUMBER: _builtins.int
-    MOVABLE_WORKER_IDS_FIELD_NUMBER: _builtins.int
     ON_DEMAND_FIELD_NUMBER: _builtins.int
+    ROLES_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
-    SLEEPING_WORKER_IDS_FIELD_NUMBER: _builtins.int
-    lend_decode_to_prefill: _builtins.bool
-    """Decode workers compute prompts themselves where that is sooner, whatever `local_prefill` says. Default false."""
     lease_number: _builtins.int
     """Fencing number of the sender's lease on this coordinator. Another one than that of the lease in force is refused.
     0: sent without a lease, which is refused while anybody holds one.
@@ -644,25 +575,7 @@ class ApplyPlanRequest(_message.Message):
     @_builtins.property
     def valid_for(self) -> _duration_pb2.Duration:
         """When this plan ends unless another replaces it. Then workers that did not register as standby are in rotation
-        again, the others stay as they are, and nothing is lent. Range (0, 3600 s]. Default 30 s.
-        """
-
-    @_builtins.property
-    def prefill_leaning_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Neutral workers to lean to prefill while the plan is in force. Of a model that the plan names one of, the coordinator's
-        own planner moves only `movable_worker_ids`. Workers that are not neutral stay where they are. At most 65536. Failure:
-        INVALID_ARGUMENT. Default: none.
-        """
-
-    @_builtins.property
-    def decode_leaning_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Neutral workers to lean to decode, likewise. An id may be in one of the two. Failure: INVALID_ARGUMENT. Default: none."""
-
-    @_builtins.property
-    def movable_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of those two lists, the workers that the coordinator's planner may move while the plan is in force: where the plan has
-        them is where the sender saw them, and nobody asks them to go there. All others are bound. Failure: INVALID_ARGUMENT for
-        an id that is in neither list. Default: none, so that the planner of these models rests.
+        again, and the others stay as they are. Range (0, 3600 s]. Default 30 s.
         """
 
     @_builtins.property
@@ -674,37 +587,59 @@ class ApplyPlanRequest(_message.Message):
         """
 
     @_builtins.property
-    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolDecision]:
-        """Why the plan is what it is, for people to see: one entry a pool. At most 2. Failure: INVALID_ARGUMENT. Default: none."""
+    def roles(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerRole]:
+        """Roles that workers are to take; a worker that is not named keeps its own. At most 65536, each worker once. Failure:
+        INVALID_ARGUMENT. Default: none.
+        """
 
     @_builtins.property
-    def sleeping_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of standby_worker_ids, those that are to sleep. The others, and all in rotation, are to be awake; a worker in no list
-        stays as it is. Failure: INVALID_ARGUMENT for an id that is not in standby_worker_ids. Default: none.
-        """
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolDecision]:
+        """Why the plan is what it is, for people to see: one entry a pool. At most 2. Failure: INVALID_ARGUMENT. Default: none."""
 
     def __init__(
         self,
         *,
         standby_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         active_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
-        lend_decode_to_prefill: _builtins.bool = ...,
         valid_for: _duration_pb2.Duration | None = ...,
         lease_number: _builtins.int = ...,
-        prefill_leaning_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
-        decode_leaning_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
-        movable_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         on_demand: _abc.Iterable[_registry_pb2.ServedModel] | None = ...,
+        roles: _abc.Iterable[Global___WorkerRole] | None = ...,
         decisions: _abc.Iterable[Global___PoolDecision] | None = ...,
-        sleeping_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["valid_for", b"valid_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "decisions", b"decisions", "decode_leaning_worker_ids", b"decode_leaning_worker_ids", "lease_number", b"lease_number", "lend_decode_to_prefill", b"lend_decode_to_prefill", "movable_worker_ids", b"movable_worker_ids", "on_demand", b"on_demand", "prefill_leaning_worker_ids", b"prefill_leaning_worker_ids", "sleeping_worker_ids", b"sleeping_worker_ids", "standby_worker_ids", b"standby_worker_ids", "valid_for", b"valid_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "decisions", b"decisions", "lease_number", b"lease_number", "on_demand", b"on_demand", "roles", b"roles", "standby_worker_ids", b"standby_worker_ids", "valid_for", b"valid_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ApplyPlanRequest: _TypeAlias = ApplyPlanRequest  # noqa: Y015
+
+@_typing.final
+class WorkerRole(_message.Message):
+    """The role that a worker is to take."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Worker id. Required."""
+    role: _registry_pb2.Role.ValueType
+    """Its role from now on. Required."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: _registry_pb2.Role.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerRole: _TypeAlias = WorkerRole  # noqa: Y015
 
 @_typing.final
 class PoolDecision(_message.Message):
@@ -944,14 +879,8 @@ class PlanInForce(_message.Message):
 
     STANDBY_WORKER_IDS_FIELD_NUMBER: _builtins.int
     ACTIVE_WORKER_IDS_FIELD_NUMBER: _builtins.int
-    LEND_DECODE_TO_PREFILL_FIELD_NUMBER: _builtins.int
     EXPIRES_IN_SECONDS_FIELD_NUMBER: _builtins.int
-    PREFILL_LEANING_WORKER_IDS_FIELD_NUMBER: _builtins.int
-    DECODE_LEANING_WORKER_IDS_FIELD_NUMBER: _builtins.int
-    SLEEPING_WORKER_IDS_FIELD_NUMBER: _builtins.int
-    MOVABLE_WORKER_IDS_FIELD_NUMBER: _builtins.int
-    lend_decode_to_prefill: _builtins.bool
-    """As in the request."""
+    ROLES_FIELD_NUMBER: _builtins.int
     expires_in_seconds: _builtins.float
     """Time until it ends. Seconds."""
     @_builtins.property
@@ -963,19 +892,7 @@ class PlanInForce(_message.Message):
         """As in the request."""
 
     @_builtins.property
-    def prefill_leaning_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """As in the request."""
-
-    @_builtins.property
-    def decode_leaning_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """As in the request."""
-
-    @_builtins.property
-    def sleeping_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """As in the request."""
-
-    @_builtins.property
-    def movable_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    def roles(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerRole]:
         """As in the request."""
 
     def __init__(
@@ -983,16 +900,12 @@ class PlanInForce(_message.Message):
         *,
         standby_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         active_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
-        lend_decode_to_prefill: _builtins.bool = ...,
         expires_in_seconds: _builtins.float = ...,
-        prefill_leaning_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
-        decode_leaning_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
-        sleeping_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
-        movable_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        roles: _abc.Iterable[Global___WorkerRole] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "decode_leaning_worker_ids", b"decode_leaning_worker_ids", "expires_in_seconds", b"expires_in_seconds", "lend_decode_to_prefill", b"lend_decode_to_prefill", "movable_worker_ids", b"movable_worker_ids", "prefill_leaning_worker_ids", b"prefill_leaning_worker_ids", "sleeping_worker_ids", b"sleeping_worker_ids", "standby_worker_ids", b"standby_worker_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "expires_in_seconds", b"expires_in_seconds", "roles", b"roles", "standby_worker_ids", b"standby_worker_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

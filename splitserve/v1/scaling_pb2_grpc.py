@@ -55,11 +55,6 @@ class ScalingServiceStub:
                 request_serializer=splitserve_dot_v1_dot_scaling__pb2.ReportEndedRequest.SerializeToString,
                 response_deserializer=splitserve_dot_v1_dot_scaling__pb2.ReportEndedResponse.FromString,
                 _registered_method=True)
-        self.WaitForPreemption = channel.unary_unary(
-                '/splitserve.v1.ScalingService/WaitForPreemption',
-                request_serializer=splitserve_dot_v1_dot_scaling__pb2.WaitForPreemptionRequest.SerializeToString,
-                response_deserializer=splitserve_dot_v1_dot_scaling__pb2.WaitForPreemptionResponse.FromString,
-                _registered_method=True)
 
 
 class ScalingServiceServicer:
@@ -74,7 +69,7 @@ class ScalingServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ApplyPlan(self, request, context):
-        """Says which workers are in rotation and whether decode workers are lent to prefill. Level-triggered and
+        """Says which workers are in rotation and what role each has. Level-triggered and
         idempotent: each plan replaces the last one, and ends after `valid_for` unless another comes.
         Failure: INVALID_ARGUMENT (field and bound named); FAILED_PRECONDITION (STALE_LEASE) while another holds the lease.
         """
@@ -95,14 +90,6 @@ class ScalingServiceServicer:
         """Says which boots of workers have ended for certain: their runtime (Docker, a supervisor) has seen their processes
         end. Blocks that such a prefill worker might have written to become free after a grace of seconds. Idempotent;
         boots that are unknown here are ignored. A worker that is merely silent or unreachable must never be named.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def WaitForPreemption(self, request, context):
-        """Waits for a spot notice: answers as soon as a worker has one that the caller does not know, and when the time is over.
-        Failure: INVALID_ARGUMENT (field and bound named).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,11 +117,6 @@ def add_ScalingServiceServicer_to_server(servicer, server):
                     servicer.ReportEnded,
                     request_deserializer=splitserve_dot_v1_dot_scaling__pb2.ReportEndedRequest.FromString,
                     response_serializer=splitserve_dot_v1_dot_scaling__pb2.ReportEndedResponse.SerializeToString,
-            ),
-            'WaitForPreemption': grpc.unary_unary_rpc_method_handler(
-                    servicer.WaitForPreemption,
-                    request_deserializer=splitserve_dot_v1_dot_scaling__pb2.WaitForPreemptionRequest.FromString,
-                    response_serializer=splitserve_dot_v1_dot_scaling__pb2.WaitForPreemptionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -246,33 +228,6 @@ class ScalingService:
             '/splitserve.v1.ScalingService/ReportEnded',
             splitserve_dot_v1_dot_scaling__pb2.ReportEndedRequest.SerializeToString,
             splitserve_dot_v1_dot_scaling__pb2.ReportEndedResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WaitForPreemption(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/splitserve.v1.ScalingService/WaitForPreemption',
-            splitserve_dot_v1_dot_scaling__pb2.WaitForPreemptionRequest.SerializeToString,
-            splitserve_dot_v1_dot_scaling__pb2.WaitForPreemptionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,7 +38,7 @@ class ScalingServiceStub:
     GetSignals: _grpc.UnaryUnaryMultiCallable[_scaling_pb2.GetSignalsRequest, _scaling_pb2.GetSignalsResponse]
     """What arrived, how long it took and how the workers are, at this moment. Costs no more than a scrape."""
     ApplyPlan: _grpc.UnaryUnaryMultiCallable[_scaling_pb2.ApplyPlanRequest, _scaling_pb2.ApplyPlanResponse]
-    """Says which workers are in rotation and whether decode workers are lent to prefill. Level-triggered and
+    """Says which workers are in rotation and what role each has. Level-triggered and
     idempotent: each plan replaces the last one, and ends after `valid_for` unless another comes.
     Failure: INVALID_ARGUMENT (field and bound named); FAILED_PRECONDITION (STALE_LEASE) while another holds the lease.
     """
@@ -52,10 +52,6 @@ class ScalingServiceStub:
     end. Blocks that such a prefill worker might have written to become free after a grace of seconds. Idempotent;
     boots that are unknown here are ignored. A worker that is merely silent or unreachable must never be named.
     """
-    WaitForPreemption: _grpc.UnaryUnaryMultiCallable[_scaling_pb2.WaitForPreemptionRequest, _scaling_pb2.WaitForPreemptionResponse]
-    """Waits for a spot notice: answers as soon as a worker has one that the caller does not know, and when the time is over.
-    Failure: INVALID_ARGUMENT (field and bound named).
-    """
 
 @_typing.type_check_only
 class ScalingServiceAsyncStub(ScalingServiceStub):
@@ -65,7 +61,7 @@ class ScalingServiceAsyncStub(ScalingServiceStub):
     GetSignals: _aio.UnaryUnaryMultiCallable[_scaling_pb2.GetSignalsRequest, _scaling_pb2.GetSignalsResponse]  # type: ignore[assignment]
     """What arrived, how long it took and how the workers are, at this moment. Costs no more than a scrape."""
     ApplyPlan: _aio.UnaryUnaryMultiCallable[_scaling_pb2.ApplyPlanRequest, _scaling_pb2.ApplyPlanResponse]  # type: ignore[assignment]
-    """Says which workers are in rotation and whether decode workers are lent to prefill. Level-triggered and
+    """Says which workers are in rotation and what role each has. Level-triggered and
     idempotent: each plan replaces the last one, and ends after `valid_for` unless another comes.
     Failure: INVALID_ARGUMENT (field and bound named); FAILED_PRECONDITION (STALE_LEASE) while another holds the lease.
     """
@@ -78,10 +74,6 @@ class ScalingServiceAsyncStub(ScalingServiceStub):
     """Says which boots of workers have ended for certain: their runtime (Docker, a supervisor) has seen their processes
     end. Blocks that such a prefill worker might have written to become free after a grace of seconds. Idempotent;
     boots that are unknown here are ignored. A worker that is merely silent or unreachable must never be named.
-    """
-    WaitForPreemption: _aio.UnaryUnaryMultiCallable[_scaling_pb2.WaitForPreemptionRequest, _scaling_pb2.WaitForPreemptionResponse]  # type: ignore[assignment]
-    """Waits for a spot notice: answers as soon as a worker has one that the caller does not know, and when the time is over.
-    Failure: INVALID_ARGUMENT (field and bound named).
     """
 
 class ScalingServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -101,7 +93,7 @@ class ScalingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scaling_pb2.ApplyPlanRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scaling_pb2.ApplyPlanResponse, _abc.Awaitable[_scaling_pb2.ApplyPlanResponse]]:
-        """Says which workers are in rotation and whether decode workers are lent to prefill. Level-triggered and
+        """Says which workers are in rotation and what role each has. Level-triggered and
         idempotent: each plan replaces the last one, and ends after `valid_for` unless another comes.
         Failure: INVALID_ARGUMENT (field and bound named); FAILED_PRECONDITION (STALE_LEASE) while another holds the lease.
         """
@@ -126,16 +118,6 @@ class ScalingServiceServicer(metaclass=_abc_1.ABCMeta):
         """Says which boots of workers have ended for certain: their runtime (Docker, a supervisor) has seen their processes
         end. Blocks that such a prefill worker might have written to become free after a grace of seconds. Idempotent;
         boots that are unknown here are ignored. A worker that is merely silent or unreachable must never be named.
-        """
-
-    @_abc_1.abstractmethod
-    def WaitForPreemption(
-        self,
-        request: _scaling_pb2.WaitForPreemptionRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_scaling_pb2.WaitForPreemptionResponse, _abc.Awaitable[_scaling_pb2.WaitForPreemptionResponse]]:
-        """Waits for a spot notice: answers as soon as a worker has one that the caller does not know, and when the time is over.
-        Failure: INVALID_ARGUMENT (field and bound named).
         """
 
 def add_ScalingServiceServicer_to_server(servicer: ScalingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -17,13 +17,13 @@ import pytest
 import yaml
 
 from autoscaler.actuators.docker_template import POOL_LABEL
+from launcher.cluster.process_specs import SERVING_STATES
 from splitserve.client import AsyncClient
-from splitserve.cluster.process_specs import SERVING_STATES
 from tests.support.cluster.streams import tokens
 from tests.support.scaling.compose import FOLDER, compose_command
 from tests.support.scaling.docker_rig import docker_client
-from tests.support.scaling.host_pair import ADDRESSES, NAMES, HostPair, host_pair
 from tests.support.scaling.light_image import LightImage, light_image
+from tests.support.scaling.two_hosts import ADDRESSES, NAMES, TwoHosts, two_hosts
 from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 
 CUT_S = float(os.environ.get("SPLITSERVE_E2E_CUT_S", "10"))
@@ -45,7 +45,6 @@ ENGINE = (
 POOL = {"gpus_per_replica": 0, "drain_s": 10, "cold_start_s": 20}
 POLICY = {
     "interval_s": 1,
-    "lend_decode": False,
     "prefill": POOL | {"min_replicas": 2, "max_replicas": 2, "target_ms": 2000},
     "decode": POOL | {"min_replicas": 3, "max_replicas": 3, "target_ms": 500},
 }
@@ -55,7 +54,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.timeout(LEAST_TIMEOUT_S)]
 class Stage:
     """Both hosts with their workers, a coordinator and an autoscaler on the first, and what they have said."""
 
-    def __init__(self, pair: HostPair, light: LightImage, folder: Path) -> None:
+    def __init__(self, pair: TwoHosts, light: LightImage, folder: Path) -> None:
         self.pair, self.folder, self._light = pair, folder, light
         self.token = folder / "keys" / "cluster_token"
         self.log = folder / "autoscaler.log"
@@ -117,7 +116,7 @@ class Stage:
     def start_autoscaler(self) -> None:
         words = ["autoscaler", "--actuator", "docker", "--docker-hosts", str(self.folder / "hosts.yaml")]
         words += ["--policy", str(self.folder / "policy.yaml"), "--coordinator", COORDINATOR]
-        words += ["--lease", "2", "--window", "5", "--docker-request-timeout", "2"]
+        words += ["--lease", "2", "--window", "5"]
         process = self.pair.process("a", self.log, *words, token=self.token)
         self._autoscaler = self._stack.enter_context(process)
 
@@ -157,7 +156,7 @@ class Stage:
 @pytest.fixture
 async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     main = docker_client()
-    with host_pair() as pair, light_image(main, tmp_path) as light:
+    with two_hosts() as pair, light_image(main, tmp_path) as light:
         stage = Stage(pair, light, tmp_path)
         try:
             stage.prepare()
@@ -181,7 +180,7 @@ async def until(holds: Callable[[], bool], what: str) -> None:
 
 async def serving(client: AsyncClient) -> Counter[str]:
     workers = (await client.server_info()).workers
-    return Counter(worker.pool for worker in workers if worker.state in SERVING_STATES)
+    return Counter(worker.role for worker in workers if worker.state in SERVING_STATES)
 
 
 async def until_serving(client: AsyncClient, **wanted: int) -> None:

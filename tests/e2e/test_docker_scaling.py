@@ -27,18 +27,14 @@ POOL = {
     "cold_start_s": 5,
     "behavior": {"scaleDown": {"stabilizationWindowSeconds": 3}},
     "slo": {
-        "slow_window_s": 2,
-        "fast_window_s": 1,
+        "window_s": 2,
         "history_s": 5,
-        "fade_s": 5,
-        "drain_backlog_s": 2,
         "settle_s": 2,
         "trim_after_s": 600,
     },
 }
 POLICY = {
     "interval_s": 0.5,
-    "lend_decode": False,
     "prefill": POOL | {"target_ms": 400},
     # Far above a light batch's step, beside a worker that starts on the same cores too.
     "decode": POOL | {"target_ms": 60},
@@ -209,7 +205,7 @@ async def held(stack: Compose, holds: Callable[[int], bool]) -> None:
     """Waits until it holds of the decode pool's blocks that a writer may write."""
     deadline = time.monotonic() + SCALE_S
     while True:
-        workers = [worker for worker in (await stack.info()).workers if worker.pool == "decode"]
+        workers = [worker for worker in (await stack.info()).workers if worker.role == "decode"]
         if holds(sum(worker.reserved_blocks + worker.quarantined_blocks for worker in workers)):
             return
         assert time.monotonic() < deadline, workers

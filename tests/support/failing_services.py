@@ -14,14 +14,14 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.core.types import SampledToken, ScheduledSequence
+from engine.core.model_runner import SampledToken, ScheduledSequence
 from engine.runner.simulated_runner import SimulatedRunner
+from launcher.cli.main import exit_code_of, main
+from launcher.cli.up import run_cluster
+from launcher.cluster.child_process import Role
+from launcher.cluster.process_specs import splitserve_command
 from splitserve.addresses import claim_port
-from splitserve.cli.main import exit_code_of, main
-from splitserve.cli.up import run_cluster
-from splitserve.cluster.child_process import Role
-from splitserve.cluster.process_specs import splitserve_command
-from splitserve.config.base import load_settings
+from splitserve.config.base import merge_settings
 from splitserve.config.cluster import ClusterConfig
 
 
@@ -58,7 +58,7 @@ def run_up(folder: Path, settings: str) -> int:
     def action() -> int:
         given = json.loads(settings)
         given["coordinator"] = {"grpc_port": claim_port("127.0.0.1", 0), "http_port": None}
-        config = load_settings(ClusterConfig, None, model="simulated", **given)
+        config = merge_settings(ClusterConfig, {"model": "simulated"}, given)
         return 130 if asyncio.run(run_cluster(config, folder, command=command)) else 0
 
     return exit_code_of(action)
@@ -68,6 +68,6 @@ if __name__ == "__main__":
     place, arguments = Path(sys.argv[1]), sys.argv[2:]
     if arguments[0] == "cluster":
         sys.exit(run_up(place, arguments[1]))
-    if arguments[0] == "decode-worker":
+    if arguments[0] == "worker" and "decode" in arguments:  # --role decode
         fail_on_request(place)
     sys.exit(main(arguments))

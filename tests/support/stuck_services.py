@@ -1,8 +1,9 @@
-"""Services that do not end by themselves: `python -m tests.support.stuck_services exit|start COMMAND`.
+"""Services that do not end by themselves: `python -m tests.support.stuck_services exit|start|load COMMAND`.
 
 `exit`: a thread that is no daemon, a call of `asyncio.to_thread` and a hook at the interpreter's end wait for ever, as
 in a library. `start`: so does the start of engine vllm, beside a process that it has started. In either case a child
-does not end by SIGTERM; the event `test.child` tells its id.
+does not end by SIGTERM; the event `test.child` tells its id. `load`: so does the loading of each tokenizer, which the
+event `test.loading` tells.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, NoReturn
 
-from engine.worker import build
-from splitserve.cli import services
-from splitserve.cli.main import main
+from coordinator import service
+from launcher.cli import services
+from launcher.cli.main import main
 from splitserve.config import engine
-from splitserve.runtime.children.ending import remove_at_end
+from splitserve.runtime.children_end import remove_at_end
+from worker import build
 
 CHILD = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(3600)"
@@ -66,6 +69,15 @@ def _stick_at_start() -> None:
     engine.VLLM_START_S = VLLM_START_S
 
 
+def _stick_at_load() -> None:
+    def load(_source: str) -> NoReturn:
+        _say("test.loading")
+        while True:
+            _never.wait()
+
+    service.running_coordinator = partial(service.running_coordinator, load=load)
+
+
 if __name__ == "__main__":
-    {"exit": _stick_at_exit, "start": _stick_at_start}[sys.argv.pop(1)]()
+    {"exit": _stick_at_exit, "start": _stick_at_start, "load": _stick_at_load}[sys.argv.pop(1)]()
     sys.exit(main())

@@ -3,48 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from autoscaler.policies.demand import DemandForecast, measure
-from autoscaler.policies.policy_file import SloPool
-from autoscaler.policies.recommendation import PoolStatus, Recommendation, TrimMemory, measured, trim
-from autoscaler.policies.slo.slo_tuning import SloTuning
-from autoscaler.snapshot import ArrivalBucket, ReplicaState, Snapshot, lead_s
-
-STARTING = ReplicaState.STARTING
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillMemory:
-    """Memory between decisions."""
-
-    trim: TrimMemory = field(default_factory=TrimMemory)
+from autoscaler.policies.demand import HYSTERESIS, SPAN_S, DemandForecast, measure
+from autoscaler.policies.policy_file import SloPool, SloTuning
+from autoscaler.policies.recommendation import PoolStatus, Recommendation, TrimMemory, trim
+from autoscaler.snapshot import ReplicaState, Snapshot, lead_s
 
 
 def recommend_prefill(
-    pool: SloPool, memory: PrefillMemory | None, snapshot: Snapshot, status: PoolStatus
-) -> tuple[Recommendation, PrefillMemory]:
+    pool: SloPool, memory: TrimMemory | None, snapshot: Snapshot, status: PoolStatus
+) -> tuple[Recommendation, TrimMemory]:
     """How many prefill replicas meet the TTFT target. Pure."""
-    memory = memory or PrefillMemory()
     signals, tuning = snapshot.prefill, pool.slo
     lead = lead_s(signals, pool.cold_start_s)
-    demand = measure(snapshot.arrivals, _uncached, snapshot.now_s, lead, tuning)
+    demand = measure(snapshot.arrivals, lambda bucket: bucket.uncached_tokens, snapshot.now_s, lead, tuning)
     rate = useful_rate(snapshot)
-    if demand is None or not rate:
+    busy: float | None = None
+    if demand is not None and rate:
+        recommendation = _by_velocity(pool, snapshot, status, demand, rate, lead)
+        busy = (demand.slow + signals.backlog_tokens / snapshot.window_s) / rate
+    elif demand is not None and demand.settled and not demand.amounts.any() and not signals.backlog_tokens:
+        recommendation, busy = Recommendation(1, "nothing to compute arrives"), 0.0
+    else:
         recommendation = Recommendation(
             status.current, "no measured rate of arrivals or of prefill: count kept"
         )
-    else:
-        recommendation = _by_velocity(pool, snapshot, status, demand, rate, lead)
-    target_s = pool.target_ms / 1e3
-    latency = measured(signals.latency, pool.percentile, tuning)
-    idle = demand is not None and demand.idle and signals.backlog_tokens == 0
-    busy = _utilization(snapshot, status, demand)
-    recommendation, trimmed = trim(
-        memory.trim, snapshot.now_s, status, recommendation, latency, idle, busy, target_s, tuning
-    )
-    return recommendation, PrefillMemory(trimmed)
+    return trim(pool, memory or TrimMemory(), snapshot.now_s, status, recommendation, signals.latency, busy)
 
 
 def useful_rate(snapshot: Snapshot) -> float | None:
@@ -53,18 +37,6 @@ def useful_rate(snapshot: Snapshot) -> float | None:
     if not computed or not link.gb_per_s or not link.kv_bytes_per_token:
         return computed
     return min(computed, link.gb_per_s * 1e9 / link.kv_bytes_per_token)
-
-
-def _uncached(bucket: ArrivalBucket) -> float:
-    return float(bucket.uncached_tokens)
-
-
-def _utilization(snapshot: Snapshot, status: PoolStatus, demand: DemandForecast | None) -> float:
-    """Share of the pool's capacity taken by arrivals and backlog; 1 while unknown."""
-    capacity = (useful_rate(snapshot) or 0.0) * status.ready
-    if demand is None or capacity <= 0:
-        return 1.0
-    return (demand.slow + snapshot.prefill.backlog_tokens / snapshot.window_s) / capacity
 
 
 def _by_velocity(
@@ -83,9 +55,9 @@ def _by_velocity(
     wanted = max(backlog, covered)
     why = f"{covered} carry what may arrive in {lead_s:.0f} s"
     if wanted < status.current:
-        slack = _replicas(pool, demand, rate, prompt_s, lead_s, tuning.hysteresis * demand.noise)
+        slack = _replicas(pool, demand, rate, prompt_s, lead_s, HYSTERESIS * demand.noise)
         wanted = min(status.current, max(wanted, slack))
-        if demand.covered_s < min(tuning.settle_s, tuning.history_s):
+        if not demand.settled:
             wanted, why = status.current, f"{why}, watched for only {demand.covered_s:.0f} s"
         elif status.starting:
             wanted, why = status.current, f"{why}, but {status.starting} still start"
@@ -110,9 +82,8 @@ def _backlog_replicas(
     """Replicas that clear a backlog beyond what ready replicas can; 0 while the target is not in danger.
 
     New replicas are ready one lead time from now. Until then the backlog grows by the fast rate, less what ready and
-    starting replicas compute; the rest shall be gone `drain_backlog_s` later, or half a lead time where that is longer,
-    besides what keeps arriving. Who waits has waited for longer by then, and replicas for a shorter rush would be kept
-    without work for as long as it takes to tell that they are not needed.
+    starting replicas compute; the rest shall be gone half a `window_s` later, besides what keeps arriving: prompts are
+    computed in the order of their deadlines, so none is in time before the backlog is gone.
     """
     waiting = snapshot.prefill.backlog_tokens
     if waiting <= status.ready * rate * pool.target_ms / 1e3:
@@ -120,21 +91,21 @@ def _backlog_replicas(
     started = [
         max(0.0, r.since_s + lead_s - snapshot.now_s)
         for r in snapshot.prefill.replicas
-        if r.state is STARTING
+        if r.state is ReplicaState.STARTING
     ]
     soon = sorted(started)[: status.starting]
     left = waiting + (demand.fast - status.ready * rate) * lead_s - sum(rate * (lead_s - eta) for eta in soon)
     if left <= 0:
         return 0
-    drain_s = max(pool.slo.drain_backlog_s, lead_s / 2)
-    # Bounded by what the fast rate brings in that time: anything beyond is taken for a passing burst.
-    left = min(left, waiting + demand.fast * drain_s)
+    drain_s = pool.slo.window_s / 2
+    # Bounded by what the fast rate brings in half a lead time: anything beyond is taken for a passing burst.
+    left = min(left, waiting + demand.fast * max(drain_s, lead_s / 2))
     return math.ceil((demand.fast + left / drain_s) / rate)
 
 
 def _mean_prompt_s(snapshot: Snapshot, rate: float, tuning: SloTuning) -> float:
     recent = [b for b in snapshot.arrivals if b.start_s >= snapshot.now_s - tuning.history_s]
-    requests = sum(bucket.requests for bucket in recent)
+    requests = sum(bucket.prefill_requests for bucket in recent)
     return sum(bucket.uncached_tokens for bucket in recent) / requests / rate if requests else 0.0
 
 
@@ -150,8 +121,8 @@ def _replicas(
     wait_s = _longest_wait_s(pool, prompt_s)
     share = pool.percentile / 100
     strict = 1 - (1 - share) * pool.slo.miss_share
-    span_s = max(pool.slo.span_s, wait_s)
-    rates = demand.covered_rate(span_s, lead_s, strict, pool.slo.slow_window_s)
+    span_s = max(SPAN_S, wait_s)
+    rates = demand.covered_rate(span_s, lead_s, strict, pool.slo.window_s)
     tokens = max(rates.with_headroom, demand.slow * demand.growth)
     covered = math.ceil((tokens + spare_per_s) / rate - 1e-9)
     chance = replicas_for_wait(
@@ -168,23 +139,6 @@ def prefill_for_rate(pool: SloPool, snapshot: Snapshot, tokens_per_s: float) -> 
     prompt_s = _mean_prompt_s(snapshot, rate, pool.slo)
     wait_s = _longest_wait_s(pool, prompt_s)
     return replicas_for_wait(tokens_per_s / rate, prompt_s, wait_s, pool.percentile / 100, pool.max_replicas)
-
-
-def prefill_shares(pool: SloPool, snapshot: Snapshot, counts: Sequence[int]) -> list[float] | None:
-    """Share of prompts that each number of ready replicas would compute within the target, once the queue is steady, at
-    the demand of now and its growth within a cold start: the waits for which `replicas_for_wait` sizes the pool.
-
-    A backlog that is there already, and bursts, are not in it. None before demand and a replica's rate are measured.
-    """
-    lead = lead_s(snapshot.prefill, pool.cold_start_s)
-    demand = measure(snapshot.arrivals, _uncached, snapshot.now_s, lead, pool.slo)
-    rate = useful_rate(snapshot)
-    if demand is None or not rate:
-        return None
-    prompt_s = _mean_prompt_s(snapshot, rate, pool.slo)
-    wait_s = _longest_wait_s(pool, prompt_s)
-    load = demand.slow * demand.growth / rate
-    return [1 - wait_exceeds(count, load, prompt_s, wait_s) if count > 0 else 0.0 for count in counts]
 
 
 def _longest_wait_s(pool: SloPool, prompt_s: float) -> float:
@@ -206,21 +160,13 @@ def erlang_c(servers: int, load: float) -> float:
     return blocked / (1 - load / servers * (1 - blocked))
 
 
-def wait_exceeds(
-    servers: int, load: float, service_s: float, wait_s: float, variability: float = 1.0
-) -> float:
-    """P(wait > wait_s) in a G/G/c queue: Erlang C times the exponential tail of heavy traffic.
-
-    The tail is that of M/M/c stretched by `variability` = (ca² + cs²) / 2, squared coefficients of variation of the
-    times between arrivals and of service (Allen-Cunneen; Whitt, "Approximations for the GI/G/m queue", 1993).
-    """
+def wait_exceeds(servers: int, load: float, service_s: float, wait_s: float) -> float:
+    """P(wait > wait_s) in an M/M/c queue: Erlang C times the exponential tail."""
     if load >= servers:
         return 1.0
     if service_s <= 0:
         return 0.0
-    return erlang_c(servers, load) * math.exp(
-        -(servers - load) * wait_s / (service_s * max(variability, 1e-9))
-    )
+    return erlang_c(servers, load) * math.exp(-(servers - load) * wait_s / service_s)
 
 
 def replicas_for_wait(load: float, service_s: float, wait_s: float, share: float, most: int) -> int:

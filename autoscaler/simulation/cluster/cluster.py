@@ -1,96 +1,118 @@
-"""The simulated cluster: two pools of replicas, and the life of a request between them.
+"""The simulated cluster: replicas from their order to their end, and the life of a request between them.
 
-As in production: a request is routed to a pair, decode reserves KV, prefill computes while finished chunks are
-written, the first token is sent as soon as prefill has it, and decode continues. Prefill waits for the reservation.
+As in production: a request is routed to a pair, decode reserves KV, prefill computes while finished chunks are written,
+the first token is sent as soon as prefill has it, and decode continues. Prefill waits for the reservation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
+from functools import partial
 
+from autoscaler.reconcile import Action, Activate, ChangeRole, Drain, ReplicaView, Rest, Start
 from autoscaler.simulation.cluster.admitted_requests import TIMEOUT_S, AdmittedRequests
-from autoscaler.simulation.cluster.closed_form_neutral import ClosedFormNeutral
-from autoscaler.simulation.cluster.decode_replica import ClosedFormDecode
-from autoscaler.simulation.cluster.prefill_replica import ChunkedPrefill
-from autoscaler.simulation.cluster.replica import (
-    DecodeReplica,
-    EventQueue,
-    PrefillReplica,
-    SimulatedReplica,
-    SimulatedRequest,
-)
-from autoscaler.simulation.cluster.replica_pools import ReplicaPools
+from autoscaler.simulation.cluster.prefix_cache import PrefixCache
+from autoscaler.simulation.cluster.replica import EventQueue, ReplicaCalls, SimulatedReplica, SimulatedRequest
 from autoscaler.simulation.cluster.routed_workers import RoutedWorkers
-from autoscaler.simulation.cluster.simulated_leanings import SimulatedLeanings
 from autoscaler.simulation.cluster.simulated_registry import MODEL
-from autoscaler.simulation.cluster_settings import ClusterSettings
-from autoscaler.simulation.replica_maker import ReplicaCalls, ReplicaMaker
+from autoscaler.simulation.scenario import Scenario
 from autoscaler.snapshot import PoolName, ReplicaState
-from coordinator.admission.entry import NOTHING_HELD, Held
+from coordinator.admission.queue import NOTHING_HELD, Held
 from coordinator.routing.router import Router
+from coordinator.workers.load import Flight
+from splitserve.config.coordinator import CoordinatorConfig
+from splitserve.roles import RoleName
 
-_LOSABLE = ChunkedPrefill | ClosedFormDecode | ClosedFormNeutral
+NO_WORKER_WAIT_S: float = CoordinatorConfig.model_fields["no_worker_wait_s"].default
+"""How long a request waits for a ready replica before it fails."""
 
 
-class Cluster(ReplicaPools):
-    """The replicas with their requests. Calls `on_first_token` and `on_end` for every request."""
+class Cluster:
+    """The replicas with their requests. Calls `on_first_token` and `on_end` for every request, and `on_local` for those
+    whose prompt is no demand of the prefill pool, as in `coordinator.telemetry.request_stats`.
+
+    `on_demand`: whether replicas of a pool that has none are started on demand; requests then wait for them for
+    `TIMEOUT_S`.
+    """
 
     def __init__(
         self,
-        settings: ClusterSettings,
+        scenario: Scenario,
         events: EventQueue,
         on_first_token: Callable[[SimulatedRequest, float], None],
         on_end: Callable[[SimulatedRequest, float], None],
         router: Router | None = None,
+        *,
+        on_local: Callable[[SimulatedRequest, float], None] = lambda request, now_s: None,
+        on_demand: bool = False,
     ) -> None:
-        super().__init__(settings, events)
+        self._scenario, self._events, self._on_demand = scenario, events, on_demand
+        self._on_local = on_local
         self._on_first_token, self._on_end = on_first_token, on_end
-        calls = ReplicaCalls(self._computed, self._reserved, self._decoded)
-        self._maker = ReplicaMaker(settings, events, calls)
+        self.replicas: list[SimulatedReplica] = []
+        """Those that have not ended, in the order in which they were ordered."""
+        self.ended: list[SimulatedReplica] = []
+        self._numbers: dict[RoleName, int] = {"prefill": 0, "decode": 0, "both": 0}
+        self._calls = ReplicaCalls(self._reserved, self._computed, partial(self._ended, joined=True))
         self._unrouted: list[SimulatedRequest] = []
-        self._under_way: dict[SimulatedRequest, None] = {}
-        """Requests on replicas, in the order in which they came to them."""
-        self.resumed = 0
-        """How often a request went on elsewhere."""
-        targets = settings.targets if settings.hybrid else None
-        self._routed = RoutedWorkers(settings.engine, router, settings.colocated, targets, settings.steps)
-        self.lending = False
+        self._routed = RoutedWorkers(scenario, router)
+        self._flights: dict[SimulatedRequest, Flight] = {}
+        """Without admission: requests in the account of work."""
         self._admitted: AdmittedRequests | None = None
-        if settings.admission is not None and settings.admission.mode == "queue":
-            parts = self._routed, events, self._send, self._refuse, lambda: self.lending
-            self._admitted = AdmittedRequests(settings.admission, settings, *parts)
-        self.leanings: SimulatedLeanings | None = None
-        if settings.neutral:
-            wanted = settings.leaning_targets or settings.targets
-            asks = (lambda: self.held), self._is_busy, self.ask_leaning
-            self.leanings = SimulatedLeanings(events, self._routed.registry, wanted, *asks)
-        self.looks_until_s = 0.0
-        """Until when the planner of leanings looks, also while there is nothing to do."""
+        if scenario.admission is not None and scenario.admission.mode == "queue":
+            calls = self._send, self._refuse
+            self._admitted = AdmittedRequests(scenario, self._routed, events, *calls, on_demand=on_demand)
         self.on_waiting: Callable[[float], None] = lambda now_s: None  # when one begins to wait for replicas
+
+    def pool(self, name: PoolName) -> list[SimulatedReplica]:
+        """The replicas of a pool that have not ended. One of role `both` is in both pools."""
+        return [replica for replica in self.replicas if name in replica.pools]
+
+    def members(self, name: PoolName) -> tuple[ReplicaView, ...]:
+        """A pool as `autoscaler.reconcile` sees it."""
+        changes_role = self._scenario.changes_role
+        return tuple(
+            ReplicaView(r.name, r.state, float(r.load), r.ordered_s, r.role != "both", changes_role)
+            for r in self.pool(name)
+        )
+
+    def order(self, role: RoleName, count: int, now_s: float, cold_start_s: float | None = None) -> None:
+        """Orders replicas; they are ready one cold start later (0: at once), or end then where the start fails."""
+        for _ in range(count):
+            self._numbers[role] += 1
+            replica = self._new_replica(f"{role}-{self._numbers[role]}", role, now_s)
+            start = self._scenario.starts.of(replica.name)
+            fails = start.fails and cold_start_s is None
+            begin = partial(self._fail_start if fails else self._become_ready, replica)
+            if (took_s := start.took_s if cold_start_s is None else cold_start_s) > 0:
+                self._events.at(now_s + took_s, begin)
+            else:
+                begin(now_s)
+
+    def act(self, action: Action, now_s: float) -> None:
+        """Applies an action of `autoscaler.reconcile`."""
+        match action:
+            case Start(pool, count):
+                self.order(pool, count, now_s)
+            case Activate(_, name):
+                self._named(name).enter(ReplicaState.READY, now_s)
+            case Rest(_, name):
+                self._named(name).enter(ReplicaState.STANDBY, now_s)
+            case Drain(_, names):
+                for name in names:
+                    replica = self._named(name)
+                    replica.enter(ReplicaState.DRAINING, now_s)
+                    self._end_if_empty(replica, now_s)
+            case ChangeRole(pool, name):
+                self._named(name).take_role(pool, now_s)
+        self._rotation_changed(now_s)
 
     def arrive(self, request: SimulatedRequest, now_s: float) -> None:
         """Accepts a request that arrives now."""
-        if request_s := self._settings.engine.request_s:
+        if request_s := self._scenario.engine.request_s:
             self._events.at(now_s + request_s, lambda at_s: self._begin(request, at_s))
         else:
             self._begin(request, now_s)
-
-    def lead(self, leanings: Mapping[str, PoolName], movable: Collection[str], now_s: float) -> None:
-        """A plan says where neutral replicas lean, by name: their planner moves only those that are `movable`, which
-        the plan asks nothing, unless it names none."""
-        if self.leanings is not None:
-            self.leanings.follow(leanings, movable)
-        for name, pool in leanings.items():
-            if name not in movable:
-                self.ask_leaning(name, pool, now_s)
-
-    def _is_busy(self, now_s: float) -> bool:
-        waits = self._unrouted or self.held.requests
-        return bool(self._under_way or waits) or now_s < self.looks_until_s
-
-    def _look_at_leanings(self, now_s: float) -> None:
-        if self.leanings is not None:
-            self.leanings.wake(now_s)
 
     @property
     def held(self) -> Held:
@@ -100,11 +122,10 @@ class Cluster(ReplicaPools):
     @property
     def waiting_for_workers(self) -> int:
         """Requests that wait for the first replicas of a pool."""
-        waits = self._settings.on_demand and self._routed.registry.snapshot.lacks_workers(MODEL.name)
+        waits = self._on_demand and self._routed.registry.snapshot.lacks_workers(MODEL.name)
         return len(self._unrouted) + self.held.requests if waits else 0
 
     def _begin(self, request: SimulatedRequest, now_s: float) -> None:
-        self._look_at_leanings(now_s)
         if self._admitted is None:
             self._send(request, now_s)
         else:
@@ -119,26 +140,36 @@ class Cluster(ReplicaPools):
     def _send(self, request: SimulatedRequest, now_s: float) -> None:
         if not self._route(request, now_s):
             self._unrouted.append(request)
-            wait_s = TIMEOUT_S if self.waiting_for_workers else self._settings.no_worker_wait_s
+            wait_s = TIMEOUT_S if self.waiting_for_workers else NO_WORKER_WAIT_S
             self._events.at(now_s + wait_s, lambda at_s: self._give_up(request, at_s))
 
     def _route(self, request: SimulatedRequest, now_s: float) -> bool:
-        routed = self._routed.choose(request, now_s, self.lending)
+        routed = self._routed.choose(request, self._flight(request), now_s)
         if routed is None:
             return False
-        request.prefill, request.decode = prefill, decode = routed.replicas
-        self._under_way[request] = None
-        if self._admitted is not None:
-            self._admitted.routed(request, *routed.keys, now_s)
-        for replica in routed.replicas:
+        prefill, decode, request.relieves_prefill = routed
+        request.prefill, request.decode = prefill, decode
+        for replica in (prefill, decode):
             if replica is not None:
                 replica.assigned += 1
         if decode is not None:
             decode.reserve(request, now_s)
         elif prefill is not None:
             request.reserved_s = now_s
-            prefill.enqueue(request, now_s)
+            prefill.compute(request, now_s, handed_off=True)
         return True
+
+    def _flight(self, request: SimulatedRequest) -> Flight:
+        """The request in the account of work."""
+        if self._admitted is not None:
+            return self._admitted.entry(request)
+        if (flight := self._flights.get(request)) is None:
+            tokens, output = request.prompt_tokens, request.output_tokens
+            flight = Flight(
+                prompt_tokens=tokens, uncached_tokens=tokens, expected_output=output, max_output=output
+            )
+            self._flights[request] = flight
+        return flight
 
     def _give_up(self, request: SimulatedRequest, now_s: float) -> None:
         if request in self._unrouted:
@@ -148,99 +179,87 @@ class Cluster(ReplicaPools):
             self._refuse(request, now_s)
 
     def _reserved(self, request: SimulatedRequest, now_s: float) -> None:
-        self._routed.reserved(request)
-        prefill, decode = request.prefill, request.decode
-        if isinstance(prefill, PrefillReplica):
-            prefill.enqueue(request, now_s)
-        elif isinstance(decode, DecodeReplica):
-            decode.prefill_here(request, now_s, lambda at_s: self._computed(request, at_s, at_s))
+        self._routed.reserved(request, self._flight(request))
+        if request.prefill is not None:
+            request.prefill.compute(request, now_s, handed_off=True)
+        elif request.decode is not None:
+            if "prefill" not in request.decode.pools and not request.relieves_prefill:
+                self._on_local(request, now_s)
+            request.decode.compute(request, now_s, handed_off=False)
 
     def _computed(self, request: SimulatedRequest, now_s: float, transferred_s: float) -> None:
-        if request.first_token_s is None:
-            request.first_token_s = now_s
-            self._on_first_token(request, now_s)
-            if self._admitted is not None:
-                self._admitted.first_token(request, now_s)
+        request.first_token_s = now_s
+        self._on_first_token(request, now_s)
+        if self._admitted is not None:
+            self._admitted.first_token(request, now_s)
+        else:
+            self._routed.registry.loads.output(self._flight(request), 1)
         request.computed = request.kv_tokens
-        self._routed.first_token(request, now_s)
         prefill, request.prefill = request.prefill, None
         if prefill is not None:
             prefill.assigned -= 1
             self._end_if_empty(prefill, now_s)
-        if request.decode is None or request.output_tokens < 2:
-            self._decoded(request, now_s, joined=False)
-            return
-        handoff_s = self._settings.engine.handoff_s if prefill is not None else 0.0
         decode = request.decode
+        if decode is None or request.output_tokens < 2:
+            self._ended(request, now_s, joined=False)
+            return
+        handoff_s = self._scenario.engine.handoff_s if prefill is not None else 0.0
         self._events.at(transferred_s + handoff_s, lambda at_s: self._join(request, decode, at_s))
 
     def _join(self, request: SimulatedRequest, decode: SimulatedReplica, now_s: float) -> None:
-        if isinstance(decode, DecodeReplica) and request.decode is decode:
-            request.joined_s = now_s
-            decode.join(request, now_s)
+        request.joined_s = now_s
+        decode.join(request, now_s)
 
-    def _decoded(self, request: SimulatedRequest, now_s: float, joined: bool = True) -> None:
+    def _ended(self, request: SimulatedRequest, now_s: float, *, joined: bool) -> None:
         request.finished_s = now_s
-        request.keep_first_times()
-        self._under_way.pop(request, None)
         self._routed.answered(request)
-        decode = request.decode
-        if isinstance(decode, DecodeReplica):
+        if (decode := request.decode) is not None:
             decode.assigned -= 1
             if not joined:
                 decode.leave(request, now_s)
             self._end_if_empty(decode, now_s)
         if self._admitted is not None:
             self._admitted.ended(request, now_s)
+        else:
+            self._routed.registry.loads.ended(self._flights.pop(request))
         self._on_end(request, now_s)
 
-    def _make(self, pool: PoolName, name: str, now_s: float, kind: str) -> SimulatedReplica:
-        if self._settings.neutral:
-            neutral = self._maker.neutral(name, now_s, pool, kind)
-            self._pool_of(neutral).append(neutral)
-            return neutral
-        if pool == "prefill":
-            prefill = self._maker.prefill(name, now_s, kind)
-            self.prefill.append(prefill)
-            return prefill
-        decode = self._maker.decode(name, now_s, kind)
-        self.decode.append(decode)
-        return decode
+    def _new_replica(self, name: str, role: RoleName, now_s: float) -> SimulatedReplica:
+        scenario = self._scenario
+        tokens = scenario.cache_tokens or scenario.engine.kv_capacity_tokens
+        cache = PrefixCache(tokens) if scenario.prefix_cache else None
+        replica = SimulatedReplica(
+            name, role, now_s, scenario.engine, self._events, self._calls, cache, scenario.tpot_target_s
+        )
+        self.replicas.append(replica)
+        return replica
 
-    def _forget(self, replica: SimulatedReplica) -> None:
+    def _fail_start(self, replica: SimulatedReplica, now_s: float) -> None:
+        if replica.state is ReplicaState.STARTING:
+            replica.enter(ReplicaState.DRAINING, now_s)
+            self._end_if_empty(replica, now_s)
+
+    def _become_ready(self, replica: SimulatedReplica, now_s: float) -> None:
+        if replica.state is ReplicaState.STARTING:
+            # `reconcile` moves it to standby where the plan wants that.
+            replica.enter(ReplicaState.READY, now_s)
+            self._rotation_changed(now_s)
+
+    def _end_if_empty(self, replica: SimulatedReplica, now_s: float) -> None:
+        if replica.state is not ReplicaState.DRAINING or replica.assigned or replica.ended_s is not None:
+            return
+        replica.ended_s = now_s
+        self.ended.append(replica)
+        self.replicas.remove(replica)
         self._routed.registry.ended(replica)
 
-    def _gone(self, replica: SimulatedReplica, now_s: float) -> None:
-        """A machine is taken away. What is on it resumes elsewhere: prompt and answer so far are computed again."""
-        if replica.ended_s is not None or not isinstance(replica, _LOSABLE):
-            return
-        here = [one for one in self._under_way if replica in (one.prefill, one.decode)]
-        produced = replica.lose(now_s)
-        replica.assigned = 0
-        replica.enter(ReplicaState.DRAINING, now_s)
-        self._end_if_empty(replica, now_s)
-        for request in here:
-            for other in (request.prefill, request.decode):
-                if other is not replica and isinstance(other, _LOSABLE):
-                    other.withdraw(request, now_s)
-                    other.assigned -= 1
-                    self._end_if_empty(other, now_s)
-            self._routed.withdrawn(request)
-            del self._under_way[request]
-            request.begin_again(produced.get(request, 0))
-            self.resumed += 1
-            self._send(request, now_s)
-
     def _rotation_changed(self, now_s: float) -> None:
-        ready = ReplicaState.READY
-        prefill = [replica for replica in self.prefill if replica.state is ready]
-        decode = [replica for replica in self.decode if replica.state is ready]
-        if self._settings.neutral:
-            both = [replica for replica in self._neutral if replica.state is ready]
-            prefill, decode = list(both), list(both)
-        self._routed.registry.rotate(prefill, decode, now_s)
-        self._look_at_leanings(now_s)
+        ready = [replica for replica in self.replicas if replica.state is ReplicaState.READY]
+        self._routed.registry.rotate(ready, now_s)
         waiting, self._unrouted = self._unrouted, []
         self._unrouted = [request for request in waiting if not self._route(request, now_s)]
         if self._admitted is not None:
             self._admitted.rotated(now_s)
+
+    def _named(self, name: str) -> SimulatedReplica:
+        return next(replica for replica in self.replicas if replica.name == name)

@@ -1,19 +1,37 @@
-"""What replicas of both pools have in common: identity, life cycle, and the event queue of the virtual clock.
+"""A simulated replica: one engine that computes prompts, decodes sequences, or both, as its role has it.
 
-A replica is computed in closed form (`prefill_replica.py`, `decode_replica.py`), or step by step by the engine's own
-core (`stepped`).
+While it computes prompts its steps are simulated one by one: each has a token of every sequence, and chunks of prompts.
+A sequence that joins during such a step takes part from the next one on.
+
+Without prompts the batch is advanced in closed form. Between two events it has B sequences whose context C grows by B
+tokens a step, so that k steps take k (base + s B + c C) + c B k (k - 1) / 2 seconds. The number of steps done so far is
+the replica's own clock: a sequence ends when that clock has advanced by its number of tokens. An event costs O(log B).
+Steps are divisible: a sequence may join in the middle of a step, an error of at most one step per request.
+
+As in the engine, KV for the prompt is reserved and then grows. When KV runs out, the sequence that joined last is
+preempted, and recomputed here once there are free blocks again.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
+from collections import deque
 from collections.abc import Callable, Iterator
-from heapq import heappop, heappush
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from heapq import heapify, heappop, heappush
 
+from autoscaler.simulation.cluster.prefix_cache import PrefixCache
+from autoscaler.simulation.cluster.prompt_queue import PromptQueue, QueuedPrompt
+from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.traces.trace import TraceRequest
 from autoscaler.snapshot import ReplicaState
-from engine.pacing.step_time_fit import DecodeStepFit, PromptFit
+from splitserve.latency_model import LatencyModel
+from splitserve.roles import POOLS_OF, PoolName, RoleName
+
+_SAME_STEP = 1e-6
+_SPARE = 0.01
+"""Share of the KV capacity that new requests leave free for running sequences to grow."""
 
 Event = Callable[[float], None]
 """Callback of an event; its argument is the time, seconds."""
@@ -42,115 +60,50 @@ class EventQueue:
         return when_s, event
 
 
-class SimulatedReplica(ABC):
-    """A replica from the order to start it until it ended."""
-
-    def __init__(self, name: str, ordered_s: float) -> None:
-        self.name = name
-        self.state = ReplicaState.STARTING
-        self.since_s = ordered_s
-        self.ordered_s = ordered_s
-        self.ended_s: float | None = None
-        self.replica_class, self.speed = "", 1.0
-        """Its class, and how many replicas of speed 1 do its work; of a neutral one, as it decodes."""
-        self.asleep = self.waking = False
-        """Whether it is a standby that sleeps, and whether it is to join since."""
-        self.assigned = 0
-        """Requests routed to it that have not ended."""
-
-    @property
-    @abstractmethod
-    def load(self) -> int:
-        """Requests that run or wait here. The least loaded replica is drained first."""
-
-    @property
-    def is_up(self) -> bool:
-        """Whether its process has started and not ended."""
-        return self.state is not ReplicaState.STARTING and self.ended_s is None
-
-    def enter(self, state: ReplicaState, now_s: float) -> None:
-        """Enters a state."""
-        self.state, self.since_s = state, now_s
-
-
+@dataclass(slots=True, eq=False)
 class SimulatedRequest:
     """State and timestamps of one request. Times in seconds of the virtual clock; None: has not happened."""
 
-    __slots__ = (
-        "admitted_s",
-        "arrival_s",
-        "block_ids",
-        "cached",
-        "computed",
-        "decode",
-        "decoded",
-        "failed",
-        "finished_s",
-        "first_times",
-        "first_token_s",
-        "held_s",
-        "joined_s",
-        "output_tokens",
-        "prefill",
-        "prompt_tokens",
-        "rejoins",
-        "reserved_s",
-        "started_s",
-    )
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    block_ids: tuple[int, ...]
+    admitted_s: float
+    """When admission let it through; its arrival where there is none."""
+    held_s: tuple[float, float] = (0.0, 0.0)
+    """How long admission held it for want of capacity: of prefill, and of decode."""
+    cached: int = 0
+    """Prompt tokens found in the prefix cache."""
+    computed: int = 0
+    """Prompt tokens computed, including cached ones."""
+    decoded: int = 0
+    """Tokens after the first that were decoded before a preemption."""
+    rejoins: bool = False
+    """Whether it was preempted, and its decode replica computes it again."""
+    relieves_prefill: bool = False
+    """Whether its decode replica computes the prompt only because others wait at the prefill replica."""
+    prefill: SimulatedReplica | None = None
+    decode: SimulatedReplica | None = None
+    reserved_s: float | None = None
+    """When decode reserved its KV."""
+    started_s: float | None = None
+    """When its first chunk started."""
+    first_token_s: float | None = None
+    joined_s: float | None = None
+    """When its KV was complete on decode."""
+    finished_s: float | None = None
+    failed: bool = False
 
-    def __init__(self, request: TraceRequest) -> None:
-        self.arrival_s = request.arrival_s
-        self.admitted_s = request.arrival_s
-        """When admission let it through; its arrival where there is none."""
-        self.held_s: tuple[float, float] = (0.0, 0.0)
-        """How long admission held it for want of capacity: of prefill, and of decode."""
-        self.prompt_tokens = request.prompt_tokens
-        self.output_tokens = request.output_tokens
-        self.block_ids = request.block_ids
-        self.cached = 0
-        """Prompt tokens found in the prefix cache."""
-        self.computed = 0
-        """Prompt tokens computed, including cached ones."""
-        self.decoded = 0
-        """Tokens after the first that were decoded before a preemption, or before its machine was taken away."""
-        self.rejoins = False
-        """Whether it was preempted, and its decode replica computes it again."""
-        self.prefill: SimulatedReplica | None = None
-        self.decode: SimulatedReplica | None = None
-        self.reserved_s: float | None = None
-        """When decode reserved its KV."""
-        self.started_s: float | None = None
-        """When its first chunk started."""
-        self.first_token_s: float | None = None
-        self.joined_s: float | None = None
-        """When its KV was complete on decode."""
-        self.finished_s: float | None = None
-        self.failed = False
-        self.first_times: tuple[float | None, float | None, float | None] | None = None
-        """`reserved_s`, `started_s` and `joined_s` of the attempt with the first token, where it was not the last."""
-
-    @property
-    def remaining(self) -> int:
-        """Prompt tokens not computed yet, those of the answer so far among them."""
-        return self.kv_tokens - self.computed
+    @classmethod
+    def of(cls, request: TraceRequest) -> SimulatedRequest:
+        """A request of a trace, before it arrives."""
+        arrival_s = request.arrival_s
+        return cls(arrival_s, request.prompt_tokens, request.output_tokens, request.block_ids, arrival_s)
 
     @property
     def kv_tokens(self) -> int:
         """KV tokens needed on decode at the start: the prompt, and what was decoded before a preemption."""
         return self.prompt_tokens + self.decoded
-
-    def begin_again(self, tokens: int) -> None:
-        """Its replica is gone; `tokens` of its answer were there."""
-        if self.first_token_s is not None and self.first_times is None:
-            self.first_times = self.reserved_s, self.started_s, self.joined_s
-        self.decoded = max(self.decoded, tokens - 1)
-        self.prefill = self.decode = None
-        self.computed, self.rejoins = 0, False
-
-    def keep_first_times(self) -> None:
-        """Once it has ended: its phases are those of the attempt that gave the first token."""
-        if self.first_times is not None:
-            self.reserved_s, self.started_s, self.joined_s = self.first_times
 
     @property
     def ttft_s(self) -> float | None:
@@ -165,141 +118,300 @@ class SimulatedRequest:
         return (self.finished_s - self.first_token_s) / (self.output_tokens - 1)
 
 
-class CacheChanges(NamedTuple):
-    """Names of trace blocks that a prefix cache took in, parents first, and of those that it gave up."""
+@dataclass(frozen=True, slots=True)
+class ReplicaCalls:
+    """What a replica tells its cluster."""
 
-    stored: list[int]
-    removed: list[int]
+    reserved: Callable[[SimulatedRequest, float], None]
+    """A request has its KV here, at this time."""
+    computed: Callable[[SimulatedRequest, float, float], None]
+    """A prompt is computed, at the first time; at the second its KV is where it is decoded."""
+    decoded: Callable[[SimulatedRequest, float], None]
+    """A request has ended, at this time."""
 
 
-class PrefillReplica(SimulatedReplica):
-    """Computes prompts for which decode has reserved KV."""
+class SimulatedReplica:
+    """A replica from the order to start it until it ended."""
 
-    @property
-    @abstractmethod
-    def waiting(self) -> int:
-        """Prompts not started yet."""
-
-    @property
-    def prompts(self) -> int:
-        """Prompts that run or wait."""
-        return self.load
-
-    @property
-    @abstractmethod
-    def queued_tokens(self) -> int:
-        """Prompt tokens to compute, of waiting and running prompts."""
-
-    @property
-    def backlog_tokens(self) -> int:
-        """The same of all prompts here, as a coordinator counts them."""
-        return self.queued_tokens
-
-    @property
-    @abstractmethod
-    def prefill_tokens_per_s(self) -> float:
-        """As workers report it; 0 until measured."""
-
-    @property
-    def prompt_fit(self) -> PromptFit | None:
-        """As workers report it; None until measured, and in closed form."""
-        return None
-
-    @property
-    def lent_speedup(self) -> float:
-        """As workers report it; 0 where no cores are lent."""
-        return 0.0
-
-    @property
-    @abstractmethod
-    def computed_tokens(self) -> int:
-        """Prompt tokens computed so far."""
-
-    @property
-    @abstractmethod
-    def busy_s(self) -> float:
-        """Seconds spent computing so far."""
-
-    @abstractmethod
-    def enqueue(self, request: SimulatedRequest, now_s: float) -> None:
-        """Queues a prompt for which decode has reserved KV."""
+    def __init__(
+        self,
+        name: str,
+        role: RoleName,
+        ordered_s: float,
+        engine: EngineModel,
+        events: EventQueue,
+        calls: ReplicaCalls,
+        cache: PrefixCache | None = None,
+        tpot_s: float | None = None,
+    ) -> None:
+        """`cache`: of the prompts that are computed here or whose KV arrives here."""
+        self.name, self.role = name, role
+        self.state = ReplicaState.STARTING
+        self.since_s = self.ordered_s = ordered_s
+        self.ended_s: float | None = None
+        self.assigned = 0
+        """Requests routed to it that have not ended."""
+        self.computed_tokens, self.busy_s = 0, 0.0
+        """Prompt tokens computed so far, and the seconds of the steps that had any."""
+        self.cache = cache
+        self._roles: list[tuple[RoleName, float]] = [(role, ordered_s)]
+        """Its roles, each with the time since when."""
+        self._engine, self._events, self._calls = engine, events, calls
+        self.prompts = PromptQueue(engine, tpot_s)
+        self._handed_off = 0
+        """Prompts computed here for other replicas."""
+        self._lane_free_s = self._began_s = 0.0
+        self._batch: list[tuple[float, int, SimulatedRequest]] = []
+        self._joined = 0
+        self._waiting: deque[SimulatedRequest] = deque()
+        self._steps = self._context = 0.0
+        self._at_s = ordered_s
+        self._version = 0
+        self.held = 0
+        """Sequences that hold KV: running ones and reservations."""
+        self.reserved_tokens = 0
+        """KV tokens reserved for sequences that do not run yet."""
+        self.preempted = 0
+        self._sharing: int | None = None
+        """Sequences in the step under way, where steps are simulated one by one; None: they are not."""
 
     @property
-    @abstractmethod
-    def tells_cache(self) -> bool:
-        """Whether this replica has a prefix cache of its own, whose changes the router learns."""
+    def pools(self) -> frozenset[PoolName]:
+        """The pools that it is in."""
+        return POOLS_OF[self.role]
 
     @property
-    @abstractmethod
-    def cache_has_changed(self) -> bool:
-        """Whether `take_cache_changes` has something to tell."""
-
-    @abstractmethod
-    def take_cache_changes(self) -> CacheChanges:
-        """What has changed since the last call."""
-
-
-class DecodeReplica(SimulatedReplica):
-    """Decodes sequences, and computes prompts that are left to it."""
+    def load(self) -> int:
+        """Requests that run or wait here. The least loaded replica is drained first."""
+        return self._handed_off + self.held + len(self._waiting)
 
     @property
-    @abstractmethod
     def running(self) -> int:
         """Sequences in the batch."""
+        return len(self._batch)
 
     @property
-    @abstractmethod
     def waiting_reservations(self) -> int:
         """Requests that wait for a reservation."""
+        return len(self._waiting)
 
     @property
-    @abstractmethod
     def context_tokens(self) -> float:
         """KV tokens of the running batch and of reservations."""
+        return self._context + self.reserved_tokens
 
     @property
-    @abstractmethod
-    def local_tokens(self) -> int:
-        """Prompt tokens to be computed here."""
+    def latency(self) -> LatencyModel:
+        """What it has measured of itself, as workers report it."""
+        engine = self._engine
+        return LatencyModel(
+            engine.prefill if self.computed_tokens else None, engine.decode if self._joined else None
+        )
 
-    @property
-    @abstractmethod
-    def step_s(self) -> float:
-        """Duration of the current step, seconds; 0 when idle."""
+    def enter(self, state: ReplicaState, now_s: float) -> None:
+        """Enters a state."""
+        self.state, self.since_s = state, now_s
 
-    @property
-    def prompt_fit(self) -> PromptFit | None:
-        """As workers report it; None until measured, and in closed form."""
-        return None
+    def take_role(self, role: RoleName, now_s: float) -> None:
+        """Takes another role. What is under way by the earlier one goes on."""
+        self.role = role
+        self._roles.append((role, now_s))
 
-    @property
-    def lent_speedup(self) -> float:
-        """See PrefillReplica."""
-        return 0.0
+    def hours_as(self, role: RoleName, end_s: float) -> float:
+        """Hours from its order until it ended, or until `end_s`, for which it has had a role."""
+        end_s = min(end_s, end_s if self.ended_s is None else self.ended_s)
+        ends = [since_s for _, since_s in self._roles[1:]] + [end_s]
+        spans = (
+            min(until_s, end_s) - since_s
+            for (had, since_s), until_s in zip(self._roles, ends, strict=True)
+            if had == role
+        )
+        return sum(max(0.0, span_s) for span_s in spans) / 3600
 
-    @property
-    def step_fit(self) -> DecodeStepFit | None:
-        """The same for decode steps."""
-        return None
-
-    @abstractmethod
     def produced(self, now_s: float) -> Iterator[tuple[SimulatedRequest, int]]:
         """Running sequences with their output tokens so far."""
+        self._advance(now_s)
+        for end, _, request in self._batch:
+            yield request, math.floor(request.output_tokens - (end - self._steps) + _SAME_STEP)
 
-    @abstractmethod
     def reserve(self, request: SimulatedRequest, now_s: float) -> None:
         """Reserves KV and a batch slot for a request, now or when they are free, in order of arrival."""
+        self._waiting.append(request)
+        self._admit(now_s)
 
-    @abstractmethod
-    def prefill_here(
-        self, request: SimulatedRequest, now_s: float, computed: Callable[[float], None]
-    ) -> None:
-        """Computes the prompt of a request that has its reservation. Calls `computed` with the time when it is."""
+    def compute(self, request: SimulatedRequest, now_s: float, *, handed_off: bool) -> None:
+        """Computes a prompt, for another replica where it is `handed_off`, in steps that the batch here shares."""
+        if self.cache is not None:
+            request.cached = self.cache.cached_tokens(request.block_ids, request.prompt_tokens)
+        self._handed_off += handed_off
 
-    @abstractmethod
+        def done(began_s: float, at_s: float) -> None:
+            request.started_s = began_s
+            self._handed_off -= handed_off
+            self._keep(request)
+            self._calls.computed(request, at_s, self._lane_free_s if handed_off else at_s)
+
+        self._queue(QueuedPrompt(request.prompt_tokens, request.cached, done, handed_off), now_s)
+
     def join(self, request: SimulatedRequest, now_s: float) -> None:
-        """Adds a sequence to the batch: its KV is here and its first token is known."""
+        """Adds a sequence to the batch: its KV has arrived and its first token is known."""
+        self._advance(now_s)
+        self._joined += 1
+        self.reserved_tokens -= request.kv_tokens
+        self._context += request.kv_tokens + 1
+        self._keep(request)
+        first = self._steps + (1 if self._sharing else 0)
+        heappush(self._batch, (first + request.output_tokens - 1 - request.decoded, self._joined, request))
+        self._plan_next()
 
-    @abstractmethod
     def leave(self, request: SimulatedRequest, now_s: float) -> None:
         """Releases the reservation of a request that never ran here."""
+        self.reserved_tokens -= request.kv_tokens
+        self.held -= 1
+        self._admit(now_s)
+
+    def _keep(self, request: SimulatedRequest) -> None:
+        """Caches a prompt in what sequences leave of the KV."""
+        if self.cache is not None and request.block_ids:
+            self.cache.keep(request.block_ids, int(self.context_tokens))
+
+    def _queue(self, prompt: QueuedPrompt, now_s: float) -> None:
+        self.prompts.add(prompt)
+        self._begin_step(now_s)
+
+    def _begin_step(self, now_s: float) -> None:
+        """Begins a step with prompt tokens, or leaves the batch to the closed form where there are none."""
+        if self._sharing is not None:
+            return
+        if not self.prompts.tokens:
+            self._plan_next()
+            return
+        self._advance(now_s)
+        self._version += 1
+        latency, self._sharing, self._began_s = self._engine.decode, len(self._batch), now_s
+        prompts_s = self.prompts.begin_step(self._sharing, self._context, now_s)
+        decodes_s = latency.decode_step_s(self._sharing, self._context) - latency.base_s
+        self._events.at(now_s + self._engine.prefill.base_s + decodes_s + prompts_s, self._end_step)
+
+    def _end_step(self, now_s: float) -> None:
+        shared = self._sharing or 0
+        self._sharing, self._at_s = None, now_s
+        if shared:
+            self._steps += 1
+            self._context += shared
+        complete, computed, handed_off = self.prompts.end_step()
+        self.computed_tokens += computed
+        self.busy_s += now_s - self._began_s
+        # Writes overlap with the next step; the link carries one chunk after the other.
+        self._lane_free_s = max(self._lane_free_s, now_s) + self._engine.transfer_s(handed_off)
+        self._end_sequences(now_s)
+        while len(self._batch) > 1 and self._context + self.reserved_tokens > self._engine.kv_capacity_tokens:
+            self._preempt_last()
+        for prompt in complete:
+            prompt.done(prompt.began_s or 0.0, now_s)
+        # After the events that `done` has made for now: a prompt's sequence takes part in the next step.
+        self._events.at(now_s, self._begin_step)
+
+    def _admit(self, now_s: float) -> None:
+        admissible_tokens = self._engine.kv_capacity_tokens * (1 - _SPARE)
+        while self._waiting and self.held < self._engine.max_running_requests:
+            request = self._waiting[0]
+            if self.held:  # a request larger than the whole capacity is admitted when nothing else is
+                self._advance(now_s)
+                if self.context_tokens + request.kv_tokens > admissible_tokens:
+                    break
+            self._waiting.popleft()
+            self.held += 1
+            self.reserved_tokens += request.kv_tokens
+            if request.rejoins:
+                request.rejoins = False
+                rejoin = partial(self._rejoin, request)
+                self._queue(QueuedPrompt(request.kv_tokens, 0, rejoin, handed_off=False), now_s)
+            else:
+                request.reserved_s = now_s
+                self._calls.reserved(request, now_s)
+        self._plan_next()
+
+    def _rejoin(self, request: SimulatedRequest, _began_s: float, now_s: float) -> None:
+        request.computed = request.kv_tokens
+        self.join(request, now_s)
+
+    def _preempt(self, now_s: float) -> None:
+        """KV is exhausted: preempts the sequence that joined last."""
+        self._advance(now_s)
+        self._preempt_last()
+        self._plan_next()
+
+    def _preempt_last(self) -> None:
+        entry = max(self._batch, key=lambda running: running[1])
+        self._batch.remove(entry)
+        heapify(self._batch)
+        request = entry[2]
+        left = min(
+            request.output_tokens - 1 - request.decoded, math.ceil(entry[0] - self._steps - _SAME_STEP)
+        )
+        self._context -= request.output_tokens + request.prompt_tokens - (entry[0] - self._steps)
+        request.decoded, request.rejoins = request.output_tokens - 1 - left, True
+        self.held -= 1
+        self.preempted += 1
+        self._waiting.appendleft(request)
+
+    def _coefficients(self) -> tuple[float, float]:
+        """(alpha, beta): the next k steps take alpha k^2 + beta k seconds."""
+        batch = len(self._batch)
+        alpha = self._engine.decode.context_token_s * batch / 2
+        return alpha, self._engine.decode.decode_step_s(batch, self._context) - alpha
+
+    def _advance(self, now_s: float) -> None:
+        """Advances the batch to `now_s`; no effect during a step that is simulated by itself."""
+        elapsed_s = now_s - self._at_s
+        if elapsed_s <= 0 or self._sharing is not None:
+            return
+        self._at_s = now_s
+        if not self._batch:
+            return
+        alpha, beta = self._coefficients()
+        steps = elapsed_s / beta
+        if alpha:
+            # The root of alpha k^2 + beta k = elapsed, in the form that is stable for small alpha.
+            steps = 2 * elapsed_s / (beta + math.sqrt(beta * beta + 4 * alpha * elapsed_s))
+        self._steps += steps
+        self._context += steps * len(self._batch)
+
+    def _plan_next(self) -> None:
+        self._version += 1
+        if not self._batch or self._sharing is not None:
+            return
+        version = self._version
+        alpha, beta = self._coefficients()
+        steps = max(0.0, self._batch[0][0] - self._steps)
+        event = self._finish
+        spare = self._engine.kv_capacity_tokens - self._context - self.reserved_tokens
+        # A single sequence may grow beyond the capacity: there is nothing to preempt for it.
+        if len(self._batch) > 1 and spare < steps * len(self._batch):
+            steps, event = max(0.0, spare / len(self._batch)), self._preempt
+        self._events.at(
+            self._at_s + steps * (beta + alpha * steps),
+            lambda now_s: event(now_s) if version == self._version else None,
+        )
+
+    def _finish(self, now_s: float) -> None:
+        self._advance(now_s)
+        # By construction the first sequence ends now: correct the rounding error.
+        missing = max(0.0, self._batch[0][0] - self._steps)
+        self._steps += missing
+        self._context += missing * len(self._batch)
+        self._end_sequences(now_s)
+
+    def _end_sequences(self, now_s: float) -> None:
+        ended = []
+        while self._batch and self._batch[0][0] <= self._steps + _SAME_STEP:
+            request = heappop(self._batch)[2]
+            self._context -= request.prompt_tokens + request.output_tokens
+            self.held -= 1
+            ended.append(request)
+        if not self._batch:
+            self._context = 0.0
+        for request in ended:
+            self._calls.decoded(request, now_s)
+        self._admit(now_s)

@@ -1,4 +1,5 @@
-"""A column map: any log of requests as a trace. CSV with a header, or one JSON object a line."""
+"""What every trace format checks of a line; and the column map, which reads any log of requests as a trace: CSV with a
+header, or one JSON object a line."""
 
 from __future__ import annotations
 
@@ -11,22 +12,50 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from autoscaler.simulation.traces.line_checks import bad_line, lines_of
 from splitserve.errors import InvalidArgumentError
+
+MOST_TOKENS = 2**24
+
+
+def lines_of(text: str) -> list[str]:
+    """Its lines. `str.splitlines` would also break inside of a string of JSON, at U+2028 for one."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+
+
+def bad_line(path: Path, line: int, what: str) -> InvalidArgumentError:
+    """The error that names the line."""
+    return InvalidArgumentError(f"trace: {path}, line {line}: {what}", reason="BAD_TRACE", field="trace")
+
+
+def json_lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The requests of a JSONL file with the numbers of their lines. Raises InvalidArgumentError for other lines."""
+    for line, row in enumerate(lines_of(text), 1):
+        if not row.strip():
+            continue
+        try:
+            data = json.loads(row)
+        except (RecursionError, ValueError):
+            raise bad_line(path, line, "not a JSON object") from None
+        if not isinstance(data, dict):
+            raise bad_line(path, line, "not a JSON object")
+        yield line, data
+
+
+def token_count(path: Path, line: int, name: str, value: Any) -> int:
+    """A number of tokens, at least 1. Raises InvalidArgumentError."""
+    try:
+        count = int(value)
+    except (TypeError, ValueError, OverflowError):
+        raise bad_line(path, line, f"{name} must be a whole number, not {value!r:.80}") from None
+    if not 0 <= count <= MOST_TOKENS:
+        raise bad_line(path, line, f"{name} must be 0..{MOST_TOKENS}, not {count}")
+    # The engine has at least one prompt token and one output token.
+    return max(1, count)
+
 
 NEEDED = ("timestamp", "input_length", "output_length")
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _DELIMITERS = (",", ";", "\t")
-
-
-@dataclass(frozen=True, slots=True)
-class LogLine:
-    """One request of a log. Lengths as they are written there."""
-
-    line: int
-    timestamp_s: float
-    input_length: Any
-    output_length: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +88,12 @@ class ColumnMap:
             raise _wrong(f"unit must be {', '.join(UNITS)}, not {unit!r}")
         return cls(**found, unit_s=UNITS[unit])
 
-    def lines(self, path: Path, text: str) -> Iterator[LogLine]:
-        """The requests, as they stand in the file. Raises InvalidArgumentError naming the first bad line."""
+    def lines(self, path: Path, text: str) -> Iterator[tuple[int, float, Any, Any]]:
+        """The requests: line, time in seconds, and lengths as they are written there. Raises InvalidArgumentError
+        naming the first bad line."""
         rows = self._json(path, text) if text.lstrip().startswith("{") else self._csv(path, text)
         for line, (when, prompt, output) in rows:
-            yield LogLine(line, self._seconds(path, line, when), prompt, output)
+            yield line, self._seconds(path, line, when), prompt, output
 
     def _csv(self, path: Path, text: str) -> Iterator[tuple[int, tuple[Any, ...]]]:
         lines = lines_of(text)
@@ -83,14 +113,8 @@ class ColumnMap:
             yield rows.line_num, tuple(row[place].strip() for place in places)
 
     def _json(self, path: Path, text: str) -> Iterator[tuple[int, tuple[Any, ...]]]:
-        for line, row in enumerate(lines_of(text), 1):
-            if not row.strip():
-                continue
-            try:
-                data = json.loads(row)
-            except (RecursionError, ValueError):
-                raise bad_line(path, line, "not a JSON object") from None
-            names = (self.timestamp, self.input_length, self.output_length)
+        names = (self.timestamp, self.input_length, self.output_length)
+        for line, data in json_lines(path, text):
             yield line, tuple(_field(path, line, data, name) for name in names)
 
     def _seconds(self, path: Path, line: int, value: Any) -> float:

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoscaler.simulation.traces.trace import Trace, TraceRequest
-from autoscaler.sizing.engine_model import EngineModel
+from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.simulation.traces.trace import MOST_REQUESTS, Trace, TraceRequest
+from splitserve.errors import InvalidArgumentError
 
 PEAK_WINDOW_S = 60.0
 """A peak is the mean over a minute."""
@@ -27,10 +28,7 @@ def peak_replicas(trace: Trace, engine: EngineModel, tpot_s: float) -> float:
     bins = math.floor(trace.duration_s / PEAK_WINDOW_S) + 1
     work = np.zeros(bins)
     for request in trace.requests:
-        share, length_s = decode_claim(engine, request, tpot_s)
-        work[int(request.arrival_s // PEAK_WINDOW_S)] += (
-            engine.prompt_s(request.prompt_tokens) + share * length_s
-        )
+        work[int(request.arrival_s // PEAK_WINDOW_S)] += sum(pool_work_s([request], engine, tpot_s))
     return float(work.max() / PEAK_WINDOW_S)
 
 
@@ -41,21 +39,12 @@ def decode_claim(engine: EngineModel, request: TraceRequest, tpot_s: float) -> t
     has no slot left; the request then has 1/B of it for as long as its tokens take at that step.
     """
     context = request.prompt_tokens + request.output_tokens / 2
-    each_s = engine.sequence_s + engine.context_token_s * context
-    by_time = max(0.0, tpot_s - engine.step_s) / each_s if each_s > 0 else math.inf
+    step = engine.decode
+    each_s = step.sequence_s + step.context_token_s * context
+    by_time = max(0.0, tpot_s - step.base_s) / each_s if each_s > 0 else math.inf
     by_kv = engine.kv_capacity_tokens / (request.prompt_tokens + request.output_tokens)
     batch = max(1.0, min(by_time, by_kv, engine.max_running_requests))
-    return 1 / batch, (request.output_tokens - 1) * (engine.step_s + each_s * batch)
-
-
-def shifted(trace: Trace, by_s: float) -> Trace:
-    """The trace with all arrivals `by_s` later; what would come after its end comes at its begin."""
-    length_s = trace.duration_s
-    if not length_s:
-        return trace
-    # A remainder may be the length itself by rounding; both ends are the same moment.
-    moved = [replace(one, arrival_s=(one.arrival_s + by_s) % length_s) for one in trace.requests]
-    return Trace(trace.name, sorted(moved, key=lambda one: one.arrival_s))
+    return 1 / batch, (request.output_tokens - 1) * (step.base_s + each_s * batch)
 
 
 def scaled(trace: Trace, factor: float, seed: int = 0, jitter_s: float = JITTER_S) -> Trace:
@@ -63,8 +52,12 @@ def scaled(trace: Trace, factor: float, seed: int = 0, jitter_s: float = JITTER_
 
     Each request comes floor(factor) or ceil(factor) times, at random so that `factor` is the mean, each copy
     moved by up to `jitter_s` either way: more users who behave alike, but not in lock-step. The copies share no
-    prefix. This smooths bursts shorter than the jitter, as more users do; longer ones keep their shape.
+    prefix. This smooths bursts shorter than the jitter, as more users do; longer ones keep their shape. Raises
+    InvalidArgumentError (TRACE_TOO_LONG) for more than `MOST_REQUESTS`.
     """
+    if (requests := len(trace.requests) * factor) > MOST_REQUESTS:
+        message = f"scale: {requests:.3g} requests are more than {MOST_REQUESTS}: cut the trace"
+        raise InvalidArgumentError(message, reason="TRACE_TOO_LONG", field="scale")
     chance = random.Random(seed)
     last_s = trace.duration_s
     copies: list[TraceRequest] = []
@@ -83,23 +76,11 @@ def scaled(trace: Trace, factor: float, seed: int = 0, jitter_s: float = JITTER_
     return Trace(trace.name, copies)
 
 
-def scaled_to_peak(
-    trace: Trace,
-    replicas: float,
-    engine: EngineModel,
-    tpot_s: float,
-    seed: int = 0,
-    jitter_s: float = JITTER_S,
-) -> Trace:
+def scaled_to_peak(trace: Trace, replicas: float, engine: EngineModel, tpot_s: float, seed: int = 0) -> Trace:
     """Scales the arrival rate so that the busiest minute, jitter included, fills `replicas` replicas."""
     factor = replicas / peak_replicas(trace, engine, tpot_s)
-    smoothed = peak_replicas(scaled(trace, factor, seed, jitter_s), engine, tpot_s)
-    return scaled(trace, factor * replicas / smoothed, seed, jitter_s)
-
-
-def hastened(trace: Trace, factor: float) -> Trace:
-    """The same requests in 1 / `factor` of the time."""
-    return Trace(trace.name, [replace(one, arrival_s=one.arrival_s / factor) for one in trace.requests])
+    smoothed = peak_replicas(scaled(trace, factor, seed), engine, tpot_s)
+    return scaled(trace, factor * replicas / smoothed, seed)
 
 
 def pool_work_s(requests: Sequence[TraceRequest], engine: EngineModel, tpot_s: float) -> tuple[float, float]:

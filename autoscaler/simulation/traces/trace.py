@@ -1,21 +1,22 @@
-"""Traces and their file formats: Azure CSV, Mooncake JSONL, the recordings of `splitserve record`, and any log through
-a column map."""
+"""Traces and their file formats: the coordinator's request log, Azure CSV, Mooncake JSONL, and any log through a column
+map."""
 
 from __future__ import annotations
 
 import csv
 import json
 import random
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby, islice
 from pathlib import Path
+from typing import Any
 
-from autoscaler.simulation.traces.columns import ColumnMap
-from autoscaler.simulation.traces.line_checks import bad_line, lines_of, token_count
-from splitserve.errors import InvalidArgumentError
-from splitserve.runtime.bounded_file import read_named_text
+from autoscaler.simulation.traces.columns import ColumnMap, bad_line, json_lines, lines_of, token_count
+from splitserve.errors import ConfigError, InvalidArgumentError
+from splitserve.runtime.bounded_file import read_named_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +47,21 @@ class Trace:
 
 
 AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
-NOT_REQUESTS = frozenset({"recording", "workers"})
-"""Keys of a recording's lines that are no requests: its head and its end."""
+LOG_FIELDS = frozenset({"time", "prefix_hashes", "outcome"})
+"""Fields of a request log's line that no other format has."""
 csv.field_size_limit(2**24)
 """Logs have prompts beside the numbers."""
 MOST_BYTES = 2**29
 """Of a file. It is read as a whole."""
 MOST_REQUESTS = 2_000_000
-"""Of a trace. The simulator keeps each of them, about a kilobyte, until the end of the run."""
+"""Of a trace, copies included. The simulator keeps each of them, about a kilobyte, until the end of the run."""
+LONGEST_DAYS = 31
+"""Of a trace. One in microseconds that is read as seconds lasts for years."""
+GZIP = b"\x1f\x8b"
+"""What a compressed file begins with."""
 _MOST_MS = 1e15
 """Times since the epoch are less."""
+_HASH_MASK = 2**48 - 1
 _MICROSECOND_DIGITS = 26
 """Length of a timestamp with six digits of fraction, as far as datetime reads."""
 
@@ -63,51 +69,93 @@ _MICROSECOND_DIGITS = 26
 def load_trace(path: Path, seed: int = 0, columns: ColumnMap | None = None) -> Trace:
     """The trace in a file; its first character tells the format. With `columns` it is any log that has these.
 
-    `seed` decides how arrivals are spread inside the ticks of a Mooncake trace; a recording has exact times.
-    Raises what `read_trace` and `trace_of` do.
+    `seed` decides how arrivals are spread inside the ticks of a Mooncake trace; a request log has exact times.
+    Raises ConfigError for a file that cannot be read or has more than `MOST_BYTES`, InvalidArgumentError (BAD_TRACE)
+    with the number of the first bad line, and (TRACE_TOO_LONG) for more than `MOST_REQUESTS`, or more than
+    `LONGEST_DAYS` from the first to the last.
     """
-    return trace_of(path, read_trace(path), seed, columns)
-
-
-def read_trace(path: Path, setting: str = "trace") -> str:
-    """The text of a file that may be a trace. Raises ConfigError naming the setting, also for more than
-    `MOST_BYTES`."""
-    return read_named_text(path, setting, MOST_BYTES, pipes="patient", encoding="utf-8-sig")
-
-
-def trace_of(path: Path, text: str, seed: int = 0, columns: ColumnMap | None = None) -> Trace:
-    """The trace of a text; see `load_trace`. Raises InvalidArgumentError (BAD_TRACE) with the number of the first bad
-    line, and (TRACE_TOO_LONG) for more than `MOST_REQUESTS`."""
-    mooncake = columns is None and text.lstrip().startswith("{")
-    recorded = mooncake and is_recording(text)
+    text, in_ticks = _text(path), False
     try:
         if columns is not None:
             rows = _mapped(path, text, columns)
+        elif not text.lstrip().startswith("{"):
+            rows = _azure(path, text)
+        elif _is_request_log(text):
+            rows = _request_log(path, text)
         else:
-            rows = _mooncake(path, text) if mooncake else _azure(path, text)
-        found = list(islice(rows, MOST_REQUESTS + 1))
+            rows, in_ticks = _mooncake(path, text), True
+        requests = list(islice(rows, MOST_REQUESTS + 1))
     except csv.Error as error:
         raise bad_line(path, 1, f"not CSV, from here or from a later line on: {error}") from None
-    if not found:
+    if not requests:
         raise bad_line(path, 1, "no requests")
-    if len(found) > MOST_REQUESTS:
+    if len(requests) > MOST_REQUESTS:
         what = f"trace: {path} has more than {MOST_REQUESTS} requests; cut it, or replay it in parts"
         raise InvalidArgumentError(what, reason="TRACE_TOO_LONG", field="trace")
-    found.sort(key=lambda request: request.arrival_s)
-    if mooncake and not recorded:
-        found = _spread(found, seed)
-    first_s = found[0].arrival_s
-    return Trace(path.stem, [_shifted(request, -first_s) for request in found])
+    requests.sort(key=lambda request: request.arrival_s)
+    if in_ticks:
+        requests = _spread(requests, seed)
+    first_s = requests[0].arrival_s
+    if (days := (requests[-1].arrival_s - first_s) / 86_400) > LONGEST_DAYS:
+        what = f"it lasts for {days:.3g} days, at most {LONGEST_DAYS} can be replayed"
+        message = f"trace: {what}: cut it, or look at the unit of its times"
+        raise InvalidArgumentError(message, reason="TRACE_TOO_LONG", field="trace")
+    return Trace(path.stem, [_shifted(request, -first_s) for request in requests])
 
 
-def is_recording(text: str) -> bool:
-    """Whether a JSONL file is one of `splitserve record`: its first line says so."""
+def _text(path: Path) -> str:
+    """The text of a file that may be compressed by gzip."""
+    content = read_named_file(path, "trace", MOST_BYTES)
+    if content.startswith(GZIP):
+        content = _unpacked(path, content)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        message = f"trace: {path} is no UTF-8 text, at byte {error.start}"
+        raise ConfigError(message, field="trace") from None
+
+
+def _unpacked(path: Path, content: bytes) -> bytes:
+    """The content of a gzip file, which may have several members."""
+    pieces, room = [], MOST_BYTES
+    while content:
+        member = zlib.decompressobj(wbits=31)
+        try:
+            pieces.append(member.decompress(content, room + 1))
+        except zlib.error:
+            raise ConfigError(f"trace: {path} is damaged: no gzip file", field="trace") from None
+        room -= len(pieces[-1])
+        if room < 0:
+            what = f"cannot read {path}: unpacked, it has more than {MOST_BYTES} bytes"
+            raise ConfigError(f"trace: {what}", field="trace")
+        if not member.eof:
+            raise ConfigError(f"trace: {path} is damaged: the gzip file ends early", field="trace")
+        content = member.unused_data
+    return b"".join(pieces)
+
+
+def _is_request_log(text: str) -> bool:
+    """Whether a JSONL file is a request log: its first line says so."""
     head, _, _ = text.lstrip().partition("\n")
     try:
         data = json.loads(head)
     except (RecursionError, ValueError):
         return False
-    return isinstance(data, dict) and "recording" in data
+    return isinstance(data, dict) and data.keys() >= LOG_FIELDS
+
+
+def _request_log(path: Path, text: str) -> Iterator[TraceRequest]:
+    """Requests that did not complete count with the answer that they had."""
+    for line, data in json_lines(path, text):
+        at_s, hashes = _time(path, line, data, "time", "seconds"), data.get("prefix_hashes")
+        try:
+            # 48 bits: the hashes of a scaled trace's copies stay below 2^64.
+            blocks = tuple(int(name, 16) & _HASH_MASK for name in hashes or ())
+        except (TypeError, ValueError):
+            raise bad_line(path, line, "prefix_hashes must be a list of hexadecimal numbers") from None
+        prompt = token_count(path, line, "prompt_tokens", data.get("prompt_tokens"))
+        output = token_count(path, line, "output_tokens", data.get("output_tokens"))
+        yield TraceRequest(at_s, prompt, output, blocks)
 
 
 def _azure(path: Path, text: str) -> Iterator[TraceRequest]:
@@ -130,37 +178,28 @@ def _azure(path: Path, text: str) -> Iterator[TraceRequest]:
 
 
 def _mapped(path: Path, text: str, columns: ColumnMap) -> Iterator[TraceRequest]:
-    for one in columns.lines(path, text):
-        prompt = token_count(path, one.line, columns.input_length, one.input_length)
-        output = token_count(path, one.line, columns.output_length, one.output_length)
-        yield TraceRequest(one.timestamp_s, prompt, output)
+    for line, timestamp_s, input_length, output_length in columns.lines(path, text):
+        prompt = token_count(path, line, columns.input_length, input_length)
+        output = token_count(path, line, columns.output_length, output_length)
+        yield TraceRequest(timestamp_s, prompt, output)
 
 
 def _mooncake(path: Path, text: str) -> Iterator[TraceRequest]:
-    for line, row in enumerate(lines_of(text), 1):
-        if not row.strip():
-            continue
-        try:
-            data = json.loads(row)
-        except (RecursionError, ValueError):
-            raise bad_line(path, line, "not a JSON object") from None
-        if not isinstance(data, dict):
-            raise bad_line(path, line, "not a JSON object")
-        if not data.keys().isdisjoint(NOT_REQUESTS):
-            continue
-        timestamp = data.get("timestamp")
-        if (
-            isinstance(timestamp, bool)
-            or not isinstance(timestamp, int | float)
-            or not 0 <= timestamp <= _MOST_MS
-        ):
-            raise bad_line(path, line, f"timestamp must be a number of milliseconds, not {timestamp!r:.80}")
+    for line, data in json_lines(path, text):
+        at_ms = _time(path, line, data, "timestamp", "milliseconds")
         blocks = data.get("hash_ids", [])
         if not isinstance(blocks, list) or not all(isinstance(block, int) for block in blocks):
             raise bad_line(path, line, "hash_ids must be a list of integers")
         prompt = token_count(path, line, "input_length", data.get("input_length"))
         output = token_count(path, line, "output_length", data.get("output_length"))
-        yield TraceRequest(timestamp / 1e3, prompt, output, tuple(blocks))
+        yield TraceRequest(at_ms / 1e3, prompt, output, tuple(blocks))
+
+
+def _time(path: Path, line: int, data: Mapping[str, Any], name: str, unit: str) -> float:
+    value = data.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST_MS:
+        raise bad_line(path, line, f"{name} must be a number of {unit}, not {value!r:.80}")
+    return value
 
 
 def _spread(found: list[TraceRequest], seed: int) -> list[TraceRequest]:

@@ -6,7 +6,7 @@ beginning is replayed on one replica of each pool and an `EngineModel` is fitted
 `--minutes` are scaled to `--peak-replicas`, go through the simulator with the same policy, and are then replayed.
 
 Requests' targets are those of the policy. Lengths are multiplied by `--prompt-share` and `--output-share`. Workers
-compute for their own pool alone (`--hybrid off`, no lent cores), as the simulator's do.
+compute for their own pool alone (`--local-prefill never`), as the simulator's do.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import numpy as np
 from rich.console import Console
 
 from autoscaler.policies.policy_file import parse_policy
-from autoscaler.simulation.evaluation.comparison import run_policy
-from autoscaler.simulation.outcome import Outcome, Slo
-from autoscaler.simulation.scenario import Scenario
+from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.simulation.outcome import Outcome
+from autoscaler.simulation.scenario import Scenario, Slo
+from autoscaler.simulation.simulator import run_policy
 from autoscaler.simulation.traces.scaling import scaled_to_peak
 from autoscaler.simulation.traces.trace import Trace, TraceRequest, load_trace
-from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import PoolName
 from bench.asking import AskedAnswer
 from bench.autoscaling.engine_fit import EVALUATIONS, fitted
@@ -54,18 +54,18 @@ def rules_of(
     options: argparse.Namespace, prefill: int, decode: int, *, fixed: bool = False
 ) -> dict[str, Any]:
     """A policy with at least so many replicas; `fixed`: never more. Apart from bounds and targets, the default."""
-    found: dict[str, Any] = {}
+    pools: dict[str, Any] = {}
     for pool, least, most, target_ms in (
         ("prefill", prefill, options.max_prefill, options.ttft_ms),
         ("decode", decode, options.max_decode, options.tpot_ms),
     ):
-        found[pool] = {
+        pools[pool] = {
             "min_replicas": least,
             "max_replicas": least if fixed else most,
             "target_ms": target_ms,
         }
-        found[pool] |= {"gpus_per_replica": 0, "cold_start_s": options.cold_start_s}
-    return found
+        pools[pool] |= {"gpus_per_replica": 0, "cold_start_s": options.cold_start_s}
+    return pools
 
 
 def parts_of(options: argparse.Namespace) -> tuple[Trace, Trace]:
@@ -75,11 +75,11 @@ def parts_of(options: argparse.Namespace) -> tuple[Trace, Trace]:
     def cut(requests: Sequence[TraceRequest], stretch: float) -> list[TraceRequest]:
         return [
             TraceRequest(
-                (one.arrival_s - requests[0].arrival_s) * stretch,
-                max(2, round(one.prompt_tokens * options.prompt_share)),
-                max(2, round(one.output_tokens * options.output_share)),
+                (request.arrival_s - requests[0].arrival_s) * stretch,
+                max(2, round(request.prompt_tokens * options.prompt_share)),
+                max(2, round(request.output_tokens * options.output_share)),
             )
-            for one in requests
+            for request in requests
         ]
 
     first, rest = whole.requests[: options.fit_requests], whole.requests[options.fit_requests :]
@@ -87,7 +87,7 @@ def parts_of(options: argparse.Namespace) -> tuple[Trace, Trace]:
     rate = len(first) / max(first[-1].arrival_s - first[0].arrival_s, 1e-9)
     return (
         Trace("to fit", with_bursts(cut(first, rate / options.fit_rate))),
-        Trace(whole.name, cut([one for one in rest if one.arrival_s < last_s], 1.0)),
+        Trace(whole.name, cut([request for request in rest if request.arrival_s < last_s], 1.0)),
     )
 
 
@@ -149,7 +149,7 @@ def forecast_of(
         slo,
         cold_start_s,
         initial,
-        prefix_cache="off",
+        prefix_cache=False,
         admission=AdmissionConfig(),
     )
     return run_policy(scenario, parse_policy(rules))
@@ -164,16 +164,16 @@ def outcome_of(
     forecast: Outcome,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Both, side by side, and whether the bar holds."""
+    """The real run and the forecast, side by side, and whether the bar holds."""
     marks = [met(answer, slo) for answer in answers]
-    attained = sum(all(one) for one in marks) / len(marks)
+    attained = sum(all(mark) for mark in marks) / len(marks)
     failed = Counter(answer.reason for answer in answers if isinstance(answer, SplitserveError))
     ttft_s = [answer.token_s[0] for answer in answers if isinstance(answer, AskedAnswer)]
     real = {
         "of": "real processes",
         "attained": round(attained, 4),
-        "ttft": round(sum(one[0] for one in marks) / len(marks), 4),
-        "tpot": round(sum(one[1] for one in marks) / len(marks), 4),
+        "ttft": round(sum(mark[0] for mark in marks) / len(marks), 4),
+        "tpot": round(sum(mark[1] for mark in marks) / len(marks), 4),
         **percentiles(ttft_s),
         "failed": sum(failed.values()),
         "most_prefill": most["prefill"],
@@ -184,10 +184,10 @@ def outcome_of(
         "attained": round(forecast.attainment, 4),
         "ttft": round(forecast.attainment_ttft, 4),
         "tpot": round(forecast.attainment_tpot, 4),
-        **percentiles([one.ttft_s for one in forecast.requests if one.ttft_s is not None]),
+        **percentiles([request.ttft_s for request in forecast.requests if request.ttft_s is not None]),
         "failed": forecast.failed_requests,
-        "most_prefill": max(sum(one.replicas["prefill"].values()) for one in forecast.moments),
-        "most_decode": max(sum(one.replicas["decode"].values()) for one in forecast.moments),
+        "most_prefill": max(sum(moment.replicas["prefill"].values()) for moment in forecast.moments),
+        "most_decode": max(sum(moment.replicas["decode"].values()) for moment in forecast.moments),
     }
     within = most["prefill"] <= options.max_prefill and most["decode"] <= options.max_decode
     holds = abs(attained - forecast.attainment) <= POINTS and not failed and within
@@ -203,7 +203,7 @@ def outcome_of(
 
 
 def percentiles(ttft_s: Sequence[float]) -> dict[str, float]:
-    """Of the time to the first token, seconds."""
+    """Percentiles of the time to the first token, in seconds."""
     return {f"ttft_p{share}_s": round(float(np.percentile(ttft_s, share)), 3) for share in (50, 95)}
 
 
@@ -237,9 +237,9 @@ def main() -> int:
     options = parser.parse_args()
     machine, tell = this_machine(), Console(stderr=True)
     try:
-        found = asyncio.run(run(options, tell))
+        content = asyncio.run(run(options, tell))
     except SplitserveError as error:
         tell.print(f"error: {error.message}")
         return 1
-    show_content("trace_slice", "bench.autoscaling.trace_slice", machine, found, as_json=options.json)
-    return 0 if found["holds"] else 1
+    show_content("trace_slice", "bench.autoscaling.trace_slice", machine, content, as_json=options.json)
+    return 0 if content["holds"] else 1

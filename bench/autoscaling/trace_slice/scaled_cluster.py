@@ -22,8 +22,8 @@ from autoscaler.simulation.traces.trace import Trace, TraceRequest
 from bench.asking import AskedAnswer, ask, random_prompt
 from bench.autoscaling.from_zero import workers
 from bench.core_shares import CoreShares
+from launcher.cluster.process_specs import SERVING_STATES
 from splitserve.client import AsyncClient
-from splitserve.cluster.process_specs import SERVING_STATES
 from splitserve.errors import SplitserveError
 
 START_S, POLL_S, WATCH_S, SEED = 300.0, 0.1, 0.5, 0
@@ -40,7 +40,7 @@ class ScaledCluster:
     """Most replicas that served at once, by pool."""
 
     def follow(self, rules: Mapping[str, Any]) -> None:
-        """The autoscaler follows these rules from now on."""
+        """Writes the policy file: the autoscaler follows these rules from now on."""
         beside = self.policy.with_suffix(".next")
         beside.write_text(json.dumps(rules))
         beside.replace(self.policy)
@@ -48,10 +48,10 @@ class ScaledCluster:
     async def serving(self) -> Counter[str]:
         """Replicas that serve, by pool."""
         workers = (await self.client.server_info()).workers
-        return Counter(worker.pool for worker in workers if worker.state in SERVING_STATES)
+        return Counter(worker.role for worker in workers if worker.state in SERVING_STATES)
 
     async def until(self, holds: Callable[[Counter[str]], bool]) -> None:
-        """Waits until it holds of the replicas that serve."""
+        """Waits until `holds` is true of the serving replicas. Raises TimeoutError after START_S seconds."""
         async with asyncio.timeout(START_S):
             while not holds(await self.serving()):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)  # only the coordinator knows
@@ -60,7 +60,7 @@ class ScaledCluster:
         """Sends every request at its time, with a prompt that no cache holds."""
         began = time.monotonic()
 
-        async def one(request: TraceRequest) -> AskedAnswer | SplitserveError:
+        async def answered(request: TraceRequest) -> AskedAnswer | SplitserveError:
             await asyncio.sleep(max(0.0, began + request.arrival_s - time.monotonic()))
             prompt = random_prompt(self.numbers, request.prompt_tokens)
             try:
@@ -69,7 +69,7 @@ class ScaledCluster:
                 return error
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(request)) for request in trace.requests]
+            tasks = [group.create_task(answered(request)) for request in trace.requests]
         return [task.result() for task in tasks]
 
     async def watch(self) -> None:
@@ -84,21 +84,21 @@ class ScaledCluster:
 async def scaled_cluster(
     model: str, max_step_tokens: int, rules: Mapping[str, Any], shares: CoreShares
 ) -> AsyncIterator[ScaledCluster]:
-    """What the rules say at first, and an autoscaler that goes on by those of `ScaledCluster.follow`."""
+    """A cluster whose autoscaler follows `rules`, and later the rules of `ScaledCluster.follow`."""
     with tempfile.TemporaryDirectory() as scratch:
         policy = Path(scratch) / "policy.json"
         policy.write_text(json.dumps(rules))
         command = [
             sys.executable,
             "-m",
-            "splitserve",
+            "launcher",
             "up",
             "--model",
             model,
             "--autoscale",
             str(policy),
         ]
-        command += ["--threads", "1", "--hybrid", "off", "--no-lend-cores", "--no-pin-cores"]
+        command += ["--threads", "1", "--local-prefill", "never", "--no-pin-cores"]
         command += ["--max-step-tokens", str(max_step_tokens), "--grpc-port", "0", "--http-port", "off"]
         with Path(scratch, "up.log").open("w") as log:  # noqa: ASYNC230
             process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=log)

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from splitserve.cluster.placement import available_cores
+from launcher.cluster.placement import available_cores
 from splitserve.errors import UnavailableError
 
 GIB = 2**30

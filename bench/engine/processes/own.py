@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from bench.engine.limits import cuda_limits, machine_limits
 from bench.engine.processes.questions import (
     HIGHEST_TOKEN,
     LOWEST_TOKEN,
@@ -20,11 +21,17 @@ from bench.engine.processes.questions import (
     serve,
 )
 from bench.engine.processes.random_model import loaded_runner
+from engine.core.engine import EngineRequest, StopParams
 from engine.core.engine_core import EngineCore
-from engine.core.model_runner import ModelRunner, PendingStep, warm_up
-from engine.core.types import EngineRequest, SampledToken, SamplingParams, ScheduledSequence, StopParams
+from engine.core.model_runner import (
+    ModelRunner,
+    PendingStep,
+    SampledToken,
+    SamplingParams,
+    ScheduledSequence,
+    warm_up,
+)
 from engine.runner.device import choose_device
-from engine.runner.self_test.rates import cuda_limits, machine_limits
 from splitserve.config.engine import EngineConfig
 
 STEP_TOKENS = 512
@@ -66,7 +73,6 @@ class OwnEngine:
         threads: int,
         device: str,
         random_weights: bool,
-        quantization: str = "none",
         kv_bytes: int = KV_BYTES,
     ) -> None:
         on_cpu = device == "cpu"
@@ -74,7 +80,6 @@ class OwnEngine:
         self._limits = None if on_cpu else cuda_limits(choose_device(device))
         config = EngineConfig(
             dtype="bfloat16",
-            quantization="int8" if quantization == "int8" else "none",
             device=device,
             threads=threads,
             kv_memory_bytes=kv_bytes if on_cpu else None,
@@ -89,7 +94,7 @@ class OwnEngine:
         self._threads, self._numbers, self._asked = threads, random.Random(0), 0
 
     def answer(self, question: Question) -> Answer:
-        """See `bench.engine.processes.questions`."""
+        """Times the steps that the question asks for; `limits` is answered with what the machine gives."""
         match question["phase"]:
             case "limits":
                 return self._limits or machine_limits(self._threads)
@@ -137,7 +142,6 @@ if __name__ == "__main__":
     parser.add_argument("threads", type=int)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--random-weights", action="store_true")
-    parser.add_argument("--quantization", choices=("none", "int8"), default="none")
     parser.add_argument("--kv-bytes", type=int, default=KV_BYTES, help="of the pool on cpu")
     asked = parser.parse_args()
     serve(
@@ -147,7 +151,6 @@ if __name__ == "__main__":
                 asked.threads,
                 asked.device,
                 asked.random_weights,
-                asked.quantization,
                 asked.kv_bytes,
             ).answer
         )

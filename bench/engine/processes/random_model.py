@@ -6,15 +6,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.backends.cuda.forward import prepare_device
-from engine.core.types import ModelFacts
+from engine.core.model_runner import ModelFacts
 from engine.kv_cache.memory import DTYPES
 from engine.model.attention_interface import ATTENTION_NAME, AttentionContext, bind_layers
 from engine.model.loaded_model import LoadedModel
 from engine.model.probe import probe_logits, probe_model
 from engine.model.sibling_linears import pack_siblings
 from engine.model.support import context_limit, declared_windows
-from engine.runner.device import choose_device
-from engine.runner.dtype import choose_dtype
+from engine.runner.device import choose_device, choose_dtype
 from engine.runner.torch_runner import TorchRunner, build_torch_runner, make_torch_runner
 from splitserve.config.engine import EngineConfig
 from splitserve.models.hf_tokenizer import load_tokenizer
@@ -23,7 +22,7 @@ from splitserve.models.tokenizer import Tokenizer
 
 
 def random_runner(folder: str, config: EngineConfig) -> TorchRunner:
-    """A runner of the model whose `config.json` lies in `folder`; see `random_model`."""
+    """A runner of the model whose `config.json` lies in `folder`, with random weights."""
     return make_torch_runner(random_model(folder, config), config)
 
 
@@ -37,9 +36,9 @@ def loaded_runner(model: str, config: EngineConfig, *, random_weights: bool) -> 
     return runner, load_tokenizer(source.tokenizer_source)
 
 
-def random_model(folder: str, config: EngineConfig, *, fusible: bool = True) -> LoadedModel:
+def random_model(folder: str, config: EngineConfig) -> LoadedModel:
     """The model whose `config.json` lies in `folder`. On a CUDA device its linear layers are packed as the loader packs
-    them, on cpu they are not. `fusible`: see `LoadedModel`."""
+    them, on cpu they are not."""
     device = choose_device(config.device)
     if device.type == "cuda":
         prepare_device(device)
@@ -58,6 +57,4 @@ def random_model(folder: str, config: EngineConfig, *, fusible: bool = True) -> 
     if device.type == "cuda":
         pack_siblings(module, lambda: probe_logits(module, context))
         torch.cuda.empty_cache()
-    return LoadedModel(
-        module, settings, context, facts, attention, dtype, device, fingerprint="random", fusible=fusible
-    )
+    return LoadedModel(module, settings, context, facts, attention, dtype, device, fingerprint="random")

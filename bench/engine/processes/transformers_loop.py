@@ -31,7 +31,7 @@ class TransformersLoop:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
     def answer(self, question: Question) -> Answer:
-        """See `bench.engine.processes.questions`."""
+        """Times the prefills or decode steps that the question asks for."""
         with torch.inference_mode():
             if question["phase"] == "prefill":
                 return {"step_s": [self._prefill(question["context"]) for _ in range(question["steps"])]}

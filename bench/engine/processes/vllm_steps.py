@@ -39,7 +39,7 @@ class VllmSteps:
         self._numbers, self._asked = random.Random(0), 0
 
     def answer(self, question: Question) -> Answer:
-        """See `questions`."""
+        """Times the prefills or decode steps that the question asks for."""
         if question["phase"] == "prefill":
             return {"step_s": [self._prefill(question["context"]) for _ in range(question["steps"])]}
         return {"step_s": self._decode(question["batch"], question["context"], question["steps"])}

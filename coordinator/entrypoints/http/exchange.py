@@ -1,24 +1,157 @@
 """One HTTP request and its response, directly on ASGI: no wrapper between a token and the socket.
 
-`Endpoint` wraps the handler of every path and turns exceptions into error responses.
+`Endpoint` wraps the handler of every path and turns exceptions into error responses: status, OpenAI's error object,
+retry headers. Official clients turn the object into a typed exception by the status, see
+https://platform.openai.com/docs/guides/error-codes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
+import re
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Never
 
+import grpc
 from starlette.types import Message, Receive, Scope, Send
 
-from coordinator.entrypoints.http.errors import NO_NAMES, FieldNames, Headers, HttpError, error_response
-from coordinator.entrypoints.input_limits import InputLimits
-from coordinator.request.caller import Authenticator, Caller
-from coordinator.request.ids import random_hex
-from coordinator.request.inference_request import REQUEST_ID
+from coordinator.entrypoints.inference_api import InputLimits
+from coordinator.request.inference_request import REQUEST_ID, Authenticator, Caller, random_hex
 from coordinator.tenants.access_control import BEARER
+from splitserve.errors import InvalidArgumentError, SplitserveError
+from splitserve.logs import log_exception
+from splitserve.rpc.status import known_error
+
+Headers = list[tuple[bytes, bytes]]
+
+DEFAULT_RETRY_AFTER_S = 1.0
+STATUS: Mapping[grpc.StatusCode, int] = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.FAILED_PRECONDITION: 503,
+    grpc.StatusCode.CANCELLED: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+"""Everything else is 500."""
+TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
+"""Other statuses below 500 are "invalid_request_error", from 500 on "server_error"."""
+CODES: Mapping[str, str | None] = {
+    "INVALID_ARGUMENT": "invalid_value",
+    "PROMPT_TOO_LONG": "context_length_exceeded",
+    "UNAUTHENTICATED": "invalid_api_key",
+    "WRONG_API_KEY": "invalid_api_key",
+    "RESOURCE_EXHAUSTED": "rate_limit_exceeded",
+    "TENANT_QUOTA": "rate_limit_exceeded",
+    "TENANT_CONCURRENCY": "rate_limit_exceeded",
+}
+"""OpenAI's error code for a reason; other reasons are used in lower case."""
+
+
+CHALLENGE = (b"www-authenticate", b'Bearer realm="splitserve"')
+"""What a response with status 401 has to say by RFC 9110."""
+
+
+class HttpError(InvalidArgumentError):
+    """An error with an HTTP status of its own, such as 405."""
+
+    def __init__(self, status: int, message: str, reason: str, headers: Headers | None = None) -> None:
+        super().__init__(message, reason=reason)
+        self.status = status
+        self.headers = headers or []
+
+
+class FieldNames:
+    """Maps gRPC field names to those of one HTTP request, so that errors name what the client sent."""
+
+    def __init__(
+        self, names: Mapping[str, str] | None = None, parts: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """`parts`: words in messages that stand for a part of the request, and what they stand for."""
+        self._given = names or {}
+        self._parts = parts
+
+    def http_name(self, field: str) -> str:
+        """The HTTP name of a gRPC field."""
+        names = {"sampling.": "", "stop.stop_strings": "stop", "stop.": "", **self._given}
+        for prefix, name in sorted(names.items(), key=lambda item: -len(item[0])):
+            if field.startswith(prefix):
+                return name + field[len(prefix) :]
+        return field
+
+    def reworded(self, error: SplitserveError) -> str:
+        """The error's message with HTTP field names."""
+        if error.field is None:
+            return error.message
+        message = error.message.replace(error.field, self.http_name(error.field))
+        return re.sub(r"\b\w+\b", lambda word: self._parts.get(word[0], word[0]), message)
+
+
+NO_NAMES = FieldNames()
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorResponse:
+    """An error as an HTTP response."""
+
+    status: int
+    body: bytes
+    """`{"error": {...}}`"""
+    headers: Headers
+
+
+def error_response(error: Exception, names: FieldNames = NO_NAMES) -> ErrorResponse:
+    """The response for an error. Call it from an `except` block.
+
+    Anything but a SplitserveError becomes status 500 with an incident id, under which the traceback is logged.
+    """
+    known = known_error(error)
+    if known is None:
+        incident = uuid.uuid4().hex[:12]
+        log_exception("http.internal_error", error, incident=incident)
+        known = SplitserveError(f"internal error, incident {incident}")
+    if isinstance(known, HttpError):
+        return ErrorResponse(known.status, _body(known.status, known, names), known.headers)
+    status = STATUS.get(known.code, 500)
+    headers = [CHALLENGE] if status == 401 else _retry_headers(status, known)
+    return ErrorResponse(status, _body(status, known, names), headers)
+
+
+def _body(status: int, error: SplitserveError, names: FieldNames) -> bytes:
+    shown: dict[str, Any] = {
+        "message": names.reworded(error),
+        "type": TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
+        "param": names.http_name(error.field) if error.field is not None else None,
+        "code": CODES.get(error.reason, error.reason.lower()),
+    }
+    return json.dumps({"error": shown}, ensure_ascii=False).encode("utf-8", "replace")
+
+
+def _retry_headers(status: int, error: SplitserveError) -> Headers:
+    """`retry-after` for errors with a hint and for any 503; a 429 without a hint does not depend on time."""
+    seconds = error.retry_after_s
+    if seconds is None:
+        if status != 503:
+            return []
+        seconds = DEFAULT_RETRY_AFTER_S
+    return [
+        (b"retry-after", b"%d" % max(1, math.ceil(seconds))),
+        (b"retry-after-ms", b"%d" % max(1, math.ceil(seconds * 1e3))),
+    ]
+
 
 BODY_TIMEOUT_S = 60.0
 """From the end of the head to the end of the body."""

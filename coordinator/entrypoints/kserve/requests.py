@@ -14,24 +14,25 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from coordinator.entrypoints.kserve.tensors import SLICE_ELEMENTS, read_inputs
-from coordinator.entrypoints.kserve.values import (
+from coordinator.entrypoints.kserve.tensors import (
+    SLICE_ELEMENTS,
     as_biases,
     as_bool,
     as_float,
     as_int,
     as_ints,
     as_name,
+    as_stops,
     as_text,
-    as_texts,
     parameter_value,
+    read_inputs,
     refuse,
     tensor_value,
 )
-from coordinator.request.inference_request import MAX_PRIORITY, REQUEST_ID
-from coordinator.request.request_trace import RequestTrace
+from coordinator.request.inference_request import REQUEST_ID, RequestTrace
 from splitserve.client.request_builder import build_request
 from splitserve.client.types import GenerateOptions
+from splitserve.generation.bounds import MAX_PRIORITY
 from splitserve.kserve import open_inference_pb2 as pb
 from splitserve.v1 import inference_pb2
 
@@ -49,7 +50,7 @@ SAMPLING: Mapping[str, Reader] = {
     "presence_penalty": as_float,
     "frequency_penalty": as_float,
     "seed": as_int,
-    "stop": as_texts,
+    "stop": as_stops,
     "stop_token_ids": as_ints,
     "ignore_eos": as_bool,
     "logprobs": as_int,
@@ -162,26 +163,27 @@ def read_request(request: pb.ModelInferRequest) -> Asked:
 
 def _given(request: pb.ModelInferRequest) -> dict[str, Any]:
     """All settings by name, parsed; each may be given once."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, tensor in read_inputs(request).items():
-        _put(found, name, tensor_value(tensor))
+        _put(settings, name, tensor_value(tensor))
     for name, parameter in request.parameters.items():
-        _put(found, name, parameter_value(name, parameter))
-    if "sampling_parameters" in found:
-        for name, value in _json_object(found.pop("sampling_parameters")).items():
+        _put(settings, name, parameter_value(name, parameter))
+    if "sampling_parameters" in settings:
+        for name, value in _json_object(settings.pop("sampling_parameters")).items():
             if ALIASES.get(name, name) not in SAMPLING:
                 refuse(f"sampling_parameters.{name}", "is not known")
-            _put(found, name, value)
-    return found
+            if value is not None:
+                _put(settings, name, value)
+    return settings
 
 
-def _put(found: dict[str, Any], name: str, value: Any) -> None:
+def _put(settings: dict[str, Any], name: str, value: Any) -> None:
     known = ALIASES.get(name, name)
     if known not in READERS:
         refuse(name, "is not known; see ModelMetadata")
-    if known in found:
+    if known in settings:
         refuse(name, "is given twice")
-    found[known] = READERS[known](name, value)
+    settings[known] = READERS[known](name, value)
 
 
 def _json_object(text: str) -> Mapping[str, Any]:

@@ -8,10 +8,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from typing_extensions import override
 
-from coordinator.entrypoints.grpc_trace import TRACEPARENT, TraceHeaders, trace_headers
 from coordinator.entrypoints.inference_api import InferenceApi
-from coordinator.entrypoints.kserve.metadata import (
+from coordinator.entrypoints.inference_service import TRACEPARENT, TraceHeaders, trace_headers
+from coordinator.entrypoints.kserve.requests import MAX_ID, Asked, read_request
+from coordinator.entrypoints.kserve.responses import (
+    ONLY_VERSION,
+    Responses,
+    failure,
     model_config,
     model_metadata,
     named,
@@ -19,15 +24,14 @@ from coordinator.entrypoints.kserve.metadata import (
     server_metadata,
     versions_of,
 )
-from coordinator.entrypoints.kserve.requests import MAX_ID, Asked, read_request
-from coordinator.entrypoints.kserve.responses import ONLY_VERSION, Responses, failure
-from coordinator.request.caller import Caller
+from coordinator.request.inference_request import Caller
+from coordinator.request.sending import WaitingOutput
 from coordinator.tenants.access_control import AccessControl
 from splitserve.errors import NotFoundError
 from splitserve.kserve import open_inference_pb2 as pb
 from splitserve.kserve.open_inference_pb2_grpc import GRPCInferenceServiceServicer
+from splitserve.rpc.server import write_whole
 from splitserve.rpc.status import shown_error
-from splitserve.rpc.writing import write_whole
 from splitserve.v1 import generation_pb2, inference_pb2
 
 if TYPE_CHECKING:
@@ -41,29 +45,31 @@ Put = Callable[[pb.ModelInferResponse], Awaitable[None]]
 
 
 class KserveService(GRPCInferenceServiceServicer):
-    """See GRPCInferenceService in protos/splitserve/kserve."""
+    """The servicer of the Open Inference Protocol, on top of InferenceApi."""
 
     def __init__(self, api: InferenceApi, access: AccessControl, max_in_flight: int = MAX_IN_FLIGHT) -> None:
         self._api = api
         self._access = access
         self._max_in_flight = max_in_flight
 
+    @override
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Any) -> pb.ServerLiveResponse:
-        """See the proto. Needs no credentials, like any health check."""
+        """Needs no credentials, like any health check."""
         return pb.ServerLiveResponse(live=True)
 
+    @override
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Any) -> pb.ServerReadyResponse:
-        """See the proto. Needs no credentials, like any health check."""
+        """Needs no credentials, like any health check."""
         return pb.ServerReadyResponse(ready=self._api.is_ready)
 
+    @override
     async def ServerMetadata(
         self, request: pb.ServerMetadataRequest, context: Any
     ) -> pb.ServerMetadataResponse:
-        """See the proto."""
         return server_metadata()
 
+    @override
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Any) -> pb.ModelReadyResponse:
-        """See the proto."""
         try:
             model = await self._model(request, context)
         except NotFoundError:
@@ -71,23 +77,23 @@ class KserveService(GRPCInferenceServiceServicer):
         ready = {version.name: version.ready for version in model.versions}
         return pb.ModelReadyResponse(ready=ready.get(request.version, model.ready))
 
+    @override
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Any) -> pb.ModelMetadataResponse:
-        """See the proto."""
         return model_metadata(await self._model(request, context))
 
+    @override
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Any) -> pb.ModelConfigResponse:
-        """See the proto."""
         return model_config(await self._model(request, context))
 
+    @override
     async def RepositoryIndex(
         self, request: pb.RepositoryIndexRequest, context: Any
     ) -> pb.RepositoryIndexResponse:
-        """See the proto."""
         models = await self._api.models(self._access.caller(context))
         return repository_index(models, request.ready)
 
+    @override
     async def ModelInfer(self, request: pb.ModelInferRequest, context: InferContext) -> pb.ModelInferResponse:
-        """See the proto."""
         answers: list[pb.ModelInferResponse] = []
 
         async def keep(response: pb.ModelInferResponse) -> None:
@@ -100,10 +106,11 @@ class KserveService(GRPCInferenceServiceServicer):
         await self._whole(request, asked, caller, keep, context.time_remaining())
         return answers[0]
 
+    @override
     async def ModelStreamInfer(  # type: ignore[override]
         self, requests: AsyncIterator[pb.ModelInferRequest], context: StreamContext
     ) -> None:
-        """See the proto. Cancelling the stream cancels every request on it."""
+        """Cancelling the stream cancels every request on it."""
         caller, headers = self._access.caller(context), trace_headers(context)
         room, writing = asyncio.Semaphore(self._max_in_flight), asyncio.Lock()
 
@@ -195,7 +202,7 @@ class KserveService(GRPCInferenceServiceServicer):
         if version not in ("", ONLY_VERSION):
             model = named(await self._api.models(caller), request.model_name, version)
             asked.generate.model = version if version in versions_of(model) else model.name
-        await self._api.generate(asked.generate, caller, send, left_s, asked.trace)
+        await self._api.generate(asked.generate, caller, WaitingOutput(send), left_s, asked.trace)
 
     async def _model(
         self,

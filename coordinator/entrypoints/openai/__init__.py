@@ -1,1 +1,1 @@
-"""The OpenAI-compatible API. Read `app.py` first: the paths and their handlers; then `serving.py`."""
+"""The OpenAI-compatible API. Read `app.py` first: the paths and their handlers."""

@@ -5,11 +5,22 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, SkipValidation, model_validator
+from typing_extensions import override
 
-from coordinator.entrypoints.http.errors import FieldNames
-from coordinator.entrypoints.openai.fields import NOT_SERVED, GenerationFields, UInt32, check_answers
+from coordinator.entrypoints.http.exchange import FieldNames
+from coordinator.entrypoints.openai.bodies import (
+    FINISH_REASONS,
+    NOT_SERVED,
+    ChoiceBuilder,
+    ChoiceStream,
+    ChunkFrame,
+    Frame,
+    GenerationFields,
+    UInt32,
+    check_answers,
+    quoted,
+)
 from coordinator.entrypoints.openai.logprobs import CompletionLogprobs, TokenTexts
-from coordinator.entrypoints.openai.response import FINISH_REASONS, ChunkFrame, Frame, quoted
 from coordinator.entrypoints.openai.tools import ResponseFormat, format_grammar
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import generation_pb2, inference_pb2
@@ -38,7 +49,7 @@ def _prompts(value: Any) -> list[Prompt]:
         return [value]
     if isinstance(value, list) and value:
         texts = isinstance(value[0], str)
-        if all(isinstance(one, str) if texts else _is_ids(one) for one in value):
+        if all(isinstance(prompt, str) if texts else _is_ids(prompt) for prompt in value):
             return value
     raise ValueError(
         "must be a string, a list of strings, a list of token ids, or a list of such lists: of one form alone"
@@ -50,7 +61,7 @@ def _is_ids(value: Any) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(type(one) is int and 0 <= one < 2**32 for one in value)
+        and all(type(token_id) is int and 0 <= token_id < 2**32 for token_id in value)
     )
 
 
@@ -127,8 +138,8 @@ class CompletionRequest(GenerationFields):
         return requests
 
 
-class CompletionStream:
-    """See ChoiceStream. `echo` is sent first; `texts` is given if logprobs were requested."""
+class CompletionStream(ChoiceStream):
+    """One streamed choice. `echo` is sent first; `texts` is given if logprobs were requested."""
 
     def __init__(
         self, frame: Frame, index: int, *, has_usage: bool, echo: str = "", texts: TokenTexts | None = None
@@ -138,23 +149,26 @@ class CompletionStream:
         self._after = f',"logprobs":null,"finish_reason":null{self._frame.after}'
         self._echo = echo
         self._logprobs = CompletionLogprobs(texts) if texts else None
+        self._length = 0
         self._ended = False
 
+    @override
     def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
-        """See ChoiceStream."""
         events, text = "", delta.text
         if self._echo:
             events, self._echo = self._chunk(self._echo), ""
+        self._length += len(text)
         if self._logprobs is not None and delta.logprobs:
-            events += self._chunk(text, self._logprobs.to_json(delta.logprobs))
+            length = self._length if delta.finish_reason else None
+            events += self._chunk(text, self._logprobs.to_json(delta.logprobs, length))
         elif text:
             events += f"{self._before}{quoted(text)}{self._after}"
         if delta.finish_reason:
             events += self._end(delta.finish_reason)
         return events.encode()
 
+    @override
     def done(self, done: inference_pb2.GenerationDone) -> bytes:
-        """See ChoiceStream."""
         return b"" if self._ended else self._end(done.finish_reason).encode()
 
     def _end(self, reason: int) -> str:
@@ -167,25 +181,17 @@ class CompletionStream:
         return self._frame.chunk({"text": text, "logprobs": logprobs, "finish_reason": finish_reason})
 
 
-class CompletionResponse:
-    """See ChoiceBuilder. The text begins with `echo`; `texts` is given if logprobs were requested."""
+class CompletionResponse(ChoiceBuilder):
+    """One choice of a whole completion."""
 
-    def __init__(self, index: int, *, echo: str = "", texts: TokenTexts | None = None) -> None:
-        self._index, self._texts = index, texts
-        self._pieces = [echo]
-        self._logprobs: list[generation_pb2.TokenLogprob] = []
-
-    def delta(self, delta: generation_pb2.OutputDelta) -> None:
-        """See ChoiceBuilder."""
-        self._pieces.append(delta.text)
-        if self._texts is not None:
-            self._logprobs.extend(delta.logprobs)
-
+    @override
     def to_json(self, done: inference_pb2.GenerationDone) -> dict[str, Any]:
-        """See ChoiceBuilder."""
+        text, logprobs = "".join(self._pieces), None
+        if self._texts is not None:
+            logprobs = CompletionLogprobs(self._texts).to_json(self._logprobs, len(text))
         return {
             "index": self._index,
-            "text": "".join(self._pieces),
-            "logprobs": CompletionLogprobs(self._texts).to_json(self._logprobs) if self._texts else None,
+            "text": text,
+            "logprobs": logprobs,
             "finish_reason": FINISH_REASONS[done.finish_reason],
         }

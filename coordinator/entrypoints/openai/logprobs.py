@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,15 +18,29 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, tuple[str, list[int]]] = {}
+        self._known: dict[int, tuple[str, bytes]] = {}
+        self._visible: dict[int, bytes] = {}
 
-    def of(self, token_id: int) -> tuple[str, list[int]]:
-        """A token's text, with U+FFFD for incomplete characters, and its bytes."""
-        found = self._known.get(token_id)
-        if found is None:
+    def of(self, token_id: int) -> tuple[str, bytes]:
+        """A token's text, and its bytes. Parts of characters are written as OpenAI does, `bytes:\\xf0\\x9f`."""
+        text_and_bytes = self._known.get(token_id)
+        if text_and_bytes is None:
             data = self._tokenizer.token_bytes(token_id)
-            found = self._known[token_id] = data.decode("utf-8", "replace"), list(data)
-        return found
+            try:
+                text = data.decode()
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            text_and_bytes = self._known[token_id] = text, data
+        return text_and_bytes
+
+    def visible(self, token_id: int) -> bytes:
+        """A token's bytes in an answer's text: none of a special token."""
+        data = self._visible.get(token_id)
+        if data is None:
+            # Twice: some tokenizers drop a space at the beginning, which may be the whole token.
+            shows = self._tokenizer.decode([token_id, token_id])
+            data = self._visible[token_id] = self.of(token_id)[1] if shows else b""
+        return data
 
 
 def chat_logprobs(texts: TokenTexts, tokens: Iterable[generation_pb2.TokenLogprob]) -> dict[str, Any]:
@@ -38,14 +53,19 @@ def chat_logprobs(texts: TokenTexts, tokens: Iterable[generation_pb2.TokenLogpro
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of a completion; tracks each token's offset in the text."""
+    """`choices[].logprobs` of a completion; tracks each token's offset in the text, in characters."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
         self._offset = 0
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        """Holds the bytes of a character whose other parts follow."""
 
-    def to_json(self, tokens: Iterable[generation_pb2.TokenLogprob]) -> dict[str, list[Any]]:
-        """The logprobs of the next tokens, following those of earlier calls."""
+    def to_json(
+        self, tokens: Iterable[generation_pb2.TokenLogprob], length: int | None = None
+    ) -> dict[str, list[Any]]:
+        """The logprobs of the next tokens, following those of earlier calls. `length` is that of the whole text once it
+        is known: a stop string may have cut it before the last tokens."""
         shown: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
@@ -58,14 +78,14 @@ class CompletionLogprobs:
             shown["token_logprobs"].append(_finite(token.logprob))
             top = {self._texts.of(other.token_id)[0]: _finite(other.logprob) for other in token.top}
             shown["top_logprobs"].append({text: _finite(token.logprob)} | top)
-            shown["text_offset"].append(self._offset)
-            self._offset += len(text)
+            shown["text_offset"].append(self._offset if length is None else min(self._offset, length))
+            self._offset += len(self._decoder.decode(self._texts.visible(token.token_id)))
         return shown
 
 
 def _chat_entry(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
     text, data = texts.of(token_id)
-    return {"token": text, "logprob": _finite(logprob), "bytes": data}
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
 
 
 def _finite(logprob: float) -> float:

@@ -1,7 +1,7 @@
 """Streaming parser of tool calls in an answer: `<tool_call>{"name": …, "arguments": …}</tool_call>`.
 
-Pure: text in, parts out. Once a call's name is known, its arguments are passed on as they arrive. Text that starts like
-a call but is none is passed on as text, so nothing is lost.
+Pure: text in, parts out. Once a call's name is known, its arguments are passed on as they arrive. A whole call that is
+none is passed on as text. The beginning of a call with which an answer ends is left out: it is no text.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +52,11 @@ Part = TextPart | CallPart | ArgumentsPart
 class ToolCallParser:
     """`feed` each piece of text, then `close`; both return the parts that have become certain."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, must_call: bool = False) -> None:
+        """`must_call`: the answer is calls and nothing else, so that no text is passed on."""
         self.calls = 0
         """Number of calls that have started."""
+        self._must_call = must_call
         self._text = ""
         self._state = self._outside
         self._value = _ObjectEnd()
@@ -62,16 +64,23 @@ class ToolCallParser:
     def feed(self, text: str) -> list[Part]:
         """The parts that this piece completes."""
         self._text += text
-        return list(self._parts())
+        return self._shown(self._parts())
 
-    def close(self) -> list[Part]:
-        """The parts that were held back. Call at the end of the answer."""
+    def close(self, *, is_cut: bool = False) -> list[Part]:
+        """The parts that were held back. Call at the end of the answer. `is_cut`: the model would have gone on."""
         left, self._text = self._text, ""
         if self._state == self._in_call:
-            return self._whole_call(left) or [TextPart(CALL_BEGIN + left)]
-        if self._state == self._outside and left and not (self.calls and not left.strip()):
-            return [TextPart(left)]
-        return []
+            return self._whole_call(left)
+        if self._state != self._outside:
+            return []
+        fragment = _begun(left, CALL_BEGIN)
+        if is_cut or len(fragment) > 1:  # a text may well end with "<"
+            left = left.removesuffix(fragment)
+            left = left.rstrip() if fragment else left
+        return self._shown([TextPart(left)] if left and not (self.calls and not left.strip()) else [])
+
+    def _shown(self, parts: Iterable[Part]) -> list[Part]:
+        return [part for part in parts if not (self._must_call and isinstance(part, TextPart))]
 
     def _parts(self) -> Iterator[Part]:
         state = None

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from coordinator.entrypoints.openai.fields import Fields, compact_json
-from splitserve.generation.grammar import JSON_OPTIONS
+from coordinator.entrypoints.openai.bodies import Fields, compact_json
+from splitserve.grammars.schemas import STRICT
 from splitserve.v1 import generation_pb2
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
@@ -36,7 +36,7 @@ class Function(Fields):
     def arguments_schema(self) -> dict[str, Any]:
         """The JSON Schema that the arguments must match."""
         given = {} if self.strict is False or self.parameters is None else self.parameters
-        return {"type": "object"} | given
+        return _marked({"type": "object"} | given, self.strict)
 
 
 class Tool(Fields):
@@ -75,8 +75,15 @@ class JsonSchema(Fields):
     """`response_format.json_schema`."""
 
     name: str | None = None
+    description: str | None = None
     json_schema: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
+    """Whether to refuse a schema that the grammar does not hold exactly."""
+
+    @property
+    def marked(self) -> dict[str, Any]:
+        """The schema, which says whether it is strict."""
+        return _marked(self.json_schema, self.strict)
 
 
 class ResponseFormat(Fields):
@@ -92,7 +99,7 @@ def format_grammar(response_format: ResponseFormat) -> generation_pb2.Grammar | 
         return None
     if response_format.json_schema is None:
         return generation_pb2.Grammar(json_object=True)
-    return generation_pb2.Grammar(json_schema=compact_json(response_format.json_schema.json_schema))
+    return generation_pb2.Grammar(json_schema=compact_json(response_format.json_schema.marked))
 
 
 def tools_grammar(
@@ -103,18 +110,22 @@ def tools_grammar(
     Unless the model `must_call`, it may write text before or instead of calls; `content_schema` is a JSON Schema that
     an answer without calls must match. `parallel` allows several calls.
     """
-    # Each schema is a separate %json rule, so that references in it resolve from its own root.
-    rules = [
-        f"fn_{number}: {_literal(_call_head(fn.name))} {_json(fn.arguments_schema)}"
-        for number, fn in enumerate(functions)
-    ]
+    # Each schema is a rule of its own, so that references in it resolve from its own root, and that what it captures
+    # is checked by a validator.
+    rules = []
+    for number, fn in enumerate(functions):
+        arguments = arguments_rule(number)
+        rules += [
+            f"fn_{number}: {_literal(_call_head(fn.name))} {arguments}",
+            f"{arguments}[capture]: %json {compact_json(fn.arguments_schema)}",
+        ]
     names = " | ".join(f"fn_{number}" for number in range(len(functions)))
     rules += [f"fn: {names}", f"body: fn {_literal(_CALL_TAIL)}", f"call: {_literal(CALL_BEGIN)} body"]
     more = f"({_literal(_BETWEEN)} call)*" if parallel else ""
     if must_call:
         rules.append(f"start: call {more}")
     elif content_schema is not None:
-        rules += [f"start: call {more} | content", f"content: {_json(content_schema)}"]
+        rules += [f"start: call {more} | content", f"content[capture]: %json {compact_json(content_schema)}"]
     else:
         # A lazy lexeme ends at its first match, so an opening tag always starts a call.
         rules += [
@@ -123,6 +134,11 @@ def tools_grammar(
             r"TEXT: /(.|\n)*/",
         ]
     return generation_pb2.Grammar(lark="\n".join(["%llguidance {}", *rules, ""]))
+
+
+def arguments_rule(number: int) -> str:
+    """The rule of a function's arguments, which errors name."""
+    return f"arguments_{number}"
 
 
 _CALL_TAIL = "}\n" + CALL_END
@@ -138,5 +154,5 @@ def _literal(text: str) -> str:
     return json.dumps(text)
 
 
-def _json(schema: dict[str, Any]) -> str:
-    return "%json " + compact_json({"x-guidance": JSON_OPTIONS} | schema)
+def _marked(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    return {**schema, "x-guidance": STRICT} if strict else schema

@@ -7,13 +7,14 @@ from dataclasses import asdict
 from typing import Any
 
 from coordinator.admission.controller import AdmissionCounts
-from coordinator.metrics.prometheus import STATE_NAMES
-from coordinator.metrics.scaling_service import WorkerStates
-from coordinator.metrics.scaling_timeline import ScalingTimeline
-from coordinator.metrics.stats import ModelStats
-from coordinator.records.kv_flows import KvFlow
+from coordinator.telemetry.prometheus import STATE_NAMES
+from coordinator.telemetry.record_keeper import KvFlow
+from coordinator.telemetry.request_stats import ModelStats
+from coordinator.telemetry.scaling_service import WorkerStates
+from coordinator.telemetry.scaling_timeline import ScalingTimeline
 from coordinator.workers.rotation import NO_PLAN, RotationPlan
 from coordinator.workers.snapshot import PoolSnapshot, Worker
+from splitserve.latency_model import LatencyModel
 
 MAX_WORKERS = 1024
 MAX_FLOWS = 256
@@ -21,7 +22,7 @@ MAX_MODELS = 64
 FLOW_WINDOW_S = 5.0
 WORKER_COLUMNS = (
     "id",
-    "pool",
+    "role",
     "model",
     "state",
     "state_s",
@@ -50,11 +51,11 @@ def workers_view(snapshot: PoolSnapshot, states: WorkerStates, now_s: float) -> 
 
 
 def _row(worker: Worker, states: WorkerStates, now_s: float) -> list[Any]:
-    load = worker.load
+    load, latency = worker.load, LatencyModel.from_proto(worker.load.latency)
     known = states.find(worker.key)
     return [
         worker.worker_id,
-        worker.pool,
+        worker.role,
         worker.model.name,
         STATE_NAMES[known[0]] if known is not None else "starting",
         round(now_s - known[1], 1) if known is not None else 0.0,
@@ -68,8 +69,8 @@ def _row(worker: Worker, states: WorkerStates, now_s: float) -> list[Any]:
         load.quarantined_blocks,
         load.free_blocks,
         load.transfers_in_flight,
-        round(load.prefill_tokens_per_second, 1),
-        round(load.decode_step_ms, 2),
+        round(latency.prefill_tokens_per_s, 1),
+        round(latency.present_step_s(load, worker.block_size_tokens) * 1e3, 2),
     ]
 
 
@@ -114,7 +115,6 @@ def scaling_view(timeline: ScalingTimeline, plan: RotationPlan, now_s: float) ->
     return {
         "in_force": in_force,
         "expires_in_s": round(max(0.0, plan.expires_s - now_s), 1) if in_force else None,
-        "lend": plan.lends(now_s),
         "latest": [asdict(entry) for entry in timeline.latest],
         "entries": [asdict(entry) for entry in reversed(timeline.entries)],
     }

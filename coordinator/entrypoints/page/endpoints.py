@@ -1,21 +1,27 @@
-"""The page at `/`: its files, and the data that it asks for.
+"""The page at `/`: its files, who may see its data, and the data that it asks for.
 
-The snapshot is made at most once a second, or four times while workers come and go, and shared by all who look.
-Nothing here is counted on its own: workers come from the registry, figures from the statistics behind the metrics,
-requests from their records, reasons from the autoscaler's plans.
+The page itself is public: it holds nothing. The snapshot is made at most once a second, or four times while workers
+come and go, and shared by all who look. Nothing here is counted on its own: workers come from the registry, figures
+from the statistics behind the metrics, requests from their records, reasons from the autoscaler's plans.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from coordinator.admission.controller import AdmissionCounts
-from coordinator.entrypoints.http.exchange import HttpExchange, Serve
+from coordinator.entrypoints.http.exchange import Headers, HttpExchange, Serve
 from coordinator.entrypoints.inference_api import InferenceApi, require_admin
-from coordinator.entrypoints.openai.fields import compact_json
+from coordinator.entrypoints.openai.bodies import compact_json
 from coordinator.entrypoints.page.cluster_view import (
     FLOW_WINDOW_S,
     MAX_MODELS,
@@ -25,19 +31,125 @@ from coordinator.entrypoints.page.cluster_view import (
     workers_view,
 )
 from coordinator.entrypoints.page.figure_series import STEP_S, FigureSeries
-from coordinator.entrypoints.page.page_access import PageAccess
-from coordinator.entrypoints.page.static_files import INDEX, SECURITY_HEADERS, static_file
-from coordinator.metrics.scaling_service import ScalingService
-from coordinator.metrics.stats import ModelStats, RequestStats
-from coordinator.records.explanation import Explainer
-from coordinator.records.record_keeper import RecordKeeper
-from coordinator.request.caller import ANYONE
+from coordinator.request.inference_request import ANYONE, Caller
+from coordinator.telemetry.explanation import Explainer
+from coordinator.telemetry.record_keeper import RecordKeeper
+from coordinator.telemetry.request_stats import ModelStats, RequestStats
+from coordinator.telemetry.scaling_service import ScalingService
 from coordinator.workers.registry import Registry
 from splitserve import __version__
 from splitserve.config.coordinator import CoordinatorConfig
-from splitserve.errors import PermissionDeniedError, UnauthenticatedError
+from splitserve.errors import ConfigError, NotFoundError, PermissionDeniedError, UnauthenticatedError
+from splitserve.rpc.credentials import is_loopback, read_token_file
 from splitserve.rpc.documents import document
 from splitserve.v1 import records_pb2
+
+
+class PageAccess:
+    """With tenants an API key is asked for, else the secret of `page_token_file`. With neither, the data are open on
+    loopback and closed on every other interface.
+
+    Raises ConfigError for a secret that cannot be read, or one beside tenants.
+    """
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        path = config.page_token_file
+        if path is not None and config.tenants is not None:
+            message = "page_token_file: with tenants the page takes an admin's API key; leave it out"
+            raise ConfigError(message, field="page_token_file")
+        self._has_tenants = config.tenants is not None
+        self.asks_for: Literal["api_key", "token"] | None = None
+        """What credential the page has to ask for; None: none."""
+        self._token = read_token_file(path, "page_token_file") if path is not None else None
+        self._is_local = is_loopback(config.host)
+        if self._has_tenants:
+            self.asks_for = "api_key"
+        elif self._token is not None:
+            self.asks_for = "token"
+
+    def caller(self, exchange: HttpExchange) -> Caller:
+        """Who asks. Raises UnauthenticatedError, or PermissionDeniedError (PAGE_CLOSED)."""
+        if self._has_tenants:
+            return exchange.caller()
+        if self._token is not None:
+            given = exchange.credential
+            if given is None:
+                raise UnauthenticatedError("the page needs its token", reason="NO_PAGE_TOKEN")
+            if not hmac.compare_digest(given.encode(), self._token.encode()):
+                raise UnauthenticatedError("this is not the page's token", reason="WRONG_PAGE_TOKEN")
+            return ANYONE
+        if not self._is_local:
+            message = (
+                "this coordinator listens on more than loopback without a credential for its page: set "
+                "page_token_file or tenants"
+            )
+            raise PermissionDeniedError(message, reason="PAGE_CLOSED")
+        if not _names_this_machine(exchange.header(b"host") or ""):
+            # A name that a stranger's web page had resolved to 127.0.0.1.
+            message = "without a credential the page is served to localhost only, whatever name leads here"
+            raise PermissionDeniedError(message, reason="PAGE_CLOSED")
+        return ANYONE
+
+
+def _names_this_machine(host: str) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname
+    except ValueError:
+        return False
+    return name is not None and is_loopback(name)
+
+
+INDEX = "index.html"
+TYPES = {
+    "html": b"text/html; charset=utf-8",
+    "css": b"text/css; charset=utf-8",
+    "js": b"text/javascript; charset=utf-8",
+    "svg": b"image/svg+xml",
+}
+"""Content types by suffix; files of other kinds are not served."""
+SECURITY_HEADERS: Headers = [
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+]
+"""On every response of the page, its data included."""
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    """A file with what HTTP says about it."""
+
+    content: bytes
+    content_type: bytes
+    etag: str
+
+
+@cache
+def static_files() -> dict[str, StaticFile]:
+    """The page's files by name."""
+    by_name = {}
+    for entry in files(__package__).joinpath("static").iterdir():
+        kind = TYPES.get(entry.name.rpartition(".")[2])
+        if kind is not None:
+            content = entry.read_bytes()
+            by_name[entry.name] = StaticFile(content, kind, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+    return by_name
+
+
+def static_file(name: str) -> StaticFile:
+    """The file of that name. Raises NotFoundError."""
+    file = static_files().get(name)
+    if file is None:
+        raise NotFoundError("there is no such file of the page", reason="NOT_FOUND")
+    return file
+
 
 SNAPSHOT_S = 1.0
 CHANGED_S = 0.25
@@ -129,8 +241,8 @@ class PageEndpoints:
         """GET /page/request/{request_id}: one record, as `splitserve explain --json` shows it."""
         exchange.response_headers += DATA_HEADERS
         asked = records_pb2.GetRequestRecordRequest(request_id=exchange.path_params["request_id"])
-        found = self._explainer.record(asked, self._access.caller(exchange))
-        await exchange.respond(200, compact_json(document(found.record)).encode())
+        response = self._explainer.record(asked, self._access.caller(exchange))
+        await exchange.respond(200, compact_json(document(response.record)).encode())
 
     def _admit(self, exchange: HttpExchange) -> None:
         exchange.response_headers += DATA_HEADERS
@@ -163,23 +275,7 @@ class PageEndpoints:
 
     def _listed(self, *, slow: bool = False, failed: bool = False) -> list[dict[str, Any]]:
         asked = records_pb2.ListRequestRecordsRequest(slow=slow, failed=failed, limit=LISTED)
-        return [document(one) for one in self._explainer.records(asked, ANYONE).requests]
-
-
-def page_endpoints(
-    config: CoordinatorConfig,
-    api: InferenceApi,
-    registry: Registry,
-    stats: RequestStats,
-    queues: Queues,
-    keeper: RecordKeeper,
-    explainer: Explainer,
-    scaling: ScalingService,
-) -> PageEndpoints | None:
-    """The page at `/`; None where it is off. Raises ConfigError for a credential that cannot be used."""
-    if config.page == "off" or config.http_port is None:
-        return None
-    return PageEndpoints(api, PageAccess(config), registry, stats, queues, keeper, explainer, scaling)
+        return [document(summary) for summary in self._explainer.records(asked, ANYONE).requests]
 
 
 DATA_HEADERS = [*SECURITY_HEADERS, (b"cache-control", b"no-store")]
@@ -187,9 +283,9 @@ DATA_HEADERS = [*SECURITY_HEADERS, (b"cache-control", b"no-store")]
 
 async def _respond_file(exchange: HttpExchange, name: str) -> None:
     exchange.response_headers += SECURITY_HEADERS
-    found = static_file(name)
-    exchange.response_headers += [(b"cache-control", b"no-cache"), (b"etag", found.etag.encode())]
-    if exchange.header(b"if-none-match") == found.etag:
-        await exchange.respond(304, b"", found.content_type)
+    file = static_file(name)
+    exchange.response_headers += [(b"cache-control", b"no-cache"), (b"etag", file.etag.encode())]
+    if exchange.header(b"if-none-match") == file.etag:
+        await exchange.respond(304, b"", file.content_type)
     else:
-        await exchange.respond(200, found.content, found.content_type)
+        await exchange.respond(200, file.content, file.content_type)

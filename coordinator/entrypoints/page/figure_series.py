@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator.admission.controller import AdmissionCounts
-from coordinator.metrics.prometheus import PHASE_LABELS
-from coordinator.metrics.stats import ModelStats, Phase, PhaseCounts
+from coordinator.telemetry.prometheus import PHASE_LABELS
+from coordinator.telemetry.request_stats import ModelStats, Phase, PhaseCounts
 from coordinator.workers.snapshot import PoolSnapshot
 from splitserve.histograms import LATENCY_BOUNDS_S, Histogram
 from splitserve.v1 import scaling_pb2
@@ -151,9 +151,10 @@ def kv_shares(snapshot: PoolSnapshot) -> dict[tuple[str, str], float]:
     """Share of KV blocks that cannot be had, by (model, pool), where there are workers."""
     sums: dict[tuple[str, str], tuple[int, int]] = {}
     for worker in snapshot.workers:
-        free, total = sums.get((worker.model.name, worker.pool), (0, 0))
         load = worker.load
-        sums[worker.model.name, worker.pool] = free + load.free_blocks, total + load.total_blocks
+        for pool in worker.pools:
+            free, total = sums.get((worker.model.name, pool), (0, 0))
+            sums[worker.model.name, pool] = free + load.free_blocks, total + load.total_blocks
     return {key: round(1 - free / total, 4) for key, (free, total) in sums.items() if total}
 
 
@@ -164,8 +165,8 @@ def _histogram(counts: PhaseCounts) -> Histogram:
 
 def _percentiles_ms(values: Histogram) -> Iterator[float | None]:
     for percent in (50, 99):
-        found = values.percentile(percent)
-        yield None if found is None else _rounded(found * 1e3)
+        value_s = values.percentile(percent)
+        yield None if value_s is None else _rounded(value_s * 1e3)
 
 
 def _rounded(ms: float) -> float:

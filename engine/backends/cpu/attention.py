@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import Code, attend_op
-from engine.core.types import ScheduledSequence
+from engine.core.model_runner import ScheduledSequence
 from engine.kv_cache.memory import KvCacheMemory
-from engine.model.attention_interface import LayerState
-from kv_transfer.layout import INT8, KvLayout
+from engine.model.attention_interface import AttentionBackend, LayerState
+from kv_transfer.layout import KvLayout
 from splitserve.generation.kv_blocks import blocks_for
 
 _HEAD_DIM_STEP = 32
@@ -98,17 +99,18 @@ def chunk_parts(batch: Sequence[ScheduledSequence], first_row: int, block_size: 
 
 def attends(layout: KvLayout) -> bool:
     """Whether the kernels support KV of this layout."""
-    return layout.dtype in ("bfloat16", INT8) and layout.head_dim % _HEAD_DIM_STEP == 0
+    return layout.dtype == "bfloat16" and layout.head_dim % _HEAD_DIM_STEP == 0
 
 
-class CpuAttention:
-    """The `AttentionBackend` of the cpu kernels. `parts` are the current step's, set before each forward pass."""
+class CpuAttention(AttentionBackend):
+    """Attention by the cpu kernels. `parts` are the current step's, set before each forward pass."""
 
     def __init__(self, pool: KvCacheMemory, kernels: CpuKernels) -> None:
         self.parts: Sequence[Part] | None = None
         self._kernels = kernels
         self._views = [pool.view(layer) for layer in range(pool.layout.num_layers)]
 
+    @override
     def attend(
         self,
         layer: LayerState,
@@ -118,7 +120,6 @@ class CpuAttention:
         scale: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        """See `AttentionBackend.attend`."""
         assert self.parts is not None, "a forward pass outside of a step"
         heads, tokens, head_dim = query.shape
         query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))

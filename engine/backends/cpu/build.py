@@ -27,9 +27,9 @@ MAIN = "kernels.cpp"
 PREBUILT = Path(__file__).with_name("prebuilt")
 FLAGS = ("-std=c++20", "-O3", "-shared", "-fPIC", "-fopenmp")
 NATIVE = ("-march=native",)
-AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
+AMX = frozenset({"amx_tile", "amx_bf16"})
 WITHOUT_AMX = ("-DSPLITSERVE_NO_AMX",)
-NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
+NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
 """Processor features, by their names in /proc/cpuinfo."""
 TIMEOUT_S = 120.0
 OPENMP = "libgomp.so.1"
@@ -45,7 +45,7 @@ class X86Level:
     """Processor features, by their names in /proc/cpuinfo."""
 
 
-_BASE_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+_BASE_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
 _MORE = ("avx512vbmi", "avx512_vbmi2", "avx512ifma", "avx512_bitalg", "avx512_vpopcntdq")
 _VBMI_FLAGS = (*_BASE_FLAGS, *(f"-m{feature.replace('_', '')}" for feature in _MORE))
 LEVELS = (
@@ -104,10 +104,10 @@ def prebuild(folder: Path) -> list[Path]:
     beside = ("-static-libstdc++", "-static-libgcc", "-Wl,-rpath,$ORIGIN")
     for level, library in zip(missing, made, strict=True):
         _compile(compiler, library, (*level.flags, *beside))
-    asked = subprocess.run(
+    answer = subprocess.run(
         [compiler, f"-print-file-name={OPENMP}"], capture_output=True, text=True, check=True
     )
-    shutil.copy(asked.stdout.strip(), folder / OPENMP)
+    shutil.copy(answer.stdout.strip(), folder / OPENMP)
     return [*made, folder / OPENMP]
 
 

@@ -1,7 +1,5 @@
 """Replaces a model's linear layers and norms by faster ones: our kernels', or weights packed for oneDNN.
 
-Int8 layers are in `engine.backends.cpu.int8_linears`.
-
 Siblings share one product; see `engine.model.sibling_linears`. The whole model is compared before and after; if it
 differs or fails, every layer is put back.
 """
@@ -16,7 +14,6 @@ from torch import nn
 
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import NormKind
-from engine.model.named_weights import ALL_ROWS, PackedModule
 from engine.model.sibling_linears import (
     LinearSlice,
     SharedProduct,
@@ -32,7 +29,7 @@ MAX_DIFFERENCE = 0.02
 """Of the whole model's logits, relative norm: another order of summation may change bfloat16 rounding."""
 
 
-class PackedLinear(PackedModule):
+class PackedLinear(nn.Module):
     """`y = x W^T + b` with the weight in oneDNN's own layout. `x` `[..., inputs]`, `y` `[..., outputs]`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -42,16 +39,9 @@ class PackedLinear(PackedModule):
         self._bias = None if bias is None else bias.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See the class."""
+        """x `[..., inputs]`, y `[..., outputs]`."""
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return y
-
-    def unpacked(self, name: str, rows: slice = ALL_ROWS) -> torch.Tensor | None:
-        """See `PackedModule`."""
-        if name == "weight":
-            weight: torch.Tensor = self._packed.to_dense()
-            return weight[rows]
-        return self._bias[rows] if name == "bias" and self._bias is not None else None
 
 
 def pack_linears(
@@ -90,18 +80,14 @@ def pack_linears(
     return False
 
 
-def replacements(
-    model: nn.Module, make: MakeLayer, kept: nn.Module | None = None
-) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Yields (parent, child name, new module) for every bfloat16 linear layer but `kept`, siblings consecutively.
+def replacements(model: nn.Module, make: MakeLayer) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Yields (parent, child name, new module) for every bfloat16 linear layer, siblings consecutively.
 
     Keeps no layer from one parent to the next: a caller that puts each module in place at once has the weights of one
     parent twice in memory, not those of the whole model.
     """
     for parent in list(model.modules()):
-        children = {
-            name: child for name, child in parent.named_children() if fits(child) and child is not kept
-        }
+        children = {name: child for name, child in parent.named_children() if fits(child)}
         for names, layers in sibling_groups(children):
             shared = SharedProduct(make(layers), [layer.out_features for layer in layers])
             del layers
@@ -133,7 +119,7 @@ _EPSILONS = ("variance_epsilon", "eps")
 """Names of the attribute in the model families."""
 
 
-class KernelLinear(PackedModule):
+class KernelLinear(nn.Module):
     """`y = x W^T + b` by our kernels; see `CpuKernels.linear`."""
 
     def __init__(self, kernels: CpuKernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -146,14 +132,8 @@ class KernelLinear(PackedModule):
         """x `[..., inputs]`, y `[..., outputs]`."""
         return self._kernels.linear(x, self._packed, self._bias)
 
-    def unpacked(self, name: str, rows: slice = ALL_ROWS) -> torch.Tensor | None:
-        """See `PackedModule`."""
-        if name == "weight":
-            return self._kernels.unpack(self._packed, rows)
-        return self._bias[rows] if name == "bias" and self._bias is not None else None
 
-
-class KernelRmsNorm(PackedModule):
+class KernelRmsNorm(nn.Module):
     """Root mean square norm by our kernels; see `CpuKernels.rms_norm`."""
 
     def __init__(self, kernels: CpuKernels, weight: torch.Tensor, kind: NormKind, epsilon: float) -> None:
@@ -164,10 +144,6 @@ class KernelRmsNorm(PackedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x and y `[..., width]`."""
         return self._kernels.rms_norm(x, self._weight, self._kind, self._epsilon)
-
-    def unpacked(self, name: str, rows: slice = ALL_ROWS) -> torch.Tensor | None:
-        """See `PackedModule`."""
-        return self._weight[rows] if name == "weight" else None
 
 
 def replace_norms(model: nn.Module, kernels: CpuKernels) -> int:

@@ -16,7 +16,7 @@ OP = np.dtype(
         ("pointer", np.int64, (6,)),
         ("size", np.int64, (4,)),
         ("stride", np.int64, (3, 4)),
-        ("number", np.int64, (10,)),
+        ("number", np.int64, (9,)),
         ("real", np.float64, (2,)),
     ]
 )
@@ -35,8 +35,6 @@ class Code(IntEnum):
     UNARY = 3
     ATTEND = 4
     PREFILL = 5
-    LINEAR_INT8 = 6
-    READ = 7
 
 
 class Binary(IntEnum):
@@ -88,40 +86,6 @@ def linear_op(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, 
     return op
 
 
-def linear_int8_op(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-    workspace: torch.Tensor,
-) -> Ops:
-    """As `linear_op`, with int8 weights.
-
-    scales `[2, outputs]` float32: each output's scale, and the int32 bits of its zero-point correction (the row sum of
-    the weights times 128). workspace: uint8 `[int8_workspace_bytes(rows, inputs)]`.
-    """
-    op = _op(Code.LINEAR_INT8)
-    rows, inputs = x.shape
-    outputs = y.shape[1]
-    bias_address = 0 if bias is None else bias.data_ptr()
-    op["pointer"][0] = (
-        x.data_ptr(),
-        packed.data_ptr(),
-        scales.data_ptr(),
-        bias_address,
-        y.data_ptr(),
-        workspace.data_ptr(),
-    )
-    op["number"][0, :5] = rows, inputs, outputs, inputs, outputs
-    return op
-
-
-def int8_workspace_bytes(rows: int, inputs: int) -> int:
-    """Bytes of workspace for `linear_int8_op`: the quantized input, and a float32 scale per row."""
-    return rows * (inputs + 4)
-
-
 def rms_norm_op(
     x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, kind: NormKind, epsilon: float
 ) -> Ops:
@@ -167,7 +131,6 @@ def attend_op(
 
     All tensors are bfloat16: query `[heads, tokens, head_dim]`, key and value `[kv_heads, tokens, head_dim]`,
     y `[tokens, heads, head_dim]` contiguous, pool `[2, kv_heads, num_blocks, block_size, head_dim]`, one layer's view.
-    The pool may be int8 instead, with scales in its blocks as `KvCacheMemory` has them.
     step: see `DecodeInputs` and `ChunkInputs`. `window` counts positions, the token's own included.
     """
     op = _op(code)
@@ -179,18 +142,5 @@ def attend_op(
     both, head, block = pool.stride()[:3]
     group, block_size = query.shape[0] // kv_heads, pool.shape[3]
     op["number"][0, :9] = tokens, kv_heads, group, head_dim, block_size, window or 0, both, block, head
-    if pool.dtype is torch.int8:
-        op["number"][0, 9] = 2 * kv_heads * block_size * head_dim  # the scales follow the codes
     op["real"][0] = scale, softcap or 0.0
-    return op
-
-
-def read_op(blocks: torch.Tensor, table: torch.Tensor, seen: torch.Tensor) -> Ops:
-    """Reads `blocks[table]` and keeps each thread's exclusive or, to measure what memory gives.
-
-    blocks: uint8 `[num_blocks, bytes]`, bytes contiguous and a multiple of 256; table: int32; seen: int64 `[threads]`.
-    """
-    op = _op(Code.READ)
-    op["pointer"][0, :3] = blocks.data_ptr(), table.data_ptr(), seen.data_ptr()
-    op["number"][0, :3] = len(table), blocks.stride(0), blocks.shape[1]
     return op

@@ -5,8 +5,6 @@ heads that share a KV head are rows of one tile, so its KV is read once for all 
 
 Slots of a block beyond a sequence's end may hold anything, NaN included, and are never loaded. A NaN in the sequence's
 own KV reaches its output: its logits are not finite, and the request fails instead of continuing with wrong tokens.
-
-KV in int8 (`engine.kv_cache.int8_kv`) is multiplied as the whole numbers that it is; scales go to scores and weights.
 """
 
 from __future__ import annotations
@@ -35,12 +33,9 @@ def attend_range(  # type: ignore[no-untyped-def]
     end,
     keys,
     values,
-    key_scales,
-    value_scales,
     table,
     scale,
     block_stride,
-    scale_block_stride,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -52,9 +47,9 @@ def attend_range(  # type: ignore[no-untyped-def]
 ):
     """Rows `query` `[ROWS, DIM]` at `positions` `[ROWS]` against the keys at positions `begin`..`end` - 1.
 
-    `keys`, `values`: pointers to the KV head in block 0, and `key_scales`, `value_scales` to its scales if these are
-    int8; `table`: pointer to the sequence's block table. Returns, in float32, the weighted sum of values `[ROWS, DIM]`,
-    not divided by the sum of weights; the highest score `[ROWS]`, in base 2; the sum of weights `[ROWS]`.
+    `keys`, `values`: pointers to the KV head in block 0; `table`: pointer to the sequence's block table. Returns, in
+    float32, the weighted sum of values `[ROWS, DIM]`, not divided by the sum of weights; the highest score `[ROWS]`, in
+    base 2; the sum of weights `[ROWS]`.
     """
     dims = tl.arange(0, DIM)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -69,11 +64,6 @@ def attend_range(  # type: ignore[no-untyped-def]
         readable = inside[:, None] & (dims < HEAD_DIM)[None, :]
         key = tl.load(keys + addresses, mask=readable, other=0.0).to(DTYPE)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        scale_offsets = blocks * scale_block_stride + slots % BLOCK_SIZE
-        if keys.dtype.element_ty == tl.int8:
-            scores = (
-                scores * tl.load(key_scales + scale_offsets, mask=inside, other=0.0).to(tl.float32)[None, :]
-            )
         if SOFTCAP > 0:
             # softcap * tanh(score / softcap), in base 2
             scores = SOFTCAP * LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / SOFTCAP)) + 1.0))
@@ -91,34 +81,21 @@ def attend_range(  # type: ignore[no-untyped-def]
         rescale = tl.exp2(highest - level)
         total = total * rescale + tl.sum(weights, 1)
         value = tl.load(values + addresses, mask=readable, other=0.0).to(DTYPE)
-        if keys.dtype.element_ty == tl.int8:
-            weights = (
-                weights
-                * tl.load(value_scales + scale_offsets, mask=inside, other=0.0).to(tl.float32)[None, :]
-            )
         output = tl.dot(weights.to(DTYPE), value, output * rescale[:, None], input_precision="ieee")
         highest = raised
     return output, highest, total
 
 
 class KvViews(NamedTuple):
-    """One layer of the pool: `keys`, `values` `[kv_heads, blocks, block_size, head_dim]`.
-
-    `key_scales`, `value_scales` `[kv_heads, blocks, block_size]`: for int8; otherwise `keys` and `values` again, which
-    are not read as such.
-    """
+    """One layer of the pool: `keys`, `values` `[kv_heads, blocks, block_size, head_dim]`."""
 
     keys: torch.Tensor
     values: torch.Tensor
-    key_scales: torch.Tensor
-    value_scales: torch.Tensor
 
     @classmethod
     def of(cls, pool: KvCacheMemory, layer: int) -> KvViews:
         """Views of one layer, no copies."""
-        keys, values = pool.view(layer).unbind(0)
-        scales = pool.scales_view(layer)
-        return cls(keys, values, *((keys, values) if scales is None else scales.unbind(0)))
+        return cls(*pool.view(layer).unbind(0))
 
 
 @dataclass(frozen=True, slots=True)

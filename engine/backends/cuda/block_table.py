@@ -52,8 +52,6 @@ class HostBlockTable:
         changed: list[Ints] = []
         for index in np.flatnonzero(widths > self._widths[rows]).tolist():
             first, last = int(self._widths[rows[index]]), int(widths[index])
-            if first >= last:  # a row of a draft, behind one that has the block already
-                continue
             self._widths[rows[index]] = last
             place = np.arange(starts[index] + first, starts[index] + last)
             self.entries[place[0] : place[-1] + 1] = flat.sequences[index].block_ids[first:last]
@@ -73,9 +71,7 @@ class HostBlockTable:
         # First of all the others are marked as used, so that nobody gets the row of a sequence in the same step.
         self._last_used[rows[rows != _NO_ROW]] = self._step
         for index in without.tolist():
-            table_id = flat.sequences[index].table_id
-            known = row_of.get(table_id, _NO_ROW)  # of a draft, whose sequence is in the step as well
-            rows[index] = self._take_row(table_id) if known == _NO_ROW else known
+            rows[index] = self._take_row(flat.sequences[index].table_id)
         return rows
 
     def _take_row(self, table_id: int) -> int:
@@ -97,7 +93,7 @@ class DeviceBlockTable:
     """
 
     def __init__(self, rows: int, columns: int, block_size: int, device: torch.device) -> None:
-        """See `HostBlockTable`."""
+        """`rows` sequences of up to `columns` blocks of `block_size` tokens, as `HostBlockTable`."""
         self._block_size = block_size
         self._host = HostBlockTable(rows, columns, block_size)
         self._upload = Upload(_FIRST_CAPACITY, device)

@@ -56,10 +56,6 @@ def _decode(  # type: ignore[no-untyped-def]
     query_token_stride,
     kv_head_stride,
     block_stride,
-    key_scales,
-    value_scales,
-    scale_head_stride,
-    scale_block_stride,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -100,12 +96,9 @@ def _decode(  # type: ignore[no-untyped-def]
             tl.minimum(begin + size, context),
             keys + head * kv_head_stride,
             values + head * kv_head_stride,
-            key_scales + head * scale_head_stride,
-            value_scales + head * scale_head_stride,
             tables + tl.load(table_starts + sequence),
             scale,
             block_stride,
-            scale_block_stride,
             BLOCK_SIZE,
             HEAD_DIM,
             WINDOW,
@@ -162,10 +155,9 @@ def _join(  # type: ignore[no-untyped-def]
     tl.store(output + target + dims, joined.to(output.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-def tile_keys(dtype: torch.dtype, padded_dim: int, *, scaled: bool = False) -> int:
-    """Keys in a tile: fewer for heads of more than 128 elements, more so with scales, and for float32; more would spill
-    registers. `scaled`: KV is int8."""
-    wide = (padded_dim > 128) * (1 + scaled) + (dtype is not torch.bfloat16)
+def tile_keys(dtype: torch.dtype, padded_dim: int) -> int:
+    """Keys in a tile: fewer for heads of more than 128 elements and for float32, or registers would spill."""
+    wide = (padded_dim > 128) + (dtype is not torch.bfloat16)
     return KEYS >> wide
 
 
@@ -204,7 +196,7 @@ def decode_attention(
     parts = torch.empty((rows, heads, splits, shape.head_dim), dtype=torch.float32, device=query.device)
     highests = torch.empty((rows, heads, splits), dtype=torch.float32, device=query.device)
     totals = torch.empty_like(highests)
-    keys_at_once = tile_keys(query.dtype, shape.padded_dim, scaled=keys.dtype is torch.int8)
+    keys_at_once = tile_keys(query.dtype, shape.padded_dim)
     split = {"SPLITS": splits, "MIN_SIZE": min_tokens, "KEYS": keys_at_once}
     common = {**split, "DIM": shape.padded_dim, "HEAD_DIM": shape.head_dim, "WINDOW": window or 0}
     _decode[(rows, kv_heads, splits)](
@@ -222,10 +214,6 @@ def decode_attention(
         query.stride(1),
         keys.stride(0),
         keys.stride(1),
-        kv.key_scales,
-        kv.value_scales,
-        kv.key_scales.stride(0),
-        kv.key_scales.stride(1),
         BLOCK_SIZE=keys.shape[2],
         SOFTCAP=softcap or 0.0,
         GROUP=shape.group,
@@ -235,13 +223,4 @@ def decode_attention(
         **LAUNCH,
         **common,
     )
-    _join[(rows, heads)](
-        parts,
-        highests,
-        totals,
-        output,
-        inputs.contexts,
-        num_warps=4,
-        **LAUNCH,
-        **common,
-    )
+    _join[(rows, heads)](parts, highests, totals, output, inputs.contexts, num_warps=4, **LAUNCH, **common)

@@ -6,24 +6,49 @@ The host computes the step's grammar masks meanwhile, until it asks for the toke
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from engine.backends.cuda.block_table import DeviceBlockTable
-from engine.backends.cuda.staging import Staging, StepInputs, StepSize
+from engine.backends.cuda.staging import Staging, StepInputs
 from engine.backends.cuda.step_graphs import CudaStepGraphs
-from engine.backends.cuda.waiting import DeviceEvent, wait_for
 from engine.backends.interface import Forward, StepLogits, flatten
-from engine.core.model_runner import DEFAULT_STEP_TOKENS
-from engine.core.types import ScheduledSequence
+from engine.core.model_runner import DEFAULT_STEP_TOKENS, ScheduledSequence
 from engine.model.attention_interface import AttentionBackend
 from engine.model.loaded_model import LoadedModel
-from engine.speculation.settings import max_decode_rows
-from kv_transfer.transports.transport import VRAM
+from kv_transfer.transports.regions import VRAM
 from splitserve.config.engine import EngineConfig
 from splitserve.generation.kv_blocks import blocks_for
+
+POLL_S = 5e-5
+"""Sleep between two looks: leaves the interpreter to the event loop, and adds little to a step."""
+
+
+class DeviceEvent(Protocol):
+    """What `torch.cuda.Event` is to `wait_for`."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+
+    def synchronize(self) -> None:
+        """Waits until the device has."""
+
+
+def wait_for(
+    event: DeviceEvent, poll: Callable[[], None] | None, sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Waits for the event. `poll` is called meanwhile, on this thread; None: the device alone is waited for."""
+    if poll is None:
+        event.synchronize()
+        return
+    while not event.query():
+        poll()
+        sleep(POLL_S)
+
 
 FIRST_CAPACITY = 1 << 16
 """Initial capacity of the staging buffer, in int64 numbers."""
@@ -47,38 +72,20 @@ class CudaForward(Forward):
         self._device = model.device
         columns = blocks_for(context_tokens, config.block_size_tokens)
         self._table = DeviceBlockTable(
-            max_decode_rows(config), columns, config.block_size_tokens, model.device
+            config.max_running_requests, columns, config.block_size_tokens, model.device
         )
         self._staging = Staging(FIRST_CAPACITY, model.device)
         self._poll: Callable[[], None] | None = None
         self._graphs: CudaStepGraphs | None = None
-        self._graphs_measured = False
         model.context.backend = backend
-        self._captures = config.cuda_graphs == "auto" and model.device.type == "cuda"
-        self._max_rows = max_decode_rows(config)
-        self._max_tokens = config.max_step_tokens or DEFAULT_STEP_TOKENS[VRAM]
-        self.take_memory_back()
-
-    @property
-    def graph_sizes(self) -> list[StepSize]:
-        """Sizes of steps that have a CUDA graph."""
-        return self._graphs.captured if self._graphs is not None else []
-
-    def forget_kv(self) -> None:
-        """See `Forward.forget_kv`. A graph has the addresses of weights and blocks."""
-        self._graphs = None
-
-    def take_memory_back(self) -> None:
-        """See `Forward.take_memory_back`. Captures the graphs."""
-        if self._captures:
-            sizes = self._max_rows, self._max_tokens
-            graphs = CudaStepGraphs(
-                self._compute, self._device, *sizes, self._table, measured=self._graphs_measured
+        if config.cuda_graphs == "auto" and model.device.type == "cuda":
+            max_tokens = config.max_step_tokens or DEFAULT_STEP_TOKENS[VRAM]
+            self._graphs = CudaStepGraphs(
+                self._compute, model.device, config.max_running_requests, max_tokens, self._table
             )
-            self._graphs, self._max_tokens, self._graphs_measured = graphs, graphs.chunk_tokens, True
 
+    @override
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
-        """See `Forward.logits`."""
         flat = flatten(batch)
         step = self._table.place(flat)
         logits = self._graphs.logits(step) if self._graphs is not None else None
@@ -87,15 +94,15 @@ class CudaForward(Forward):
         argmax = AsyncArgmax(logits, self._poll) if flat.sample_order else None
         return StepLogits(logits, flat.sample_order, argmax)
 
+    @override
     def finish(self) -> None:
-        """See `Forward.finish`."""
         if self._device.type == "cuda":
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(self._device))
             wait_for(done, self._poll)
 
+    @override
     def poll_while_computing(self, poll: Callable[[], None]) -> None:
-        """See `Forward.poll_while_computing`."""
         self._poll = poll
 
     def _compute(self, inputs: StepInputs) -> torch.Tensor:

@@ -24,15 +24,12 @@ class _Tile(NamedTuple):
     warps: int
 
 
-def _tile(dtype: torch.dtype, padded_dim: int, *, scaled: bool = False) -> _Tile:
+def _tile(dtype: torch.dtype, padded_dim: int) -> _Tile:
     """The largest tile for registers and 99 KiB of shared memory, which all GPUs since compute capability 8.0 have.
 
-    `scaled`: KV has scales, which take registers. How many a kernel takes depends on Triton's version too: these hold
-    for those that pyproject.toml allows.
+    How many registers a kernel takes depends on Triton's version too: these hold for those that pyproject.toml allows.
     """
     if dtype is torch.bfloat16:
-        if scaled and padded_dim > 64:
-            return _Tile(64, 64, 8) if padded_dim == 128 else _Tile(32, 32 if padded_dim == 256 else 16, 4)
         if padded_dim <= 128:
             return _Tile(128, 64, 8)
         return _Tile(64, 32, 8) if padded_dim <= 256 else _Tile(32, 16, 4)
@@ -55,10 +52,6 @@ def _prefill(  # type: ignore[no-untyped-def]
     query_token_stride,
     kv_head_stride,
     block_stride,
-    key_scales,
-    value_scales,
-    scale_head_stride,
-    scale_block_stride,
     output_token_stride,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -105,12 +98,9 @@ def _prefill(  # type: ignore[no-untyped-def]
             end,
             keys + head * kv_head_stride,
             values + head * kv_head_stride,
-            key_scales + head * scale_head_stride,
-            value_scales + head * scale_head_stride,
             tables + tl.load(table_starts + sequence),
             scale,
             block_stride,
-            scale_block_stride,
             BLOCK_SIZE,
             HEAD_DIM,
             WINDOW,
@@ -139,10 +129,10 @@ def prefill_attention(
     """Writes the rows of `output` `[tokens, heads, head_dim]` that belong to prompt chunks.
 
     `query` `[heads, tokens, head_dim]`; `kv`: one layer of the pool, which already has the new tokens' KV. All have the
-    model's dtype, but `kv` may be int8, and contiguous last dimensions.
+    model's dtype and contiguous last dimensions.
     """
     keys, values = kv.keys, kv.values
-    tile = _tile(query.dtype, shape.padded_dim, scaled=keys.dtype is torch.int8)
+    tile = _tile(query.dtype, shape.padded_dim)
     queries = max(1, tile.rows // shape.padded_group)
     grid = (triton.cdiv(inputs.longest_chunk, queries), keys.shape[0], inputs.num_prefill)
     _prefill[grid](
@@ -160,10 +150,6 @@ def prefill_attention(
         query.stride(1),
         keys.stride(0),
         keys.stride(1),
-        kv.key_scales,
-        kv.value_scales,
-        kv.key_scales.stride(0),
-        kv.key_scales.stride(1),
         output.stride(0),
         BLOCK_SIZE=keys.shape[2],
         HEAD_DIM=shape.head_dim,

@@ -56,7 +56,7 @@ def launch_bound(seconds: Sequence[float]) -> int:
     """How many leading steps wait for the host, from the times of steps that grow. Steps before the last of them which
     were found to take longer were disturbed."""
     bound = LAUNCH_BOUND * min(seconds)
-    return 1 + max(index for index, each in enumerate(seconds) if each <= bound)
+    return 1 + max(index for index, step_s in enumerate(seconds) if step_s <= bound)
 
 
 class CudaStepGraphs:
@@ -74,11 +74,10 @@ class CudaStepGraphs:
         max_tokens: int,
         table: DeviceBlockTable,
         *,
-        measured: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """For steps of up to `max_rows` sequences that decode, and chunks of up to `max_tokens` in all. `table` has
-        the blocks of the sequences. `measured`: `max_tokens` is what earlier graphs found out, their `chunk_tokens`."""
+        the blocks of the sequences."""
         self._decodes = bucket_sizes(max_rows)
         self._beside = [0, *_up_to(BESIDE, self._decodes[-1])]
         self._tokens = _up_to(CHUNK_TOKENS, max_tokens) if max_tokens else []
@@ -86,7 +85,6 @@ class CudaStepGraphs:
         largest = self._beside[-1] + self.chunk_tokens + MAX_CHUNKS
         self._staging = Staging((largest + ALIGNED) * ARRAYS, device)
         self._compute, self._clock, self._device = compute, clock, device
-        self._measured = measured
         self._graphs: dict[StepSize, tuple[Any, torch.Tensor]] = {}
         self._memory: Any = None
         with torch.inference_mode():
@@ -108,9 +106,9 @@ class CudaStepGraphs:
         None if no graph is large enough.
         """
         size = self._size_for(step.flat)
-        if size is None or (found := self._graphs.get(size)) is None:
+        if size is None or (captured := self._graphs.get(size)) is None:
             return None
-        graph, logits = found
+        graph, logits = captured
         self._staging.stage(step.padded(size))
         graph.replay()
         return logits[: len(step.flat.sample_order)]
@@ -174,7 +172,7 @@ class CudaStepGraphs:
                 self._compute(inputs)
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        if self._tokens and not self._measured:
+        if self._tokens:
             self._tokens = self._tokens[: launch_bound([self._seconds(size) for size in self._alone()])]
 
     def _run(self, size: StepSize) -> None:
@@ -182,13 +180,13 @@ class CudaStepGraphs:
 
     def _seconds(self, size: StepSize) -> float:
         """How long a step takes without a graph; the least of a few."""
-        found = []
+        trials_s = []
         for _ in range(TRIALS):
             began_s = self._clock()
             self._run(size)
             torch.cuda.synchronize(self._device)
-            found.append(self._clock() - began_s)
-        return min(found)
+            trials_s.append(self._clock() - began_s)
+        return min(trials_s)
 
     def _capture(self, size: StepSize) -> None:
         inputs = self._staging.stage(self._nothing.padded(size))

@@ -1,22 +1,24 @@
-"""Paged attention with Triton kernels: an `engine.model.attention_interface.AttentionBackend`."""
+"""Paged attention with Triton kernels: writes the KV of new tokens into the pool, then attends to it."""
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
+from typing_extensions import override
 
 from engine.backends.cuda.attention_tile import HeadShape, KvViews
 from engine.backends.cuda.decode_attention import decode_attention, split_count
-from engine.backends.cuda.kv_write import contiguous_rows, write_kv
 from engine.backends.cuda.prefill_attention import prefill_attention
 from engine.backends.cuda.staging import StepInputs
 from engine.kv_cache.memory import KvCacheMemory
-from engine.model.attention_interface import LayerState
+from engine.model.attention_interface import AttentionBackend, LayerState
 
 INTERPRETED_PROCESSORS = 4
 """Stands in for the number of multiprocessors when kernels are interpreted."""
 
 
-class TritonAttention:
+class TritonAttention(AttentionBackend):
     """Attention over a KV pool. `inputs` is the current step's, set before each forward pass."""
 
     def __init__(self, pool: KvCacheMemory) -> None:
@@ -29,6 +31,7 @@ class TritonAttention:
             else INTERPRETED_PROCESSORS
         )
 
+    @override
     def attend(
         self,
         layer: LayerState,
@@ -38,7 +41,6 @@ class TritonAttention:
         scale: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        """See `AttentionBackend.attend`."""
         inputs = self.inputs
         assert inputs is not None, "a forward pass outside of a step"
         kv = self._views[layer.index]
@@ -54,3 +56,73 @@ class TritonAttention:
         if inputs.num_prefill:
             prefill_attention(*arguments)
         return output
+
+
+@triton.jit
+def _write(  # type: ignore[no-untyped-def]
+    key,
+    value,
+    keys,
+    values,
+    slots,
+    key_head_stride,
+    key_token_stride,
+    value_head_stride,
+    value_token_stride,
+    kv_head_stride,
+    block_stride,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Writes one token's KV, all heads. Grid: tokens."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot >= 0:
+        heads = tl.arange(0, HEADS)
+        dims = tl.arange(0, DIM)
+        mask = (heads < KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
+        offset = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * HEAD_DIM
+        targets = (offset + heads * kv_head_stride)[:, None] + dims[None, :]
+        sources = (token * key_token_stride + heads * key_head_stride)[:, None] + dims[None, :]
+        new_key = tl.load(key + sources, mask=mask, other=0.0)
+        sources = (token * value_token_stride + heads * value_head_stride)[:, None] + dims[None, :]
+        new_value = tl.load(value + sources, mask=mask, other=0.0)
+        tl.store(keys + targets, new_key, mask=mask)
+        tl.store(values + targets, new_value, mask=mask)
+
+
+def write_kv(key: torch.Tensor, value: torch.Tensor, kv: KvViews, slots: torch.Tensor) -> None:
+    """Writes `key`, `value` `[kv_heads, tokens, head_dim]` into one layer of the pool.
+
+    `slots` int64 `[tokens]`: block * block_size + offset; a token
+    with a negative slot is not written. Last dimensions are contiguous.
+    """
+    kv_heads, tokens, head_dim = key.shape
+    keys, values = kv.keys, kv.values
+    _write[(tokens,)](
+        key,
+        value,
+        keys,
+        values,
+        slots,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        keys.stride(0),
+        keys.stride(1),
+        BLOCK_SIZE=keys.shape[2],
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        HEADS=triton.next_power_of_2(kv_heads),
+        DIM=triton.next_power_of_2(head_dim),
+        num_warps=4,
+    )
+
+
+def contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if its last dimension is contiguous, as in all known model families; else a copy."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

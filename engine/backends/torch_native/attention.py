@@ -12,18 +12,11 @@ from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
+from typing_extensions import override
 
 from engine.backends.interface import Forward, StepLogits
-from engine.backends.torch_native.batch import (
-    ContiguousGroup,
-    DecodeGroup,
-    PrefillChunk,
-    StepBatch,
-    build_step_batch,
-)
-from engine.backends.torch_native.contiguous_kv import ContiguousKv
-from engine.core.types import ScheduledSequence
-from engine.kv_cache.int8_kv import dequantize, quantize
+from engine.backends.torch_native.batch import DecodeGroup, PrefillChunk, StepBatch, build_step_batch
+from engine.core.model_runner import ScheduledSequence
 from engine.kv_cache.memory import DTYPES, KvCacheMemory
 from engine.model.attention_interface import LayerState
 from engine.model.loaded_model import LoadedModel
@@ -35,25 +28,16 @@ FUSED_POSITIONS = 1536
 
 
 class TorchNativeAttention:
-    """Attention over a KV pool. `batch` is the current step's, set before each forward pass.
+    """Attention over a KV pool. `batch` is the current step's, set before each forward pass."""
 
-    `contiguous_kv_bytes`: memory for `ContiguousKv`, used on cpu only. KV in int8 has none: it is gathered and widened
-    in every step. New tokens see their own KV as it was rounded.
-    """
-
-    def __init__(self, pool: KvCacheMemory, contiguous_kv_bytes: int = 0) -> None:
+    def __init__(self, pool: KvCacheMemory) -> None:
         self.batch: StepBatch | None = None
         self._views = [pool.view(layer) for layer in range(pool.layout.num_layers)]
-        self._scales = [pool.scales_view(layer) for layer in range(pool.layout.num_layers)]
-        one = self._views[0][:, :, :1]
-        self._scratch = one.new_empty(0)
-        on_cpu = one.device.type == "cpu"
-        itemsize = max(one.itemsize, torch.bfloat16.itemsize)  # int8 is widened when it is gathered
-        self.group_blocks = GATHERED_BYTES // (one.numel() * itemsize) if on_cpu else None
+        block = self._views[0][:, :, :1]
+        self._scratch = block.new_empty(0)
+        on_cpu = block.device.type == "cpu"
+        self.group_blocks = GATHERED_BYTES // (block.numel() * block.itemsize) if on_cpu else None
         """Maximum number of blocks of a decode group; see `build_step_batch`."""
-        use_contiguous = on_cpu and contiguous_kv_bytes > 0 and pool.scales is None
-        self.contiguous_kv = ContiguousKv(pool.tensor, contiguous_kv_bytes) if use_contiguous else None
-        """Contiguous copies of decoding sequences' KV; see `build_step_batch`."""
 
     def attend(
         self,
@@ -64,21 +48,12 @@ class TorchNativeAttention:
         scale: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        """See `AttentionBackend.attend`."""
+        """Computes `AttentionBackend.attend` group by group."""
         batch = self.batch
         assert batch is not None, "a forward pass outside of a step"
-        pool, scales = self._views[layer.index], self._scales[layer.index]
-        new = torch.stack((key, value))
-        if scales is None:
-            pool[:, :, batch.slot_blocks, batch.slot_offsets] = new
-        else:
-            codes, new_scales = quantize(new)
-            pool[:, :, batch.slot_blocks, batch.slot_offsets] = codes
-            scales[:, :, batch.slot_blocks, batch.slot_offsets] = new_scales
-            key, value = dequantize(codes, new_scales)
+        self._views[layer.index][:, :, batch.slot_blocks, batch.slot_offsets] = torch.stack((key, value))
         plan = batch.plan(layer.window)
-        parts = [_contiguous(group, layer.index, query, new, scale, softcap) for group in plan.contiguous]
-        parts += [self._decode(group, query, layer.index, scale, softcap) for group in plan.decode]
+        parts = [self._decode(group, query, layer.index, scale, softcap) for group in plan.decode]
         for chunk in plan.prefill:
             begin, end = chunk.rows
             if chunk.blocks is None:
@@ -90,7 +65,7 @@ class TorchNativeAttention:
 
     def _gather(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
         """Keys and values of blocks, `[2, kv_heads, len(blocks) * block_size, head_dim]`; valid until the next call."""
-        pool, scales = self._views[layer], self._scales[layer]
+        pool = self._views[layer]
         _, kv_heads, _, block_size, head_dim = pool.shape
         shape = (2, kv_heads, len(blocks), block_size, head_dim)
         size = 2 * kv_heads * len(blocks) * block_size * head_dim
@@ -98,17 +73,10 @@ class TorchNativeAttention:
             self._scratch = pool.new_empty(size)
         gathered = self._scratch[:size].view(shape)
         torch.index_select(pool, 2, blocks, out=gathered)
-        if scales is not None:
-            gathered = dequantize(gathered, scales.index_select(2, blocks))
         return gathered.view(2, kv_heads, -1, head_dim)
 
     def _decode(
-        self,
-        group: DecodeGroup,
-        query: torch.Tensor,
-        layer: int,
-        scale: float,
-        softcap: float | None,
+        self, group: DecodeGroup, query: torch.Tensor, layer: int, scale: float, softcap: float | None
     ) -> torch.Tensor:
         """One new token per sequence, all rows of a group at once. Returns `[rows, heads, head_dim]`."""
         begin, end = group.rows
@@ -128,19 +96,15 @@ class TorchNativeAttention:
 class TorchForward(Forward):
     """The forward pass with attention in plain torch, on any device."""
 
-    prepares_steps = False
-
-    def __init__(self, model: LoadedModel, pool: KvCacheMemory, contiguous_kv_bytes: int) -> None:
+    def __init__(self, model: LoadedModel, pool: KvCacheMemory) -> None:
         self._module, self._device, self._dtype = model.module, model.device, DTYPES[model.dtype]
         self._block_size = pool.layout.block_size_tokens
-        self._backend = model.context.backend = TorchNativeAttention(pool, contiguous_kv_bytes)
+        self._backend = model.context.backend = TorchNativeAttention(pool)
 
+    @override
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
-        """See `Forward.logits`."""
         backend = self._backend
-        step = build_step_batch(
-            batch, self._block_size, self._dtype, self._device, backend.group_blocks, backend.contiguous_kv
-        )
+        step = build_step_batch(batch, self._block_size, self._dtype, self._device, backend.group_blocks)
         backend.batch = step
         # Only sampled rows go through the output layer. This is left to the model's own forward pass, because some
         # families scale or cap logits there.
@@ -153,37 +117,10 @@ class TorchForward(Forward):
         backend.batch = None
         return StepLogits(logits, step.sample_order)
 
-    def forget_kv(self) -> None:
-        """See `Forward.forget_kv`."""
-        if self._backend.contiguous_kv is not None:
-            self._backend.contiguous_kv.clear()
-
+    @override
     def finish(self) -> None:
-        """See `Forward.finish`."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-
-
-def _contiguous(
-    group: ContiguousGroup,
-    layer: int,
-    query: torch.Tensor,
-    new: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-) -> torch.Tensor:
-    """As `TorchNativeAttention._decode`, for rows with contiguous KV.
-
-    `query` `[heads, tokens, head_dim]`, `new` `[2, kv_heads, tokens, head_dim]`: all of the step's tokens.
-    """
-    begin, end = group.rows
-    heads, _, head_dim = query.shape
-    memory = group.memory[layer]
-    memory.transpose(1, 2)[:, :, group.order, group.positions] = new[:, :, begin:end]
-    keys, values = memory
-    count, kv_heads = keys.shape[:2]
-    rows = query[:, begin:end].transpose(0, 1).reshape(count, kv_heads, heads // kv_heads, head_dim)
-    return _one_token(rows, keys, values, group.mask, scale, softcap).reshape(count, heads, head_dim)
 
 
 def _one_token(

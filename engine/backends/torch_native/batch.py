@@ -1,13 +1,13 @@
 """One step's batch as tensors: flattened tokens, where their KV is written, and what each may attend to.
 
 The tokens of all sequences are concatenated without padding: first the sequences that compute a single token (decode
-rows, those with contiguous KV first, then by length of context, longest first), then the others (prefill chunks). What
+rows, those with the longest contexts first), then the others (prefill chunks). What
 attention needs depends only on a layer's sliding window, so it is planned once per step and window, not per layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.backends.torch_native.contiguous_kv import ContiguousKv, ContiguousRows
-from engine.core.types import ScheduledSequence
+from engine.core.model_runner import ScheduledSequence
 from splitserve.generation.kv_blocks import blocks_for
 
 Ints = npt.NDArray[np.int64]
@@ -47,22 +46,6 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class ContiguousGroup:
-    """Decode rows `rows[0]`..`rows[1]` whose KV is in the rows of one size class; see `ContiguousKv`.
-
-    `memory` `[num_layers, 2, n, num_kv_heads, capacity, head_dim]`; `order` int64 `[n]`: 0, 1, ...; `positions` int64
-    `[n]`: each new token's position in its row; `mask` `[n, 1, 1, capacity]`: 0 or -inf, None if every position is
-    visible.
-    """
-
-    rows: tuple[int, int]
-    memory: torch.Tensor
-    order: torch.Tensor
-    positions: torch.Tensor
-    mask: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class Tile:
     """Queries `query[0]`..`query[1]` - 1 of a chunk against its keys `keys[0]`..`keys[1]` - 1.
 
@@ -90,7 +73,6 @@ class PrefillChunk:
 class AttentionPlan:
     """What the attention of layers with one window computes in a step."""
 
-    contiguous: tuple[ContiguousGroup, ...]
     decode: tuple[DecodeGroup, ...]
     prefill: tuple[PrefillChunk, ...]
 
@@ -126,20 +108,14 @@ def build_step_batch(
     dtype: torch.dtype,
     device: torch.device,
     group_blocks: int | None = None,
-    contiguous_kv: ContiguousKv | None = None,
 ) -> StepBatch:
     """Flattens scheduled sequences. `dtype` is the model's, for the masks.
 
-    A decode group of several rows has at most `group_blocks` blocks, padding included; None: any number. Sequences with
-    a row in `contiguous_kv` are in a ContiguousGroup instead.
+    A decode group of several rows has at most `group_blocks` blocks, padding included; None: any number.
     """
     decode = [index for index, sequence in enumerate(batch) if sequence.num_new == 1]
-    # Rows of drafts read from the blocks what is not certain to become KV of the sequence.
-    certain = [index for index in decode if not batch[index].ahead]
-    contiguous_rows = contiguous_kv.assign_rows(batch, certain) if contiguous_kv is not None else []
-    contiguous = [index for rows in contiguous_rows for index in rows.members]
-    rest = sorted(set(decode).difference(contiguous), key=lambda index: -batch[index].num_computed)
-    order = [*contiguous, *rest, *(index for index, sequence in enumerate(batch) if sequence.num_new != 1)]
+    decode.sort(key=lambda index: -batch[index].num_computed)
+    order = [*decode, *(index for index, sequence in enumerate(batch) if sequence.num_new != 1)]
     sequences = [batch[index] for index in order]
     starts = np.cumsum([0, *(sequence.num_new for sequence in sequences)])
     tokens, positions, blocks = [], [], []
@@ -164,17 +140,7 @@ def build_step_batch(
         slot_offsets=tensor(flat % block_size),
         sample_rows=tensor([starts[row + 1] - 1 for row in sampled]),
         sample_order=[order[row] for row in sampled],
-        _planner=_Planner(
-            sequences,
-            starts,
-            len(contiguous),
-            len(decode),
-            block_size,
-            dtype,
-            device,
-            group_blocks,
-            contiguous_rows,
-        ),
+        _planner=_Planner(sequences, starts, len(decode), block_size, dtype, device, group_blocks),
     )
 
 
@@ -182,39 +148,23 @@ def build_step_batch(
 class _Planner:
     sequences: list[ScheduledSequence]
     starts: Ints
-    num_contiguous: int
     num_decode: int
     block_size: int
     dtype: torch.dtype
     device: torch.device
     group_blocks: int | None
-    contiguous_rows: list[ContiguousRows]
 
     def plan(self, window: int | None) -> AttentionPlan:
         groups = tuple(self._decode_group(first, last, window) for first, last in self._groups(window))
         chunks = range(self.num_decode, len(self.sequences))
         prefill = tuple(self._prefill(index, window) for index in chunks)
-        return AttentionPlan(tuple(self._contiguous_groups(window)), groups, prefill)
-
-    def _contiguous_groups(self, window: int | None) -> Iterator[ContiguousGroup]:
-        end = 0
-        for rows in self.contiguous_rows:
-            begin, end = end, end + len(rows.members)
-            last = np.array([sequence.num_computed for sequence in self.sequences[begin:end]])
-            local = np.arange(rows.memory.shape[4])
-            hidden = local > last[:, None]
-            if window is not None:
-                hidden |= local <= last[:, None] - window
-            mask = self._mask(hidden)[:, None, None] if hidden.any() else None
-            yield ContiguousGroup(
-                (begin, end), rows.memory, torch.arange(end - begin), torch.from_numpy(last), mask
-            )
+        return AttentionPlan(groups, prefill)
 
     def _groups(self, window: int | None) -> list[tuple[int, int]]:
         """Splits the decode rows, sorted by length, where padding would waste too much."""
         groups: list[tuple[int, int]] = []
-        begin, widest = self.num_contiguous, 0
-        for row in range(begin, self.num_decode):
+        begin, widest = 0, 0
+        for row in range(self.num_decode):
             width = self._blocks(row, window)[1]
             uneven = widest > SAME_LENGTH_BLOCKS and width < MIN_FILL * widest
             full = (
@@ -224,7 +174,7 @@ class _Planner:
                 groups.append((begin, row))
                 begin, widest = row, 0
             widest = max(widest, width)
-        return [*groups, (begin, self.num_decode)] if self.num_decode > self.num_contiguous else []
+        return [*groups, (begin, self.num_decode)] if self.num_decode else []
 
     def _blocks(self, row: int, window: int | None) -> tuple[int, int]:
         """The first block that any new token of a sequence can see, and the number of blocks from there to its end."""

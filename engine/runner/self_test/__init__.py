@@ -1,1 +1,1 @@
-"""The engine's self-test on a device, and what is switched off when a part of it fails. Read `verdict.py` first."""
+"""The engine's self-test on a device; what fails is switched off. Read `device_checks.py` first."""

@@ -1,4 +1,4 @@
-"""`python -m engine.runner.self_test [--device D] [--transport T] [--rates] [--json]`: the self-test without a model.
+"""`python -m engine.runner.self_test [--device D] [--transport T] [--json]`: the self-test without a model.
 
 A process of its own, so that a device which ends it takes nothing else along. Exit code 1 when a check failed.
 """
@@ -17,23 +17,24 @@ import torch
 
 from engine.backends.cuda.forward import prepare_device
 from engine.runner.device import choose_device
+from engine.runner.self_test.checks import check_transfer
 from engine.runner.self_test.device_checks import (
     GENERAL_KINDS,
     GENERAL_SHAPE,
     GENERAL_VOCABULARY,
+    INSTEAD,
+    CheckResult,
     engine_checks,
     require_alive,
+    run_checks,
 )
-from engine.runner.self_test.rates import device_rates
-from engine.runner.self_test.transfer_check import check_transfer
-from engine.runner.self_test.verdict import INSTEAD, CheckResult, run_checks
-from kv_transfer.transports.factory import make_transport
+from kv_transfer.transports import make_transport
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import SplitserveError
 
 
-def checked_device(name: str, transport: str, *, rates: bool) -> dict[str, Any]:
-    """All checks on a device: `device`, `name`, `checks` and, with `rates`, `rates`.
+def checked_device(name: str, transport: str) -> dict[str, Any]:
+    """All checks on a device: `device`, `name` and `checks`.
 
     Raises ConfigError for a device that is not there, UnavailableError for one that stops working.
     """
@@ -45,12 +46,10 @@ def checked_device(name: str, transport: str, *, rates: bool) -> dict[str, Any]:
         checks = engine_checks(EngineConfig(), GENERAL_SHAPE, list(GENERAL_KINDS), GENERAL_VOCABULARY, device)
         checks.append(("transfer", partial(check_transfer, partial(make_transport, transport), device)))
         results = run_checks(checks, partial(require_alive, device))
-        measured = asdict(device_rates(device)) if rates else None
     return {
         "device": str(device),
         "name": torch.cuda.get_device_name(device) if on_cuda else f"{torch.get_num_threads()} threads",
         "checks": [_shown(result) for result in results],
-        "rates": measured,
     }
 
 
@@ -59,24 +58,23 @@ def _shown(result: CheckResult) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """See the module."""
+    """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m engine.runner.self_test")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
     parser.add_argument("--transport", default="nixl", choices=("nixl", "ucx"))
-    parser.add_argument("--rates", action="store_true", help="also measure memory and matrix products")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     try:
-        found = checked_device(options.device, options.transport, rates=options.rates)
+        verdict = checked_device(options.device, options.transport)
     except SplitserveError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 1
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(verdict, indent=2))
     else:
-        for check in found["checks"]:
+        for check in verdict["checks"]:
             print(f"{check['name']}: {'ok' if check['passed'] else check['why']}")
-    return 0 if all(check["passed"] for check in found["checks"]) else 1
+    return 0 if all(check["passed"] for check in verdict["checks"]) else 1
 
 
 if __name__ == "__main__":

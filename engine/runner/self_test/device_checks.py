@@ -3,39 +3,115 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 
 from engine.backends.select import choose_backend, paged_attention
-from engine.kv_cache.kv_dtype import kv_dtype
 from engine.model.loaded_model import LoadedModel
 from engine.model.probe import AttentionKind
-from engine.runner.self_test.attention_check import KvShape, check_attention
-from engine.runner.self_test.graph_check import check_graphs
-from engine.runner.self_test.sampling_check import check_sampling
-from engine.runner.self_test.transfer_check import check_transfer
-from engine.runner.self_test.verdict import (
-    INSTEAD,
-    Check,
-    CheckName,
-    CheckResult,
-    one_line,
-    run_checks,
-    switched_off,
+from engine.runner.self_test.checks import (
+    KvShape,
+    check_attention,
+    check_graphs,
+    check_sampling,
+    check_transfer,
 )
-from kv_transfer.transports.factory import make_transport
+from kv_transfer.transports import make_transport
 from kv_transfer.transports.transport import Transport
 from splitserve.config.engine import EngineConfig
-from splitserve.errors import UnavailableError
+from splitserve.errors import SplitserveError, UnavailableError
 from splitserve.logs import log_event
+
+CheckName = Literal["attention", "graphs", "sampling", "transfer"]
+Check = Callable[[], None]
+"""Raises where a result is wrong."""
+INSTEAD: Mapping[CheckName, str] = {
+    "attention": "torch computes attention, without CUDA graphs",
+    "graphs": "steps run without CUDA graphs",
+    "sampling": "tokens are sampled on the host",
+    "transfer": "the worker does not start",
+}
+"""What happens where a check fails."""
+_OFF: Mapping[CheckName, Mapping[str, str]] = {
+    "attention": {"attention_backend": "torch", "cuda_graphs": "off"},
+    "graphs": {"cuda_graphs": "off"},
+    "sampling": {"device_sampling": "off"},
+}
+MAX_WHY = 300
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One check. `why`: one line, where it failed."""
+
+    name: CheckName
+    passed: bool
+    seconds: float
+    why: str = ""
+
+
+def run_checks(
+    checks: Sequence[tuple[CheckName, Check]],
+    require_alive: Check,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[CheckResult]:
+    """Runs the checks in order; graphs are left out after attention has failed, which is part of them.
+
+    `require_alive` raises where the device computes nothing any more, as after an illegal access. Raises
+    UnavailableError (DEVICE_BROKEN) then: there is nothing to fall back to in this process.
+    """
+    results: list[CheckResult] = []
+    for name, check in checks:
+        if name == "graphs" and any(result.name == "attention" and not result.passed for result in results):
+            continue
+        began = clock()
+        try:
+            check()
+        except Exception as error:
+            why = one_line(error)
+            results.append(CheckResult(name, False, clock() - began, why))
+            try:
+                require_alive()
+            except Exception as after:
+                raise UnavailableError(_broken(name, why), reason="DEVICE_BROKEN") from after
+        else:
+            results.append(CheckResult(name, True, clock() - began))
+    return results
+
+
+def _broken(name: CheckName, why: str) -> str:
+    settings = _OFF.get(name, {})
+    without = " ".join(f"--{field.replace('_', '-')} {value}" for field, value in settings.items())
+    advice = f"; to start without it: {without}" if without else ""
+    return f"the device stopped working in its self-test of {name} ({why}){advice}"
+
+
+def switched_off(config: EngineConfig, results: Iterable[CheckResult]) -> EngineConfig:
+    """The settings without what failed."""
+    changes: dict[str, str] = {}
+    for result in results:
+        if not result.passed:
+            changes |= _OFF.get(result.name, {})
+    return config.model_copy(update=changes) if changes else config
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message in one line of bounded length."""
+    text = error.message if isinstance(error, SplitserveError) else str(error)
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    return first[:MAX_WHY]
+
 
 GENERAL_SHAPE = KvShape(kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
 GENERAL_KINDS = (AttentionKind(32), AttentionKind(32, window=1024, softcap=30.0))
 GENERAL_VOCABULARY = 128_256
 """What is checked where no model is known."""
-EXPERIMENTAL = "the CUDA path of this engine is experimental; see docs/engine.md"
+EXPERIMENTAL = "the CUDA path of this engine is experimental; see docs/internals/engine.md"
 
 
 def self_tested(
@@ -47,13 +123,7 @@ def self_tested(
     nothing any more.
     """
     attention, device = model.attention, model.device
-    shape = KvShape(
-        attention.num_kv_heads,
-        attention.head_dim,
-        config.block_size_tokens,
-        model.dtype,
-        kv_dtype(config, model.dtype),
-    )
+    shape = KvShape(attention.num_kv_heads, attention.head_dim, config.block_size_tokens, model.dtype)
     kinds = sorted(attention.kinds, key=str)
     checks = engine_checks(config, shape, kinds, model.facts.vocabulary_size, device)
     with torch.inference_mode():
@@ -65,11 +135,7 @@ def self_tested(
 
 
 def engine_checks(
-    config: EngineConfig,
-    shape: KvShape,
-    kinds: list[AttentionKind],
-    vocabulary: int,
-    device: torch.device,
+    config: EngineConfig, shape: KvShape, kinds: list[AttentionKind], vocabulary: int, device: torch.device
 ) -> list[tuple[CheckName, Check]]:
     """The checks of what the settings would use on this device. torch's attention is the reference, so not checked."""
     checks: list[tuple[CheckName, Check]] = []
@@ -116,8 +182,6 @@ def require_transfer(
     kind: str, device: torch.device, make: Callable[[str], Transport] = make_transport
 ) -> None:
     """Raises UnavailableError (TRANSFER_SELF_TEST), one sentence, if the transport cannot move the device's memory."""
-    if kind == "memory":
-        return  # copies within one process, for tests; it registers nothing with the device
     try:
         check_transfer(partial(make, kind), device)
     except Exception as error:

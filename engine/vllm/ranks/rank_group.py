@@ -22,11 +22,12 @@ from engine.vllm.kv_memory import packed_digests
 from engine.vllm.ranks.rank_link import RankEndedError, RankLink
 from engine.vllm.ranks.remote_transport import ANSWER_S, RemoteTransport
 from engine.vllm.ranks.sampling_service import SamplingService
-from kv_transfer.lane_probe import probe_blocks
-from kv_transfer.shard_map import held_heads
-from kv_transfer.transports.transport import KvMemoryRegion, TransferEndpoint
+from kv_transfer.lanes import probe_blocks
+from kv_transfer.layout import held_heads
+from kv_transfer.transports.regions import KvMemoryRegion
+from kv_transfer.transports.transport import TransferEndpoint
 from splitserve.errors import UnsupportedModelError
-from splitserve.runtime.children.ending import keep_at_end, remove_at_end
+from splitserve.runtime.children_end import keep_at_end, remove_at_end
 from splitserve.runtime.process import environment_with
 from splitserve.v1 import ranks_pb2 as pb
 
@@ -155,7 +156,7 @@ def block_digests(by_rank: Sequence[Sequence[int]], held: Sequence[range], place
     for digests, heads in zip(by_rank, held, strict=True):
         for index, head in enumerate(heads):
             of_head.setdefault(head, set()).add(digests[place * len(heads) + index])
-    return [next(iter(found)) if len(found) == 1 else 0 for _, found in sorted(of_head.items())]
+    return [next(iter(values)) if len(values) == 1 else 0 for _, values in sorted(of_head.items())]
 
 
 def _started(link: RankLink) -> RemoteTransport:

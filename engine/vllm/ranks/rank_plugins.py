@@ -9,19 +9,19 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from engine.vllm.bridge import open_bridge
-from engine.vllm.connector import SplitserveConnector
 from engine.vllm.kv_memory import block_order, kv_region
+from engine.vllm.plugins import SplitserveConnector, row_key
 from engine.vllm.ranks.rank_group import SOCKET_FIELD, TRANSPORT_FIELD, WORKER_FIELD
 from engine.vllm.ranks.rank_link import RankLink
 from engine.vllm.ranks.rank_transport import RankTransport
 from engine.vllm.ranks.sampling_service import NO_TOKEN
-from engine.vllm.sampling_processor import row_key
-from kv_transfer.transports.factory import make_transport
+from kv_transfer.transports import make_transport
 from splitserve.v1 import ranks_pb2 as pb
 
 _SET_DEATH_SIGNAL = 1
@@ -45,8 +45,9 @@ class RankedConnector(SplitserveConnector):
             open_bridge()  # an empty one: requests are known on the engine thread
         super().__init__(vllm_config, role, kv_cache_config)
 
+    @override
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """See `SplitserveConnector`. Takes what is to be reported to the ranks."""
+        """Takes what is to be reported to the ranks."""
         super().build_connector_meta(scheduler_output)
         return StepReports(*self._bridge.take_reports())
 
@@ -61,8 +62,9 @@ class RankedConnector(SplitserveConnector):
         link = RankLink.to_worker(extra[SOCKET_FIELD], rank, pb.RANK_CHANNEL_KV)
         RankTransport(link, partial(make_transport, extra[TRANSPORT_FIELD]), memory).start()
 
+    @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """See `SplitserveConnector`; every rank reports the same."""
+        """Every rank reports the same."""
         reports = self._get_connector_metadata()
         assert isinstance(reports, StepReports)
         return reports.sent or None, reports.received or None

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from engine.vllm.kv_memory import head_digests
 from engine.vllm.ranks.rank_link import RankEndedError, RankLink
-from kv_transfer.transports.transport import KvMemoryRegion, TransferEndpoint, Transport, WriteResult
+from kv_transfer.transports.regions import KvMemoryRegion
+from kv_transfer.transports.transport import TransferEndpoint, Transport, WriteResult
 from splitserve.errors import SplitserveError
 from splitserve.v1 import ranks_pb2 as pb
 

@@ -6,14 +6,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from typing_extensions import override
+
 from engine.vllm.ranks.rank_link import RankEndedError, RankLink
-from kv_transfer.transports.descriptors import check_blocks, count_descriptors, pieces_touch, unknown_peer
+from kv_transfer.transports.regions import KvMemoryRegion, check_blocks, count_descriptors, pieces_touch
 from kv_transfer.transports.transport import (
-    KvMemoryRegion,
     PollResult,
     TransferEndpoint,
     Transport,
     WriteResult,
+    unknown_peer,
 )
 from splitserve.errors import FailedPreconditionError, TransferError
 from splitserve.v1 import ranks_pb2 as pb
@@ -50,12 +52,12 @@ class RemoteTransport(Transport):
         """Refused: the rank has registered its own."""
         raise FailedPreconditionError("the memory is registered already")
 
+    @override
     def connect(self, endpoint: TransferEndpoint) -> None:
-        """See `Transport`."""
         self.connect_part(endpoint, self.endpoint.memory)
 
+    @override
     def connect_part(self, endpoint: TransferEndpoint, own: KvMemoryRegion | None) -> None:
-        """See `Transport`."""
         if own is None:
             raise FailedPreconditionError("a rank sends no notifications")
         memory = endpoint.memory
@@ -67,18 +69,21 @@ class RemoteTransport(Transport):
             raise TransferError(reply.error, reason=reply.reason or None)
         self._parts[endpoint.agent_id] = own, memory
 
+    @override
     def disconnect(self, agent_id: str) -> None:
-        """See `Transport`. Writes are reported as failed by a later poll."""
+        """Writes are reported as failed by a later poll."""
         self._peers -= {agent_id}
         self._link.send(pb.RankCommand(disconnect=agent_id))
 
+    @override
     def refuse(self, agent_id: str) -> None:
-        """See `Transport`. Nobody notifies a rank, and its peers' writes are one-sided: there is nothing to refuse."""
+        """Nobody notifies a rank, and its peers' writes are one-sided: there is nothing to refuse."""
 
+    @override
     def connected(self) -> frozenset[str]:
-        """See `Transport`."""
         return self._peers
 
+    @override
     def write(
         self,
         agent_id: str,
@@ -86,7 +91,7 @@ class RemoteTransport(Transport):
         remote_blocks: Sequence[int],
         notification: bytes | None = None,
     ) -> int:
-        """See `Transport`. Posted by the rank within `POST_S`, or not at all. Takes no notification."""
+        """Posted by the rank within `POST_S`, or not at all. Takes no notification."""
         if agent_id not in self._peers:
             raise unknown_peer(agent_id)
         if notification is not None:
@@ -111,8 +116,8 @@ class RemoteTransport(Transport):
         """Refused: the worker's own agent sends notifications."""
         raise FailedPreconditionError("a rank sends no notifications")
 
+    @override
     def poll(self) -> PollResult:
-        """See `Transport`."""
         while self._link.poll():
             self._take(self._link.receive(pb.RankEvent))
         ended, self._ended = self._ended, []
@@ -125,13 +130,14 @@ class RemoteTransport(Transport):
             raise TransferError(reply.error)
         return list(reply.digests)
 
+    @override
     def close(self) -> None:
-        """See `Transport`. The rank ends its writes when it sees the end of the connection."""
+        """The rank ends its writes when it sees the end of the connection."""
         self._link.close()
 
     @property
+    @override
     def descriptors_posted(self) -> int:
-        """See `Transport`."""
         return self._descriptors
 
     def _ask(self, command: pb.RankCommand) -> pb.RankReply:

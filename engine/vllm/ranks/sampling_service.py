@@ -27,7 +27,7 @@ class SamplingService:
         self._links = links
         self._bridge = bridge
         self._vocabulary_size = vocabulary_size
-        self._chooser = TokenChooser(vocabulary_size)
+        self._chooser = TokenChooser()
         self.ended = threading.Event()
         """No rank is served any more."""
         threading.Thread(target=self._run, name="rank-sampling", daemon=True).start()
@@ -48,13 +48,13 @@ class SamplingService:
             self.close()  # ranks that wait for tokens end
 
     def _serve(self) -> None:
-        asked = self._links[0].receive(pb.RankLogits)
-        shape = len(asked.keys), asked.vocabulary_size
+        request = self._links[0].receive(pb.RankLogits)
+        shape = len(request.keys), request.vocabulary_size
         if not 1 <= shape[0] <= MAX_ROWS or shape[1] != self._vocabulary_size:
             raise RankEndedError(f"rank 0 sent logits of shape {shape}")
         data = bytearray(self._links[0].receive_bytes(shape[0] * shape[1] * 4))
         logits = torch.frombuffer(data, dtype=torch.float32).view(shape)
-        known = ((index, self._bridge.rows.get(key)) for index, key in enumerate(asked.keys))
+        known = ((index, self._bridge.rows.get(key)) for index, key in enumerate(request.keys))
         chosen = self._chooser.choose(logits, {index: row for index, row in known if row is not None})
         tokens = pb.RankTokens(tokens=[chosen.get(index, NO_TOKEN) for index in range(shape[0])])
         for link in self._links:

@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kv_transfer.transports.ucx_lanes import lanes_without, lanes_without_room
 from splitserve.errors import TransferError, UnavailableError
 
 PROGRESS_SLEEP_US = 10_000
@@ -43,6 +44,7 @@ _PACKAGES = ("nixl_cu13", "nixl")
 _BACKEND = "UCX"
 _SHARED_MEMORY_VARIABLE = "UCX_SYSV_ERROR_HANDLING"
 _KEPT_MAPPINGS_VARIABLE = "UCX_CUDA_IPC_CACHE"
+_LANES_VARIABLE = "UCX_TLS"
 
 
 class PeerLostError(TransferError):
@@ -93,6 +95,8 @@ class NixlAgent:
         os.environ.setdefault(_SHARED_MEMORY_VARIABLE, "y")
         if device_memory:
             os.environ.setdefault(_KEPT_MAPPINGS_VARIABLE, "n")
+        if left_out := lanes_without_room():
+            os.environ[_LANES_VARIABLE] = lanes_without(os.environ.get(_LANES_VARIABLE), left_out)
         try:
             self._agent: Any = nixl.nixlAgent(agent_id, config)
             self._agent.createBackend(_BACKEND, {})

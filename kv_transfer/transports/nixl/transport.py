@@ -29,32 +29,32 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
-from kv_transfer.transports.descriptors import (
-    check_agent,
-    check_blocks,
-    check_endpoint,
-    check_memory,
-    check_notification,
-    connected_peer,
-    count_descriptors,
-    in_common,
-    pieces_touch,
-    registered,
-)
 from kv_transfer.transports.nixl.binding import NixlAgent, PeerLostError, load_nixl
-from kv_transfer.transports.transport import (
+from kv_transfer.transports.regions import (
     DRAM,
     KvMemoryRegion,
+    check_blocks,
+    check_memory,
+    count_descriptors,
+    pieces_touch,
+)
+from kv_transfer.transports.transport import (
     PollResult,
     TransferEndpoint,
     Transport,
     WriteResult,
+    check_agent,
+    check_endpoint,
+    check_notification,
+    connected_peer,
+    registered,
 )
 from splitserve.errors import FailedPreconditionError, TransferError
 
@@ -66,19 +66,16 @@ _MAX_FENCED = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """All blocks, or sub-blocks, of a region as a descriptor list of NIXL."""
+    """All blocks of a region as a descriptor list of NIXL."""
 
     handle: int = 0
     count: int = 0
-    divisions: int = 1
     rows: int = 0
-    """Descriptors of one block or sub-block."""
+    """Descriptors of one block."""
 
     def indices(self, blocks: Sequence[int]) -> npt.NDArray[np.int32]:
         """The entries of blocks, row by row: int32 `[rows * blocks]`."""
         entries = np.array(blocks, dtype=np.int32)
-        if self.divisions > 1:
-            entries = entries % self.divisions * (self.count // self.divisions) + entries // self.divisions
         starts = np.arange(self.rows, dtype=np.int32)[:, None] * np.int32(self.count)
         return (starts + entries).ravel()
 
@@ -125,8 +122,8 @@ class NixlTransport(Transport):
         self._next_handle = 1
         self._descriptors = 0
 
+    @override
     def register_memory(self, memory: KvMemoryRegion) -> TransferEndpoint:
-        """See `Transport`."""
         if self._endpoint is not None:
             raise FailedPreconditionError("the memory is registered already")
         check_memory(memory)
@@ -145,54 +142,40 @@ class NixlTransport(Transport):
         self._agent = NixlAgent(self._agent_id, progress_thread=wanted, device_memory=on_device)
         return self._agent
 
+    @override
     def connect(self, endpoint: TransferEndpoint) -> None:
-        """See `Transport`. Loads the peer's metadata; the peer need not be running yet."""
-        self._fenced.pop(endpoint.agent_id, None)
-        if endpoint.agent_id in self._peers:
-            return
-        check_endpoint(mine := registered(self._endpoint), endpoint)
-        own, theirs = in_common(mine.memory, endpoint.memory)
-        if (own, theirs) != (mine.memory, endpoint.memory):
-            self._connect_divided(endpoint, own, theirs)
-            return
+        """Loads the peer's metadata; the peer need not be running yet."""
+        if not self._known(endpoint):
+            check_endpoint(mine := registered(self._endpoint), endpoint)
+            self._connect(endpoint, (mine.memory, endpoint.memory))
 
-        def prepare(agent: NixlAgent) -> _Peer:
-            blocks = _prepare_blocks(agent, endpoint.agent_id, theirs)
-            return _Peer(blocks, self._blocks, (blocks.handle,))
-
-        self._connect(endpoint, prepare)
-
+    @override
     def connect_part(self, endpoint: TransferEndpoint, own: KvMemoryRegion | None) -> None:
-        """See `Transport`."""
-        self._fenced.pop(endpoint.agent_id, None)
-        if endpoint.agent_id in self._peers:
+        if self._known(endpoint):
             return
+        mine = registered(self._endpoint)
         if own is None:
-            check_agent(registered(self._endpoint), endpoint)
-            self._connect(endpoint, lambda agent: _Peer())
-            return
-        check_endpoint(replace(registered(self._endpoint), memory=own), endpoint)
-        self._connect_divided(endpoint, *in_common(own, endpoint.memory))
+            check_agent(mine, endpoint)
+            self._connect(endpoint, None)
+        else:
+            check_endpoint(replace(mine, memory=own), endpoint)
+            self._connect(endpoint, (own, endpoint.memory))
 
-    def _connect_divided(
-        self, endpoint: TransferEndpoint, own: KvMemoryRegion, theirs: KvMemoryRegion
+    def _known(self, endpoint: TransferEndpoint) -> bool:
+        """Whether a peer is connected already. It is refused no longer."""
+        self._fenced.pop(endpoint.agent_id, None)
+        return endpoint.agent_id in self._peers
+
+    def _connect(
+        self, endpoint: TransferEndpoint, sides: tuple[KvMemoryRegion, KvMemoryRegion] | None
     ) -> None:
-        """Connects a peer with descriptor lists of its own for both sides."""
-
-        def prepare(agent: NixlAgent) -> _Peer:
-            blocks = _prepare_blocks(agent, endpoint.agent_id, theirs)
-            mine = _prepare_blocks(agent, None, own)
-            return _Peer(blocks, mine, (mine.handle, blocks.handle), pieces_touch(own, theirs))
-
-        self._connect(endpoint, prepare)
-
-    def _connect(self, endpoint: TransferEndpoint, prepare: Callable[[NixlAgent], _Peer]) -> None:
+        """Connects a peer. `sides`: what is written and where to; None: it takes notifications only."""
         peer_id, agent = endpoint.agent_id, self._require_agent()
         named = agent.add_peer(endpoint.metadata)
         try:
             if named != peer_id:
                 raise TransferError(f"the metadata of agent {peer_id} is another agent's")
-            peer = prepare(agent)
+            peer = self._prepare(agent, peer_id, *sides) if sides is not None else _Peer()
             agent.send(peer_id, _HELLO)
         except TransferError:
             if named not in self._peers:
@@ -200,20 +183,32 @@ class NixlTransport(Transport):
             raise
         self._peers[peer_id] = peer
 
+    def _prepare(self, agent: NixlAgent, peer_id: str, own: KvMemoryRegion, theirs: KvMemoryRegion) -> _Peer:
+        """The descriptor lists of both sides. Peers that are written whole blocks share the one of this side."""
+        remote = _prepare_blocks(agent, peer_id, theirs)
+        if own == registered(self._endpoint).memory:
+            return _Peer(remote, self._blocks, (remote.handle,))
+        local = _prepare_blocks(agent, None, own)
+        return _Peer(remote, local, (local.handle, remote.handle), pieces_touch(own, theirs))
+
+    @override
     def disconnect(self, agent_id: str) -> None:
-        """See `Transport`. Closes this side's connection."""
+        """Closes this side's connection."""
         self._drop_peer(agent_id, f"agent {agent_id} was disconnected")
 
+    @override
     def refuse(self, agent_id: str) -> None:
-        """See `Transport`. It stops no writes; `ReservationTable` describes what protects the blocks."""
+        """It stops no writes; `ReservationTable` describes what protects the blocks."""
         self._fenced[agent_id] = None
         while len(self._fenced) > _MAX_FENCED:
             del self._fenced[next(iter(self._fenced))]
 
+    @override
     def connected(self) -> frozenset[str]:
-        """See `Transport`. Excludes peers whose connection broke."""
+        """Excludes peers whose connection broke."""
         return frozenset(self._peers)
 
+    @override
     def write(
         self,
         agent_id: str,
@@ -221,7 +216,7 @@ class NixlTransport(Transport):
         remote_blocks: Sequence[int],
         notification: bytes | None = None,
     ) -> int:
-        """See `Transport`. Over cma the bytes are copied before this returns.
+        """Over cma the bytes are copied before this returns.
 
         NIXL does not say which lane a write took, so every failure of a posted one leaves it in doubt.
         """
@@ -248,8 +243,8 @@ class NixlTransport(Transport):
             self._flights[handle] = _WriteInFlight(agent_id, request)
         return handle
 
+    @override
     def notify(self, agent_id: str, notification: bytes) -> None:
-        """See `Transport`."""
         connected_peer(self._peers, agent_id)
         check_notification(notification)
         try:
@@ -258,8 +253,9 @@ class NixlTransport(Transport):
             self._drop_peer(agent_id, error.message)
             raise
 
+    @override
     def poll(self) -> PollResult:
-        """See `Transport`. Also drives NIXL's progress."""
+        """Also drives NIXL's progress."""
         if self._agent is None:
             return PollResult()
         for handle, flight in list(self._flights.items()):
@@ -273,8 +269,8 @@ class NixlTransport(Transport):
                 result.notifications += [(sender, message) for message in messages if message != _HELLO]
         return result
 
+    @override
     def close(self) -> None:
-        """See `Transport`."""
         self._closed, agent = True, self._agent
         if agent is None:
             return
@@ -290,8 +286,8 @@ class NixlTransport(Transport):
             _log.warning("transport.close_incomplete: %s", error)
 
     @property
+    @override
     def descriptors_posted(self) -> int:
-        """See `Transport`."""
         return self._descriptors
 
     def _check(self, handle: int, flight: _WriteInFlight) -> None:
@@ -344,4 +340,4 @@ def _prepare_blocks(agent: NixlAgent, peer: str | None, memory: KvMemoryRegion) 
     rows, count = memory.rows, memory.num_blocks
     device, kind = memory.device_index, memory.memory_kind
     handle = agent.prepare_blocks(peer, rows, memory.piece_bytes, memory.stride, count, device, kind)
-    return _Blocks(handle, memory.num_sub_blocks, memory.divisions, len(rows) // memory.divisions)
+    return _Blocks(handle, count, len(rows))

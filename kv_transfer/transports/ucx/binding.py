@@ -13,13 +13,15 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.transports.transport import KvMemoryRegion
+from kv_transfer.transports.regions import KvMemoryRegion
+from kv_transfer.transports.ucx_lanes import CUDA_IPC, lanes_without, lanes_without_room
 from splitserve.errors import TransferError, UnavailableError
 
 _DEFAULTS = {"RNDV_THRESH": "8192", "MAX_RNDV_RAILS": "1"}
@@ -29,21 +31,6 @@ _FIXED = {"SYSV_ERROR_HANDLING": "n"}
 its process lives on goes undetected. With error handling UCX itself excludes cma and cuda_ipc, as nothing could
 stop a peer from reading memory that has been reused. cuda_ipc is taken out of the list of lanes as well, so that this
 does not depend on UCX's version."""
-_CUDA_IPC = "cuda_ipc"
-_ALIASES = {"cuda": ("cuda_copy", "gdr_copy")}
-"""Names in UCX_TLS that stand for several lanes, cuda_ipc among them, and the other ones."""
-
-
-def without_cuda_ipc(lanes: str | None) -> str:
-    """The value of UCX_TLS with which UCX never uses cuda_ipc. `lanes`: the one that is set, None if there is none."""
-    given = (lanes or "all").strip()
-    if given.startswith("^"):
-        names = given[1:].split(",")
-        return given if _CUDA_IPC in names or "cuda" in names else f"{given},{_CUDA_IPC}"
-    wanted = [name for asked in given.split(",") for name in _ALIASES.get(asked.strip(), (asked.strip(),))]
-    if "all" in wanted:
-        return f"^{_CUDA_IPC}"
-    return ",".join(name for name in dict.fromkeys(wanted) if name != _CUDA_IPC) or f"^{_CUDA_IPC}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +157,7 @@ class UcxWorker:
         config = {
             name: value for name, value in _DEFAULTS.items() if f"UCX_{name}" not in os.environ
         } | _FIXED
-        config["TLS"] = without_cuda_ipc(os.environ.get("UCX_TLS"))
+        config["TLS"] = lanes_without(os.environ.get("UCX_TLS"), [CUDA_IPC, *lanes_without_room()])
         try:
             self._context: Any = core.UCXContext(config, (core.Feature.TAG, core.Feature.WAKEUP))
             self._worker: Any = core.UCXWorker(self._context)
@@ -199,8 +186,8 @@ class UcxWorker:
 
     def probe(self, tag: int, mask: int) -> tuple[int, int] | None:
         """(tag, length in bytes) of the oldest matching message without a posted receive, or None."""
-        found = self._worker.tag_probe(self.tag(tag), self._core.UCXXTagMask(mask))
-        return (int(found.sender_tag.value), int(found.length)) if found.matched else None
+        probed = self._worker.tag_probe(self.tag(tag), self._core.UCXXTagMask(mask))
+        return (int(probed.sender_tag.value), int(probed.length)) if probed.matched else None
 
     def receive(self, data: Memory, tag: int) -> Operation:
         """Posts a receive for the oldest message with exactly this tag. Raises TransferError."""
@@ -226,3 +213,61 @@ class UcxWorker:
 def to_memory(data: bytes) -> npt.NDArray[np.uint8]:
     """`data` as an array that can be sent."""
     return np.frombuffer(data, dtype=np.uint8)
+
+
+PARTING_S = 5.0
+"""How long a connection stays at most for its last messages to leave, in seconds."""
+MAX_PARTINGS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Parting:
+    endpoint: UcxEndpoint
+    sends: tuple[Operation, ...]
+    until_s: float
+    for_peer: bool
+
+    def over(self, now: float) -> bool:
+        left = not self.for_peer and all(send.done for send in self.sends)
+        return left or now >= self.until_s or not self.endpoint.alive
+
+
+class Partings:
+    """All of them on one transport. Times are of `clock`, in seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._open: list[_Parting] = []
+        self._unfinished: list[Operation] = []
+
+    def part(self, endpoint: UcxEndpoint, sends: Iterable[Operation], *, for_peer: bool = False) -> None:
+        """Closes a connection once `sends` have left it, `PARTING_S` later at the latest. `for_peer`: once the peer has
+        closed it, as UCX may have joined it with the one that this side writes through, which would end as well."""
+        until_s = float("inf") if for_peer else self._clock() + PARTING_S
+        self._open.append(_Parting(endpoint, tuple(sends), until_s, for_peer))
+
+    def cut(self, endpoint: UcxEndpoint, sends: Iterable[Operation]) -> None:
+        """Closes a connection at once. Buffers that UCX has not given back are kept."""
+        endpoint.close()
+        self.keep(sends)
+
+    def keep(self, operations: Iterable[Operation]) -> None:
+        """Keeps the buffers of operations that nobody waits for any more until UCX has given them back."""
+        self._unfinished += [operation for operation in operations if not operation.done]
+
+    def poll(self, most: int = MAX_PARTINGS) -> None:
+        """Closes those that can be closed, and the oldest beyond `most`."""
+        self._unfinished = [operation for operation in self._unfinished if not operation.done]
+        if not self._open:
+            return
+        now, over = self._clock(), len(self._open) - most
+        gone = [number < over or parting.over(now) for number, parting in enumerate(self._open)]
+        before, self._open = self._open, [p for p, ends in zip(self._open, gone, strict=True) if not ends]
+        for parting, ends in zip(before, gone, strict=True):
+            if ends:
+                self.cut(parting.endpoint, parting.sends)
+
+    def close(self) -> None:
+        """Closes all of them."""
+        self.poll(most=0)
+        self._unfinished.clear()

@@ -7,18 +7,31 @@ agent is closed at once, so a caller that was silent for longer than its quarant
 its owner has disconnected it.
 
 Replies go over a connection of their own, which may break while the caller's stands: UCX joins a connection that is
-being set up with one of the peer's, even if the peer has closed that meanwhile (decision 89). So a connection that
+being set up with one of the peer's, even if the peer has closed that meanwhile. So a connection that
 breaks soon and has carried few replies is set up again, and they are sent again.
+docs/internals/design-notes/ucx-connections.md has the reasons.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kv_transfer.transports.ucx.binding import Operation, RegionBytes, UcxEndpoint, UcxWorker, to_memory
-from kv_transfer.transports.ucx.inbox import UcxInbox
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.transports.ucx.binding import (
+    Operation,
+    Partings,
+    RegionBytes,
+    UcxEndpoint,
+    UcxWorker,
+    to_memory,
+)
 from kv_transfer.transports.ucx.messages import (
+    CONTROL_MASK,
+    MAX_CONTROL_BYTES,
     MAX_RESENT,
     WRITE_MASK,
     Ack,
@@ -35,9 +48,72 @@ from kv_transfer.transports.ucx.messages import (
     encode,
     malformed,
 )
-from kv_transfer.transports.ucx.partings import Partings
 from splitserve.errors import TransferError
 from splitserve.logs import log_event
+
+MAX_PENDING = 1024
+"""Most control messages of one session that may be in reception."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    buffer: npt.NDArray[np.uint8]
+    operation: Operation
+
+
+class UcxInbox:
+    """Receives control messages and discards messages that belong to no known write."""
+
+    def __init__(self, worker: UcxWorker) -> None:
+        self._worker = worker
+        self._pending: dict[tuple[int, int], deque[_Pending]] = {}
+        self._discarding: list[Operation] = []
+
+    def collect(self) -> list[tuple[Tag, bytes]]:
+        """(tag, bytes) of completely received control messages. A partial one delays only its own session."""
+        while message := self._worker.probe(CONTROL_MASK, CONTROL_MASK):
+            value, length = message
+            tag = Tag.parse(value)
+            queue = self._pending.setdefault((tag.kind, tag.session), deque())
+            if (
+                length > MAX_CONTROL_BYTES
+                or len(queue) >= MAX_PENDING
+                or tag.kind not in (Kind.CALL, Kind.REPLY)
+            ):
+                self.discard(value)
+                continue
+            buffer = np.zeros(max(1, length), dtype=np.uint8)
+            queue.append(_Pending(buffer[:length], self._worker.receive(buffer, value)))
+        whole: list[tuple[Tag, bytes]] = []
+        for key, queue in list(self._pending.items()):
+            while queue and queue[0].operation.done:
+                item = queue.popleft()
+                if item.operation.problem() is None:
+                    whole.append((Tag(*key), item.buffer.tobytes()))
+            if not queue:
+                del self._pending[key]
+        self._discarding = [operation for operation in self._discarding if not operation.done]
+        return whole
+
+    def waits_for(self, session: int) -> bool:
+        """Whether a control message of this caller is partially received."""
+        return (Kind.CALL, session) in self._pending
+
+    def head(self) -> tuple[int, int] | None:
+        """(tag, length) of the oldest message without a posted receive, or None."""
+        return self._worker.probe(0, 0)
+
+    def discard(self, tag: int) -> None:
+        """Drops the oldest message with this tag, of any length; this also completes its send at the sender."""
+        self._discarding.append(self._worker.receive(np.zeros(1, dtype=np.uint8), tag))
+
+    def close(self) -> None:
+        """Drops all arrived messages, so that closing the worker waits for none."""
+        while message := self._worker.probe(0, 0):
+            self.discard(message[0])
+        self._pending.clear()
+        self._discarding.clear()
+
 
 MAX_CALLERS = 4096
 MAX_FENCED = 4096
@@ -187,8 +263,8 @@ class UcxReceiver:
         """Posts receives for arrived runs of a write; replies once all have been received."""
         incoming = caller.incoming[write]
         base = Tag(Kind.DATA, caller.session, write).value
-        while found := self._worker.probe(base, WRITE_MASK):
-            value, length = found
+        while message := self._worker.probe(base, WRITE_MASK):
+            value, length = message
             run = Tag.parse(value).run
             if run not in incoming.missing or length != incoming.runs[run][1] * self._memory.block_bytes:
                 incoming.problem = f"run {run} of {length} bytes was not announced"
@@ -262,10 +338,10 @@ class UcxReceiver:
 
     def _discard_orphans(self) -> None:
         """Discards data of refused writes and of closed sessions."""
-        while found := self._inbox.head():
-            tag = Tag.parse(found[0])
+        while message := self._inbox.head():
+            tag = Tag.parse(message[0])
             caller = self._callers.get(tag.session)
             known = caller is not None and tag.write in caller.incoming
             if tag.kind in (Kind.CALL, Kind.REPLY) or known or self._inbox.waits_for(tag.session):
                 return
-            self._inbox.discard(found[0])
+            self._inbox.discard(message[0])

@@ -23,26 +23,27 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kv_transfer.transports.descriptors import (
-    Run,
-    check_blocks,
-    check_endpoint,
-    check_memory,
-    check_notification,
-    check_whole_blocks,
-    connected_peer,
-    merge_runs,
-    registered,
-)
+from typing_extensions import override
+
+from kv_transfer.transports.regions import KvMemoryRegion, Run, check_blocks, check_memory, merge_runs
 from kv_transfer.transports.transport import (
-    KvMemoryRegion,
     PollResult,
     TransferEndpoint,
     Transport,
     WriteResult,
+    check_endpoint,
+    check_notification,
+    connected_peer,
+    registered,
 )
-from kv_transfer.transports.ucx.binding import Operation, RegionBytes, UcxEndpoint, UcxWorker, to_memory
-from kv_transfer.transports.ucx.inbox import UcxInbox
+from kv_transfer.transports.ucx.binding import (
+    Operation,
+    Partings,
+    RegionBytes,
+    UcxEndpoint,
+    UcxWorker,
+    to_memory,
+)
 from kv_transfer.transports.ucx.messages import (
     MAX_FLIGHTS,
     MAX_NOTIFICATION_BYTES,
@@ -62,12 +63,9 @@ from kv_transfer.transports.ucx.messages import (
     encode,
     encode_metadata,
 )
-from kv_transfer.transports.ucx.partings import Partings
-from kv_transfer.transports.ucx.receiver import UcxReceiver
+from kv_transfer.transports.ucx.receiver import UcxInbox, UcxReceiver
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, TransferError
 
-IDLE_POLL_S = 0.01
-"""Time between polls of an idle owner, so that first messages are answered."""
 BUSY_POLL_S = 0.1
 """How long an owner keeps polling after a peer's message."""
 ANSWER_S = 60.0
@@ -119,8 +117,9 @@ class UcxTransport(Transport):
         self._next_handle = 1
         self._descriptors = 0
 
+    @override
     def register_memory(self, memory: KvMemoryRegion) -> TransferEndpoint:
-        """See `Transport`. UCX registers the memory with its devices at first use and keeps the registration."""
+        """UCX registers the memory with its devices at first use and keeps the registration."""
         if self._endpoint is not None:
             raise FailedPreconditionError("the memory is registered already")
         check_memory(memory)
@@ -136,14 +135,14 @@ class UcxTransport(Transport):
         self._endpoint = TransferEndpoint(self._agent_id, self.kind, self._metadata, memory)
         return self._endpoint
 
+    @override
     def connect(self, endpoint: TransferEndpoint) -> None:
-        """See `Transport`. The connection is set up while both sides poll; the peer need not be running yet."""
+        """The connection is set up while both sides poll; the peer need not be running yet."""
         if self._receiver is not None:
             self._receiver.unfence(endpoint.agent_id)
         if endpoint.agent_id in self._peers:
             return
-        check_endpoint(mine := registered(self._endpoint), endpoint)
-        check_whole_blocks(mine, endpoint)
+        check_endpoint(registered(self._endpoint), endpoint)
         agent_id, address = decode_metadata(endpoint.metadata)
         if agent_id != endpoint.agent_id:
             raise TransferError(f"the metadata of agent {endpoint.agent_id} is another agent's")
@@ -156,19 +155,23 @@ class UcxTransport(Transport):
             raise
         self._peers[agent_id] = peer
 
+    @override
     def disconnect(self, agent_id: str) -> None:
-        """See `Transport`. The peer's sessions with this side are others."""
+        """The peer's sessions with this side are others."""
         self._drop_peer(agent_id, f"agent {agent_id} was disconnected")
 
+    @override
     def refuse(self, agent_id: str) -> None:
-        """See `Transport`. Closes the peer's sessions with this side and refuses new ones: no byte arrives either."""
+        """Closes the peer's sessions with this side and refuses new ones: no byte arrives either."""
         if self._receiver is not None and self._worker is not None:
             self._receiver.fence(agent_id)
 
+    @override
     def connected(self) -> frozenset[str]:
-        """See `Transport`. Excludes peers whose connection broke."""
+        """Excludes peers whose connection broke."""
         return frozenset(self._peers)
 
+    @override
     def write(
         self,
         agent_id: str,
@@ -176,7 +179,7 @@ class UcxTransport(Transport):
         remote_blocks: Sequence[int],
         notification: bytes | None = None,
     ) -> int:
-        """See `Transport`. Each contiguous run of blocks is one message."""
+        """Each contiguous run of blocks is one message."""
         peer, mine = connected_peer(self._peers, agent_id), registered(self._endpoint)
         check_blocks(local_blocks, mine.memory.num_blocks, remote_blocks, peer.num_blocks)
         _check_notification(notification)
@@ -198,8 +201,8 @@ class UcxTransport(Transport):
         peer.next_write = (peer.next_write + 1) % MAX_WRITES
         return handle
 
+    @override
     def notify(self, agent_id: str, notification: bytes) -> None:
-        """See `Transport`."""
         peer = connected_peer(self._peers, agent_id)
         _check_notification(notification)
         try:
@@ -208,8 +211,9 @@ class UcxTransport(Transport):
             self._drop_peer(agent_id, error.message)
             raise
 
+    @override
     def poll(self) -> PollResult:
-        """See `Transport`. All progress, as a writer and as an owner, happens here."""
+        """All progress, as a writer and as an owner, happens here."""
         worker, receiver = self._worker, self._receiver
         if worker is None or receiver is None:
             return PollResult()
@@ -229,8 +233,8 @@ class UcxTransport(Transport):
         self._completed = []
         return result
 
+    @override
     def close(self) -> None:
-        """See `Transport`."""
         worker = self._worker
         if worker is None:
             return
@@ -246,13 +250,14 @@ class UcxTransport(Transport):
         worker.close()
 
     @property
+    @override
     def descriptors_posted(self) -> int:
-        """See `Transport`."""
         return self._descriptors
 
     @property
+    @override
     def needs_poll(self) -> bool:
-        """See `Transport`. True for `BUSY_POLL_S` after a peer's message, as it may be waiting for a reply.
+        """True for `BUSY_POLL_S` after a peer's message, as it may be waiting for a reply.
 
         Pending sends to a peer that has never replied do not count.
         """
@@ -334,7 +339,9 @@ class UcxTransport(Transport):
         else:  # nobody reads these blocks any more once this returns
             self._partings.cut(peer.endpoint, [*peer.sends, *data])
         # The owner may be in the middle of receiving.
-        self._completed += [WriteResult(one.handle, why, in_doubt=True) for one in peer.flights.values()]
+        self._completed += [
+            WriteResult(flight.handle, why, in_doubt=True) for flight in peer.flights.values()
+        ]
 
     def _require_worker(self) -> UcxWorker:
         if self._worker is None:

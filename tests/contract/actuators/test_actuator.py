@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from autoscaler.actuators.actuator import ActualReplica, Actuator, ReplicaKind
+from autoscaler.actuators.actuator import ActualReplica, Actuator
 from autoscaler.plan import PoolPlan, ScalingPlan
 from autoscaler.reconcile import Bounds, Drain, Start, members, reconcile
 from autoscaler.snapshot import POOLS, Replica, ReplicaState
@@ -150,27 +150,6 @@ async def test_a_dead_replica_is_replaced_and_scale_in_ends_at_the_plan(rig: Rig
     await reach(rig.actuator, prefill=2, decode=1)
     await reach(rig.actuator, prefill=1, decode=3)
     await reach(rig.actuator, prefill=1, decode=1)
-
-
-async def test_neutral_replicas_count_to_an_actuator_where_they_were_started(rig: Rig) -> None:
-    """Where they lean since is known to the coordinators; the loop then stops them by the pool that is said here."""
-    await rig.actuator.start("prefill", 1, ReplicaKind(neutral=True))
-    await rig.actuator.start("decode", 2, ReplicaKind(neutral=True))
-    there = await settled(rig.actuator, 3)
-    before = await rig.actuator.replicas()
-    assert len(set(there)) == 3
-    assert len(names(before, "decode")) == 2
-    victim = names(before, "decode")[-1]  # of a StatefulSet the highest ordinal
-    again = rig.again()
-    try:
-        assert await again.replicas() == before
-        await again.stop("prefill", [victim], DRAIN_S)
-        await again.stop("decode", [victim], DRAIN_S)
-        assert await settled(again, 2) == [name for name in there if name != victim]
-        await again.start("decode", 1, ReplicaKind(neutral=True))
-        assert len(await settled(again, 3)) == 3
-    finally:
-        await again.close()
 
 
 async def reach(actuator: Actuator, prefill: int, decode: int) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.backends.cpu import build
 from engine.backends.cpu.kernels import CpuKernels
@@ -101,34 +98,6 @@ def test_dimensions_and_strides_of_a_linear_layers_input(kernels: CpuKernels) ->
         kernels.linear(wide[:, :64], kernels.pack(random(64, 32).T.contiguous()), None),
     )
     assert kernels.linear(x.new_empty(0, 64), packed, None).shape == (0, 32)
-
-
-class Computed(TorchDispatchMode):
-    """What torch computes, views left out: such operations run on all threads of the engine."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view:
-            self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("outputs", [16, 32, 48, 64, 112, 144, 160])
-@pytest.mark.parametrize("inputs", [2, 34, 96])
-def test_a_packed_weight_is_unpacked_row_by_row_on_the_thread_that_asks(inputs: int, outputs: int) -> None:
-    weight = random(outputs, inputs)
-    packed = KERNELS[1].pack(weight)
-    with Computed() as computed:
-        whole = CpuKernels.unpack(packed)
-    assert not computed.names
-    assert torch.equal(bits(whole), bits(weight))
-    edges = [edge for edge in (0, 1, 16, 47, 48, 50, 96, 112, 143, outputs) if edge <= outputs]
-    for first, end in itertools.combinations(edges, 2):
-        some = CpuKernels.unpack(packed, slice(first, end))
-        assert torch.equal(bits(some), bits(weight[first:end])), f"rows {first} to {end}"
 
 
 @pytest.mark.parametrize("broken", [NAN, INF])

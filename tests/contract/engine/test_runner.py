@@ -15,7 +15,6 @@ from tests.support.engine.runner_driver import (
     BLOCK,
     NUM_BLOCKS,
     drive,
-    drive_drafting,
     make_sequences,
     prompt_of,
     runner_of,
@@ -79,12 +78,6 @@ def test_tokens_depend_neither_on_chunks_nor_on_the_batch(
     assert tokens_of(drive(runner, make_sequences(PROMPTS, MAX_TOKENS), MAX_TOKENS, chunk)) == expected
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_drafts_change_no_token(runner: ModelRunner, expected: list[list[int]], seed: int) -> None:
-    sequences = make_sequences(PROMPTS, MAX_TOKENS)
-    assert tokens_of(drive_drafting(runner, sequences, expected, seed)) == expected
-
-
 def test_a_sequence_goes_on_where_its_blocks_were_copied(
     make: Callable[[], ModelRunner], expected: list[list[int]]
 ) -> None:
@@ -92,9 +85,9 @@ def test_a_sequence_goes_on_where_its_blocks_were_copied(
     source, target = make(), make()
     (sequence,) = make_sequences(PROMPTS[-1:], MAX_TOKENS)
     drive(source, [sequence], 1, CONTEXT)
-    memory, blocks = target.wire.memory, [block ^ 1 for block in sequence.blocks]
+    memory, blocks = target.kv_memory.region, [block ^ 1 for block in sequence.blocks]
     size = memory.layout.block_bytes
-    for block, data in zip(blocks, source.wire.read_blocks(sequence.blocks), strict=True):
+    for block, data in zip(blocks, source.kv_memory.read_blocks(sequence.blocks), strict=True):
         ctypes.memmove(memory.base_address + block * size, bytes(data), size)
     sequence.blocks[:] = blocks
     rest = drive(target, [sequence], MAX_TOKENS - 1, CONTEXT)

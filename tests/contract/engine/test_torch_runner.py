@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.backends.torch_native.batch import TILE_TOKENS
-from engine.core.types import SamplingParams
+from engine.core.model_runner import SamplingParams
 from engine.runner.torch_runner import build_torch_runner
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError, NotFoundError, SplitserveError, UnsupportedModelError
@@ -112,15 +112,24 @@ def test_sampled_output_does_not_depend_on_the_batch(folder: Path) -> None:
     assert first.logprob <= first.top[0][1]
 
 
-def test_resuming_from_emitted_tokens_gives_the_same_rest(folder: Path) -> None:
-    sampling = SamplingParams(temperature=1.0, seed=99, frequency_penalty=0.5)
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_resuming_from_emitted_tokens_gives_the_same_rest(folder: Path, temperature: float) -> None:
+    """In float32: the tokens, and their log-probabilities but for rounding, though others share the steps."""
+    sampling = SamplingParams(temperature=temperature, seed=99, frequency_penalty=0.5, logprobs=2)
     runner = runner_of(folder, "qwen3")
-    whole = make_sequences([prompt_of(25)], 12, sampling=sampling)
-    drive(runner, whole, 12, 8)
-    resumed = make_sequences([whole[0].tokens[:30]], 12, sampling=sampling)
-    resumed[0].prompt_tokens = 25
-    drive(runner, resumed, 7, CONTEXT)
-    assert resumed[0].tokens == whole[0].tokens
+    lengths = [25, 3, 16, 40, 9, 31]
+    whole = make_sequences([prompt_of(length) for length in lengths], 12, sampling=sampling)
+    expected = drive(runner, whole, 12, 8)
+    kept = [sequence.tokens[: length + 5] for sequence, length in zip(whole, lengths, strict=True)]
+    resumed = make_sequences(kept, 12, stagger=3, sampling=sampling)
+    for sequence, length in zip(resumed, lengths, strict=True):
+        sequence.prompt_tokens = length
+    for before, after in zip(expected, drive(runner, resumed, 7, CONTEXT), strict=True):
+        assert [token.token_id for token in after] == [token.token_id for token in before[5:]]
+        for one, other in zip(after, before[5:], strict=True):
+            assert one.logprob is not None
+            assert other.logprob is not None
+            assert one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-4)
 
 
 def test_broken_kv_fails_its_own_sequence_only(folder: Path) -> None:

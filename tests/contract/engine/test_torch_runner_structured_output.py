@@ -8,15 +8,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from engine.core.engine import EngineRequest, FinishReason, RequestOutput, StopParams
 from engine.core.engine_core import EngineCore
-from engine.core.types import EngineRequest, FinishReason, RequestOutput, SamplingParams, StopParams
-from engine.runner.structured_output import CompiledGrammar, GrammarCompiler
+from engine.core.model_runner import SamplingParams
+from engine.runner.structured_output import CompiledGrammar
 from engine.runner.torch_runner import TorchRunner, build_torch_runner
 from splitserve.config.engine import EngineConfig
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.sources import resolve_model
 from splitserve.v1.generation_pb2 import Grammar
 from tests.support.engine.cpu_kernels import have_kernels
+from tests.support.engine.grammars import TestCompiler
 from tests.support.engine.tiny_models import EOS, make_tiny_model
 
 PROMPT = tuple(b"A prompt of more than one chunk")
@@ -38,7 +40,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     before = torch.get_num_threads()
     family, dtype = request.param
     if dtype == "bfloat16" and not have_kernels():
-        dtype = "float32"  # without the kernels, rounding in bfloat16 depends on the batch (docs/engine.md)
+        dtype = "float32"  # without the kernels, rounding in bfloat16 depends on the batch (docs/internals/engine.md)
     source = resolve_model(str(make_tiny_model(family, tmp_path_factory.mktemp("tiny"))))
     values = {"dtype": dtype, "device": "cpu", "threads": 1, "block_size_tokens": 8, "num_blocks": 64}
     runner = build_torch_runner(EngineConfig.model_validate(values), source, lambda _: None)
@@ -48,9 +50,10 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def grammar(runner: TorchRunner) -> CompiledGrammar:
-    compiler = GrammarCompiler(load_tokenizer("simulated"), runner.facts)
-    return compiler.compile(Grammar(json_schema=json.dumps(SCHEMA)))
+def grammar(runner: TorchRunner) -> Iterator[CompiledGrammar]:
+    compiler = TestCompiler(load_tokenizer("simulated"), runner.facts)
+    yield compiler.compile(Grammar(json_schema=json.dumps(SCHEMA)))
+    compiler.close()
 
 
 def answers(runner: TorchRunner, *requests: EngineRequest) -> dict[str, RequestOutput]:

@@ -83,8 +83,8 @@ def test_split_contexts(splits: int, window: int | None) -> None:
     """Contexts that need all parts, some, one, and none."""
     from engine.backends.cuda.attention_tile import HeadShape, KvViews
     from engine.backends.cuda.decode_attention import KEYS, decode_attention
-    from engine.backends.cuda.kv_write import write_kv
     from engine.backends.cuda.staging import Staging, StepSize
+    from engine.backends.cuda.triton_attention import write_kv
 
     rig = make_rig([(230, 1), (KEYS - 1, 1), (KEYS, 1), (0, 1)], 4, 2, 16, torch.float32)
     inputs = Staging(8, DEVICE).stage(placed(rig).padded(StepSize(6)))

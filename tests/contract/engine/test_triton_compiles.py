@@ -23,7 +23,6 @@ MODEL_TENSORS += ("cosines", "sines")
 """In the model's dtype."""
 POINTERS = {
     **dict.fromkeys(("parts", "highests", "totals"), "*fp32"),
-    **dict.fromkeys(("key_scales", "value_scales"), "*bf16"),
     **dict.fromkeys(("contexts", "query_starts", "table_starts", "tables", "slots"), "*i64"),
     **dict.fromkeys(("scale", "epsilon"), "fp32"),
 }
@@ -35,9 +34,6 @@ def compiled(
     constants: dict[str, Any],
     warps: int,
     dtype: str = "bfloat16",
-    kv: str = "",
-    *,
-    fusion: bool = True,
 ) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -47,8 +43,6 @@ def compiled(
 
     names = kernel.arg_names
     pointers = POINTERS | dict.fromkeys(MODEL_TENSORS, "*bf16" if dtype == "bfloat16" else "*fp32")
-    if kv == "int8":
-        pointers |= {"keys": "*i8", "values": "*i8"}
     signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
     aligned = {
         (place,): [["tt.divisibility", 16]]
@@ -57,7 +51,7 @@ def compiled(
     }
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, values, aligned)
-    options = {"num_warps": warps, **LAUNCH, "enable_fp_fusion": fusion}
+    options = {"num_warps": warps, **LAUNCH}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -73,10 +67,10 @@ def spilled_bytes(cubin: bytes, folder: Path) -> int:
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(("dtype", "kv"), [("bfloat16", ""), ("float32", ""), ("bfloat16", "int8")])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_attention_fits(
-    capability: int, dtype: str, kv: str, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capability: int, dtype: str, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Into shared memory and registers, for what models mostly have: no window, no soft cap."""
     import torch
@@ -89,57 +83,17 @@ def test_attention_fits(
     shape, numbers = HeadShape.of(32, 8, head_dim), getattr(torch, dtype)
     heads = HEADS | {"HEAD_DIM": head_dim, "DIM": shape.padded_dim, "WINDOW": 0, "SOFTCAP": 0.0}
     heads |= {"DTYPE": getattr(tl, dtype)}
-    tile = prefill_attention._tile(numbers, shape.padded_dim, scaled=kv == "int8")
+    tile = prefill_attention._tile(numbers, shape.padded_dim)
     queries = {"PADDED_GROUP": 4, "QUERIES": tile.rows // 4, "KEYS": tile.keys}
-    keys = decode_attention.tile_keys(numbers, shape.padded_dim, scaled=kv == "int8")
+    keys = decode_attention.tile_keys(numbers, shape.padded_dim)
     parts = {"ROWS": 16, "SPLITS": 32, "MIN_SIZE": decode_attention.MIN_TOKENS, "KEYS": keys}
     for kernel, constants, warps in (
         (prefill_attention._prefill, heads | queries, tile.warps),
         (decode_attention._decode, heads | parts, decode_attention.tile_warps(numbers, shape.padded_dim)),
     ):
-        program = compiled(kernel, capability, constants, warps, dtype, kv)
+        program = compiled(kernel, capability, constants, warps, dtype)
         assert program.metadata.shared <= SHARED_BYTES
         assert not spilled_bytes(program.asm["cubin"], tmp_path), kernel
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(
-    ("dtype", "width", "head_dim"),
-    [("bfloat16", 576, 64), ("bfloat16", 4096, 128), ("float32", 3072, 96), ("float32", 16384, 256)],
-)
-def test_fused_kernels_fit(
-    capability: int,
-    dtype: str,
-    width: int,
-    head_dim: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Into registers, for every kind of norm and activation, whole and partial rotations."""
-    import triton
-
-    from engine.backends.cuda.fused import gated, rms_norm, rotary
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    launches: list[tuple[Any, dict[str, Any], int]] = []
-    for size in (width, head_dim):
-        padded = triton.next_power_of_2(size)
-        norm = {"WIDTH": size, "PADDED": padded}
-        warps = rms_norm.warps_of(padded)
-        launches += [(rms_norm._rms_norm, norm | {"KIND": kind}, warps) for kind in rms_norm.KINDS.values()]
-    for activation in gated.ACTIVATIONS.values():
-        product = {"ACTIVATION": activation, "WIDTH": 3 * width, "ELEMENTS": gated.ELEMENTS}
-        launches.append((gated._gated, product, gated.WARPS))
-    for rotated in (head_dim, head_dim // 4):
-        heads = {"QUERY_HEADS": 32, "ALL_HEADS": 40, "HEAD_DIM": head_dim, "ROTATED": rotated}
-        heads |= {"HALF": triton.next_power_of_2(rotated // 2), "HEADS": rotary.HEADS}
-        heads["REST"] = triton.next_power_of_2(max(head_dim - rotated, 1))
-        launches.append((rotary._rotate, heads, rotary.WARPS))
-    for kernel, constants, warps in launches:
-        program = compiled(kernel, capability, constants, warps, dtype, fusion=False)
-        assert program.metadata.shared <= 1024
-        assert "fma.rn.f32" not in program.asm["ptx"]
-        assert not spilled_bytes(program.asm["cubin"], tmp_path), (kernel, constants)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -147,7 +101,7 @@ def test_kernels_compile(capability: int, tmp_path: Path, monkeypatch: pytest.Mo
     import torch
     import triton.language as tl
 
-    from engine.backends.cuda import decode_attention, kv_write, prefill_attention
+    from engine.backends.cuda import decode_attention, prefill_attention, triton_attention
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     tile = prefill_attention._tile(torch.bfloat16, 128)
@@ -162,9 +116,8 @@ def test_kernels_compile(capability: int, tmp_path: Path, monkeypatch: pytest.Mo
         (prefill_attention._prefill, prefill, tile.warps),
         (decode_attention._decode, decode, 4),
         (decode_attention._join, join, 4),
-        (kv_write._write, write, 4),
+        (triton_attention._write, write, 4),
     ):
-        for kv in ("", "int8"):
-            program = compiled(kernel, capability, constants, warps, kv=kv)
-            assert program.asm["cubin"]
-            assert program.metadata.shared <= SHARED_BYTES
+        program = compiled(kernel, capability, constants, warps)
+        assert program.asm["cubin"]
+        assert program.metadata.shared <= SHARED_BYTES

@@ -31,7 +31,7 @@ kinds = pytest.mark.parametrize("kind", list(POOLS))
 
 def policy_of(kind: str, **common: Any) -> Decide:
     pool = {"kind": kind, "min_replicas": LEAST, "max_replicas": MOST, **POOLS[kind], **common}
-    return make_decide(parse_policy({"prefill": pool, "decode": pool, "lend_decode": False}))
+    return make_decide(parse_policy({"prefill": pool, "decode": pool}))
 
 
 @cache
@@ -96,9 +96,7 @@ def test_a_missing_coordinator_never_scales_down(kind: str) -> None:
 @kinds
 def test_the_gpu_budget_is_kept(kind: str) -> None:
     pool = {"kind": kind, "min_replicas": 1, "max_replicas": MOST, **POOLS[kind]}
-    decide = make_decide(
-        parse_policy({"prefill": pool, "decode": pool, "lend_decode": False, "gpu_budget": 5})
-    )
+    decide = make_decide(parse_policy({"prefill": pool, "decode": pool, "gpu_budget": 5}))
     memory = None
     for given, _ in decisions(kind):
         plan, memory = decide(memory, given)

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from coordinator.routing.pair_selector import make_router
 from coordinator.routing.router import Pair, RoutingRequest
-from coordinator.workers.catalog import Model
-from coordinator.workers.load_ledger import LoadLedger
-from coordinator.workers.snapshot import PoolName, PoolSnapshot, Worker
+from coordinator.workers.load import WorkerLoads
+from coordinator.workers.snapshot import Model, PoolSnapshot, Worker
 from splitserve.config.coordinator import Routing
+from splitserve.roles import PoolName
 from splitserve.v1 import registry_pb2
 
 KINDS: tuple[Routing, ...] = get_args(Routing)
-MODEL = Model("m", "source", context_tokens=100_000, vocabulary_size=100, block_sizes=(16,))
+MODEL = Model("m", "source", context_tokens=100_000, vocabulary_size=100, block_size_tokens=16)
 REQUEST = RoutingRequest("m", prompt_tokens=1000, expected_output_tokens=50)
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
@@ -31,11 +31,11 @@ def worker(name: str, pool: PoolName, number: int, **changed: Any) -> Worker:
     made = Worker(
         worker_id=name,
         epoch=1,
-        pool=pool,
+        role=pool,
         address="h:1",
         model=MODEL,
         agent_id=f"agent-{name}",
-        transport="memory",
+        transport="nixl",
         block_size_tokens=16,
         max_running_requests=8,
         load=load,
@@ -58,7 +58,7 @@ def decode(number: int, **changed: Any) -> Worker:
 
 def choose(kind: Routing, *workers: Worker, **changed: Any) -> Pair | None:
     request = dataclasses.replace(REQUEST, **changed)
-    return make_router(kind).choose_pair(PoolSnapshot(workers), LoadLedger.of(workers), request, now=0.0)
+    return make_router(kind).choose_pair(PoolSnapshot(workers), WorkerLoads.of(workers), request, now=0.0)
 
 
 def names(pair: Pair | None) -> tuple[str, str | None]:
@@ -137,43 +137,29 @@ def test_there_is_a_pair_exactly_where_two_workers_are_connected(
         assert names(choose(kind, *ps, *ds, turn=turn)) == names(pair)
 
 
-def neutral(number: int, pool: PoolName, *peers: int, **changed: Any) -> Worker:
-    """Reaches the neutral workers of these numbers, and all decode workers."""
+def both(number: int, *peers: int, **changed: Any) -> Worker:
+    """Of role both. Reaches those of these numbers, and all decode workers."""
     agents = frozenset([f"agent-w{peer}" for peer in peers] + [f"agent-d{each}" for each in range(3)])
-    fields = {"neutral": True, "output_open": True, "connected_agents": agents} | changed
-    return worker(f"w{number}", pool, 20 + number, **fields)
+    fields = {"role": "both", "output_open": True, "connected_agents": agents} | changed
+    return worker(f"w{number}", "decode", 20 + number, **fields)
 
 
-def test_neutral_workers_are_paired_by_where_they_lean(kind: Routing) -> None:
-    workers = (neutral(0, "prefill", 1, 2), neutral(1, "decode", 0, 2), neutral(2, "prefill", 0, 1))
-    for turn in range(8):
-        prefill_name, decode_name = names(choose(kind, *workers, turn=turn))
-        assert prefill_name in ("w0", "w2")
-        assert decode_name == "w1"
-
-
-def test_neutral_and_pinned_workers_serve_together(kind: Routing) -> None:
-    assert names(choose(kind, prefill(0), neutral(0, "prefill"), decode(1))) == ("w0", "d1")
+def test_workers_of_role_both_serve_with_others(kind: Routing) -> None:
+    pair = names(choose(kind, prefill(0), both(0), decode(1)))
+    assert pair in (("w0", "d1"), ("w0", "w0"))
     reaching = dataclasses.replace(prefill(0), connected_agents=frozenset({"agent-w0"}))
-    assert names(choose(kind, reaching, neutral(0, "decode"))) == ("p0", "w0")
+    assert names(choose(kind, reaching, both(0))) in (("p0", "w0"), ("w0", "w0"))
 
 
-@pytest.mark.parametrize("pool", ["prefill", "decode"])
-def test_neutral_workers_that_all_lean_to_one_side_serve_each_alone(kind: Routing, pool: PoolName) -> None:
-    assert names(choose(kind, neutral(0, pool))) == ("w0", "w0")
-    found = {names(choose(kind, neutral(0, pool, 1), neutral(1, pool, 0), turn=turn)) for turn in range(8)}
-    assert found == {("w0", "w0"), ("w1", "w1")}
-    assert names(choose(kind, neutral(0, pool), needs_decode=False)) == ("w0", None)
+def test_workers_of_role_both_serve_each_alone(kind: Routing) -> None:
+    assert names(choose(kind, both(0))) == ("w0", "w0")
+    assert names(choose(kind, both(0), needs_decode=False)) == ("w0", None)
+    found = {names(choose(kind, both(0), both(1), turn=turn)) for turn in range(8)}
+    assert found == {("w0", "w0"), ("w1", "w1")}, "without a lane between them"
 
 
-def test_neutral_workers_without_a_lane_serve_each_alone(kind: Routing) -> None:
-    pair = choose(kind, neutral(0, "prefill"), neutral(1, "decode"))
-    assert pair is not None
-    assert pair.is_own
-
-
-def test_a_neutral_worker_serves_alone_when_the_other_one_has_failed_the_request(kind: Routing) -> None:
-    workers = (neutral(0, "prefill", 1), neutral(1, "decode", 0))
+def test_a_worker_of_role_both_serves_alone_when_the_other_one_has_failed_the_request(kind: Routing) -> None:
+    workers = (both(0, 1), both(1, 0))
     for failed, left in ((workers[0], "w1"), (workers[1], "w0")):
         assert names(choose(kind, *workers, exclude=frozenset({failed.key}))) == (left, left)
     everyone = frozenset(each.key for each in workers)
@@ -181,19 +167,19 @@ def test_a_neutral_worker_serves_alone_when_the_other_one_has_failed_the_request
 
 
 @pytest.mark.parametrize("change", [{"draining": True}, {"reported": False}, {"output_open": False}])
-def test_a_neutral_worker_that_takes_no_requests_is_never_chosen(
+def test_a_worker_of_role_both_that_takes_no_requests_is_never_chosen(
     kind: Routing, change: dict[str, bool]
 ) -> None:
-    assert choose(kind, neutral(0, "prefill", **change)) is None
-    assert names(choose(kind, neutral(0, "prefill", 1, **change), neutral(1, "decode", 0))) == ("w1", "w1")
+    assert choose(kind, both(0, **change)) is None
+    assert names(choose(kind, both(0, 1, **change), both(1, 0))) == ("w1", "w1")
 
 
-def test_a_change_of_leaning_turns_the_pair_around(kind: Routing) -> None:
+def test_a_change_of_roles_turns_the_pair_around(kind: Routing) -> None:
     router = make_router(kind)
-    workers = (neutral(0, "prefill", 1), neutral(1, "decode", 0))
-    loads = LoadLedger.of(workers)
-    turned = tuple(
-        dataclasses.replace(each, pool="decode" if each.pool == "prefill" else "prefill") for each in workers
-    )
+    workers = (both(0, 1, role="prefill"), both(1, 0, role="decode"))
+    loads = WorkerLoads.of(workers)
+    turned = (dataclasses.replace(workers[0], role="decode"), dataclasses.replace(workers[1], role="prefill"))
+    for each in turned:
+        loads.take_role(each)
     for snapshot, expected in ((workers, ("w0", "w1")), (turned, ("w1", "w0")), (workers, ("w0", "w1"))):
         assert names(router.choose_pair(PoolSnapshot(snapshot), loads, REQUEST, now=0.0)) == expected

@@ -6,16 +6,15 @@ import time
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from kv_transfer.layout import FP8_E4M3
-from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from kv_transfer.transports.nixl.transport import NixlTransport
-from kv_transfer.transports.transport import KvMemoryRegion, TransferEndpoint, Transport
+from kv_transfer.transports.regions import KvMemoryRegion
+from kv_transfer.transports.transport import TransferEndpoint, Transport
 from kv_transfer.transports.ucx.transport import UcxTransport
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 from tests.support.engine.numpy_pool import LAYOUT, NumpyPool
+from tests.support.transfer.memory_transport import MemoryHub, MemoryTransport
 from tests.support.transfer.ucx import require_ucx
 from tests.support.waiting import PATIENCE_S
 
@@ -31,11 +30,6 @@ class LayeredPool:
         self.pieces = self.data[:, : num_blocks * PIECE].reshape(LAYOUT.num_layers, num_blocks, PIECE)
         address, stride = self.data.ctypes.data, self.data.shape[1]
         self.memory = KvMemoryRegion(address, num_blocks, LAYOUT, layer_stride=stride)
-
-
-def blocks_of(pool: LayeredPool) -> npt.NDArray[np.uint8]:
-    """Its blocks with their layers behind each other, uint8 `[blocks, block_bytes]`."""
-    return np.ascontiguousarray(pool.pieces.swapaxes(0, 1)).reshape(-1, LAYOUT.block_bytes)
 
 
 def pair(kind: str) -> tuple[Transport, Transport]:
@@ -72,55 +66,20 @@ def test_bytes_arrive_in_each_row_and_nowhere_else(kind: str) -> None:
     owner.close()
 
 
-@pytest.mark.parametrize("layered_writer", [True, False])
-@pytest.mark.parametrize("kind", ["memory", "nixl"])
-def test_whole_blocks_and_rows_meet_layer_by_layer(kind: str, layered_writer: bool) -> None:
-    """The bytes of each block are the same, wherever its layers lie; neighbours are written one by one."""
-    rows, whole = LayeredPool(9), NumpyPool(11)
-    local, remote = [3, 4, 8, 0], [5, 6, 0, 2]
-    draw = np.random.default_rng(2)
-    rows.data[:] = draw.integers(1, 256, rows.data.shape, dtype=np.uint8)
-    whole.data[:] = draw.integers(1, 256, whole.data.shape, dtype=np.uint8)
-    before = rows.data.copy(), whole.data.copy()
-    of_rows, of_whole = (local, remote) if layered_writer else (remote, local)
-    if layered_writer:
-        before[1][of_whole] = blocks_of(rows)[of_rows]
-    else:
-        pieces = before[0][:, : 9 * PIECE].reshape(LAYOUT.num_layers, 9, PIECE)
-        pieces[:, of_rows] = whole.data[of_whole].reshape(4, LAYOUT.num_layers, PIECE).swapaxes(0, 1)
-    writer, owner = pair(kind)
-    source, target = (rows.memory, whole.memory) if layered_writer else (whole.memory, rows.memory)
-    writer.register_memory(source)
-    endpoint = owner.register_memory(target)
-    writer.connect(TransferEndpoint.from_proto(endpoint.to_proto()))
-    handle = writer.write(endpoint.agent_id, local, remote, b"done")
-    writes, notifications, end = [], [], time.monotonic() + PATIENCE_S
-    while not (writes and notifications):
-        assert time.monotonic() < end
-        writes += writer.poll().writes
-        notifications += owner.poll().notifications
-    assert [write.handle for write in writes if write.error is None] == [handle]
-    np.testing.assert_array_equal(rows.data, before[0])
-    np.testing.assert_array_equal(whole.data, before[1])
-    assert writer.descriptors_posted == 4 * LAYOUT.num_layers
-    with pytest.raises(InvalidArgumentError, match="remote_blocks"):
-        writer.write(endpoint.agent_id, [0], [target.num_blocks])
-    writer.close()
-    owner.close()
+def test_whole_blocks_and_rows_do_not_meet() -> None:
+    hub = MemoryHub()
+    for mine, theirs in ((LayeredPool(4), NumpyPool(4)), (NumpyPool(4), LayeredPool(4))):
+        writer, owner = MemoryTransport(hub), MemoryTransport(hub)
+        writer.register_memory(mine.memory)
+        with pytest.raises(FailedPreconditionError, match="layer by layer") as raised:
+            writer.connect(owner.register_memory(theirs.memory))
+        assert (raised.value.reason, raised.value.field) == ("LAYOUT_MISMATCH", "layer_stride")
 
 
-def test_rows_must_not_overlap_and_whole_blocks_must_have_their_layers_apart() -> None:
+def test_rows_must_not_overlap() -> None:
     hub, layered = MemoryHub(), LayeredPool(8)
     with pytest.raises(InvalidArgumentError, match="layer_stride"):
         MemoryTransport(hub).register_memory(replace(layered.memory, layer_stride=8 * PIECE - 1))
-    owner, writer = MemoryTransport(hub), MemoryTransport(hub)
-    endpoint = owner.register_memory(layered.memory)
-    scaled = replace(LAYOUT, dtype="bfloat16", wire_dtype=FP8_E4M3)
-    endpoint = replace(endpoint, memory=replace(endpoint.memory, layout=scaled, layer_stride=1 << 20))
-    writer.register_memory(replace(layered.memory, layout=scaled, layer_stride=0))
-    with pytest.raises(FailedPreconditionError) as raised:
-        writer.connect(endpoint)
-    assert raised.value.field == "layer_stride"
 
 
 def test_ucx_refuses_rows() -> None:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kv_transfer.layout import AXIS_ORDER
-from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from kv_transfer.transports.nixl.transport import NixlTransport
 from kv_transfer.transports.sharded import ShardedTransport
 from kv_transfer.transports.transport import PollResult, TransferEndpoint, Transport
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, TransferError
+from tests.support.transfer.memory_transport import MemoryHub, MemoryTransport
 from tests.support.transfer.rank_pools import HEAD_BYTES, LAYERS, RankPools
 from tests.support.waiting import PATIENCE_S
 
@@ -92,7 +92,7 @@ def test_a_lost_rank_is_a_lost_peer_and_may_come_back() -> None:
         writer.connect(endpoint)
     with pytest.raises(TransferError):
         writer.write(endpoint.agent_id, [0], [0])
-    hub.join(lost.agent_id, target.regions[1])
+    hub.join(lost.agent_id)
     writer.connect(endpoint)
     polled_until_told(writer, owner, writer.write(endpoint.agent_id, [0], [0], b"again"))
 

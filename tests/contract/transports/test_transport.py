@@ -11,18 +11,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+from bench.faults.plan import FaultPlan
+from bench.faults.transport import FaultyTransport
 from kv_transfer.layout import KvLayout
-from kv_transfer.transports.buffered import BufferedTransport
-from kv_transfer.transports.descriptors import MAX_METADATA_BYTES
-from kv_transfer.transports.factory import make_transport
-from kv_transfer.transports.faulty import FaultyTransport
-from kv_transfer.transports.memory import MemoryHub, MemoryTransport
+from kv_transfer.transports import make_transport
 from kv_transfer.transports.nixl.binding import NixlAgent
 from kv_transfer.transports.nixl.transport import NixlTransport
-from kv_transfer.transports.transport import TransferEndpoint, Transport, WriteResult
+from kv_transfer.transports.transport import MAX_METADATA_BYTES, TransferEndpoint, Transport, WriteResult
 from kv_transfer.transports.ucx.binding import UcxEndpoint
 from kv_transfer.transports.ucx.transport import UcxTransport
-from splitserve.config.faults import FaultPlan
 from splitserve.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -30,6 +27,7 @@ from splitserve.errors import (
     TransferError,
 )
 from tests.support.engine.numpy_pool import LAYOUT, NumpyPool
+from tests.support.transfer.memory_transport import MemoryHub, MemoryTransport
 from tests.support.transfer.peer_process import NUM_BLOCKS as PEER_BLOCKS
 from tests.support.transfer.peer_process import PeerProcess
 from tests.support.transfer.ucx import require_ucx
@@ -83,7 +81,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Maker]:
     makers: dict[str, Maker] = {
         "memory": lambda: MemoryTransport(hub),
         "nixl": NixlTransport,
-        POLLED: lambda: BufferedTransport(NixlTransport(progress_thread=False)),
+        POLLED: lambda: NixlTransport(progress_thread=False),
         "ucx": UcxTransport,
         "memory with no fault": lambda: FaultyTransport(MemoryTransport(hub), FaultPlan()),
         "memory that is slow": lambda: FaultyTransport(MemoryTransport(hub), SLOW),

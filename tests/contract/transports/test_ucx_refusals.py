@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from kv_transfer.transports.ucx.binding import Operation, UcxEndpoint, UcxWorker, to_memory
-from kv_transfer.transports.ucx.inbox import UcxInbox
 from kv_transfer.transports.ucx.messages import (
     Ack,
     Announce,
@@ -27,7 +26,7 @@ from kv_transfer.transports.ucx.messages import (
     encode,
     encode_metadata,
 )
-from kv_transfer.transports.ucx.receiver import MAX_RENEWALS, RENEW_S
+from kv_transfer.transports.ucx.receiver import MAX_RENEWALS, RENEW_S, UcxInbox
 from kv_transfer.transports.ucx.transport import ANSWER_S, UcxTransport
 from splitserve.errors import TransferError
 from tests.support.engine.numpy_pool import LAYOUT, NumpyPool

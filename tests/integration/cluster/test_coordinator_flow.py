@@ -36,7 +36,7 @@ async def test_text_goes_through_both_pools() -> None:
         assert (done.finish_reason, done.request_id) == (generation_pb2.FINISH_REASON_LENGTH, "my-id")
         assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 6)
         served = done.served_by
-        assert (served.prefill_worker, served.decode_worker, served.transport) == ("p0", "d0", "memory")
+        assert (served.prefill_worker, served.decode_worker, served.transport) == ("p0", "d0", "nixl")
         assert served.attempts == 1
         timings = done.timings
         assert (timings.prefill_ms, timings.transfer_ms, timings.decode_admit_ms) == (5.0, 3.0, 2.0)

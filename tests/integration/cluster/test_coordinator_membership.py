@@ -146,7 +146,7 @@ async def test_a_coordinator_that_stops_aborts_what_still_runs() -> None:
 async def test_server_info_and_models() -> None:
     async with fake_cluster(prefill=1, decode=1) as cluster:
         info = await cluster.client.GetServerInfo(inference_pb2.GetServerInfoRequest())
-        assert [(w.worker_id, w.pool, w.state) for w in info.workers] == [
+        assert [(w.worker_id, w.role, w.state) for w in info.workers] == [
             ("d0", "decode", "ready"),
             ("p0", "prefill", "ready"),
         ]

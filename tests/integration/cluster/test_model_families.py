@@ -53,7 +53,7 @@ async def test_family_through_a_split_pair(
 @pytest.mark.slow
 def test_unsupported_family_is_refused_with_the_reason(tmp_path: Path) -> None:
     folder = make_tiny_model("mamba", tmp_path)
-    command = [sys.executable, "-m", "splitserve", "prefill-worker", "--model", str(folder)]
+    command = [sys.executable, "-m", "launcher", "prefill-worker", "--model", str(folder)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert run.returncode != 0
     assert "mamba" in run.stderr.lower()

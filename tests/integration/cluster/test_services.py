@@ -14,9 +14,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient, Completion
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.waiting import PATIENCE_S
 
 SERVICES = {

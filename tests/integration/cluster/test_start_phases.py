@@ -57,7 +57,7 @@ async def test_phases_add_up_to_the_start(log_dir: Path) -> None:
         assert start.weights_seconds == 0
         done = await asyncio.to_thread(
             subprocess.run,
-            [sys.executable, "-m", "splitserve", "status", "--target", setup.target],
+            [sys.executable, "-m", "launcher", "status", "--target", setup.target],
             capture_output=True,
             text=True,
             timeout=PATIENCE_S,

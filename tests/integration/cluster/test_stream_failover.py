@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient, Client, Completion
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
@@ -18,6 +17,7 @@ from tests.support.cluster.ports import free_port
 from tests.support.cluster.processes import ServiceProcess
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import Reading, eventually, tokens
+from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.waiting import PATIENCE_S
 
 OPTIONS = ["--simulated-step-s", "0.02", "--simulated-prefill-token-s", "0.0001"]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from splitserve.errors import UnavailableError
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.processes import ServiceProcess
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import Reading, tokens
+from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.waiting import PATIENCE_S, SLACK_S
 
 LEASE_S = 2.0
@@ -76,6 +76,6 @@ async def _sees_running(client: AsyncClient, count: int) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while True:
             info = await client.server_info()
-            if sum(worker.running_requests for worker in info.workers if worker.pool == "decode") >= count:
+            if sum(worker.running_requests for worker in info.workers if worker.role == "decode") >= count:
                 return
             await asyncio.sleep(0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from tests.support.waiting import PATIENCE_S
 
-SPLITSERVE = [sys.executable, "-m", "splitserve"]
+SPLITSERVE = [sys.executable, "-m", "launcher"]
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -29,6 +30,22 @@ def cluster() -> Iterator[tuple[subprocess.Popen[str], str]]:
         ready = next(line for line in process.stdout if line.startswith("splitserve ready on "))
         assert "1 prefill + 2 decode" in ready
         yield process, ready.split()[3]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(PATIENCE_S)
+
+
+def test_the_simulated_model_needs_neither_files_nor_the_network() -> None:
+    command = [*SPLITSERVE, "up", "--model", "simulated", "--grpc-port", "0", "--http-port", "off"]
+    nowhere = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:1", "HF_HUB_OFFLINE": "0"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=nowhere
+    )
+    try:
+        assert process.stdout is not None
+        ready = next(line for line in process.stdout if line.startswith("splitserve ready on "))
+        assert " simulated " in ready
+        assert splitserve("generate", "Hello", "--max-tokens", "3", "--target", ready.split()[3])
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(PATIENCE_S)

@@ -30,7 +30,7 @@ class Ended:
 
 async def start(*arguments: str, target: str) -> asyncio.subprocess.Process:
     pipe = asyncio.subprocess.PIPE
-    command = (sys.executable, "-m", "splitserve", *arguments)
+    command = (sys.executable, "-m", "launcher", *arguments)
     environment = os.environ | {"SPLITSERVE_TARGET": target}
     return await asyncio.create_subprocess_exec(
         *command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, cwd=ROOT
@@ -247,7 +247,7 @@ async def test_status_marks_an_experimental_engine(fake: FakeInference) -> None:
 
 async def test_generate_loads_neither_torch_nor_transformers(fake: FakeInference) -> None:
     program = (
-        "import sys; from splitserve.cli.main import main; code = main(['generate', 'hi']); "
+        "import sys; from launcher.cli.main import main; code = main(['generate', 'hi']); "
         "sys.exit(code or ' '.join({'torch', 'transformers'} & set(sys.modules)) or None)"
     )
     process = await asyncio.create_subprocess_exec(

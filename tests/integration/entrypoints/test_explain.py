@@ -45,7 +45,7 @@ async def program(*arguments: str, target: str, **environment: str) -> tuple[int
     """Exit code and output of `splitserve explain`."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "splitserve", "explain", *arguments),
+        *(sys.executable, "-m", "launcher", "explain", *arguments),
         stdout=pipe, stderr=pipe, cwd=ROOT, env=os.environ | {"SPLITSERVE_TARGET": target} | environment,
     )  # fmt: skip
     out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)

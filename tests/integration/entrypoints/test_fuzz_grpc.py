@@ -178,21 +178,20 @@ OTHERS: list[tuple[str, Message]] = [
     ("InferenceService/GetRequestRecord", records_pb2.GetRequestRecordRequest(request_id="fuzz")),
     ("InferenceService/ListRequestRecords", records_pb2.ListRequestRecordsRequest(slow=True, limit=5)),
     ("ScalingService/GetSignals", scaling_pb2.GetSignalsRequest()),
-    ("ScalingService/WaitForPreemption", scaling_pb2.WaitForPreemptionRequest()),
     ("ScalingService/ApplyPlan", scaling_pb2.ApplyPlanRequest()),
     (
         "ScalingService/ReportEnded",
         scaling_pb2.ReportEndedRequest(boots=[scaling_pb2.WorkerBoot(worker_id="x", epoch=1)]),
     ),
     ("RoutesService/GetRoutes", routes_pb2.GetRoutesRequest()),
-    ("RegistryService/Register", registration("stranger", registry_pb2.POOL_PREFILL)),
+    ("RegistryService/Register", registration("stranger", registry_pb2.ROLE_PREFILL)),
 ]
 
 
 @pytest.mark.parametrize(("method", "valid"), OTHERS)
 def test_the_coordinators_other_calls(front: tuple[Target, FakeCluster], method: str, valid: Message) -> None:
     target, cluster = front
-    waits = method in ("ScalingService/GetSignals", "ScalingService/WaitForPreemption")
+    waits = method == "ScalingService/GetSignals"
 
     @FUZZED
     @given(PICKS)
@@ -234,13 +233,15 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Targ
     async def made() -> AsyncIterator[dict[str, Target]]:
         cluster = Cluster(tmp_path_factory.mktemp("logs"), worker_options=options)
         async with running(cluster), PatientClient(cluster.target) as client:
-            addresses = {worker.pool: worker.address for worker in (await client.server_info()).workers}
+            addresses = {worker.role: worker.address for worker in (await client.server_info()).workers}
             async with (
                 raw_channel(addresses["prefill"]) as prefill,
                 raw_channel(addresses["decode"]) as decode,
             ):
                 stub = DecodeServiceStub(decode)
-                outputs = stub.StreamOutputs(decode_pb2.StreamOutputsRequest(coordinator_id="fuzz"))
+                outputs = stub.StreamOutputs(
+                    decode_pb2.StreamOutputsRequest(coordinator_id="fuzz", attachment=1)
+                )
                 await outputs.read()
                 yield {"prefill": Target(loop, prefill), "decode": Target(loop, decode)}
                 outputs.cancel()
@@ -271,7 +272,9 @@ def test_prefill(workers: dict[str, Target]) -> None:
 
 def test_reserve_and_abort(workers: dict[str, Target]) -> None:
     target = workers["decode"]
-    valid = decode_pb2.ReserveRequest(request_id="r", coordinator_id="fuzz", token_ids=range(1, 30))
+    valid = decode_pb2.ReserveRequest(
+        request_id="r", coordinator_id="fuzz", attachment=1, token_ids=range(1, 30)
+    )
     valid.stop.max_tokens = 3
     valid.timeout.seconds = 5
 
@@ -297,7 +300,9 @@ def test_reserve_and_abort(workers: dict[str, Target]) -> None:
 def test_carried_calls(workers: dict[str, Target]) -> None:
     """Their requests are those above; here also what carries them is wrong."""
     target = workers["decode"]
-    reserve = decode_pb2.ReserveRequest(request_id="c", coordinator_id="fuzz", token_ids=range(1, 30))
+    reserve = decode_pb2.ReserveRequest(
+        request_id="c", coordinator_id="fuzz", attachment=1, token_ids=range(1, 30)
+    )
     reserve.stop.max_tokens = 3
     reserve.timeout.seconds = 5
     abort = decode_pb2.AbortRequest(request_id="c", coordinator_id="fuzz", no_writer=True)

@@ -40,6 +40,7 @@ TOOLS_BLOCK = (
     "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
     'Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call> to call one.<|im_end|>\n{% endif %}'
 )
+THOUGHTS = "{% for m in messages if m.reasoning_content %}{{ m.reasoning_content }}{% endfor %}"
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -53,7 +54,7 @@ def folder(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     template = made / "chat_template.jinja"
     text = template.read_text()
     template.unlink()
-    template.write_text(TOOLS_BLOCK + text)
+    template.write_text(TOOLS_BLOCK + text + THOUGHTS)
     return str(made)
 
 
@@ -298,3 +299,60 @@ def test_langchain_structured_output(chain: ChatOpenAI) -> None:
 
     found = chain.with_structured_output(City, method="json_schema").invoke("The capital of France as JSON")
     assert isinstance(found, City)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 8])
+async def test_a_call_that_is_cut_leaves_none_of_its_format_as_text(
+    client: openai.AsyncOpenAI, max_tokens: int
+) -> None:
+    options = {"tools": [WEATHER], "tool_choice": "required", "temperature": 0, "max_tokens": max_tokens}
+    answer = await ask(client, **options)
+    assert answer.choices[0].finish_reason == "length"
+    assert not answer.choices[0].message.content
+    text = ""
+    async for chunk in await ask(client, **options, stream=True):
+        text += chunk.choices[0].delta.content or ""
+    assert text == ""
+    stopped = await ask(client, **options | {"max_tokens": 20}, stop=["call"])
+    assert not stopped.choices[0].message.content
+
+
+def test_offsets_of_a_completion_are_those_of_its_text(http: httpx.Client) -> None:
+    cats = "🐱🐱é漢字 abc def"
+    schema = {"name": "cats", "schema": {"const": cats}}
+    body = {
+        "prompt": "A",
+        "temperature": 0,
+        "max_tokens": 60,
+        "logprobs": 5,
+        "response_format": {"type": "json_schema", "json_schema": schema},
+    }
+    (choice,) = http.post("/completions", json=body).json()["choices"]
+    text, shown = choice["text"], choice["logprobs"]
+    assert json.loads(text) == cats
+    for token, offset in zip(shown["tokens"], shown["text_offset"], strict=True):
+        if not token.startswith("bytes:"):
+            assert text.startswith(token, offset) or offset == len(text)
+    assert any(token.startswith("bytes:") for token in shown["tokens"])
+    assert sorted(shown["text_offset"]) == shown["text_offset"]
+    assert shown["text_offset"][-1] <= len(text)
+    streamed = http.post("/completions", json=body | {"stream": True}).text
+    events = [json.loads(line[6:]) for line in streamed.split("\n\n") if line.startswith("data: {")]
+    pieces = [event["choices"][0]["logprobs"] for event in events]
+    assert [at for piece in pieces if piece for at in piece["text_offset"]] == shown["text_offset"]
+
+
+def test_fields_of_messages_reach_the_template_or_are_refused(http: httpx.Client) -> None:
+    user = {"role": "user", "content": QUESTION}
+    thought = {"role": "assistant", "content": "Hm.", "reasoning_content": "Let me think of France."}
+
+    def tokens(*messages: dict[str, Any]) -> int:
+        body = {"messages": messages, "max_tokens": 1}
+        response = http.post("/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        return int(response.json()["usage"]["prompt_tokens"])
+
+    plain = thought | {"reasoning_content": None}
+    assert tokens(user, thought, user) > tokens(user, plain, user) + 4
+    refused = http.post("/chat/completions", json={"messages": [{"role": "user", "contents": QUESTION}]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0].contents")

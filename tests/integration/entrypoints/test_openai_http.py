@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from coordinator.entrypoints.http import exchange
-from coordinator.entrypoints.http import head_limits as http_protocol
+from coordinator.entrypoints.http import server as http_protocol
 from splitserve.errors import InvalidArgumentError, ResourceExhaustedError
 from splitserve.v1 import decode_pb2
 from tests.support.cluster.fake_cluster import FakeCluster, fake_cluster

@@ -71,7 +71,7 @@ async def test_a_snapshot_shows_workers_requests_and_flows() -> None:
     async with paged() as (cluster, http):
         await cluster.answer(ask(request_id="seen"))
         snapshot = await asked(http)
-        assert {name: worker["pool"] for name, worker in rows(snapshot).items()} == {
+        assert {name: worker["role"] for name, worker in rows(snapshot).items()} == {
             "p0": "prefill",
             "d0": "decode",
         }

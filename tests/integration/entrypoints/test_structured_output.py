@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator, FormatChecker
 
+from engine.core.engine import EngineRequest, StopParams
 from engine.core.engine_core import EngineCore
-from engine.core.types import EngineRequest, SamplingParams, StopParams
+from engine.core.model_runner import SamplingParams
 from engine.runner.structured_output import GrammarCompiler
 from engine.runner.torch_runner import build_torch_runner
 from splitserve.client import AsyncClient, ChatMessage, Completion
@@ -23,6 +24,7 @@ from splitserve.errors import InvalidArgumentError
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.sources import resolve_model
 from splitserve.v1.generation_pb2 import Grammar
+from splitserve.v1.generation_pb2 import SamplingParams as SampledProto
 from tests.support.clients.patient import PatientClient
 from tests.support.clients.schemas import Schema, described, schemas
 from tests.support.cluster.real_cluster import Cluster, running
@@ -123,7 +125,8 @@ async def test_a_split_answer_is_that_of_one_engine(client: AsyncClient, smollm2
     tokenizer = load_tokenizer(smollm2)
     runner = build_torch_runner(config, resolve_model(smollm2), lambda _fraction: None)
     core = EngineCore(runner, config, tokenizer)
-    grammar = GrammarCompiler(tokenizer, runner.facts).compile(Grammar(json_schema=json.dumps(PERSON)))
+    compiler = GrammarCompiler(tokenizer, runner.facts)
+    grammar = await compiler.compiled(SampledProto(grammar=Grammar(json_schema=json.dumps(PERSON))))
     prompt = tokenizer.encode(PROMPT)
     for number, temperature in enumerate((0.0, 1.0)):  # greedy and drawn
         sampling = SamplingParams(temperature=temperature, seed=5)
@@ -138,6 +141,7 @@ async def test_a_split_answer_is_that_of_one_engine(client: AsyncClient, smollm2
         )
         assert_satisfies(answer, PERSON)
         assert list(answer.token_ids) == tokens
+    compiler.close()
     runner.close()
 
 
@@ -181,7 +185,7 @@ async def test_a_json_object(client: AsyncClient) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"json_schema": {"not": {}}}, "not"),
+        ({"json_schema": {"not": {}, "x-guidance": {"lenient": False}}}, "not: "),
         ({"regex": "((("}, "unclosed group"),
         ({"lark": "start: ]["}, "expecting"),
         ({"regex": r"[^\s\S]"}, "no text"),

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def command(arguments: tuple[str, ...]) -> tuple[str, ...]:
-    return (sys.executable, "-m", "splitserve", *arguments)
+    return (sys.executable, "-m", "launcher", *arguments)
 
 
 def on_a_terminal(arguments: tuple[str, ...], **environment: str) -> str:
@@ -60,13 +60,12 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "\N{BOX DRAWINGS HEAVY HORIZONTAL}" in shown
 
 
-def test_a_pipe_gets_a_line_for_each_step_beside_the_result() -> None:
-    arguments = command((*SIMULATE, "--baseline", "static-peak", "--json"))
+def test_a_pipe_gets_a_line_for_each_step_beside_the_result(tmp_path: Path) -> None:
+    files = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
+    for file in files:
+        file.write_text("prefill: {target_ms: 2000}\ndecode: {target_ms: 100}\n")
+    arguments = command((*SIMULATE, "--policy", str(files[0]), "--policy", str(files[1]), "--json"))
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT, check=True)
-    assert json.loads(done.stdout)["failed_requests"] == 0
+    assert [one["failed_requests"] for one in json.loads(done.stdout)["policies"]] == [0, 0]
     assert "\x1b" not in done.stdout
-    assert done.stderr.splitlines() == [
-        "simulate: policy",
-        "simulate: static-peak",
-        "simulate: bound, run 1",
-    ]
+    assert done.stderr.splitlines() == ["simulate: one", "simulate: two"]

@@ -20,7 +20,7 @@ from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
-TOP = (sys.executable, "-m", "splitserve", "top", "--interval", "0.5")
+TOP = (sys.executable, "-m", "launcher", "top", "--interval", "0.5")
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -34,7 +34,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 
 
 def cli(*arguments: str, stdin: bytes | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "splitserve", *arguments]
+    command = [sys.executable, "-m", "launcher", *arguments]
     text = None if stdin is None else stdin.decode()
     return subprocess.run(
         command, capture_output=True, text=True, input=text, timeout=PATIENCE_S, check=False
@@ -54,7 +54,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": float("nan")}, "temperature"),
     ({"temperature": 1e9}, "temperature"),
-    ({"top_p": 0.0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"top_p": 1.5}, "top_p"),
     ({"min_p": -1.0}, "min_p"),
     ({"repetition_penalty": 0.0}, "repetition_penalty"),

@@ -26,7 +26,7 @@ async def serves(cluster: FakeCluster) -> None:
 @pytest.mark.parametrize("address", ["a..b:1", "host:0", "-:1", "999.0.0.1:1", "[::x]:1", "ü:1", "a/b:1"])
 async def test_a_worker_with_an_address_that_is_none_is_refused(address: str) -> None:
     async with fake_cluster() as cluster, make_channel(cluster.address) as channel:
-        request = registration("odd", registry_pb2.POOL_PREFILL, address)
+        request = registration("odd", registry_pb2.ROLE_PREFILL, address)
         try:
             await RegistryServiceStub(channel).Register(request, timeout=PATIENCE_S)
         except grpc.aio.AioRpcError as caught:
@@ -65,7 +65,7 @@ async def test_every_loop_that_fails_is_started_again(monkeypatch: pytest.Monkey
             (type(coordinator.clients), "_reconcile"),
             (type(coordinator.breakers), "_tick"),
             (type(coordinator.registry), "expire"),
-            (type(coordinator.loop_lag), "add"),
+            (type(coordinator.loop_lag), "_sample"),
         ):
             failing(kind, method)
         await cluster.add_prefill("p9")

@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.runner.simulated_runner import expected_tokens
-from engine.worker.hang_watch import EXIT_CODE
 from splitserve.client import AsyncClient
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import Reading, tokens
+from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.waiting import PATIENCE_S
+from worker.engine_thread import EXIT_CODE
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from splitserve.errors import UnavailableError
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import Reading, tokens
+from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.waiting import PATIENCE_S, SLACK_S
 
 OPTIONS = ["--simulated-step-s", "0.02", "--simulated-prefill-token-s", "0.001", "--max-step-tokens", "64"]

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from coordinator.workers import client as worker_client
-from coordinator.workers import output_reader
+from coordinator.workers import output_stream
 from splitserve.errors import TransferError, UnavailableError
 from splitserve.rpc.status import error_from_rpc
 from splitserve.v1 import decode_pb2
@@ -118,7 +118,7 @@ async def test_without_another_decode_worker_the_end_is_typed_and_soon() -> None
 
 async def test_a_failure_reported_by_decode_is_resumed() -> None:
     async with fake_cluster(decode=2) as cluster:
-        cluster.decodes[0].failure = decode_pb2.Failure(reason="LEASE_EXPIRED", message="no completion")
+        cluster.decodes[0].failure = decode_pb2.Failure(reason="TICKET_EXPIRED", message="no completion")
         answers = [await cluster.answer(ask(4)) for _ in range(2)]
         assert [answer.token_ids for answer in answers] == [expected(4)] * 2
         assert {answer.done.served_by.decode_worker for answer in answers if answer.done} == {"d1"}
@@ -246,7 +246,7 @@ async def test_a_request_that_the_worker_has_lost_goes_on_elsewhere() -> None:
 async def test_a_stream_that_stays_broken_is_given_up_and_the_request_is_no_longer_wanted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(output_reader, "MAX_DETACHED_S", 0.2)
+    monkeypatch.setattr(output_stream, "MAX_DETACHED_S", 0.2)
     async with fake_cluster(decode=2) as cluster:
         busy, _, call, answer = await _one_paused_answer(cluster)
         busy.stream_gate.close()

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.runner.simulated_runner import expected_tokens
-from kv_transfer.handoff.ticket import WRITE_GRACE_S
+from kv_transfer.handoff.messages import WRITE_GRACE_S
 from splitserve.client import AsyncClient
 from splitserve.client.scaling_client import ScalingClient
 from splitserve.errors import UnavailableError
@@ -28,6 +27,7 @@ from tests.support.cluster.streams import (
     until,
     worker,
 )
+from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.waiting import PATIENCE_S, SLACK_S
 
 pytestmark = pytest.mark.timeout(120)
@@ -169,9 +169,9 @@ async def test_the_only_worker_is_killed_beside_a_standby(activated: str, log_di
     in_time = activated == "before it is too late"
     options = ["--simulated-step-s", "0.01", "--heartbeat", "0.1"]
     wait = ["--no-worker-wait", "20" if in_time else "0.3"]
-    setup = Cluster(log_dir, neutral=1, worker_options=options, coordinator_options=wait)
+    setup = Cluster(log_dir, both=1, worker_options=options, coordinator_options=wait)
     async with running(setup) as cluster, AsyncClient(cluster.target) as client:
-        cluster.add_worker("neutral", "reserve", "--standby")
+        cluster.add_worker("both", "reserve", "--standby")
         await until(cluster, lambda info: worker(info, "reserve").state == "standby", "it stands by")
         # One that cannot go on never ends by itself.
         reading = Reading(client, tokens(60, 1), max_tokens=300 if in_time else 50_000)

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import Info, Reading, chunks_written, tokens, until, worker
+from tests.support.engine.simulated_tokens import expected_tokens
 
 LENGTH = 60_000
 """60 s of prefill, in chunks of 64 ms; more than half of the decode pool."""
@@ -174,11 +173,9 @@ async def test_while_waiting_to_decode(log_dir: Path) -> None:
 
 @asynccontextmanager
 async def _faulty(log_dir: Path, faults: dict[str, Any]) -> AsyncIterator[tuple[Cluster, AsyncClient]]:
-    path = log_dir / "faults.yaml"
-    path.write_text(yaml.safe_dump({"faults": faults}))
-    options = ["--config", str(path), "--num-blocks", "40", "--no-prefix-cache", "--heartbeat", "0.1"]
+    options = ["--num-blocks", "40", "--no-prefix-cache", "--heartbeat", "0.1"]
     async with (
-        running(Cluster(log_dir, worker_options=options)) as cluster,
+        running(Cluster(log_dir, worker_options=options, faults=faults)) as cluster,
         AsyncClient(cluster.target) as client,
     ):
         yield cluster, client

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.runner.simulated_runner import expected_tokens
-from kv_transfer.handoff.ticket import WRITE_GRACE_S
+from kv_transfer.handoff.messages import WRITE_GRACE_S
 from splitserve.client import AsyncClient
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import Info, Reading, busy, chunks_written, tokens, until, worker
+from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.waiting import SLACK_S
 
 TICKET_S = 6.0

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from splitserve.errors import DeadlineExceededError, UnavailableError
 from splitserve.models.hf_tokenizer import load_tokenizer
@@ -26,6 +25,7 @@ from tests.support.cluster.streams import (
     until,
     worker,
 )
+from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.waiting import PATIENCE_S, SLACK_S
 
 LOCAL = ["--local-prefill", "always"]
@@ -160,8 +160,7 @@ async def test_a_prompt_goes_on_through_a_reset_connection(log_dir: Path) -> Non
 @pytest.mark.slow
 async def test_a_prompt_moves_before_its_worker_is_taken_away(log_dir: Path) -> None:
     options = [*CHUNKS, "--spot-notice", "2"]
-    at_coordinator = [*LOCAL, "--spot-margin", "1"]
-    cluster = Cluster(log_dir, decode=2, worker_options=options, coordinator_options=at_coordinator)
+    cluster = Cluster(log_dir, decode=2, worker_options=options, coordinator_options=LOCAL)
     async with running(cluster), AsyncClient(cluster.target) as client:
         reading, left = await computing(cluster, client, 1)
         cluster.members[left].signal(signal.SIGUSR1)
@@ -173,9 +172,9 @@ async def test_a_prompt_moves_before_its_worker_is_taken_away(log_dir: Path) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_real_answers_with_targets_survive_a_killed_worker(log_dir: Path, smollm2: str) -> None:
-    """With `hybrid: on` prompts go to who is in time, until workers of either pool have computed some; then one of two
+    """With `local_prefill: auto`, until workers of either pool have computed some prompts; then one of two
     decode workers is killed, in the middle of prompts and answers."""
-    options = ["--admission", "off", "--ttft-slo", "1", "--tpot-slo", "3"]
+    options = ["--local-prefill", "auto", "--admission", "off", "--ttft-slo", "1", "--tpot-slo", "3"]
     engine = [
         "--dtype",
         "float32",

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from coordinator.attempt import ADMIT_WAIT_S
-from engine.runner.simulated_runner import expected_tokens
-from kv_transfer.handoff.ticket import WRITE_GRACE_S
+from kv_transfer.handoff.messages import WRITE_GRACE_S
 from splitserve.client import AsyncClient
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import Reading, chunks_written, tokens, until, worker
+from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.waiting import SLACK_S
 
 TICKET_S = 3.0
@@ -24,9 +23,7 @@ pytestmark = pytest.mark.timeout(90)
 
 
 def _cluster(log_dir: Path, faults: dict[str, Any], *options: str) -> Cluster:
-    path = log_dir / "faults.yaml"
-    path.write_text(yaml.safe_dump({"faults": faults}))
-    return Cluster(log_dir, worker_options=["--config", str(path), "--heartbeat", "0.1", *options])
+    return Cluster(log_dir, worker_options=["--heartbeat", "0.1", *options], faults=faults)
 
 
 @pytest.mark.slow

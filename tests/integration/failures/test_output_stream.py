@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from bench.tcp_proxy import TcpProxy, tcp_proxy
-from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, proxied, running
 from tests.support.cluster.streams import Reading, eventually, tokens, until, worker
+from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(90)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from tests.support.clients.traffic import REPEATS
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import Reading, tokens, until, worker
+from tests.support.engine.simulated_tokens import expected_tokens
 
 AT_WORKERS = ("--admission", "off")
 """Requests wait at the workers; test_overload.py has those that wait at the coordinator."""

@@ -43,8 +43,6 @@ LAYOUTS: list[tuple[str, dict[str, Any], int]] = [
     ("num_kv_heads", {"num_kv_heads": 2}, 512),
     ("head_dim", {"head_dim": 16}, 512),
     ("engine_version", {"engine_version": "0"}, 256),
-    ("wire_dtype", {"wire_dtype": "fp8_e4m3"}, 320),
-    ("quantization", {"quantization": "int8"}, 256),
 ]
 
 
@@ -64,7 +62,7 @@ async def test_an_unequal_layout_is_refused_naming_the_field(
     request = registry_pb2.RegisterRequest(
         worker_id="odd",
         epoch=1,
-        pool=registry_pb2.POOL_DECODE,
+        role=registry_pb2.ROLE_DECODE,
         address="127.0.0.1:1",
         model=registry_pb2.ServedModel(
             name="simulated",
@@ -128,7 +126,7 @@ async def _still_serves(cluster: Cluster) -> None:
 async def test_a_worker_that_reports_nonsense_is_passed_over_until_it_reports_sense() -> None:
     async with fake_cluster(prefill=2) as cluster:
         first, second = cluster.prefills
-        first.load = {"prefill_tokens_per_second": math.nan}
+        first.load = {"latency": {"prefill": {"token_ms": math.nan}}}
         first.registry.report_now()
         registry = cluster.coordinator.registry
         while any(

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient, Completion
 from tests.support.clients.traffic import REPEATS
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import eventually, restarted, tokens
+from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.waiting import SLACK_S
 
 BLOCK = 16

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.runner.simulated_runner import expected_tokens
+from coordinator.health.notice_moves import MARGIN_S
 from splitserve.client import AsyncClient
 from splitserve.errors import UnavailableError
 from splitserve.models.hf_tokenizer import load_tokenizer
@@ -18,20 +18,20 @@ from splitserve.v1 import inference_pb2
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import Reading, busy, mid_prompt, tokens, until, worker
+from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 OPTIONS = ["--simulated-step-s", "0.02", "--heartbeat", "0.1"]
-NOTICE_S, MARGIN_S = 3.0, 1.0
-MARGIN = ["--spot-margin", f"{MARGIN_S:g}"]
+NOTICE_S = MARGIN_S + 2.0
 SHORT, LONG = 30, 300
 
 
 async def test_short_answers_stay_and_long_ones_move_before_the_worker_dies(log_dir: Path) -> None:
     """The second notice says that the machine ends sooner than the first did."""
-    options, notice = [*OPTIONS, "--spot-notice", "90", "--spot-poll", "0.1"], log_dir / "notice"
-    cluster = Cluster(log_dir, worker_options=options, coordinator_options=MARGIN)
+    options, notice = [*OPTIONS, "--spot-notice", "90"], log_dir / "notice"
+    cluster = Cluster(log_dir, worker_options=options)
     async with running(cluster), AsyncClient(cluster.target) as client:
         cluster.add_worker("decode", "decode-1", "--spot-file", str(notice))
         await cluster.wait_ready(decode=2)
@@ -78,7 +78,7 @@ async def test_a_prompt_moves_and_the_last_worker_of_a_pool_keeps_what_it_has(lo
         "--spot-notice",
         "2",
     ]
-    cluster = Cluster(log_dir, prefill=2, worker_options=options, coordinator_options=MARGIN)
+    cluster = Cluster(log_dir, prefill=2, worker_options=options)
     async with running(cluster), AsyncClient(cluster.target) as client:
         # It takes 4 s.
         prompt, info = await mid_prompt(
@@ -97,8 +97,8 @@ async def test_a_prompt_moves_and_the_last_worker_of_a_pool_keeps_what_it_has(lo
         assert (await stream.task).served_by.attempts == 1
         assert stream.tokens == expected_tokens(stream.prompt, LONG)
         told = cluster.members["coordinator"]
-        await asyncio.to_thread(told.wait_event, "spot.stuck")
-        stuck = [event for event in told.events() if event["event"] == "spot.stuck"]
+        await asyncio.to_thread(told.wait_event, "notice.stuck")
+        stuck = [event for event in told.events() if event["event"] == "notice.stuck"]
         assert [event["worker_id"] for event in stuck] == ["decode-0"]
         with pytest.raises(UnavailableError):
             await client.generate(tokens(20, 4), max_tokens=2)
@@ -111,10 +111,8 @@ async def test_real_answers_are_the_same_after_a_move(smollm2: str, log_dir: Pat
         (encode(sentences(2 + n, seed=n)), {"max_tokens": 80, "ignore_eos": True, **sampling})
         for n, sampling in enumerate([{"temperature": 0.0}, {"temperature": 1.0, "seed": 11}] * 2)
     ]
-    options = ["--dtype", "float32", "--num-blocks", "300", "--heartbeat", "0.1", "--spot-poll", "0.1"]
-    cluster = Cluster(
-        log_dir, model=smollm2, engine="torch", worker_options=options, coordinator_options=MARGIN
-    )
+    options = ["--dtype", "float32", "--num-blocks", "300", "--heartbeat", "0.1"]
+    cluster = Cluster(log_dir, model=smollm2, engine="torch", worker_options=options)
     notice = log_dir / "notice"
     async with running(cluster), AsyncClient(cluster.target) as client:
         undisturbed = await asyncio.gather(*(client.generate(prompt, **ask) for prompt, ask in asks))

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.runner.simulated_runner import expected_tokens
-from kv_transfer.handoff.notification import Drained, WriteCompletion, encode
-from kv_transfer.handoff.ticket import KvTicket
+from kv_transfer.handoff.messages import Drained, KvTicket, WriteCompletion, encode
 from splitserve.client import AsyncClient
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, SplitserveError
@@ -20,6 +18,7 @@ from splitserve.v1 import decode_pb2
 from splitserve.v1.decode_pb2_grpc import DecodeServiceStub
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import restarted, tokens, until, worker
+from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.transfer.forger import COORDINATOR_ID, forger, use_ticket
 from tests.support.waiting import PATIENCE_S
 
@@ -29,7 +28,7 @@ ENGINE = EngineConfig(kind="simulated", num_blocks=64)
 
 @pytest.fixture
 async def cluster(log_dir: Path) -> AsyncIterator[Cluster]:
-    options = ["--num-blocks", "64", "--heartbeat", "0.1", "--verify-kv", "off"]
+    options = ["--num-blocks", "64", "--heartbeat", "0.1", "--lease", "1", "--verify-kv", "off"]
     async with running(Cluster(log_dir, worker_options=options)) as cluster:
         yield cluster
 

@@ -18,6 +18,7 @@ from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 
 pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)
 
+STUCK = "tests.support.stuck_services"
 ENDED = "1: it was ended after END_S"
 
 
@@ -39,9 +40,12 @@ def held_open(pipe: Path) -> Iterator[None]:
 
 
 @contextmanager
-def coordinator_with(log_dir: Path, *options: str) -> Iterator[ServiceProcess]:
+def coordinator_with(log_dir: Path, *options: str, stuck: bool = False) -> Iterator[ServiceProcess]:
+    """`stuck`: it never loads a tokenizer to the end."""
     arguments = ["coordinator", "--grpc-port", "0", "--http-port", "0", "--drain", "0", *options]
     coordinator = ServiceProcess("coordinator", arguments, log_dir)
+    if stuck:
+        coordinator = ServiceProcess("coordinator", ["load", *arguments], log_dir, module=STUCK)
     coordinator.start()
     try:
         coordinator.wait_event("coordinator.ready")
@@ -50,17 +54,22 @@ def coordinator_with(log_dir: Path, *options: str) -> Iterator[ServiceProcess]:
         coordinator.kill()
 
 
-def test_a_tokenizer_that_never_loads_holds_up_no_stop(log_dir: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_never_loads_holds_up_no_stop(log_dir: Path) -> None:
+    with coordinator_with(log_dir, "--tokenizer", "any", stuck=True) as coordinator:
+        coordinator.wait_event("test.loading")
+        assert coordinator.terminate() == 0, ENDED
+
+
+def test_a_tokenizer_file_that_never_ends_is_refused_and_holds_up_no_stop(
+    log_dir: Path, tmp_path: Path
+) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
     (model / "tokenizer.json").write_text("{}")
     os.mkfifo(model / "tokenizer_config.json")
-    options = "--tokenizer", str(model)
-    with (
-        coordinator_with(log_dir, *options) as coordinator,
-        held_open(model / "tokenizer_config.json"),
-    ):
+    with coordinator_with(log_dir, "--tokenizer", str(model)) as coordinator:
+        assert "no regular file but a pipe" in coordinator.wait_event("tokenizer.failed")["error"]
         assert coordinator.terminate() == 0, ENDED
 
 

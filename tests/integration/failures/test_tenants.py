@@ -99,6 +99,7 @@ async def test_workers_refuse_what_would_share_with_everybody(cluster: Cluster) 
     request = decode_pb2.ReserveRequest(
         request_id="r",
         coordinator_id="c",
+        attachment=1,
         token_ids=[5, 6, 7],
         stop=generation_pb2.StopParams(max_tokens=3),
         writer_agent_id="w",
@@ -106,7 +107,7 @@ async def test_workers_refuse_what_would_share_with_everybody(cluster: Cluster) 
     request.timeout.FromSeconds(60)
     async with make_channel(address) as channel:
         stub = DecodeServiceStub(channel)
-        outputs = stub.StreamOutputs(decode_pb2.StreamOutputsRequest(coordinator_id="c"))
+        outputs = stub.StreamOutputs(decode_pb2.StreamOutputsRequest(coordinator_id="c", attachment=1))
         await outputs.read()
         with pytest.raises(Exception, match=r"cache_salt must have 1\.\.64 bytes") as caught:
             await stub.Reserve(request, timeout=PATIENCE_S)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import tokens, until, worker
+from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.waiting import LEAST_TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)

@@ -1,4 +1,5 @@
-"""Each alert fires on series that are bad and on none that are good; each has a section in docs/operations.md."""
+"""Each alert fires on series that are bad and on none that are good; each has a section in
+docs/guides/operations.md."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
-OPERATIONS = Path(__file__).parents[3] / "docs/operations.md"
+OPERATIONS = Path(__file__).parents[3] / "docs/guides/operations.md"
 Series = dict[str, str]
 """Values, one a minute, by series; in promtool's notation."""
 UP = 'up{job="coordinator"}'
@@ -82,8 +83,8 @@ CASES: dict[str, tuple[Series, Series]] = {
         {"splitserve_unauthenticated_calls_total": "0+6x90"},
     ),
     "SplitserveWorkersKeepStarting": (
-        {'splitserve_replicas{pool="decode", state="starting"}': "1x90"},
-        {'splitserve_replicas{pool="decode", state="starting"}': "1x50 0x40"},
+        {'splitserve_replicas{role="decode", state="starting"}': "1x90"},
+        {'splitserve_replicas{role="decode", state="starting"}': "1x50 0x40"},
     ),
     "SplitserveWorkerNotRegistered": (
         {'splitserve_registered{coordinator="a:1"}': "0x90"},
@@ -105,8 +106,8 @@ CASES: dict[str, tuple[Series, Series]] = {
         {'splitserve_circuits{kind="pair", state="half-open"}': "1x90"},
     ),
     "SplitserveAnswersWrong": (
-        {'splitserve_quality_at_fault{model="m", kind="pair"}': "1x90"},
-        {'splitserve_quality_at_fault{model="m", kind="pair"}': "0x90"},
+        {'splitserve_canary_wrong_pairs{model="m"}': "1x90"},
+        {'splitserve_canary_wrong_pairs{model="m"}': "0x90"},
     ),
     "SplitserveGpuHot": (
         {'splitserve_gpu_temperature_celsius{gpu="0"}': "90x90"},
@@ -179,7 +180,7 @@ def test_each_alert_has_a_section_and_a_severity() -> None:
     sections = set(re.findall(r"^### (Splitserve\w+)$", OPERATIONS.read_text(), re.MULTILINE))
     assert sections == alerts().keys()
     for name, rule in alerts().items():
-        assert rule["annotations"]["runbook"] == f"docs/operations.md#{name.lower()}"
+        assert rule["annotations"]["runbook"] == f"docs/guides/operations.md#{name.lower()}"
         assert rule["labels"]["severity"] in ("page", "ticket")
 
 

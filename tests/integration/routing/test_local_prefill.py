@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.engine.reference import Reference
+from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.waiting import PATIENCE_S
 
 MAX_TOKENS = 8
@@ -79,8 +79,8 @@ async def test_same_tokens_where_targets_pace_local_prompts(log_dir: Path) -> No
 @pytest.mark.timeout(180)
 async def test_prompts_with_a_target_go_to_the_worker_that_is_not_busy(log_dir: Path) -> None:
     """Two prompts at a time, of 2 s and of 0.2 s, are computed by different workers, and a short one alone by the
-    prefill worker, once the coordinator knows what prompts take."""
-    options = ["--admission", "off", "--ttft-slo", "3", "--tpot-slo", "1"]
+    decode worker, which hands nothing off, once the coordinator knows what prompts take."""
+    options = ["--local-prefill", "auto", "--admission", "off", "--ttft-slo", "3", "--tpot-slo", "1"]
     engine = ["--simulated-prefill-token-s", "0.002", "--heartbeat", "0.1", "--no-prefix-cache"]
     greedy = {"max_tokens": 4, "ignore_eos": True, "temperature": 0.0}
     setup = Cluster(log_dir, worker_options=engine, coordinator_options=options)
@@ -100,7 +100,7 @@ async def test_prompts_with_a_target_go_to_the_worker_that_is_not_busy(log_dir: 
                 for prompt, answer in zip(tokens, (alone, long, short), strict=True):
                     assert list(answer.token_ids) == expected_tokens(prompt, 4)
                 split = {answer.served_by.prefill_worker for answer in (long, short)} == {"", "prefill-0"}
-                return alone.served_by.prefill_worker == "prefill-0" and split
+                return not alone.served_by.prefill_worker and split
 
             in_a_row = 0
             for seed in itertools.count():
@@ -112,7 +112,7 @@ async def test_prompts_with_a_target_go_to_the_worker_that_is_not_busy(log_dir: 
 
 async def test_the_pools_can_be_kept_apart(log_dir: Path) -> None:
     """Prompts at once that one worker alone cannot begin in time."""
-    options = ["--hybrid", "off", "--admission", "off", "--ttft-slo", "0.2", "--tpot-slo", "1"]
+    options = ["--local-prefill", "never", "--admission", "off", "--ttft-slo", "0.2", "--tpot-slo", "1"]
     engine = ["--simulated-prefill-token-s", "0.001", "--heartbeat", "0.1", "--no-prefix-cache"]
     async with running(Cluster(log_dir, worker_options=engine, coordinator_options=options)) as cluster:
         async with AsyncClient(cluster.target) as client:
@@ -129,7 +129,7 @@ async def test_the_pools_can_be_kept_apart(log_dir: Path) -> None:
 async def test_real_answers_do_not_depend_on_who_computes_the_prompt(log_dir: Path, smollm2: str) -> None:
     """More and more prompts at once, until both workers have computed some of a round: how many that takes depends on
     the machine. Where steps are slow, only a wide TPOT target leaves the decode worker room for prompts."""
-    options = ["--admission", "off", "--ttft-slo", "1", "--tpot-slo", "3"]
+    options = ["--local-prefill", "auto", "--admission", "off", "--ttft-slo", "1", "--tpot-slo", "3"]
     engine = [
         "--dtype",
         "float32",

@@ -14,7 +14,7 @@ import pytest
 
 from coordinator.models.model_routes import ModelRoute
 from coordinator.service import running_coordinator
-from splitserve.cli.main import main
+from launcher.cli.main import main
 from splitserve.client.routes_client import RoutesClient, RouteState
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.errors import FailedPreconditionError, NotFoundError, UnauthenticatedError, UnavailableError

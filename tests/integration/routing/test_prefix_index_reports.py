@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.request.caller import Caller
+from coordinator.request.inference_request import Caller
+from coordinator.request.sending import WaitingOutput
 from splitserve.generation.kv_blocks import block_keys, extend_block_hashes
 from splitserve.v1 import inference_pb2
 from tests.support.cluster.fake_cluster import FakeCluster, ask, fake_cluster
@@ -38,7 +39,7 @@ async def served(cluster: FakeCluster, asked: inference_pb2.GenerateRequest, cal
     async def send(message: inference_pb2.GenerateResponse) -> None:
         messages.append(message)
 
-    await cluster.coordinator.api.generate(asked, caller, send)
+    await cluster.coordinator.api.generate(asked, caller, WaitingOutput(send))
     return messages[-1].done.served_by.prefill_worker
 
 

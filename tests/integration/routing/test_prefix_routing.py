@@ -51,7 +51,7 @@ async def test_the_same_prefix_goes_where_it_was_computed(log_dir: Path) -> None
 
 
 async def test_a_restarted_worker_is_known_to_hold_nothing(log_dir: Path) -> None:
-    async with running(Cluster(log_dir, prefill=1)) as cluster:
+    async with running(Cluster(log_dir, prefill=1, coordinator_options=["--warm-prefixes", "0"])) as cluster:
         async with AsyncClient(cluster.target) as client:
             await ask(client, 1)
             assert (await ask(client, 1)).usage.cached_prompt_tokens > 0

@@ -13,8 +13,9 @@ import grpc
 import pytest
 
 from coordinator.admission.controller import CapacityAdmission
-from coordinator.request.caller import ANYONE, Caller
+from coordinator.request.inference_request import ANYONE, Caller
 from coordinator.request.observer import RequestEvents
+from coordinator.request.sending import WaitingOutput
 from coordinator.request.state import RequestState
 from coordinator.service import Coordinator
 from splitserve.errors import ResourceExhaustedError
@@ -42,7 +43,6 @@ FITTING = 2
 
 
 def admission_of(cluster: FakeCluster) -> CapacityAdmission:
-    assert cluster.coordinator.admission is not None
     return cluster.coordinator.admission
 
 
@@ -173,7 +173,7 @@ async def test_a_higher_class_takes_a_place_in_the_queue() -> None:
             async def send(response: Any) -> None:
                 sent.append(response)
 
-            await api.generate(ask(6), caller, send)
+            await api.generate(ask(6), caller, WaitingOutput(send))
             return len(sent)
 
         batch = asyncio.create_task(as_caller(made["batch"]))
@@ -207,7 +207,7 @@ async def test_a_client_that_does_not_read_holds_no_slot() -> None:
 
 async def test_off_means_that_requests_wait_at_the_workers() -> None:
     async with fake_cluster(admission={"mode": "off"}) as cluster:
-        assert cluster.coordinator.admission is None
+        assert not cluster.coordinator.admission.counts()
         decode = cluster.decodes[0]
         decode.load = {"total_blocks": 1}
         decode.reserve_gate.close()
@@ -239,6 +239,7 @@ async def test_an_idle_gate_takes_no_loop_turn_and_hardly_any_time() -> None:
                 await admission.admit(events)
                 spent.append(time.perf_counter() - began)
                 assert turns == 0
+            admission.ended(events.state)
             await asyncio.sleep(0)
             turns = 0
         # 8 us on an idle core. The least of them: what the machine does beside it is in the others.

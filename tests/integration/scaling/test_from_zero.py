@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from autoscaler.actuators.actuator import ORDINARY, ActualReplica, Actuator, ReplicaKind
+from autoscaler.actuators.actuator import ONE_GPU, ActualReplica, Actuator, ReplicaShape
 from autoscaler.control_loop import ControlLoop
 from autoscaler.policy_in_force import PolicyFile
 from autoscaler.service import control_loop
 from autoscaler.snapshot import POOLS, PoolName
-from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from tests.support.clients.patient import PatientClient, PatientScalingClient
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.processes import ServiceProcess
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import tokens
+from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -52,13 +52,11 @@ class ClusterActuator(Actuator):
             for name, (pool, _, since_s) in sorted(alive.items())
         )
 
-    async def start(self, pool: PoolName, count: int, kind: ReplicaKind = ORDINARY) -> None:
+    async def start(self, pool: PoolName, count: int, shape: ReplicaShape = ONE_GPU) -> None:
         for _ in range(count):
             name = f"{pool}-made-{self.started[pool]}"
             self.started[pool] += 1
-            options = ("--leaning", pool) if kind.neutral else ()
-            role = "neutral" if kind.neutral else pool
-            self._made[name] = pool, self._cluster.add_worker(role, name, *options), time.time()
+            self._made[name] = pool, self._cluster.add_worker(pool, name), time.time()
 
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
         for name in names:
@@ -142,7 +140,7 @@ async def test_no_request_is_lost(log_dir: Path, tmp_path: Path) -> None:
             await asyncio.sleep(after_s)
             await zero.ask()
         await zero.to_zero()
-        reasons = [one.pools["prefill"].reason for one in zero.loop.journal.decisions]
+        reasons = [one["pools"]["prefill"]["reason"] for one in zero.loop.journal.decisions]
         assert any(reason.startswith("from zero: ") and "wait" in reason for reason in reasons)
         assert any(reason.startswith("to zero: idle for ") for reason in reasons)
 
@@ -166,15 +164,3 @@ async def test_who_leaves_while_workers_start_leaves_no_demand(log_dir: Path, tm
                 assert model.in_progress.waiting_for_workers == 0
                 assert model.in_progress.admitting_requests == 0
         await zero.ask()
-
-
-async def test_one_neutral_worker_is_enough(log_dir: Path, tmp_path: Path) -> None:
-    async with scaled(log_dir, tmp_path, workers="neutral") as zero:
-        for client in zero.clients:
-            await client.wait_ready()
-        await zero.to_zero()
-        await asyncio.gather(*(zero.ask() for _ in range(4)))
-        assert zero.actuator.started == {"prefill": 0, "decode": 2}, (
-            "one to be known, and one for all of them"
-        )
-        await zero.to_zero()

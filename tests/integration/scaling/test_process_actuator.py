@@ -11,13 +11,8 @@ from typing import Any
 
 import pytest
 
-from autoscaler.actuators.actuator import ActualReplica
-from autoscaler.actuators.process import ProcessActuator
 from autoscaler.control_loop import ControlLoop, LoopSettings, Rotation
-from autoscaler.decide import make_decide
-from autoscaler.decisions.decider import Decider
 from autoscaler.plan import Memory, PoolPlan, ScalingPlan
-from autoscaler.policies.policy_file import parse_policy
 from autoscaler.reconcile import PlannedRotation
 from autoscaler.snapshot import (
     POOLS,
@@ -29,10 +24,10 @@ from autoscaler.snapshot import (
     Snapshot,
 )
 from autoscaler.start_watch import StartLimits
-from splitserve.cluster.child_process import ChildSpec
-from splitserve.cluster.placement import Place, make_inventory
+from launcher.cluster.child_process import ChildSpec
+from launcher.cluster.placement import Place, make_inventory
+from launcher.cluster.process_actuator import ProcessActuator
 from splitserve.errors import FailedPreconditionError, UnavailableError
-from splitserve.gpus.inventory import GpuInventory
 from tests.support.scaling.actuator_rigs import ProcessRig, open_process
 from tests.support.waiting import PATIENCE_S
 
@@ -104,10 +99,10 @@ async def test_a_pool_whose_workers_crash_is_tried_ever_later(rig: ProcessRig) -
     """The cluster gives a crashing worker up; the loop does not order the next one at once, for ever."""
     rig_make = rig.actuator._make_spec  # type: ignore[attr-defined]
 
-    def make(pool: PoolName, name: str, place: Place, replica_class: str = "") -> ChildSpec:
+    def make(pool: PoolName, name: str, place: Place) -> ChildSpec:
         return ChildSpec(name, pool, DEAD) if pool == "prefill" else rig_make(pool, name, place)
 
-    actuator = ProcessActuator(rig.cluster, make_inventory([0], 4, pin_cores=False), make, make)
+    actuator = ProcessActuator(rig.cluster, make_inventory([0], 4, pin_cores=False), make)
     orders: list[float] = []
 
     class Counted(Rotation):
@@ -124,9 +119,7 @@ async def test_a_pool_whose_workers_crash_is_tried_ever_later(rig: ProcessRig) -
         return ScalingPlan(PoolPlan(1), PoolPlan(1)), memory
 
     limits = dict.fromkeys(POOLS, StartLimits(cold_start_s=2.0))
-    loop = ControlLoop(
-        observe, decide, Counted(), actuator, LoopSettings(starts=limits), decider=Decider(turn_s=PATIENCE_S)
-    )
+    loop = ControlLoop(observe, decide, Counted(), actuator, LoopSettings(starts=limits))
     deadline = time.monotonic() + PATIENCE_S
     while len(orders) < 3:
         assert time.monotonic() < deadline, orders
@@ -140,49 +133,3 @@ async def test_a_pool_whose_workers_crash_is_tried_ever_later(rig: ProcessRig) -
     assert loop.status.failed_starts["prefill"] >= 2
     assert loop.status.failed_starts["decode"] == 0
     assert loop.status.errors == {}
-
-
-async def test_classes_get_gpus_of_their_kinds_and_one_that_is_not_there_is_left_alone(
-    rig: ProcessRig,
-) -> None:
-    """Two H100 and four L40S, and the cheapest class of prefill wants a B200."""
-    gpus = GpuInventory.listed("H100=0,1;L40S=2,3,4,5")
-    rig_make = rig.actuator._make_spec  # type: ignore[attr-defined]
-    actuator = ProcessActuator(
-        rig.cluster, make_inventory([0], 8, pin_cores=False, gpus=gpus), rig_make, rig_make
-    )
-    l40s = {"name": "l40s", "gpu": "L40S", "price_per_hour": 1.0}
-    h100 = {"name": "h100", "gpu": "H100", "gpus_per_replica": 2, "price_per_hour": 3.0, "speed": 4}
-    b200 = {"name": "b200", "gpu": "B200", "price_per_hour": 0.5}
-    rules = parse_policy(
-        {
-            "prefill": {"kind": "schedule", "classes": [b200, l40s]},
-            "decode": {"kind": "schedule", "classes": [l40s, h100], "min_replicas": 5, "warm_standby": 1},
-        }
-    )
-
-    class Quiet(Rotation):
-        async def apply(self, where: PlannedRotation, decisions: Any) -> None:
-            pass
-
-    async def observe() -> Snapshot:
-        up = {pool: tuple(_ready(r) for r in await actuator.replicas() if r.pool == pool) for pool in POOLS}
-        return Snapshot(time.monotonic(), PrefillSignals(up["prefill"]), DecodeSignals(up["decode"]))
-
-    loop = ControlLoop(
-        observe, make_decide(rules), Quiet(), actuator, LoopSettings(), decider=Decider(turn_s=PATIENCE_S)
-    )
-    for _ in range(3):
-        await loop.tick()
-    there = await actuator.replicas()
-    assert sorted((one.pool, one.replica_class, one.gpu) for one in there) == [
-        ("decode", "h100", "0,1"),
-        ("decode", "l40s", "2"),
-        ("decode", "l40s", "3"),
-        ("prefill", "l40s", "4"),
-    ]
-    assert loop.status.errors == {"start": 1}, "asked for once, and then left alone"
-
-
-def _ready(one: ActualReplica) -> Replica:
-    return Replica(one.name, ReplicaState.READY, 0.0, replica_class=one.replica_class)

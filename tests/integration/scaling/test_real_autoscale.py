@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launcher.cluster.process_specs import SERVING_STATES
 from splitserve.client import AsyncClient
-from splitserve.cluster.process_specs import SERVING_STATES
 from splitserve.errors import DeadlineExceededError
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.patient import PatientClient
@@ -37,11 +37,8 @@ MAX_TOKENS = (4, 4, 4, 12)
 """By prompt. The short one keeps decode busy and prefill idle, however fast the machine computes."""
 
 SLO = {
-    "slow_window_s": 2,
-    "fast_window_s": 1,
+    "window_s": 2,
     "history_s": 5,
-    "fade_s": 5,
-    "drain_backlog_s": 2,
     "settle_s": 2,
     "trim_after_s": 600,
     "min_samples": 1,  # the pool shrinks while a slow machine answers a request in seconds
@@ -57,7 +54,6 @@ POOL = {
 }
 POLICY = {
     "interval_s": 0.25,
-    "lend_decode": False,
     "prefill": POOL | {"max_replicas": 2, "target_ms": 1000},
     "decode": POOL | {"max_replicas": 1, "target_ms": 5000},
 }
@@ -96,7 +92,7 @@ class Scaled:
     async def serving(self, client: AsyncClient) -> set[str]:
         """Names of the prefill workers in rotation."""
         info = await client.server_info()
-        return {w.worker_id for w in info.workers if w.pool == "prefill" and w.state in SERVING_STATES}
+        return {w.worker_id for w in info.workers if w.role == "prefill" and w.state in SERVING_STATES}
 
     async def ask(self, client: AsyncClient, number: int) -> None:
         """Asks one prompt and notes the answer."""

@@ -82,7 +82,7 @@ async def steady_load(client: AsyncClient, clients: int = 3) -> AsyncIterator[li
         assert all(isinstance(end, asyncio.CancelledError) for end in ended), ended
 
 
-async def test_signals_agree_with_what_clients_saw_and_a_plan_lends_decode_to_prefill(log_dir: Path) -> None:
+async def test_signals_agree_with_what_clients_saw(log_dir: Path) -> None:
     options = ["--metrics-port", "0"]
     cluster = Cluster(log_dir, worker_options=OPTIONS, coordinator_options=options)
     async with (
@@ -113,7 +113,6 @@ async def test_signals_agree_with_what_clients_saw_and_a_plan_lends_decode_to_pr
         assert ended == dict.fromkeys(ended, 0) | {scaling_pb2.OUTCOME_COMPLETED: total}
         check_snapshot(await observer.observe(), total, answers)
         check_scrape(cluster, total)
-        await check_lending(cluster, client, scaling)
         await cluster.assert_no_leaks()
 
 
@@ -154,7 +153,7 @@ def check_snapshot(seen: Snapshot, total: int, answers: list[Completion]) -> Non
     )
     assert seen.decode.step is not None
     most_s = max(10e-3, 2 * slowest_step_s)
-    assert 1e-3 < seen.decode.step.step_s(1, 100) < most_s, "2.05 ms, and more on a slow machine"
+    assert 1e-3 < seen.decode.step.decode_step_s(1, 100) < most_s, "2.05 ms, and more on a slow machine"
     assert seen.decode.kv_capacity_tokens
     assert seen.decode.max_running_requests == 64
     assert seen.link.kv_bytes_per_token == 16
@@ -169,7 +168,7 @@ def check_scrape(cluster: Cluster, total: int) -> None:
     lines = scrape(ready["port"]).splitlines()
     label = 'model="simulated"'
     for line in (
-        'splitserve_replicas{pool="prefill",state="ready"} 1.0',
+        'splitserve_replicas{role="prefill",state="ready"} 1.0',
         f'splitserve_requests_ended_total{{{label},outcome="completed"}} {float(total)}',
         f"splitserve_arrived_requests_total{{{label}}} {float(total)}",
         f'splitserve_arrived_tokens_total{{kind="prompt",{label}}} {100.0 * total}',
@@ -282,26 +281,3 @@ async def check_leaving(cluster: Cluster, scaling: ScalingClient) -> None:
             await asyncio.sleep(0.02)
     names = {worker.worker_id for worker in (await scaling.signals()).models[0].workers}
     assert names == {"prefill-0", "decode-0", "decode-9"}
-
-
-async def check_lending(cluster: Cluster, client: AsyncClient, scaling: ScalingClient) -> None:
-    """Lent until the plan expires, though the coordinator's own setting is `never`."""
-    await cluster.assert_no_leaks()  # both workers are idle, and have reported so
-    before = (await scaling.signals()).models[0].workers
-    assert {worker.state for worker in before} == {READY}
-    await scaling.apply_plan(standby=["decode-7"], lend=True, valid_s=PATIENCE_S)
-    lent = await asyncio.gather(*(ask(client) for _ in range(8)))
-    served = {answer.served_by.prefill_worker for answer in lent}
-    assert served == {"", "prefill-0"}, "sooner than to queue; the first finds no queue"
-    signals = await scaling.signals()
-    assert signals.plan.lend_decode_to_prefill
-    assert 0 < signals.plan.expires_in_seconds <= PATIENCE_S
-    counts = {phase.phase: sum(phase.counts) + phase.cold_samples for phase in signals.models[0].phases}
-    local = sum(not answer.served_by.prefill_worker for answer in lent)
-    assert counts[scaling_pb2.PHASE_LOCAL_PREFILL] == local
-    await scaling.apply_plan(standby=["decode-7"], lend=True, valid_s=0.5)
-    async with asyncio.timeout(PATIENCE_S):
-        while (await scaling.signals()).HasField("plan"):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    after = await asyncio.gather(*(ask(client) for _ in range(8)))
-    assert {answer.served_by.prefill_worker for answer in after} == {"prefill-0"}

@@ -29,7 +29,7 @@ LEASE_S = 8.0
 
 def write_policy(path: Path, least: int) -> None:
     pool = {"kind": "schedule", "min_replicas": least, "max_replicas": 9, "gpus_per_replica": 0}
-    policy = {"interval_s": 0.2, "prefill": pool, "decode": pool, "lend_decode": False}
+    policy = {"interval_s": 0.2, "prefill": pool, "decode": pool}
     new = path.with_suffix(".new")
     new.write_text(json.dumps(policy))
     new.rename(path)  # nobody reads half of it

@@ -81,7 +81,7 @@ async def errors_at_workers(cluster: Cluster, stranger: ClusterCredentials) -> l
     """What the workers' calls say to a stranger."""
     prefill, decode = await addresses(cluster)
     given: Any = {"timeout": PATIENCE_S, "metadata": stranger.metadata}
-    async with stranger.channel(prefill, "prefill") as to_prefill, stranger.channel(decode, "decode") as to:
+    async with stranger.channel(prefill, "worker") as to_prefill, stranger.channel(decode, "worker") as to:
         stub = DecodeServiceStub(to)
         abort = decode_pb2.AbortRequest(request_id="r", coordinator_id="c")
         outputs = decode_pb2.StreamOutputsRequest(coordinator_id="c")
@@ -128,8 +128,8 @@ async def test_tls_from_client_to_workers(secured: Cluster, certs: Path) -> None
 
 
 async def test_roles_at_the_workers(secured: Cluster, certs: Path) -> None:
-    for role in ("prefill", "decode", "client", "autoscaler"):
-        for error in await errors_at_workers(secured, part(certs, role)):  # type: ignore[arg-type]
+    for role in ("worker", "client", "autoscaler"):
+        for error in await errors_at_workers(secured, part(certs, role)):
             assert isinstance(error, PermissionDeniedError)
             assert error.reason == "WRONG_ROLE"
     await serves(secured)
@@ -158,7 +158,7 @@ async def test_roles_at_the_coordinator(secured: Cluster, certs: Path) -> None:
     for error in await errors_at_registry(secured.parts_target, part(certs, "client")):
         assert isinstance(error, PermissionDeniedError)
     # Where clients call, nobody shows a certificate, so nobody is a worker there.
-    for error in await errors_at_registry(secured.target, part(certs, "prefill")):
+    for error in await errors_at_registry(secured.target, part(certs, "worker")):
         assert isinstance(error, PermissionDeniedError)
         assert "no certificate of a role" in error.message
     for role in ("autoscaler", "admin"):
@@ -167,7 +167,7 @@ async def test_roles_at_the_coordinator(secured: Cluster, certs: Path) -> None:
         ) as scaling:  # type: ignore[arg-type]
             assert (await scaling.signals()).models
     async with ScalingClient(
-        secured.parts_target, security=part(certs, "prefill"), timeout_s=PATIENCE_S
+        secured.parts_target, security=part(certs, "worker"), timeout_s=PATIENCE_S
     ) as scaling:
         with pytest.raises(PermissionDeniedError):
             await scaling.apply_plan(standby=["prefill-0"])
@@ -211,17 +211,17 @@ async def test_clients_that_trust_nobody_or_another_authority(
 async def test_a_worker_with_a_foreign_certificate_stays_out(
     secured: Cluster, certs: Path, tmp_path: Path
 ) -> None:
-    """One role's certificate does not open the other pool; an expired one is not even tried."""
+    """A client's certificate makes nobody a worker; an expired one is not even tried."""
     swapped = tmp_path / "swapped"
     shutil.copytree(certs, swapped)
     for suffix in (".pem", "-key.pem"):
-        shutil.copy(certs / f"client{suffix}", swapped / f"decode{suffix}")
+        shutil.copy(certs / f"client{suffix}", swapped / f"worker{suffix}")
     arguments = ["decode-worker", "--worker-id", "odd", "--coordinator", secured.parts_target]
     arguments += ["--model", "simulated", "--engine", "simulated", "--tls", str(swapped)]
     odd = ServiceProcess("odd", arguments, tmp_path)
     odd.start()
     assert await asyncio.to_thread(odd.process.wait, PATIENCE_S) != 0
-    assert "only decode or prefill or worker may call this" in odd.log_tail()
+    assert "only worker may call this" in odd.log_tail()
     assert "Traceback" not in odd.log_tail()
     write_certificates(swapped, [], 1, force=True, now=datetime.now(UTC) - timedelta(days=2))
     odd.start()
@@ -293,7 +293,7 @@ async def test_up_with_tls_and_tenants(certs: Path, tmp_path: Path) -> None:
         async with AsyncClient(target, tls=authority) as client:
             with pytest.raises(UnauthenticatedError):
                 await client.models()
-        async with part(certs, "coordinator").channel(prefill, "prefill") as channel:
+        async with part(certs, "coordinator").channel(prefill, "worker") as channel:
             call = PrefillServiceStub(channel).Prefill(prefill_pb2.PrefillRequest(), timeout=PATIENCE_S)
             assert (await error_of(call.read())).reason == "CLUSTER_TOKEN"
     finally:

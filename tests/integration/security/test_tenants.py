@@ -16,7 +16,7 @@ import grpc
 import pytest
 import yaml
 
-from coordinator.metrics.tenant_metrics import tenant_metrics
+from coordinator.telemetry.tenant_metrics import tenant_metrics
 from splitserve.errors import (
     InvalidArgumentError,
     NotFoundError,

@@ -16,15 +16,15 @@ from splitserve.errors import PermissionDeniedError, SplitserveError, Unavailabl
 from splitserve.rpc.credentials import ClusterCredentials
 from splitserve.rpc.status import error_from_rpc
 from splitserve.security.certificates import worker_files, write_certificates
-from splitserve.security.tls import Role, TlsFiles, files_in
+from splitserve.security.tls import TlsFiles, files_in
 from splitserve.v1 import registry_pb2
 from splitserve.v1.registry_pb2_grpc import RegistryServiceStub
 from tests.support.cluster.registrations import registration
 from tests.support.engine.word_tokenizer import load_word_tokenizer
 from tests.support.waiting import PATIENCE_S
 
-PREFILL, DECODE = registry_pb2.POOL_PREFILL, registry_pb2.POOL_DECODE
-OWN: list[tuple[Role, str]] = [("decode", "d-1"), ("decode", "d-2"), ("prefill", "p-1"), ("worker", "w-1")]
+PREFILL, DECODE, BOTH = registry_pb2.ROLE_PREFILL, registry_pb2.ROLE_DECODE, registry_pb2.ROLE_BOTH
+OWN = ["d-1", "d-2", "p-1", "w-1"]
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +52,9 @@ class Worker:
         self._files = files
 
     async def register(
-        self, worker_id: str, pool: registry_pb2.Pool.ValueType, epoch: int = 1, *, neutral: bool = False
+        self, worker_id: str, role: registry_pb2.Role.ValueType, epoch: int = 1
     ) -> SplitserveError | None:
-        request = registration(worker_id, pool, f"127.0.0.1:{10_000 + epoch}", epoch=epoch)
-        request.neutral = neutral
+        request = registration(worker_id, role, f"127.0.0.1:{10_000 + epoch}", epoch=epoch)
         async with ClusterCredentials(self._files).channel(self._address, "coordinator") as channel:
             try:
                 await RegistryServiceStub(channel).Register(request, timeout=PATIENCE_S)
@@ -78,64 +77,39 @@ class Worker:
 
 
 def registered(coordinator: Coordinator) -> dict[str, str]:
-    return {worker.worker_id: worker.pool for worker in coordinator.registry.snapshot().workers}
+    return {worker.worker_id: worker.role for worker in coordinator.registry.snapshot().workers}
 
 
-async def test_a_certificate_registers_its_own_pool_only(certs: Path) -> None:
+async def test_only_a_worker_s_certificate_registers_a_worker(certs: Path) -> None:
+    """Of whichever role: it may change."""
     async with coordinator_of(certs) as coordinator:
-        prefill = Worker(coordinator, files_in(certs, "prefill"))
-        decode = Worker(coordinator, files_in(certs, "decode"))
-        for worker, pool in ((prefill, DECODE), (decode, PREFILL)):
-            error = await worker.register("w", pool)
+        for role in ("coordinator", "autoscaler", "admin"):
+            error = await Worker(coordinator, files_in(certs, role)).register("w", PREFILL)  # type: ignore[arg-type]
             assert isinstance(error, PermissionDeniedError)
-            assert (error.reason, error.field) == ("WRONG_ROLE", "pool")
         assert registered(coordinator) == {}
-        assert await prefill.register("p", PREFILL) is None
-        assert await decode.register("d", DECODE) is None
-        assert registered(coordinator) == {"d": "decode", "p": "prefill"}
-
-
-async def test_neutral_workers_have_a_role_of_their_own(certs: Path) -> None:
-    """Whichever way one leans; and its certificate registers nobody who is in one pool."""
-    async with coordinator_of(certs) as coordinator:
-        neutral = Worker(coordinator, files_in(certs, "worker"))
-        for pool in (PREFILL, DECODE):
-            error = await neutral.register("w", pool)
-            assert isinstance(error, PermissionDeniedError)
-            assert (error.reason, error.field) == ("WRONG_ROLE", "pool")
-        for role in ("prefill", "decode"):
-            error = await Worker(coordinator, files_in(certs, role)).register("w", PREFILL, neutral=True)
-            assert isinstance(error, PermissionDeniedError)
-            assert (error.reason, error.field) == ("WRONG_ROLE", "neutral")
-        own = Worker(coordinator, worker_files(certs, "worker", "w-1"))
-        error = await own.register("w-2", DECODE, neutral=True)
-        assert isinstance(error, PermissionDeniedError)
-        assert (error.reason, error.field) == ("WRONG_WORKER_ID", "worker_id")
-        assert registered(coordinator) == {}
-        assert await own.register("w-1", DECODE, neutral=True) is None
-        assert await neutral.register("w-2", PREFILL, neutral=True) is None
+        worker = Worker(coordinator, files_in(certs, "worker"))
+        for name, role in (("p", PREFILL), ("d", DECODE), ("w", BOTH)):
+            assert await worker.register(name, role) is None
+        assert registered(coordinator) == {"d": "decode", "p": "prefill", "w": "both"}
 
 
 async def test_a_worker_s_own_certificate_registers_its_id_only(certs: Path) -> None:
     async with coordinator_of(certs) as coordinator:
-        first = Worker(coordinator, worker_files(certs, "decode", "d-1"))
+        first = Worker(coordinator, worker_files(certs, "d-1"))
         for worker_id in ("d-2", "d-1x", "d", "p-1"):
             error = await first.register(worker_id, DECODE)
             assert isinstance(error, PermissionDeniedError)
             assert (error.reason, error.field) == ("WRONG_WORKER_ID", "worker_id")
-        error = await first.register("d-1", PREFILL)
-        assert isinstance(error, PermissionDeniedError)
         assert registered(coordinator) == {}
         assert await first.register("d-1", DECODE) is None
 
 
 async def test_a_live_id_is_not_taken_over(certs: Path) -> None:
     async with coordinator_of(certs) as coordinator:
-        owner = Worker(coordinator, worker_files(certs, "decode", "d-1"))
+        owner = Worker(coordinator, worker_files(certs, "d-1"))
         others = [
-            files_in(certs, "decode"),
-            files_in(certs, "prefill"),
-            worker_files(certs, "prefill", "p-1"),
+            files_in(certs, "worker"),
+            worker_files(certs, "p-1"),
         ]
         assert await owner.register("d-1", DECODE) is None
         for files in others:
@@ -150,19 +124,19 @@ async def test_a_live_id_is_not_taken_over(certs: Path) -> None:
         # Its own later boot replaces it at once.
         assert await owner.register("d-1", DECODE, 2) is None
         assert coordinator.registry.snapshot().workers[0].epoch == 2
-        # Once it is gone, another certificate of its pool may have the id, such as a renewed one.
+        # Once it is gone, another certificate of a worker may have the id, such as a renewed one.
         coordinator.registry.drop(("d-1", 2), "test")
-        assert await Worker(coordinator, files_in(certs, "decode")).register("d-1", DECODE, 3) is None
+        assert await Worker(coordinator, files_in(certs, "worker")).register("d-1", DECODE, 3) is None
 
 
 async def test_a_renewed_certificate_gets_its_id_back(certs: Path, tmp_path: Path) -> None:
     """Its earlier boot is still registered: the refusal is one that workers retry."""
     async with coordinator_of(certs) as coordinator:
-        assert await Worker(coordinator, worker_files(certs, "decode", "d-2")).register("d-2", DECODE) is None
+        assert await Worker(coordinator, worker_files(certs, "d-2")).register("d-2", DECODE) is None
         for name in ("ca.pem", "ca-key.pem"):
             (tmp_path / name).write_bytes((certs / name).read_bytes())
-        write_certificates(tmp_path, [], 30, workers=[("decode", "d-2")])
-        renewed = Worker(coordinator, worker_files(tmp_path, "decode", "d-2"))
+        write_certificates(tmp_path, [], 30, workers=["d-2"])
+        renewed = Worker(coordinator, worker_files(tmp_path, "d-2"))
         error = await renewed.register("d-2", DECODE, 2)
         assert isinstance(error, UnavailableError)
         assert error.reason == "WORKER_ID_TAKEN"

@@ -23,7 +23,7 @@ NAMED = re.compile(r"\d+\.\d\d GB/s over tcp")
 
 
 def lane_of(info: inference_pb2.GetServerInfoResponse) -> tuple[str, inference_pb2.LaneInfo]:
-    prefill = next(worker for worker in info.workers if worker.pool == "prefill")
+    prefill = next(worker for worker in info.workers if worker.role == "prefill")
     (lane,) = prefill.lanes
     assert lane.peer == "decode-0"
     return prefill.state, lane

@@ -1,16 +1,15 @@
-"""In bfloat16 and with int8 weights, one request at a time, the split pair gives what one engine gives alone."""
+"""In bfloat16, one request at a time, the split pair gives what one engine gives alone."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
-from engine.backends.cpu.int8_linears import is_exact
+from engine.core.engine import EngineRequest, StopParams
 from engine.core.engine_core import EngineCore
-from engine.core.types import EngineRequest, SamplingParams, StopParams
-from engine.runner.dtype import multiplies_bfloat16
+from engine.core.model_runner import SamplingParams
+from engine.runner.device import multiplies_bfloat16
 from engine.runner.torch_runner import build_torch_runner
 from splitserve.client import AsyncClient
 from splitserve.config.engine import EngineConfig
@@ -40,22 +39,9 @@ def _colocated(core: EngineCore, prompt: list[int], sampling: SamplingParams, na
     return tokens
 
 
-needs_int8 = pytest.mark.skipif(not is_exact(), reason="this processor has no int8 products")
-
-
-@pytest.mark.parametrize(
-    ("quantization", "lengths"),
-    [
-        ("none", LENGTHS),
-        pytest.param("int8", LENGTHS[-3:], marks=needs_int8),
-    ],
-)
-async def test_bfloat16_split_equals_colocated(
-    smollm2: str, log_dir: Path, quantization: Literal["none", "int8"], lengths: list[int]
-) -> None:
+async def test_bfloat16_split_equals_colocated(smollm2: str, log_dir: Path) -> None:
     config = EngineConfig(
         dtype="bfloat16",
-        quantization=quantization,
         max_step_tokens=CHUNK,
         num_blocks=256,
         threads=1,
@@ -64,7 +50,7 @@ async def test_bfloat16_split_equals_colocated(
     tokenizer = load_tokenizer(smollm2)
     runner = build_torch_runner(config, resolve_model(smollm2), lambda _fraction: None)
     core = EngineCore(runner, config, tokenizer)
-    prompts = [tokenizer.encode(sentences(60, seed=n))[:length] for n, length in enumerate(lengths)]
+    prompts = [tokenizer.encode(sentences(60, seed=n))[:length] for n, length in enumerate(LENGTHS)]
     greedy = [_colocated(core, prompt, GREEDY, f"g{n}") for n, prompt in enumerate(prompts)]
     sampled = [_colocated(core, prompt, SAMPLED, f"s{n}") for n, prompt in enumerate(prompts)]
     runner.close()
@@ -72,8 +58,6 @@ async def test_bfloat16_split_equals_colocated(
     options = [
         "--dtype",
         "bfloat16",
-        "--quantization",
-        quantization,
         "--max-step-tokens",
         str(CHUNK),
         "--num-blocks",

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.transfer.ucx import require_ucx
 from tests.support.waiting import PATIENCE_S
 
@@ -41,7 +41,8 @@ async def test_answers_are_the_expected_ones(log_dir: Path, kind: str, big: bool
 
 
 async def test_another_transport_is_refused_at_registration(log_dir: Path, kind: str) -> None:
-    other = "memory" if kind == "nixl" else "nixl"
+    other = "ucx" if kind == "nixl" else "nixl"
+    require_ucx()
     async with running(Cluster(log_dir, worker_options=["--transport", kind])) as cluster:
         odd = cluster.add_worker("prefill", "odd", "--transport", other)
         assert odd.process.wait(PATIENCE_S) != 0
@@ -55,11 +56,8 @@ async def test_another_transport_is_refused_at_registration(log_dir: Path, kind:
 
 
 async def test_planned_faults_cost_time_and_no_token(log_dir: Path) -> None:
-    faults = log_dir / "faults.yaml"
-    faults.write_text(
-        "faults: {latency_s: 0.02, duplicate_notification: {every: 2}, late_write: {at: [9]}}\n"
-    )
-    async with running(Cluster(log_dir, worker_options=["--config", str(faults)])) as cluster:
+    faults = {"latency_s": 0.02, "duplicate_notification": {"every": 2}, "late_write": {"at": [9]}}
+    async with running(Cluster(log_dir, faults=faults)) as cluster:
         event = cluster.members["prefill-0"].wait_event("worker.faults_on")
         assert event["level"] == "warning"
         async with AsyncClient(cluster.target) as client:

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.waiting import PATIENCE_S
 
 PROMPT = [(7 * n) % 250 for n in range(1, 400)]
 MAX_TOKENS = 8
 EXPECTED = expected_tokens(PROMPT, MAX_TOKENS)
-FIRST_WRITE = "faults: {wrong_bytes: {at: [1]}}\n"
-EVERY_WRITE = "faults: {wrong_bytes: {every: 1}}\n"
+FIRST_WRITE = {"wrong_bytes": {"at": [1]}}
+EVERY_WRITE = {"wrong_bytes": {"every": 1}}
 
 
-def a_cluster(log_dir: Path, faults: str, *options: str) -> Cluster:
-    config = log_dir / "worker.yaml"
-    config.write_text(faults)
+def a_cluster(log_dir: Path, faults: dict[str, Any] | None, *options: str) -> Cluster:
     # Short, so that what waits in quarantine for a late write comes back while the test looks.
     times = ("--ticket", "3", "--quarantine", "2")
-    return Cluster(log_dir, decode=2, worker_options=("--config", str(config), *times, *options))
+    return Cluster(log_dir, decode=2, worker_options=(*times, *options), faults=faults)
 
 
 async def test_without_checksums_wrong_bytes_give_wrong_tokens(log_dir: Path) -> None:
@@ -36,7 +35,7 @@ async def test_without_checksums_wrong_bytes_give_wrong_tokens(log_dir: Path) ->
 
 @pytest.mark.parametrize("verify", ["sampled", "all"])
 async def test_right_bytes_pass(log_dir: Path, verify: str) -> None:
-    cluster = a_cluster(log_dir, "", "--verify-kv", verify)
+    cluster = a_cluster(log_dir, None, "--verify-kv", verify)
     async with running(cluster), AsyncClient(cluster.target) as client:
         for end in (1, 16, 17, 200, 399):
             answer = await client.generate(PROMPT[:end], max_tokens=MAX_TOKENS)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.types import EngineRequest, RequestOutput, SamplingParams, StopParams
-from engine.kv_cache.cache_events import KvEventReader
-from engine.worker.build import EngineParts, build_engine
+from engine.core.engine import EngineRequest, RequestOutput, StopParams
+from engine.core.model_runner import SamplingParams
+from engine.kv_cache.block_pool import KvEventReader
 from splitserve.client import AsyncClient
 from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
@@ -27,6 +27,7 @@ from tests.support.cluster.streams import Reading, decoding_worker
 from tests.support.engine.reference import Reference
 from tests.support.engine.tiny_models import make_tiny_model
 from tests.support.lora import make_adapter, merged
+from worker.build import EngineParts, build_engine
 
 BLOCK, CHUNK, MAX_TOKENS, ROOM = 32, 64, 12, 2
 NAMES = ("red", "blue", "green")
@@ -120,9 +121,7 @@ def engine(models: Models) -> Iterator[Engine]:
         adapters=models.adapters,
         engine_args=f"--max-loras {ROOM}",
     )
-    parts = build_engine(
-        WorkerConfig(worker_id="w", model=str(models.base), engine=settings, transport="memory")
-    )
+    parts = build_engine(WorkerConfig(worker_id="w", model=str(models.base), engine=settings))
     yield Engine(parts)
     parts.transport.close()
     parts.core.close()

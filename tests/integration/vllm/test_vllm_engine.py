@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 
-from engine.core.engine import Engine
-from engine.core.types import (
+from engine.core.engine import (
     ChunkProgress,
+    Engine,
     EngineRequest,
     FinishReason,
     RequestOutput,
     ReservedBlocks,
-    SamplingParams,
     StopParams,
 )
-from engine.worker.build import EngineParts, build_engine
+from engine.core.model_runner import SamplingParams
 from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import InvalidArgumentError, NotFoundError, ResourceExhaustedError
@@ -28,6 +27,7 @@ from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.v1 import generation_pb2
 from tests.support.clients.text import sentences
 from tests.support.engine.reference import Reference
+from worker.build import EngineParts, build_engine
 
 BLOCK, CHUNK, MAX_TOKENS = 32, 64, 6
 GREEDY = SamplingParams(temperature=0.0)
@@ -73,7 +73,7 @@ class Stepper:
         return "".join(output.text for output in self.outputs[name])
 
     def copy(self, source: list[int], target: tuple[int, ...]) -> None:
-        memory = self.parts.wire.memory
+        memory = self.parts.kv_memory.region
         for row in memory.rows:
             for here, there in zip(source, target, strict=True):
                 size = memory.piece_bytes
@@ -99,7 +99,7 @@ def stepper(smollm2: str) -> Iterator[Stepper]:
         max_waiting_requests=6,
         threads=1,
     )
-    parts = build_engine(WorkerConfig(worker_id="w", model=smollm2, engine=engine, transport="memory"))
+    parts = build_engine(WorkerConfig(worker_id="w", model=smollm2, engine=engine))
     yield Stepper(parts)
     parts.transport.close()
     parts.core.close()

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
 from splitserve.client import AsyncClient
 from splitserve.errors import InvalidArgumentError, UnavailableError
@@ -250,14 +249,13 @@ async def test_lost_and_repeated_notifications_change_no_answer(
     smollm2: str, log_dir: Path, text_tokens: list[int], greedy: Answer
 ) -> None:
     """Case 9."""
-    path = log_dir / "faults.yaml"
     faults = {"drop_notification": {"at": [1]}, "duplicate_notification": {"every": 2}, "hold_s": 0.4}
-    path.write_text(yaml.safe_dump({"faults": faults}))
     setup = Cluster(
         log_dir,
         model=smollm2,
         engine="vllm",
-        worker_options=[*OPTIONS, "--num-blocks", "100", "--config", str(path)],
+        worker_options=[*OPTIONS, "--num-blocks", "100"],
+        faults=faults,
         coordinator_options=AT_WORKERS,
     )
     async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=300) as client:

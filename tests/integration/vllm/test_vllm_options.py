@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.vllm.boot import PLUGINS
-from engine.vllm.command_line.options import BY_SETTING, REFUSED, checked_options, own_arguments
+from engine.vllm.options import BY_SETTING, REFUSED, checked_options, own_arguments
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
     ],
 )
 def test_wrong_options_are_one_sentence(given: str, named: str, capfd: pytest.CaptureFixture[str]) -> None:
-    from engine.vllm.command_line.option_parser import read_options
+    from engine.vllm.options import read_options
 
     with pytest.raises(ConfigError) as raised:
         read_options(OWN, checked_options(given))
@@ -42,7 +42,7 @@ def test_wrong_options_are_one_sentence(given: str, named: str, capfd: pytest.Ca
 
 
 def test_the_users_options_come_last() -> None:
-    from engine.vllm.command_line.option_parser import read_options
+    from engine.vllm.options import read_options
 
     args = read_options(OWN, checked_options("--seed 3 --seed 4 --tensor_parallel_size=2"))
     assert (args.seed, args.tensor_parallel_size, args.max_model_len) == (4, 2, 512)
@@ -50,15 +50,15 @@ def test_the_users_options_come_last() -> None:
 
 def test_what_is_refused_is_named_as_vllm_names_it() -> None:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from engine.vllm.command_line.option_parser import OptionParser
-
-    known = EngineArgs.add_cli_args(OptionParser()).format_help()
+    parser = FlexibleArgumentParser(prog="--engine-args", add_help=False, allow_abbrev=False)
+    known = EngineArgs.add_cli_args(parser).format_help()
     assert {name for name in (*BY_SETTING, *REFUSED) if name not in known} <= OF_ITS_SERVER | SINCE_0_31
 
 
 def test_vllm_takes_no_sampler_of_others_beside_speculation() -> None:
-    """Why speculative decoding is refused (docs/vllm.md)."""
+    """Why speculative decoding is refused (docs/guides/models-and-engines.md)."""
     import torch
     from vllm.v1.sample.logits_processor import build_logitsprocs
 

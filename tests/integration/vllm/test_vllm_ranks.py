@@ -73,7 +73,8 @@ async def cluster(model: str, tmp_path: Path) -> AsyncIterator[Cluster]:
 
 def ranks_of(cluster: Cluster, name: str) -> list[psutil.Process]:
     children = psutil.Process(cluster.members[name].process.pid).children()
-    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+    others = ("resource_tracker", "splitserve.grammars")
+    return [child for child in children if not any(name in " ".join(child.cmdline()) for name in others)]
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])

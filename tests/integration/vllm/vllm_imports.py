@@ -6,15 +6,7 @@ from importlib import import_module
 
 from engine.vllm.boot import prepare_environment
 
-NAMES = (
-    "adapters",
-    "command_line",
-    "connector",
-    "kv_memory",
-    "prefix_events",
-    "sampling_processor",
-    "vllm_engine",
-)
+NAMES = ("adapters", "kv_memory", "options", "plugins", "vllm_engine")
 
 prepare_environment(1)  # vLLM reads some of it when it is loaded
 for name in (

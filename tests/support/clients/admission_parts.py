@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from coordinator.admission.entry import Entry
 from coordinator.admission.model_admission import ModelAdmission
-from coordinator.workers.catalog import Model
-from coordinator.workers.load_ledger import LoadLedger
-from coordinator.workers.snapshot import PoolName, PoolSnapshot, Worker
+from coordinator.admission.queue import Entry
+from coordinator.workers.load import WorkerLoads
+from coordinator.workers.snapshot import Model, PoolSnapshot, Worker
 from splitserve.config.coordinator import AdmissionConfig
+from splitserve.roles import PoolName
 from splitserve.v1 import registry_pb2
+from tests.support.latency import latency as latency_of
 
 MODEL = Model("m", "m", 65536, 1000)
 _NUMBERS = itertools.count(1)
@@ -36,12 +37,8 @@ def entry(prompt: int = 100, output: float = 50, **changes: Any) -> Entry:
 
 
 def load(**changes: Any) -> registry_pb2.WorkerLoad:
-    fields: dict[str, Any] = {
-        "total_blocks": 4096,
-        "free_blocks": 4096,
-        "prefill_tokens_per_second": 10_000,
-        "decode_step_ms": 10,
-    }
+    measured = {name: changes.pop(name, usual) for name, usual in (("tokens_per_s", 10_000), ("step_ms", 10))}
+    fields: dict[str, Any] = {"total_blocks": 4096, "free_blocks": 4096, "latency": latency_of(**measured)}
     return registry_pb2.WorkerLoad(**(fields | changes))
 
 
@@ -53,7 +50,7 @@ def worker(name: str, pool: PoolName, slots: int = 64, **changes: Any) -> Worker
         "a:1",
         MODEL,
         name,
-        "memory",
+        "nixl",
         16,
         slots,
         load=load(**changes),
@@ -64,16 +61,34 @@ def worker(name: str, pool: PoolName, slots: int = 64, **changes: Any) -> Worker
 
 def admission(
     workers: tuple[Worker, ...] = (worker("p0", "prefill"), worker("d0", "decode")),
-    loads: LoadLedger | None = None,
+    loads: WorkerLoads | None = None,
     **settings: Any,
 ) -> ModelAdmission:
-    made = ModelAdmission(AdmissionConfig(**settings), loads or LoadLedger.of(workers))
+    made = ModelAdmission(AdmissionConfig(**settings), loads or WorkerLoads.of(workers))
     made.set_workers(PoolSnapshot(workers), MODEL.name)
     return made
 
 
-def finish(model: ModelAdmission, one: Entry, now: float) -> None:
-    """A request has its only token, and is over."""
-    model.sent(one, 1, now)
-    model.decoded(one)
+def sent(model: ModelAdmission, one: Entry, tokens: int) -> bool:
+    """Output of a request was sent, as the request flow reports it. True: the first tokens."""
+    first = model.loads.output(one, tokens)
+    model.sent(one, tokens)
+    return first
+
+
+def decoded(model: ModelAdmission, one: Entry) -> None:
+    """A request's decode worker is done with it."""
+    model.loads.decoded(one)
+
+
+def ended(model: ModelAdmission, one: Entry) -> None:
+    """A request is over."""
+    model.loads.ended(one)
     model.ended(one)
+
+
+def finish(model: ModelAdmission, one: Entry) -> None:
+    """A request has its only token, and is over."""
+    sent(model, one, 1)
+    decoded(model, one)
+    ended(model, one)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from splitserve.rpc.server import make_server
+from splitserve.rpc.server import RpcServer
 from splitserve.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
 
 Step = inference_pb2.GenerateResponse | Exception | asyncio.Event
@@ -60,7 +60,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         self.workers = [
             inference_pb2.WorkerInfo(
                 worker_id=f"{pool}-0",
-                pool=pool,
+                role=pool,
                 address=f"127.0.0.1:{port}",
                 model="fake-1b",
                 state="ready",
@@ -111,7 +111,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
 @asynccontextmanager
 async def serving(fake: FakeInference, port: int = 0) -> AsyncIterator[FakeInference]:
     """Serves on loopback; `fake.target` says where."""
-    server = make_server()
+    server = RpcServer()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(fake, server.grpc_server)
     bound = await server.start("127.0.0.1", port, ["splitserve.v1.InferenceService"])
     fake.target = f"127.0.0.1:{bound}"

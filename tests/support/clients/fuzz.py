@@ -19,9 +19,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import HealthCheck, settings
 
-from coordinator.metrics.event_loop import LoopLag
-from splitserve.generation.grammar import load_compiler
-from splitserve.runtime.calls.parser_thread import favor_event_loop
+from coordinator.telemetry.event_loop import LoopLag
+from splitserve.runtime.call_thread import favor_event_loop
 from tests.support.waiting import PATIENCE_S
 
 T = TypeVar("T")
@@ -119,7 +118,6 @@ def settle_for_long_run(lag: LoopLag) -> None:
     if EXAMPLES >= LONG_RUN:
         gc.disable()  # what makes the inputs keeps millions of objects, whose collection takes seconds
         favor_event_loop()
-        load_compiler()
     lag.computed_s = time.thread_time
     lag.longest_stall_s = 0.0
 

@@ -7,9 +7,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from coordinator.input_processor import check_compiles
-from splitserve.errors import InvalidArgumentError
-from splitserve.v1.generation_pb2 import Grammar
+from splitserve.grammars.child import GrammarRefusedError, LibraryGrammar
+from splitserve.grammars.schemas import STRICT, SchemaError
 
 Schema = dict[str, Any]
 
@@ -39,8 +38,8 @@ def schemas(seed: int, count: int) -> list[Schema]:
 
 def _compiles(schema: Schema) -> bool:
     try:
-        check_compiles(Grammar(json_schema=json.dumps(schema)))
-    except InvalidArgumentError:
+        LibraryGrammar("json_schema", json.dumps({**schema, "x-guidance": STRICT}), None)
+    except (GrammarRefusedError, SchemaError):
         return False
     return True
 

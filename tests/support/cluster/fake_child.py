@@ -39,7 +39,7 @@ class FolderInference(FakeInference):
 def live_workers(folder: Path) -> list[inference_pb2.WorkerInfo]:
     return [
         inference_pb2.WorkerInfo(
-            worker_id=path.stem, pool=path.stem.rpartition("-")[0], model="fake-1b", state="ready"
+            worker_id=path.stem, role=path.stem.rpartition("-")[0], model="fake-1b", state="ready"
         )
         for path in sorted(folder.glob("*-*.pid"))
         if psutil.pid_exists(int(path.read_text()))
@@ -59,7 +59,9 @@ async def run(folder: Path, name: str, port: int) -> None:
             tell("coordinator.ready", port=port)
         else:
             tell("worker.loading", fraction=0.4)
-        if not (folder / f"{name}.slow").exists():
+        if (folder / f"{name}.slow").exists():
+            tell("registry.lost", error="its certificate is refused")
+        else:
             pid = folder / f"{name}.new"
             pid.write_text(str(os.getpid()))
             pid.rename(folder / f"{name}.pid")

@@ -56,7 +56,7 @@ class FakeCluster:
         def ready() -> bool:
             snapshot = self.coordinator.registry.snapshot()
             pairs = [
-                p.reaches(d) for p in snapshot.workers for d in snapshot.workers if (p.pool, d.pool) == POOLS
+                p.reaches(d) for p in snapshot.workers for d in snapshot.workers if (p.role, d.role) == POOLS
             ]
             return (
                 len(snapshot.workers) == len(self.workers)

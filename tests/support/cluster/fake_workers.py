@@ -11,11 +11,11 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from engine.kv_cache.cache_events import KvEventLog, KvEventReader
+from engine.kv_cache.block_pool import KvEventLog, KvEventReader
 from splitserve.client.registry_client import RegistryClient
 from splitserve.errors import SplitserveError, TransferError, UnavailableError
 from splitserve.rpc.carried_calls import CarriedCalls, CarriedMethod, decode_methods, prefill_methods
-from splitserve.rpc.server import OpenRpcs, make_server
+from splitserve.rpc.server import OpenRpcs, RpcServer
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2, registry_pb2
 from splitserve.v1.calls_pb2_grpc import add_CallServiceServicer_to_server
 from splitserve.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
@@ -46,9 +46,7 @@ def output(
 class FakeWorker:
     """Server, registration and reports of a fake; `start`, then `stop`."""
 
-    pool: registry_pb2.Pool.ValueType
-    carries_calls = True
-    """Whether it says at registration that it serves carried calls, as all but old workers do."""
+    pool: registry_pb2.Role.ValueType
 
     def __init__(self, worker_id: str, coordinator: str, **registered: Any) -> None:
         self.worker_id = worker_id
@@ -69,14 +67,13 @@ class FakeWorker:
         self.deaf = False
         """Whether it does nothing about the lists of peers that it gets."""
         self.refused: Journal[SplitserveError] = Journal()
-        self.server = make_server(open_rpcs=self.open_rpcs)
+        self.server = RpcServer(open_rpcs=self.open_rpcs)
 
     async def start(self) -> None:
         port = await self.server.start("127.0.0.1", 0, [])
         request = registration(
             self.worker_id, self.pool, f"127.0.0.1:{port}", epoch=self.epoch, **self.registered
         )
-        request.carries_calls = self.carries_calls
         self.agent_id = request.endpoint.agent_id
         self.registry = RegistryClient(
             self.coordinator,
@@ -150,7 +147,7 @@ class FakeWorker:
 class FakeDecode(FakeWorker, DecodeServiceServicer):
     """Decodes as soon as a fake prefill worker says that the handoff is complete."""
 
-    pool = registry_pb2.POOL_DECODE
+    pool = registry_pb2.ROLE_DECODE
     lease_s = 30.0
     """How long requests outlive their output stream; 0: a worker that resumes no stream."""
 
@@ -297,7 +294,7 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
 class FakePrefill(FakeWorker, PrefillServiceServicer):
     """Samples the first token and completes the handoff at the fake decode worker of that agent id."""
 
-    pool = registry_pb2.POOL_PREFILL
+    pool = registry_pb2.ROLE_PREFILL
 
     def __init__(
         self, worker_id: str, coordinator: str, find_decode: Callable[[str], FakeDecode], **registered: Any

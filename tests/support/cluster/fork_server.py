@@ -1,66 +1,122 @@
-"""The product's fork server with all of splitserve imported, as a program of its own: a test process has threads.
+"""A program that imports splitserve once and forks services from itself, so that a test's service starts in
+milliseconds instead of seconds. Tests only: `splitserve up` executes its services.
 
 Run as `python -m tests.support.cluster.fork_server FD OWNER IMPORTS`; `tests.support.cluster.forked` holds the other
-end of the socket.
+end of the socket. A request is one byte with two files: the service's output, and a stream socket over which its
+arguments and environment come, see `_become`. The service becomes a child of the test process, which must be a
+subreaper: the service is forked twice, and the process between the two forks ends at once.
+
+Only a process with a single thread may fork: a thread's locks would stay locked in the child.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
+import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping
-from contextlib import suppress
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as splitserve's own program does before it imports gRPC
 
-from splitserve.cluster.forking.server import Step, serve
-from splitserve.cluster.forking.services import SHARED, TORCH, WORKERS
-from splitserve.errors import NotFoundError
+from splitserve.runtime.child_launch import end_with_parent
 
-ALL = (
-    *SHARED,
-    *WORKERS,
-    "splitserve.cli.main",
+IMPORTS = (
+    "uvloop",
+    "launcher.cli.main",
+    "launcher.cli.services",
+    "splitserve.rpc.server",
+    "splitserve.models.hf_tokenizer",
+    "prefill_worker.service",
+    "decode_worker.service",
     "autoscaler.service",
     "coordinator.entrypoints.openai.app",
     "coordinator.service",
 )
 EMBEDDED = "smollm2-135m-instruct"
-
-
-def keep_embedded() -> None:
-    """Most workers with real weights have these, and those of a cluster share them (decision 61)."""
-    from engine.runner.weights import keep_weights
-    from engine.worker.kept_vocabulary import keep_vocabulary
-    from splitserve.config.engine import EngineConfig
-    from splitserve.models.sources import resolve_model
-
-    with suppress(NotFoundError):  # the tests say so
-        model = resolve_model(EMBEDDED).path
-        if (facts := keep_weights(EngineConfig(dtype="float32"), model)) is not None:
-            keep_vocabulary(model, facts)
-
-
-BESIDE: Mapping[str, tuple[Step, ...]] = {
+BESIDE: Mapping[str, tuple[str, ...]] = {
     "simulated": (),
-    "torch": (*TORCH, "transformers.models.llama.modeling_llama", keep_embedded),
+    "torch": (
+        "engine.runner.torch_runner",
+        "transformers.models.llama.modeling_llama",
+    ),
     "vllm": ("tests.integration.vllm.vllm_imports",),
 }
+GO = b"g"
+ADOPTION_POLL_S = 0.001
 
 
-def steps_of(imports: str) -> tuple[Step, ...]:
-    """What a server with these imports brings; every process waits for all of it."""
-    return (*ALL, *BESIDE[imports])
+def serve(control: socket.socket, owner: int) -> list[str] | None:
+    """Forks a service for each request. Returns the service's arguments in the service, and None in the server once
+    `owner` has closed its end."""
+    while True:
+        kind, files, _, _ = socket.recv_fds(control, 1, 2)
+        if not kind:
+            return None
+        output, answer = files
+        if _fork():
+            control.close()
+            return _become(owner, output, answer)
+        os.close(output)
+        os.close(answer)
+
+
+def _fork() -> bool:
+    """Forks a process that is no child of this one; True in that process, and False in this one."""
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads does not fork"
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    gc.freeze()  # a collection in the child would write to, and so copy, all pages with objects
+    between = os.fork()
+    if between:
+        os.waitpid(between, 0)
+        return False
+    between = os.getpid()
+    if os.fork():
+        os._exit(0)
+    while os.getppid() == between:
+        time.sleep(ADOPTION_POLL_S)
+    return True
+
+
+def _become(owner: int, output: int, answer: int) -> list[str]:
+    """Gives this process a session, output and environment of its own; returns its arguments.
+
+    The socket `answer` brings a JSON line of `arguments` and `environment`. The process says its id there, and waits
+    for GO. It ends if the owner has gone.
+    """
+    os.setsid()
+    end_with_parent(owner)
+    with socket.socket(fileno=answer) as peer, peer.makefile("rb") as lines:
+        try:
+            asked = json.loads(lines.readline())
+            peer.sendall(b"%d\n" % os.getpid())
+        except (OSError, ValueError):
+            os._exit(1)
+        if lines.read(len(GO)) != GO:
+            os._exit(1)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    arguments = [str(argument) for argument in asked["arguments"]]
+    sys.argv[:] = ["splitserve", *arguments]
+    return arguments
 
 
 def main() -> int:
     """The server's exit code, and in a forked process that of the command."""
     control, owner = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    arguments = serve(control, owner, steps_of(sys.argv[3]))
+    for name in (*IMPORTS, *BESIDE[sys.argv[3]]):
+        importlib.import_module(name)
+    arguments = serve(control, owner)
     if arguments is None:
         return 0
-    from splitserve.cli.main import main as splitserve
+    from launcher.cli.main import main as splitserve
 
     return splitserve(arguments)
 

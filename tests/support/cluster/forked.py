@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -10,20 +11,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Literal, Protocol
 
-from splitserve.cluster.forking.owner import adopting
-from splitserve.cluster.forking.server import GO
-from splitserve.runtime.own_clock import OwnClock
-from tests.support.cluster.fork_server import steps_of
+from splitserve.runtime.waiting import OwnClock
+from tests.support.cluster.fork_server import GO
 from tests.support.waiting import PATIENCE_S
 
 START_TIMEOUT_S = PATIENCE_S
 """Of the server, which imports torch first."""
 POLL_S = 0.01
+PR_SET_CHILD_SUBREAPER = 36
 _lock = threading.Lock()
 
 Imports = Literal["simulated", "torch", "vllm"]
@@ -43,8 +44,22 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
+@contextmanager
+def adopting() -> Iterator[None]:
+    """Meanwhile processes whose parent ends become children of this one. Not for longer: nobody waits for others."""
+    _set_subreaper(True)
+    try:
+        yield
+    finally:
+        _set_subreaper(False)
+
+
+def _set_subreaper(wanted: bool) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
+
+
 class ForkServer:
-    """A fork server of the product's, used from any thread of a test process."""
+    """A fork server, used from any thread of a test process."""
 
     def __init__(self, imports: Imports) -> None:
         self._control, other = socket.socketpair()
@@ -55,17 +70,15 @@ class ForkServer:
             command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, env=environment
         )
         other.close()
-        self._steps = len(steps_of(imports))
         self._started: list[ForkedProcess] = []
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedProcess:
         """Runs `splitserve ARGUMENTS` in a session of its own; its output is appended to `log`."""
-        asked = {"arguments": list(arguments), "environment": dict(environment), "files": []}
+        asked = {"arguments": list(arguments), "environment": dict(environment)}
         ours, theirs = socket.socketpair()
         with _lock, adopting(), ours, log.open("ab") as output:
             with theirs:
-                files = [output.fileno(), theirs.fileno()]
-                socket.send_fds(self._control, [bytes([self._steps])], files)
+                socket.send_fds(self._control, [b"f"], [output.fileno(), theirs.fileno()])
             ours.settimeout(START_TIMEOUT_S)
             ours.sendall(json.dumps(asked).encode() + b"\n")
             said = ours.makefile("rb").readline()

@@ -21,7 +21,7 @@ POLL_S = 0.02
 
 
 class ServiceProcess:
-    """One `python -m splitserve …` process. Its log is one JSON object a line in `log_path`."""
+    """One `python -m launcher …` process. Its log is one JSON object a line in `log_path`."""
 
     def __init__(
         self,
@@ -32,16 +32,16 @@ class ServiceProcess:
         *,
         imports: Imports = "simulated",
         fresh: bool = False,
-        module: str = "splitserve",
+        module: str = "launcher",
     ) -> None:
         """`fresh`: in a new interpreter, as users start it, instead of forked from one that has the imports.
 
-        `module`: a program of the tests' own that is run in place of `splitserve`, always in a new interpreter.
+        `module`: a program of the tests' own that is run in place of `launcher`, always in a new interpreter.
         """
         self.name = name
         # Libraries read some variables when they are loaded.
         self._module = module
-        self._fresh = fresh or module != "splitserve" or bool(environment) or sys.platform != "linux"
+        self._fresh = fresh or module != "launcher" or bool(environment) or sys.platform != "linux"
         self._imports = imports
         self._environment = dict(environment or {})
         self.arguments = list(arguments)
@@ -131,12 +131,4 @@ class ServiceProcess:
 
 def services_of(up: int) -> list[psutil.Process]:
     """The coordinator and workers of a running `splitserve up`, given its process id."""
-    children = psutil.Process(up).children()
-    return [child for child in children if "fork-server" not in _command(child)]
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:  # it has just ended, and is one of the children yet
-        return []
+    return psutil.Process(up).children()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shlex
 import sys
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.tcp_proxy import TcpProxy, tcp_proxy
+from launcher.cluster.process_specs import SERVING_STATES
 from splitserve.client import AsyncClient
-from splitserve.cluster.process_specs import SERVING_STATES
 from splitserve.errors import DeadlineExceededError, UnavailableError
 from splitserve.security.tls import TlsFiles
 from splitserve.v1 import inference_pb2
@@ -50,7 +51,7 @@ class Cluster:
         engine: str = "simulated",
         prefill: int = 1,
         decode: int = 1,
-        neutral: int = 0,
+        both: int = 0,
         worker_options: Sequence[str] = (),
         coordinator_options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
@@ -58,22 +59,21 @@ class Cluster:
         tls: Path | None = None,
         api_key: str | None = None,
         fresh: bool = False,
+        faults: Mapping[str, Any] | None = None,
     ) -> None:
-        """`neutral`: so many workers that serve both pools instead, `worker-0`, …; every other one leans to prefill at
-        first. `fresh`: see ServiceProcess."""
+        """`both`: so many workers of role both instead, `worker-0`, …. `fresh`: see ServiceProcess. `faults`: of all
+        workers; see `bench.faults.plan`."""
         self.log_dir = log_dir
         self.members: dict[str, ServiceProcess] = {}
         self._common = ["--model", model, "--engine", engine, "--threads", "1", *worker_options]
         if engine == "torch":
             self._common += ON_DEVICE
             fresh = fresh or bool(ON_DEVICE)
-        self._neutral = neutral
-        self._counts = {"prefill": prefill, "decode": decode}
-        if neutral:
-            self._counts = {"prefill": (neutral + 1) // 2, "decode": neutral // 2}
+        self._counts = {"both": both} if both else {"prefill": prefill, "decode": decode}
         self._environment = dict(environment or {})
         self._imports = IMPORTS[engine]
         self._fresh = fresh
+        self._faults = faults
         self._coordinator_options = list(coordinator_options)
         self._tls, self._api_key = tls, api_key
         self._http = http
@@ -88,7 +88,8 @@ class Cluster:
     async def start(self, *, wait_ready: bool = True) -> None:
         """Starts everything and, normally, waits until all pairs are connected."""
         options = ["coordinator", "--grpc-port", "0", "--http-port", "0" if self._http else "off"]
-        options += [*PATIENT, *self._coordinator_options]
+        # Tests of handoffs need them, however short their prompts are.
+        options += [*PATIENT, "--local-prefill", "never", *self._coordinator_options]
         if self._tls:
             options += ["--tls", str(self._tls), "--cluster-port", "0"]
             self._common += ["--tls", str(self._tls)]
@@ -98,24 +99,32 @@ class Cluster:
         self.target = f"127.0.0.1:{ready['port']}"
         self.parts_target = f"127.0.0.1:{ready['cluster_port']}" if self._tls else self.target
         self.base_url = f"http://127.0.0.1:{ready['http_port']}/v1"
-        for number in range(self._neutral):
-            self.add_worker("neutral", f"worker-{number}", "--leaning", ("prefill", "decode")[number % 2])
-        for pool, count in self._counts.items() if not self._neutral else ():
+        for role, count in self._counts.items():
             for number in range(count):
-                self.add_worker(pool, f"{pool}-{number}")
+                self.add_worker(role, f"worker-{number}" if role == "both" else f"{role}-{number}")
         if wait_ready:
             await self.wait_ready()
 
-    def add_worker(self, pool: str, name: str, *options: str, module: str = "splitserve") -> ServiceProcess:
-        """Starts one more worker, of a pool or `neutral`; does not wait for it. `module`: see ServiceProcess."""
-        command = "worker" if pool == "neutral" else f"{pool}-worker"
-        arguments = [command, "--worker-id", name, "--coordinator", self.parts_target]
+    def add_worker(
+        self,
+        role: str,
+        name: str,
+        *options: str,
+        module: str = "launcher",
+        faults: Mapping[str, Any] | None = None,
+    ) -> ServiceProcess:
+        """Starts one more worker of a role; does not wait for it. `module`: see ServiceProcess. `faults`: in place of
+        those of all workers."""
+        command = ["worker", "--role", "both"] if role == "both" else [f"{role}-worker"]
+        arguments = [*command, "--worker-id", name, "--coordinator", self.parts_target]
         arguments += [*self._common, *options]
+        if (planned := faults or self._faults) is not None:
+            module, arguments = "bench.faults", [json.dumps(planned), *arguments]
         worker = self._process(name, arguments, module)
         worker.start()
         return worker
 
-    def _process(self, name: str, arguments: Sequence[str], module: str = "splitserve") -> ServiceProcess:
+    def _process(self, name: str, arguments: Sequence[str], module: str = "launcher") -> ServiceProcess:
         imports = next((IMPORTS[each] for each in reversed(arguments) if each in IMPORTS), self._imports)
         made = ServiceProcess(
             name,
@@ -131,7 +140,8 @@ class Cluster:
 
     async def wait_ready(self, prefill: int | None = None, decode: int | None = None) -> None:
         """Waits until so many workers (default: as many as configured) are ready."""
-        wanted = {"prefill": prefill or self._counts["prefill"], "decode": decode or self._counts["decode"]}
+        wanted = dict(self._counts)
+        wanted |= {role: count for role, count in (("prefill", prefill), ("decode", decode)) if count}
         deadline = time.monotonic() + PATIENCE_S
         async with self.client() as client:
             while True:
@@ -140,10 +150,10 @@ class Cluster:
                 with suppress(DeadlineExceededError, UnavailableError):
                     workers = list((await client.server_info(timeout_s=ASK_AGAIN_S)).workers)
                 ready = {
-                    pool: sum(w.pool == pool and w.state in SERVING_STATES for w in workers)
-                    for pool in wanted
+                    role: sum(w.role == role and w.state in SERVING_STATES for w in workers)
+                    for role in wanted
                 }
-                if all(ready[pool] >= count for pool, count in wanted.items()):
+                if all(ready[role] >= count for role, count in wanted.items()):
                     return
                 ended = [m.name for m in self.members.values() if m.process.poll() not in (None, -9)]
                 if ended or time.monotonic() > deadline:

@@ -23,8 +23,6 @@ def layout(**changed: Any) -> kv_transfer_pb2.KvLayout:
         "num_kv_heads": 2,
         "head_dim": 8,
         "engine_version": "1",
-        "wire_dtype": "same",
-        "quantization": "none",
     }
     return kv_transfer_pb2.KvLayout(**(fields | changed))
 
@@ -39,7 +37,7 @@ def registration(
     tokenizer_source: str = "words",
     context_tokens: int = 64,
     vocabulary_size: int = VOCABULARY_SIZE,
-    transport: str = "memory",
+    transport: str = "nixl",
     **layout_changes: Any,
 ) -> registry_pb2.RegisterRequest:
     shape = layout(**layout_changes)
@@ -51,7 +49,7 @@ def registration(
     return registry_pb2.RegisterRequest(
         worker_id=worker_id,
         epoch=epoch,
-        pool=pool,
+        role=pool,
         address=address,
         model=registry_pb2.ServedModel(
             name=model,

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launcher.cli.main import exit_code_of
+from launcher.cli.up import run_cluster
+from launcher.cluster.child_process import RestartPolicy, Role
 from splitserve.addresses import claim_port
-from splitserve.cli.main import exit_code_of
-from splitserve.cli.up import run_cluster
-from splitserve.cluster.child_process import RestartPolicy, Role
-from splitserve.config.base import load_settings
+from splitserve.config.base import merge_settings
 from splitserve.config.cluster import ClusterConfig
 
 
@@ -27,7 +27,7 @@ def main() -> int:
         settings = json.loads(sys.argv[2])
         settings.setdefault("coordinator", {})["grpc_port"] = claim_port("127.0.0.1", 0)
         settings["coordinator"]["http_port"] = None
-        config = load_settings(ClusterConfig, None, model="simulated", **settings)
+        config = merge_settings(ClusterConfig, {"model": "simulated"}, settings)
         policy = RestartPolicy(first_delay_s=0.05, last_delay_s=0.1)
         return 130 if asyncio.run(run_cluster(config, folder / "logs", command=command, policy=policy)) else 0
 

@@ -119,7 +119,7 @@ def worker(info: Info, name: str) -> inference_pb2.WorkerInfo:
 
 def total(info: Info, pool: str, count: str) -> int:
     """Sum of one count over a pool."""
-    return sum(getattr(w, count) for w in info.workers if w.pool == pool)
+    return sum(getattr(w, count) for w in info.workers if w.role == pool)
 
 
 async def decoding_worker(cluster: Cluster) -> str:
@@ -177,7 +177,7 @@ async def mid_prompt(
 
 def busy(info: Info, pool: str) -> str:
     """The first worker of a pool that computes or decodes something."""
-    return next(w.worker_id for w in info.workers if w.pool == pool and w.running_requests)
+    return next(w.worker_id for w in info.workers if w.role == pool and w.running_requests)
 
 
 async def timed(work: Awaitable[Any]) -> float:

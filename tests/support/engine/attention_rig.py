@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from engine.core.types import SamplingParams, ScheduledSequence
-from engine.kv_cache.int8_kv import quantize
+from engine.core.model_runner import SamplingParams, ScheduledSequence
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.attention_interface import AttentionContext, LayerState
 from kv_transfer.layout import KvLayout
@@ -21,26 +20,17 @@ TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 def fill_with_nan(pool: KvCacheMemory) -> None:
     """Every block: what others left there must not get through."""
-    if pool.scales is None:
-        pool.tensor.fill_(float("nan"))
-    else:
-        pool.tensor.fill_(-128)
-        pool.scales.fill_(float("nan"))
+    pool.tensor.fill_(float("nan"))
 
 
 def put(pool: KvCacheMemory, block: int, offset: int, kv: torch.Tensor) -> None:
     """Writes `[..., 2, kv_heads, head_dim]` of one position: of all layers, or of what `kv` broadcasts to."""
-    if pool.scales is None:
-        pool.tensor[block, ..., offset, :] = kv
-        return
-    pool.tensor[block, ..., offset, :], pool.scales[block, ..., offset] = quantize(kv)
+    pool.tensor[block, ..., offset, :] = kv
 
 
 def values_of(pool: KvCacheMemory, blocks: Sequence[int]) -> torch.Tensor:
     """float64 `[blocks, layers, 2, kv_heads, block_size, head_dim]`: what the pool's bytes stand for."""
-    index = list(blocks)
-    values = pool.tensor[index].double()
-    return values if pool.scales is None else values * pool.scales[index].double().unsqueeze(-1)
+    return pool.tensor[list(blocks)].double()
 
 
 @dataclass
@@ -71,11 +61,10 @@ class Rig:
         device: torch.device | None = None,
         block: int = BLOCK,
         num_blocks: int = NUM_BLOCKS,
-        kv_dtype: str = "",
     ) -> Rig:
-        """`steps`: computed before, and now, of each sequence. `kv_dtype`: that of the pool; "": `dtype`."""
+        """`steps`: computed before, and now, of each sequence."""
         device = device or torch.device("cpu")
-        kv_dtype = kv_dtype or str(dtype).removeprefix("torch.")
+        kv_dtype = str(dtype).removeprefix("torch.")
         pool = KvCacheMemory(KvLayout("model", kv_dtype, block, 2, kv_heads, head_dim), num_blocks, device)
         fill_with_nan(pool)
         numbers = torch.Generator().manual_seed(7)

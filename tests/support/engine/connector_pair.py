@@ -8,23 +8,21 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from decode_worker.kv_consumer import KvConsumer, Outputs
-from decode_worker.reservation_queue import Granted, WaitingReservation
+from decode_worker.requests import Granted, WaitingReservation
+from engine.core.engine import EngineRequest, StopParams
 from engine.core.engine_core import EngineCore
-from engine.core.types import EngineRequest, SamplingParams, StopParams
+from engine.core.model_runner import SamplingParams
 from engine.runner.simulated_runner import SimulatedRunner
 from engine.runner.structured_output import GrammarCompiler
-from engine.tiers.kv_tiers import KvTiers
-from engine.worker.build import EngineParts, ServedAs
-from kv_transfer.handoff.ticket import KvTicket
-from kv_transfer.transports.memory import MemoryHub, MemoryTransport
-from kv_transfer.transports.transport import KvMemoryRegion
-from prefill_worker.kv_producer import KvProducer
-from prefill_worker.prefill_event import FirstTokenReady, PrefillEvent
+from kv_transfer.handoff.messages import KvTicket
+from prefill_worker.kv_producer import FirstTokenReady, KvProducer, PrefillEvent
 from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import SplitserveError
 from splitserve.models.hf_tokenizer import load_tokenizer
-from splitserve.tracing.finished_span import FinishedSpan
+from splitserve.tracing.context import FinishedSpan
+from tests.support.transfer.memory_transport import MemoryHub, MemoryTransport
+from worker.build import EngineParts, ServedAs
 
 COORDINATOR = "c"
 MAX_TOKENS = 12
@@ -51,11 +49,7 @@ class ConnectorPair:
         runner: type[SimulatedRunner] = SimulatedRunner,
         verify_kv: Literal["off", "all"] = "off",
         token_first_s: float = 0.0,
-        below: Callable[[KvMemoryRegion], KvTiers] | None = None,
     ) -> None:
-        """`below` makes tiers for the decode engine."""
-        self.tiers: KvTiers | None = None
-        self._below = below
         self.clock = Clock()
         self._runner, self._verify_kv = runner, verify_kv
         hub = MemoryHub()
@@ -84,19 +78,16 @@ class ConnectorPair:
         self.producer.connect(decode_parts.endpoint)
 
     def _parts(self, name: str, engine: EngineConfig, hub: MemoryHub) -> EngineParts:
-        config = WorkerConfig(
-            worker_id=name, model="simulated", engine=engine, transport="memory", verify_kv=self._verify_kv
-        )
+        config = WorkerConfig(worker_id=name, model="simulated", engine=engine, verify_kv=self._verify_kv)
         runner = self._runner(engine)
         transport = MemoryTransport(hub)
-        endpoint = transport.register_memory(runner.wire.memory)
-        if self._below is not None and name == "d":
-            self.tiers = self._below(runner.wire.memory)
-        tiers = self.tiers if name == "d" else None
-        core = EngineCore(runner, engine, load_tokenizer("simulated"), self.clock, tiers=tiers)
+        endpoint = transport.register_memory(runner.kv_memory.region)
+        core = EngineCore(runner, engine, load_tokenizer("simulated"), self.clock)
         grammars = GrammarCompiler(load_tokenizer("simulated"), runner.facts)
         served = ServedAs("simulated", "simulated")
-        return EngineParts(core, runner.facts, runner.wire, grammars, transport, endpoint, served, config)
+        return EngineParts(
+            core, runner.facts, runner.kv_memory, grammars, transport, endpoint, served, config
+        )
 
     def _on_prefill(self, events: list[tuple[str, PrefillEvent]]) -> None:
         for request_id, event in events:
@@ -112,7 +103,6 @@ class ConnectorPair:
         name: str,
         prompt: list[int],
         local_prefill_tokens: int = 0,
-        lane_bytes_per_s: float = 0.0,
         **fields: Any,
     ) -> list[Granted | SplitserveError]:
         """`fields` replace those of the engine's request."""
@@ -124,7 +114,6 @@ class ConnectorPair:
             self.clock.now,
             answers.append,
             local_prefill_tokens=local_prefill_tokens,
-            lane_bytes_per_s=lane_bytes_per_s,
         )
         self.consumer.reserve(self.decode, entry, self.clock.now)
         return answers
@@ -145,6 +134,9 @@ class ConnectorPair:
         """One iteration of both engine threads."""
         for core, connector in ((self.prefill, self.producer), (self.decode, self.consumer)):
             connector.before_step(core, self.clock.now)
+            core.collect()
+            if not core.result_can_wait:
+                self.deliver(core, connector)
             if core.has_work():
                 core.begin_step()
                 self.deliver(core, connector)

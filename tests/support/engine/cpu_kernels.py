@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import pytest
 
+from engine.backends.cpu.graphs.capture import CpuGraph
 from engine.backends.cpu.kernels import CpuKernels
 from splitserve.errors import UnavailableError
 
@@ -31,3 +33,9 @@ def _kernels() -> dict[int, CpuKernels] | str:
         return {threads: CpuKernels(threads) for threads in THREADS}
     except UnavailableError as error:
         return error.message
+
+
+def count_ops(graph: CpuGraph) -> tuple[int, int]:
+    """A graph's kernel operations, and its calls of other operations."""
+    ops = [len(part) for part in graph.parts if isinstance(part, np.ndarray)]
+    return sum(ops), len(graph.parts) - len(ops)

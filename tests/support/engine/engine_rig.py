@@ -5,23 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from engine.core.engine import EngineRequest, RequestOutput, StepResult, StopParams
 from engine.core.engine_core import EngineCore
-from engine.core.model_runner import PendingStep
-from engine.core.types import (
-    EngineRequest,
-    RequestOutput,
-    SampledToken,
-    SamplingParams,
-    ScheduledSequence,
-    StepResult,
-    StopParams,
-)
-from engine.runner.simulated_runner import EOS_TOKEN_ID, SimulatedRunner, expected_tokens
-from engine.speculation.drafter import Drafter
-from engine.tiers.kv_tiers import KvTiers
-from kv_transfer.transports.transport import KvMemoryRegion
+from engine.core.model_runner import PendingStep, SampledToken, SamplingParams, ScheduledSequence
+from engine.runner.simulated_runner import EOS_TOKEN_ID, SimulatedRunner
 from splitserve.config.engine import EngineConfig
 from tests.support.engine.byte_tokenizer import ByteTokenizer
+from tests.support.engine.simulated_tokens import expected_tokens
 
 BLOCK = 4
 PROMPT = b"The quick brown fox"
@@ -77,8 +67,6 @@ class Rig:
         error: Exception | None = None,
         overlaps: bool | None = None,
         kind: type[Script] = Script,
-        drafter: Drafter | None = None,
-        below: Callable[[KvMemoryRegion], KvTiers] | None = None,
         **overrides: int | bool,
     ) -> None:
         values = {"block_size_tokens": BLOCK, "num_blocks": 64, "max_step_tokens": 32, **INSTANT, **overrides}
@@ -86,13 +74,15 @@ class Rig:
         self.clock = Clock()
         self.runner = kind(config, script, error)
         self.runner.overlaps = self.overlaps if overlaps is None else overlaps
-        self.tiers = below(self.runner.pool_memory) if below is not None else None
-        self.core = EngineCore(self.runner, config, ByteTokenizer(), self.clock, drafter, tiers=self.tiers)
+        self.core = EngineCore(self.runner, config, ByteTokenizer(), self.clock)
         self.outputs: dict[str, RequestOutput] = {}
         self.results: list[StepResult] = []
         self.between_halves: Callable[[], object] = lambda: None
 
     def step(self) -> None:
+        self.core.collect()
+        if not self.core.result_can_wait:
+            self.deliver()
         self.core.begin_step()
         self.between_halves()
         self.deliver()

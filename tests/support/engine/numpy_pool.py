@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.layout import KvLayout
-from kv_transfer.transports.transport import KvMemoryRegion
+from kv_transfer.transports.regions import KvMemoryRegion
 
 LAYOUT = KvLayout(
     model_fingerprint="f" * 64, dtype="uint8", block_size_tokens=16, num_layers=2, num_kv_heads=2, head_dim=8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -12,8 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from engine.core.model_runner import ModelRunner
-from engine.core.types import SampledToken, SamplingParams, ScheduledSequence
+from engine.core.model_runner import ModelRunner, SampledToken, SamplingParams, ScheduledSequence
 from engine.runner.sampler import NanLogitsError
 from engine.runner.torch_runner import TorchRunner, build_torch_runner
 from splitserve.config.engine import EngineConfig
@@ -65,7 +64,7 @@ class Sequence_:
     banned: frozenset[int] = field(default_factory=frozenset)
     table_id: int = field(default_factory=count(1).__next__)
 
-    def scheduled(self, chunk: int, draft: tuple[int, ...] = ()) -> ScheduledSequence:
+    def scheduled(self, chunk: int) -> ScheduledSequence:
         new = min(chunk, len(self.tokens) - self.computed)
         sample = self.computed + new == len(self.tokens)
         return ScheduledSequence(
@@ -79,7 +78,6 @@ class Sequence_:
             self.sampling,
             self.banned,
             table_id=self.table_id,
-            draft=draft,
         )
 
 
@@ -112,34 +110,6 @@ def drive(
                 answers[sequence.name].append(token)
         step += 1
     return list(answers.values())
-
-
-def drive_drafting(
-    runner: ModelRunner, sequences: Sequence[Sequence_], answers: Sequence[list[int]], seed: int = 0
-) -> list[list[SampledToken]]:
-    """Runs all to the length of the answers, of which any numbers of next tokens are drafted, some of them wrong."""
-    pick = random.Random(seed)
-    found: dict[str, list[SampledToken]] = {sequence.name: [] for sequence in sequences}
-    accepted = 0
-    while live := [(s, a) for s, a in zip(sequences, answers, strict=True) if len(found[s.name]) < len(a)]:
-        batch = []
-        for sequence, answer in live:
-            at = len(found[sequence.name])
-            draft = answer[at : min(at + pick.randrange(8), len(answer) - 1)] if at else []
-            if draft and pick.random() < 0.4:
-                draft[pick.randrange(len(draft))] = pick.randrange(EOS)
-            batch.append(sequence.scheduled(CONTEXT, tuple(draft)))
-        for (sequence, _), item, token in zip(live, batch, runner.execute(batch), strict=True):
-            assert token is not None
-            tokens = (token, *token.following)
-            assert len(tokens) <= 1 + len(item.draft)
-            assert tuple(each.token_id for each in tokens[:-1]) == item.draft[: len(tokens) - 1]
-            accepted += len(token.following)
-            sequence.computed += item.num_new + len(token.following)
-            sequence.tokens += [each.token_id for each in tokens]
-            found[sequence.name] += [replace(each, following=()) for each in tokens]
-    assert accepted
-    return list(found.values())
 
 
 def tokens_of(answers: list[list[SampledToken]]) -> list[list[int]]:

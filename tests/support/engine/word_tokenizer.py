@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from splitserve.errors import InvalidArgumentError
+from splitserve.models.hf_tokenizer import fitted
 from splitserve.models.tokenizer import TooManyTokensError, Turn
 
 VOCABULARY_SIZE = 1000
@@ -30,7 +31,8 @@ class WordTokenizer:
         if not self.has_chat_template:
             raise InvalidArgumentError("prompt.chat: this model has no chat template", field="prompt.chat")
         head = [4] * len(tools)
-        return head + [token for turn in messages for token in (2, *self.encode(turn.content))] + [3]
+        turns = fitted(messages, ())
+        return head + [token for turn in turns for token in (2, *self.encode(turn.content))] + [3]
 
     def token_bytes(self, token_id: int) -> bytes:
         return f" w{token_id}".encode()

@@ -1,10 +1,10 @@
-"""The coordinator of the explored system: attempts move by `coordinator.attempt_state`, and end as `Attempt` does."""
+"""The coordinator of the explored system: attempts move by `coordinator.attempt`, and end as `Attempt` does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from coordinator.attempt_state import (
+from coordinator.attempt import (
     AWAITS_DECODE,
     AWAITS_FIRST_TOKEN,
     AWAITS_REPORT,

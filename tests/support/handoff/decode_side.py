@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.cache_events import KvEventLog
-from kv_transfer.handoff.notification import WriteCompletion
-from kv_transfer.handoff.reservation import IllegalTransitionError
-from kv_transfer.handoff.reservation_actions import Abort, Action, Admit, ReleaseWriter, Silence, WriterDone
-from kv_transfer.handoff.reservation_table import ReservationTable
-from kv_transfer.handoff.ticket import WRITE_GRACE_S, KvTicket
+from engine.kv_cache.block_pool import BlockPool, KvEventLog
+from kv_transfer.handoff.messages import WRITE_GRACE_S, KvTicket, WriteCompletion
+from kv_transfer.handoff.reservation_table import (
+    Abort,
+    Action,
+    Admit,
+    IllegalTransitionError,
+    ReleaseWriter,
+    ReservationTable,
+    Silence,
+    WriterDone,
+)
 from tests.support.handoff.explorer import Violation
 
 TICK_S = WRITE_GRACE_S
@@ -43,13 +48,15 @@ class DecodeSide:
         self.agent_id = f"d{boot}"
         self.boot = boot
         self.ticket_s = ticket_ticks * TICK_S
-        self.table = ReservationTable(boot, lease_s=TICK_S, quarantine_s=TICK_S, content_matches=trusted)
+        self.table = ReservationTable(boot, quarantine_s=TICK_S, content_matches=trusted)
         self.pool = BlockPool(blocks, NoEvents())
         self.tables: dict[str, list[int]] = {}
         """Blocks of each live request."""
         self.writers: dict[int, list[int]] = {}
         """Blocks that a writer may write, by reservation."""
         self.running: set[str] = set()
+        self.leases: dict[str, float] = {}
+        """When coordinators count as lost whose output stream broke; see `OutputStreams`."""
 
     def key(self) -> Hashable:
         table = self.table
@@ -58,9 +65,7 @@ class DecodeSide:
              e.writer_lost, e.deadline_s, e.writer_end_s, e.quarantine_end_s)
             for e in table._open.values()
         )  # fmt: skip
-        due = min(
-            [e.due_s for e in table._open.values()] + list(table._lease_ends.values()), default=float("inf")
-        )
+        due = min((e.due_s for e in table._open.values()), default=float("inf"))
         return (
             self.boot,
             max(table.next_deadline(), due) - due
@@ -69,7 +74,7 @@ class DecodeSide:
             entries,
             table._last_number,
             tuple(sorted(table._live.items())),
-            tuple(sorted(table._lease_ends.items())),
+            tuple(sorted(self.leases.items())),
             tuple(sorted(table._lost_writers.items())),
             tuple(sorted((name, tuple(blocks)) for name, blocks in self.tables.items())),
             tuple(sorted((number, tuple(blocks)) for number, blocks in self.writers.items())),
@@ -79,7 +84,7 @@ class DecodeSide:
 
     def facts(self) -> tuple[frozenset[int], bool, tuple[str, ...]]:
         """Reservations that may be written; whether all is free and nothing is due; the attempts that decode."""
-        books = self.tables or self.writers or self.running or self.table._open or self.table.live_requests
+        books = self.tables or self.writers or self.running or self.table._open or self.table._live
         rest = self.pool.free == self.pool.total and not books
         return frozenset(self.writers), rest, tuple(sorted(self.running))
 
@@ -135,17 +140,26 @@ class DecodeSide:
 
     def coordinator_lost(self, coordinator: str, now: int) -> tuple[Event, ...]:
         """The output stream of a coordinator broke."""
-        self.table.coordinator_lost(coordinator, now * TICK_S)
+        self.leases.setdefault(coordinator, (now + 1) * TICK_S)
         return ()
 
     def coordinator_back(self, coordinator: str) -> tuple[Event, ...]:
         """It is open again."""
-        self.table.coordinator_back(coordinator)
+        self.leases.pop(coordinator, None)
         return ()
 
     def expire(self, now: int) -> tuple[Event, ...]:
-        """Time has passed."""
-        return self._apply(self._guarded(lambda: self.table.expire(now * TICK_S)))
+        """Time has passed. A coordinator whose lease is over is told of its lost requests when it comes back."""
+        at = now * TICK_S
+        over = {coordinator for coordinator, end in self.leases.items() if end <= at}
+        for coordinator in over:
+            del self.leases[coordinator]
+        events: tuple[Event, ...] = ()
+        for entry in list(self.table._open.values()):
+            if entry.coordinator_id in over:
+                request = entry.request_id, entry.coordinator_id
+                events += self._apply(self._guarded(lambda of=request: self.table.abort(*of, False, at)))
+        return events + self._apply(self._guarded(lambda: self.table.expire(at)))
 
     def finish(self, name: str) -> tuple[Event, ...]:
         """The engine ends a request that decodes."""

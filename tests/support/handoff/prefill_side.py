@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from kv_transfer.handoff.notification import WriteCompletion, decode
-from kv_transfer.handoff.push_state import Push, PushDone, PushEvent, PushFailed
-from kv_transfer.handoff.pusher import KvPusher
-from kv_transfer.handoff.ticket import WRITE_GRACE_S, KvTicket
-from kv_transfer.transports.transport import (
-    KvMemoryRegion,
-    PollResult,
-    TransferEndpoint,
-    Transport,
-    WriteResult,
-)
+from kv_transfer.handoff.checksums import KvMemory
+from kv_transfer.handoff.messages import WRITE_GRACE_S, KvTicket, WriteCompletion, decode
+from kv_transfer.handoff.pusher import KvPusher, Push, PushDone, PushEvent, PushFailed
+from kv_transfer.transports.regions import KvMemoryRegion
+from kv_transfer.transports.transport import PollResult, TransferEndpoint, Transport, WriteResult
 from splitserve.errors import SplitserveError, TransferError
 from splitserve.v1 import kv_transfer_pb2
 from tests.support.engine.numpy_pool import LAYOUT
@@ -112,13 +106,18 @@ class OpenTransport(Transport):
         self.results.append(WriteResult(handle, error, in_doubt))
 
 
+def unread(_: Sequence[int]) -> list[memoryview]:
+    """Checksums are not asked for: no block is read."""
+    return []
+
+
 class PrefillSide:
     """One boot of a prefill worker. Steps return (messages to decode agents, events for the coordinator)."""
 
     def __init__(self, agent_id: str, blocks: int) -> None:
         self.agent_id = agent_id
         self.transport = OpenTransport()
-        self.pusher = KvPusher(self.transport)
+        self.pusher = KvPusher(self.transport, KvMemory(KvMemoryRegion(4096, blocks, LAYOUT), unread))
         self.blocks = blocks
         self.chunks: dict[str, int] = {}
         """Chunks computed, of the prompts that are computed here."""
@@ -293,7 +292,7 @@ class PrefillSide:
         events: list[PushEvent] = []
         for _ in range(2):
             flying = {h: self._push_of(h) for h, write in self.transport.open.items() if not write.landed}
-            events += self.pusher.poll(now * TICK_S, self.transport.poll())
+            events += self.pusher.poll(now * TICK_S, self.transport.poll().writes)
             cut_off = flying.keys() - self.transport.open.keys()
             self.doubts |= {self._landing(flying[handle]) for handle in cut_off}
         for handle in self.transport.posted:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from coordinator.attempt_state import AttemptState
+from coordinator.attempt import AttemptState
 from splitserve.v1 import kv_transfer_pb2
 from tests.support.handoff.prefill_side import Landing
 

@@ -1,12 +1,12 @@
 """Two requests, three blocks, two prefill workers, a decode worker and a coordinator: every order of everything.
 
 What is real: `ReservationTable` and `BlockPool` (`decode_side.py`), `KvPusher`, `SpentTickets` and `KvTicket`
-(`prefill_side.py`), `coordinator.attempt_state`. What is played: the network, the processes, the clock and the engines.
+(`prefill_side.py`), `coordinator.attempt`. What is played: the network, the processes, the clock and the engines.
 
 * A message may be lost, delayed and overtaken without bound; notifications, Prefill calls, cancellations and aborts may
   also arrive again and again. Exception: a ticket travels for `WRITE_GRACE_S` at most, which the quarantine relies on.
 * A write in flight may arrive at any time, or fail and arrive all the same, until `WRITE_GRACE_S` after its ticket's
-  deadline, or after the end of its process; then the connection is closed. So says docs/handoff.md.
+  deadline, or after the end of its process; then the connection is closed. So says docs/internals/handoff.md.
 * Every process may crash at every point, and start again at every later one, `faults` times in all. A prefill worker
   may stand still for any time. A decode worker and a coordinator may be cut off from all others for any time.
 * Clients leave and calls fail at every point. After a failed attempt both is explored, a further one and an error.

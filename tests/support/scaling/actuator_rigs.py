@@ -16,14 +16,14 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 from autoscaler.actuators.actuator import Actuator
+from autoscaler.actuators.hosts.host_watch import HostLink
+from autoscaler.actuators.hosts.hosts_actuator import HostsActuator
 from autoscaler.actuators.kubernetes import KubernetesActuator
-from autoscaler.actuators.process import ProcessActuator
-from autoscaler.hosts.host_watch import HostLink
-from autoscaler.hosts.hosts_actuator import HostsActuator
 from autoscaler.snapshot import PoolName
-from splitserve.cluster.child_process import ChildSpec, Event, RestartPolicy
-from splitserve.cluster.placement import Inventory, Place, make_inventory
-from splitserve.cluster.supervisor import ClusterTimes, LocalCluster
+from launcher.cluster.child_process import ChildSpec, Event, RestartPolicy
+from launcher.cluster.placement import Inventory, Place, make_inventory
+from launcher.cluster.process_actuator import ProcessActuator
+from launcher.cluster.supervisor import ClusterTimes, LocalCluster
 from splitserve.config.autoscaler import KubernetesConfig
 from splitserve.gpus.inventory import GpuInventory
 from tests.support.kubernetes.kubernetes_api import FakeKubernetes, Workload, serving_kubernetes
@@ -85,7 +85,7 @@ class ProcessRig(Rig):
         self.actuator = self.again()
 
     def again(self) -> Actuator:
-        return ProcessActuator(self.cluster, self._inventory, self._make, self._make_neutral)
+        return ProcessActuator(self.cluster, self._inventory, self._make)
 
     async def vanish(self, name: str) -> None:
         member = next(member for member in self.cluster.processes if member.name == name)
@@ -96,11 +96,8 @@ class ProcessRig(Rig):
     def make_stubborn(self, name: str) -> None:
         (self._folder / f"{name}.stubborn").touch()
 
-    def _make(self, pool: PoolName, name: str, place: Place, replica_class: str = "") -> ChildSpec:
-        return ChildSpec(name, pool, self._command(name), replica_class=replica_class)
-
-    def _make_neutral(self, leaning: PoolName, name: str, place: Place, replica_class: str = "") -> ChildSpec:
-        return ChildSpec(name, "worker", self._command(name), leaning=leaning, replica_class=replica_class)
+    def _make(self, pool: PoolName, name: str, place: Place) -> ChildSpec:
+        return ChildSpec(name, pool, self._command(name))
 
     def _command(self, name: str) -> tuple[str, ...]:
         return sys.executable, "-I", "-S", str(STUB), str(self._folder), name

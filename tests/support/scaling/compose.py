@@ -15,8 +15,8 @@ from types import MappingProxyType
 
 from autoscaler.actuators.docker_template import POOL_LABEL, PROJECT_LABEL
 from autoscaler.snapshot import POOLS
+from launcher.cluster.process_specs import SERVING_STATES
 from splitserve.client import AsyncClient
-from splitserve.cluster.process_specs import SERVING_STATES
 from splitserve.security.api_keys import new_key
 from splitserve.v1 import inference_pb2
 from tests.support.cluster.ports import free_port
@@ -123,7 +123,7 @@ class Compose:
     async def serving(self) -> Counter[str]:
         """Workers that serve, by pool."""
         workers = (await self.info()).workers
-        return Counter(worker.pool for worker in workers if worker.state in SERVING_STATES)
+        return Counter(worker.role for worker in workers if worker.state in SERVING_STATES)
 
     @property
     def target(self) -> str:

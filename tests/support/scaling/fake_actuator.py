@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoscaler.actuators.actuator import ORDINARY, ActualReplica, Actuator, ReplicaKind
+from autoscaler.actuators.actuator import ONE_GPU, ActualReplica, Actuator, ReplicaShape
 from autoscaler.snapshot import PoolName
 from splitserve.errors import ResourceExhaustedError, SplitserveError
 
@@ -18,8 +18,6 @@ class FakeActuator(Actuator):
         self.calls: list[tuple[object, ...]] = []
         self.failure: SplitserveError | None = None
         self.closed = False
-        self.neutral: list[bool] = []
-        """Of each start, whether it was of neutral workers."""
         self.tidied = 0
         self._gpus = gpus
         self._number = 0
@@ -32,18 +30,15 @@ class FakeActuator(Actuator):
         self._fail()
         self.tidied += 1
 
-    async def start(self, pool: PoolName, count: int, kind: ReplicaKind = ORDINARY) -> None:
+    async def start(self, pool: PoolName, count: int, shape: ReplicaShape = ONE_GPU) -> None:
         self._fail()
         self.calls.append(("start", pool, count))
-        self.neutral.append(kind.neutral)
         for _ in range(count):
             if len(self.there) >= self._gpus:
                 raise ResourceExhaustedError("no GPU is free", reason="NO_GPU")
             name = f"{pool}-{self._number}"
             self._number += 1
-            self.there[name] = ActualReplica(
-                name, pool, False, float(self._number), replica_class=kind.replica_class
-            )
+            self.there[name] = ActualReplica(name, pool, False, float(self._number))
 
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
         self._fail()

@@ -8,9 +8,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoscaler.actuators.actuator import ORDINARY, ActualReplica, ReplicaKind
+from autoscaler.actuators.actuator import ONE_GPU, ActualReplica, ReplicaShape, Room, RoomActuator
 from autoscaler.actuators.docker_room import free_room
-from autoscaler.actuators.room import Room, RoomActuator
 from autoscaler.snapshot import PoolName
 from splitserve.errors import SplitserveError, UnavailableError
 from splitserve.gpus.inventory import GpuInventory
@@ -33,7 +32,6 @@ class MemoryHost(RoomActuator):
         self.failure: SplitserveError | None = None
         self.hangs = self.unheard = False
         self.lacks: Room | None = None
-        self.pulled: list[str] = []
         self.started = self.tidied = 0
         numbered = [f"GPU-{name}-{number}" for number in range(gpus or 0)]
         self._inventory = GpuInventory.listed(listed) if listed else GpuInventory.of_groups([numbered])
@@ -66,25 +64,18 @@ class MemoryHost(RoomActuator):
     def gpu_inventory(self) -> int | None:
         return self._inventory.capacity or None
 
-    async def room(self, pool: PoolName, kind: ReplicaKind) -> Room:
+    async def room(self, pool: PoolName, shape: ReplicaShape) -> Room:
         await self._answer()
-        return self.lacks or free_room(self._inventory, self._uses(), pool, kind.gpus, self._most, kind.gpu)
+        return self.lacks or free_room(self._inventory, self._uses(), pool, shape.gpus, self._most, shape.gpu)
 
-    async def pull(self, image: str) -> None:
-        await self._answer()
-        self.pulled.append(image)
-        self.lacks = None
-
-    async def start(self, pool: PoolName, count: int, kind: ReplicaKind = ORDINARY) -> None:
+    async def start(self, pool: PoolName, count: int, shape: ReplicaShape = ONE_GPU) -> None:
         await self._answer()
         for _ in range(count):
             gpus: tuple[str, ...] = ()
             if self._inventory.gpus:
-                gpus = choose_gpus(self._inventory, self._uses(), pool, kind.gpus, kind.gpu)
-            name = f"{'worker' if kind.neutral else pool}-{self.name}-{next(self._numbers)}"
-            self.there[name] = ActualReplica(
-                name, pool, False, time.time(), ",".join(gpus) or None, replica_class=kind.replica_class
-            )
+                gpus = choose_gpus(self._inventory, self._uses(), pool, shape.gpus, shape.gpu)
+            name = f"{pool}-{self.name}-{next(self._numbers)}"
+            self.there[name] = ActualReplica(name, pool, False, time.time(), ",".join(gpus) or None)
             self.started += 1
             if self.unheard:
                 self.failure = LOST

@@ -10,7 +10,7 @@ from splitserve.errors import UnavailableError
 from splitserve.histograms import LATENCY_BOUNDS_S
 from splitserve.v1 import registry_pb2, scaling_pb2
 
-POOLS = {"prefill": registry_pb2.POOL_PREFILL, "decode": registry_pb2.POOL_DECODE}
+ROLES = {"prefill": registry_pb2.ROLE_PREFILL, "decode": registry_pb2.ROLE_DECODE}
 STATES = {
     "starting": scaling_pb2.WORKER_STATE_STARTING,
     "standby": scaling_pb2.WORKER_STATE_STANDBY,
@@ -57,6 +57,11 @@ class FakeSource:
         self._arrivals.uncached_tokens += requests * prompt_tokens
         self._arrivals.output_tokens += requests * output_tokens
 
+    def compute_locally(self, requests: int, prompt_tokens: int = 100) -> None:
+        """Decode workers compute the prompts of requests that have arrived."""
+        self._arrivals.local_requests += requests
+        self._arrivals.local_tokens += requests * prompt_tokens
+
     def took(self, phase: int, *seconds: float) -> None:
         counts = self._counts.setdefault(phase, [0] * (len(LATENCY_BOUNDS_S) + 1))
         for value in seconds:
@@ -100,13 +105,12 @@ def worker(
     pool = "prefill" if name.startswith("p") else "decode"
     return scaling_pb2.WorkerSignals(
         worker_id=name,
-        pool=POOLS[pool],
         state=STATES[state],
         state_seconds=for_s,
         load=registry_pb2.WorkerLoad(**(load or {})),
         block_size_tokens=16,
         max_running_requests=64,
-        **fields,
+        **{"role": ROLES[pool]} | fields,
     )
 
 

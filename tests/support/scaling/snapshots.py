@@ -12,9 +12,9 @@ from autoscaler.snapshot import (
     Replica,
     ReplicaState,
     Snapshot,
-    StepTimeModel,
 )
 from splitserve.histograms import Histogram
+from splitserve.latency_model import DecodeLatency
 
 
 def replicas(
@@ -56,7 +56,7 @@ def arrivals(
     return tuple(load.bucket(since_s + i * length_s, length_s) for i in range(count))
 
 
-STEP = StepTimeModel(0.01, 0.0005, 0.0)
+STEP = DecodeLatency(0.01, 0.0005, 0.0)
 
 
 def snapshot(

@@ -14,7 +14,7 @@ from engine.backends.cuda.step_graphs import MAX_CHUNKS, bucket_sizes
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.attention_interface import LayerState
 from engine.model.probe import AttentionKind
-from engine.runner.self_test.attention_check import reference
+from engine.runner.self_test.checks import reference
 
 KernelFault = Literal["none", "no window", "no soft cap", "next slot", "nan", "one key too many", "raises"]
 GraphFault = Literal[

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from engine.runner.simulated_runner import EOS_TOKEN_ID, VOCABULARY_SIZE, SimulatedRunner
-from kv_transfer.handoff.ticket import KvTicket
+from kv_transfer.handoff.messages import KvTicket
 from kv_transfer.transports.nixl.transport import NixlTransport
 from kv_transfer.transports.transport import TransferEndpoint
 from splitserve.client.registry_client import RegistryClient
@@ -47,6 +47,7 @@ class Forger:
         request = decode_pb2.ReserveRequest(
             request_id=f"r{self._count}",
             coordinator_id=COORDINATOR_ID,
+            attachment=1,
             token_ids=prompt,
             stop=generation_pb2.StopParams(max_tokens=4),
             writer_agent_id=writer,
@@ -109,7 +110,7 @@ async def forger(coordinator: str, decode_address: str, engine: EngineConfig) ->
 async def _listen(
     decode: Any, outputs: list[decode_pb2.SequenceOutput], opened: asyncio.Future[None]
 ) -> None:
-    call = decode.StreamOutputs(decode_pb2.StreamOutputsRequest(coordinator_id=COORDINATOR_ID))
+    call = decode.StreamOutputs(decode_pb2.StreamOutputsRequest(coordinator_id=COORDINATOR_ID, attachment=1))
     async for response in call:
         if not opened.done():
             opened.set_result(None)
@@ -120,7 +121,7 @@ def _registration(endpoint: TransferEndpoint) -> registry_pb2.RegisterRequest:
     return registry_pb2.RegisterRequest(
         worker_id="forger",
         epoch=1,
-        pool=registry_pb2.POOL_PREFILL,
+        role=registry_pb2.ROLE_PREFILL,
         address="127.0.0.1:1",
         model=registry_pb2.ServedModel(
             name="simulated",

@@ -8,7 +8,7 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kv_transfer.transports.factory import make_transport
+from kv_transfer.transports import make_transport
 from kv_transfer.transports.transport import TransferEndpoint
 from splitserve.v1 import kv_transfer_pb2 as pb
 from tests.support.engine.numpy_pool import NumpyPool

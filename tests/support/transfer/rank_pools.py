@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.layout import HEADS_OUTERMOST, KvLayout
-from kv_transfer.shard_map import held_heads
+from kv_transfer.layout import HEADS_OUTERMOST, KvLayout, held_heads
+from kv_transfer.transports.regions import KvMemoryRegion
 from kv_transfer.transports.sharded import ShardedTransport
-from kv_transfer.transports.transport import KvMemoryRegion, TransferEndpoint, Transport
+from kv_transfer.transports.transport import TransferEndpoint, Transport
 
 LAYERS, HEAD_BYTES = 3, 16 * 2 * 8
 LAYOUT = KvLayout("f" * 64, "uint8", 16, LAYERS, 4, 8, axis_order="tests" + HEADS_OUTERMOST)

@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_transfer.transports.descriptors import merge_runs
-from kv_transfer.transports.transport import (
-    KvMemoryRegion,
-    PollResult,
-    TransferEndpoint,
-    Transport,
-    WriteResult,
-)
+from kv_transfer.transports.regions import KvMemoryRegion, merge_runs
+from kv_transfer.transports.transport import PollResult, TransferEndpoint, Transport, WriteResult
 from splitserve.errors import TransferError
 
 

@@ -13,13 +13,11 @@ import pytest
 from prometheus_client.core import Metric
 
 from autoscaler.actuators.actuator import Presence
-from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
-from autoscaler.decisions.decider import Decider
+from autoscaler.control_loop import CHANGE_ROLE_S, ControlLoop, LoopSettings, PolicyChange
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
-from autoscaler.plan import ClassShare, Memory, PoolPlan, ScalingPlan
+from autoscaler.plan import Memory, PoolPlan, ScalingPlan
 from autoscaler.reconcile import Bounds, PlannedRotation
-from autoscaler.shadows.shadow import ShadowPolicy, Shadows
 from autoscaler.snapshot import (
     POOLS,
     DecodeSignals,
@@ -30,7 +28,7 @@ from autoscaler.snapshot import (
     Snapshot,
 )
 from autoscaler.start_watch import StartLimits
-from coordinator.metrics.scaling_lease import ScalingLeases
+from coordinator.telemetry.scaling_lease import ScalingLeases
 from splitserve.errors import FailedPreconditionError, UnavailableError
 from splitserve.v1 import scaling_pb2
 from tests.support.scaling.fake_actuator import FakeActuator
@@ -50,7 +48,7 @@ class World:
         self.complete = True
         self.blind: UnavailableError | None = None
         self.deaf: UnavailableError | None = None
-        self.applied: list[tuple[list[str], list[str], bool]] = []
+        self.applied: list[tuple[list[str], list[str]]] = []
         self.told: list[Any] = []
         self.rounds: list[Memory] = []
         self.snapshots: list[Snapshot] = []
@@ -58,8 +56,9 @@ class World:
         self.foreign: frozenset[str] = frozenset()
         self.others: list[Replica] = []
         self.unregistered: set[str] = set()
-        self.leans: dict[str, PoolName] = {}
-        self.leanings: dict[str, PoolName] = {}
+        self.has_role: dict[str, PoolName] = {}
+        """Of workers that can change it."""
+        self.roles: dict[str, PoolName] = {}
         limits = {"prefill": Bounds(1, 8), "decode": Bounds(1, 8)}
         settings = {"bounds": limits, "drain_s": {"prefill": 7.0, "decode": 9.0}} | settings
         self.loop = ControlLoop(
@@ -68,7 +67,6 @@ class World:
             self,
             self.actuator,
             LoopSettings(**settings),
-            decider=Decider(turn_s=PATIENCE_S),
         )
 
     async def observe(self) -> Snapshot:
@@ -78,9 +76,11 @@ class World:
         for replica in self.actuator.there.values():
             state = self.states.get(replica.name, ReplicaState.READY)
             registered = replica.name not in self.unregistered
-            neutral = replica.name in self.leans
-            pool = self.leans.get(replica.name, replica.pool)
-            seen[pool].append(Replica(replica.name, state, 0.0, registered=registered, neutral=neutral))
+            can_change_role = replica.name in self.has_role
+            pool = self.has_role.get(replica.name, replica.pool)
+            seen[pool].append(
+                Replica(replica.name, state, 0.0, registered=registered, can_change_role=can_change_role)
+            )
         for replica in self.others:
             seen["prefill"].append(replica)
         signals = PrefillSignals(tuple(seen["prefill"])), DecodeSignals(tuple(seen["decode"]))
@@ -94,12 +94,12 @@ class World:
     async def apply(self, where: PlannedRotation, decisions: Any) -> None:
         if self.deaf is not None:
             raise self.deaf
-        self.applied.append((sorted(where.standby), sorted(where.active), where.lend))
+        self.applied.append((sorted(where.standby), sorted(where.active)))
         self.told = list(decisions)
-        self.leanings, self.sleeping = dict(where.leanings), sorted(where.sleeping)
+        self.roles = dict(where.roles)
 
-    def wants(self, prefill: int, decode: int, standby: int = 0, lend: bool = False) -> None:
-        self.plan = ScalingPlan(PoolPlan(prefill, standby, "more came"), PoolPlan(decode), lend)
+    def wants(self, prefill: int, decode: int, standby: int = 0) -> None:
+        self.plan = ScalingPlan(PoolPlan(prefill, standby, "more came"), PoolPlan(decode), one_shape=True)
 
     async def tick(self) -> list[str]:
         await self.loop.tick()
@@ -126,61 +126,42 @@ async def test_coordinators_are_told_why_and_what_comes_next() -> None:
     assert [list(one.next_actions) for one in world.told] == [[], []]
 
 
-async def test_neutral_workers_change_sides_before_one_is_started_and_are_stopped_where_they_came_from() -> (
-    None
-):
-    world = World(neutral=True)
+async def test_workers_change_roles_before_one_is_started_and_are_stopped_where_they_came_from() -> None:
+    world = World()
     world.wants(2, 1)
     assert await world.tick() == ["decode-2", "prefill-0", "prefill-1"]
-    assert world.actuator.neutral == [True, True]
-    world.leans = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-2": "decode"}
+    world.has_role = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-2": "decode"}
     world.wants(1, 2)
     await world.tick()
-    (moved,) = [name for name, pool in world.leanings.items() if pool == "decode" and name != "decode-2"]
+    (moved,) = [name for name, pool in world.roles.items() if pool == "decode" and name != "decode-2"]
     assert len(world.actuator.there) == 3, "nothing was started"
-    world.leans[moved] = "decode"
     await world.tick()
-    assert world.actuator.calls[-1][0] == "start", "no action once it leans there"
-    world.leans["decode-2"] = "prefill"  # another planner's doing
+    told = {"decode-2": "decode", "prefill-0": "prefill", "prefill-1": "prefill", moved: "decode"}
+    assert world.roles == told, "nor is another one moved while it has not taken its role"
+    assert world.loop.status.actions["change_role"] == 1
+    world.has_role[moved] = "decode"
+    await world.tick()
+    assert world.actuator.calls[-1][0] == "start", "no action once it has"
     world.wants(1, 1)
+    world.has_role["decode-2"] = "decode"
     await world.tick()
     assert len(world.actuator.calls) == 3
     kind, home, names, drain_s = world.actuator.calls[-1]
     assert (kind, home) == ("stop", world.actuator.there[names[0]].pool)
-    assert drain_s in (7.0, 9.0)
+    assert drain_s == 9.0
 
 
-async def test_an_order_that_is_followed_after_a_tick_without_a_coordinator_is_no_planners_move() -> None:
-    world = World(neutral=True)
-    world.wants(2, 1)
-    world.leans = dict.fromkeys(await world.tick(), "prefill") | {"decode-2": "decode"}
-    world.wants(1, 2)
-    await world.tick()
-    (moved,) = [name for name, pool in world.leanings.items() if pool == "decode" and name != "decode-2"]
-    world.complete = False
-    await world.tick()
-    world.complete, world.leans[moved] = True, "decode"
-    await world.tick()
-    assert world.snapshots[-1].turns == ()
-    world.leans["decode-2"] = "prefill"
-    await world.tick()
-    assert [turn.name for turn in world.snapshots[-1].turns] == ["decode-2"]
-
-
-async def test_what_another_autoscaler_moves_is_no_planners_move() -> None:
-    world, coordinator = World(neutral=True), FencedCoordinator()
+async def test_a_worker_that_does_not_take_its_role_is_counted_where_it_is_again() -> None:
+    world = World()
     world.wants(2, 1)
     names = await world.tick()
-    world.loop.lease = Lease([coordinator], "me", "", 10.0, coordinator.clock)
-    await coordinator.acquire_lease("other", valid_s=10.0)
-    world.leans = dict.fromkeys(names, "prefill")
-    for name in names:
-        await world.tick()
-        world.leans[name] = "decode"
-    coordinator.clock.now += 11
+    world.has_role = {name: world.actuator.there[name].pool for name in names}
+    world.wants(1, 2)
     await world.tick()
-    assert world.snapshots[-1].acting
-    assert [snapshot.turns for snapshot in world.snapshots] == [()] * len(world.snapshots)
+    assert world.loop.status.actions["change_role"] == 1
+    world.now_s += CHANGE_ROLE_S + 1
+    await world.tick()
+    assert world.loop.status.actions["change_role"] == 2
 
 
 async def test_scale_in_is_one_at_a_time_and_out_of_rotation_first() -> None:
@@ -192,7 +173,7 @@ async def test_scale_in_is_one_at_a_time_and_out_of_rotation_first() -> None:
     await world.tick()
     await world.tick()
     assert world.actuator.calls[2:] == [("stop", "prefill", ("prefill-2",), 7.0)]
-    assert world.applied[2] == (["prefill-2"], ["decode-3", "prefill-0", "prefill-1"], False)
+    assert world.applied[2] == (["prefill-2"], ["decode-3", "prefill-0", "prefill-1"])
     world.actuator.end()
     await world.tick()
     assert world.actuator.calls[3:] == [("stop", "prefill", ("prefill-1",), 7.0)]
@@ -215,16 +196,16 @@ async def test_a_new_loop_adopts_what_runs() -> None:
     assert await after.tick() == there
 
 
-async def test_standbys_and_lending_reach_the_coordinators() -> None:
+async def test_standbys_reach_the_coordinators() -> None:
     world = World()
-    world.wants(1, 1, standby=1, lend=True)
+    world.wants(1, 1, standby=1)
     await world.tick()
     await world.tick()
-    assert world.applied[-1] == (["prefill-1"], ["decode-2", "prefill-0"], True)
+    assert world.applied[-1] == (["prefill-1"], ["decode-2", "prefill-0"])
     world.states["prefill-1"] = ReplicaState.STANDBY
     world.wants(2, 1, standby=1)
     await world.tick()
-    assert world.applied[-1] == ([], ["decode-2", "prefill-0", "prefill-1"], False)
+    assert world.applied[-1] == ([], ["decode-2", "prefill-0", "prefill-1"])
 
 
 @pytest.mark.parametrize("hop", ["observe", "actuator", "rotate"])
@@ -358,76 +339,42 @@ async def test_it_ticks_until_it_is_cancelled() -> None:
         await task
 
 
-class Stuck:
-    """A decision of the world that comes once it is let go."""
-
-    def __init__(self, world: World) -> None:
-        self.world, self.free = world, threading.Event()
-        world.loop.decide = self.decide
-        world.loop.decider.turn_s = 0.0
-
-    def decide(self, memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
-        assert self.free.wait(PATIENCE_S)
-        return self.world.decide(memory, snapshot)
-
-
-@pytest.mark.timeout(60)
-async def test_a_late_decision_holds_up_no_replacement_and_gives_up_nothing() -> None:
+async def test_a_policy_that_fails_holds_up_no_replacement_and_gives_up_nothing() -> None:
     world = World()
     world.wants(2, 1)
     assert await world.tick() == ["decode-2", "prefill-0", "prefill-1"]
-    stuck = Stuck(world)
     world.states["prefill-0"] = ReplicaState.PREEMPTED
     world.states["decode-2"] = ReplicaState.STANDBY
+    decide = world.loop.decide
+
+    def fails(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
+        raise ValueError("no number")
+
+    world.loop.decide = fails
     there = await world.tick()
-    assert there == ["decode-2", "prefill-0", "prefill-1", "prefill-3"], "the one before holds: 2 prefill"
-    assert world.applied[-1][1] == ["decode-2", "prefill-1"]
+    assert there == ["decode-2", "prefill-0", "prefill-1", "prefill-3"], "the plan before holds: 2 prefill"
     world.wants(1, 1)
     assert await world.tick() == there
-    assert len(world.rounds) == 1, "the next decision waits"
-    stuck.free.set()
-    await world.loop.decider.pause(forever, 0.0)
+    world.loop.decide = decide
     await world.tick()
     assert world.rounds == [None, 1]
     assert ("stop", "prefill") in [call[:2] for call in world.actuator.calls]
 
 
-@pytest.mark.timeout(60)
-async def test_a_loop_whose_first_decision_is_late_does_nothing_and_ends_at_once() -> None:
-    world = World(interval_s=0.001)
-    stuck = Stuck(world)
-    began = asyncio.Event()
-    observe = world.loop.observe
+async def test_the_event_loop_goes_on_while_a_decision_takes_long() -> None:
+    world, free = World(), threading.Event()
+    decide = world.loop.decide
 
-    async def observed() -> Snapshot:
-        began.set()
-        return await observe()
+    def slow(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
+        assert free.wait(PATIENCE_S)
+        return decide(memory, snapshot)
 
-    world.loop.observe = observed
-    task = asyncio.create_task(world.loop.run())
-    await began.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert not world.actuator.there
-    stuck.free.set()
-
-
-@pytest.mark.timeout(60)
-async def test_a_late_decision_of_a_policy_that_was_replaced_is_dropped() -> None:
-    world = World()
-    stuck = Stuck(world)
-    assert await world.tick() == []
-    change = PolicyChange(world.decide, world.loop.settings, lambda memory: memory)
-    world.loop.changed_policy = lambda: change
-    world.loop.decider.turn_s = PATIENCE_S
-    assert await world.tick() == ["decode-1", "prefill-0"]
-    assert world.loop.memory == 1
-    stuck.free.set()
-
-
-async def forever(_seconds: float) -> None:
-    await asyncio.Event().wait()
+    world.loop.decide = slow
+    ticking = asyncio.create_task(world.tick())
+    await asyncio.sleep(0.05)
+    assert not ticking.done()
+    free.set()
+    assert await ticking == ["decode-1", "prefill-0"]
 
 
 async def test_a_replica_that_starts_for_ever_is_reported_replaced_and_tried_ever_later() -> None:
@@ -493,7 +440,7 @@ async def test_workers_of_another_model_are_never_touched() -> None:
     for _ in range(4):
         await world.tick()
     assert not [call for call in world.actuator.calls if call[0] == "stop"]
-    assert not any("prefill-1" in (*standby, *active) for standby, active, _ in world.applied)
+    assert not any("prefill-1" in (*standby, *active) for standby, active in world.applied)
 
 
 async def test_workers_of_another_host_count_and_their_own_dead_do_not() -> None:
@@ -504,7 +451,7 @@ async def test_workers_of_another_host_count_and_their_own_dead_do_not() -> None
     there = await world.tick()
     assert there == ["decode-1", "prefill-0"], "the plan is for all hosts together"
     await world.tick()
-    assert world.applied[-1] == ([], ["decode-1", "prefill-0"], False)
+    assert world.applied[-1] == ([], ["decode-1", "prefill-0"])
     # A coordinator knows a dead replica for a while: it is replaced nevertheless.
     del world.actuator.there["prefill-0"]
     world.others = [*far, Replica("prefill-0", ReplicaState.READY, 0.0, ours=False)]
@@ -652,24 +599,6 @@ class FencedCoordinator:
         assert (await self.acquire_lease(holder, valid_s=10.0)).granted
 
 
-async def test_shadows_decide_once_the_plan_in_force_has_been_carried_out() -> None:
-    world, there = World(), list[list[str]]()
-
-    def shadow(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
-        there.append(sorted(world.actuator.there))
-        return world.plan, memory
-
-    late = ShadowPolicy("late", shadow)
-    world.loop.shadows = Shadows([late])
-    names = await world.tick()
-    assert late.settled(PATIENCE_S)
-    assert names == there[0] == ["decode-1", "prefill-0"]
-    world.deaf = DOWN
-    await world.tick()
-    assert late.settled(PATIENCE_S)
-    assert len(there) == 2, "whatever comes of the plan in force"
-
-
 async def test_a_policy_that_fails_is_counted_and_the_loop_goes_on() -> None:
     world = World()
     world.plan = ScalingPlan(PoolPlan(2, error="line 3: KeyError: 'x'"), PoolPlan(1))
@@ -707,20 +636,6 @@ async def test_at_zero_a_request_that_waits_ends_the_pause() -> None:
     assert len(world.rounds) == 2
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-
-
-async def test_a_class_without_a_place_is_named_to_the_policy_and_others_are_started() -> None:
-    world = World()
-    world.actuator._gpus = 1
-    mix = (ClassShare("slow", 1), ClassShare("fast", 1, 4.0))
-    world.plan = ScalingPlan(PoolPlan(2, units=5, mix=mix), PoolPlan(0))
-    world.loop.settings = replace(
-        world.loop.settings, bounds={"prefill": Bounds(1, 8), "decode": Bounds(0, 8)}
-    )
-    assert await world.tick() == ["prefill-0"]
-    assert world.actuator.there["prefill-0"].replica_class == "slow"
-    await world.tick()
-    assert [seen.short for seen in world.snapshots] == [frozenset(), {("prefill", "fast")}]
 
 
 async def test_a_preempted_replica_is_replaced_at_the_notice_and_ends_before_its_machine() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autoscaler.lease import Lease
-from coordinator.metrics.scaling_lease import ScalingLeases
+from coordinator.telemetry.scaling_lease import ScalingLeases
 from splitserve.errors import UnavailableError
 from splitserve.v1 import scaling_pb2
 from tests.support.scaling.signal_sources import Clock

@@ -1,4 +1,4 @@
-"""The joint plan: budget, ratio, link, standby, lending."""
+"""The joint plan: budget, link, standby, shapes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoscaler.plan import Proposal, joint_plan
-from autoscaler.policies.joint_limits import gpu_budget, link_carries
+from autoscaler.policies.joint_plan import Proposal, gpu_budget, joint_plan
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.snapshot import Replica, ReplicaState
 from tests.support.scaling.snapshots import snapshot
@@ -26,11 +25,8 @@ def policy(
     return parse_policy({**pools, **top})
 
 
-def proposal(
-    count: int, need: float | None = None, current: int | None = None, ready: int | None = None
-) -> Proposal:
-    now = count if current is None else current
-    return Proposal(count, count if need is None else need, now, now if ready is None else ready, "why")
+def proposal(count: int, need: float | None = None, current: int | None = None) -> Proposal:
+    return Proposal(count, count if need is None else need, count if current is None else current, "why")
 
 
 def counts(rules: ScalingPolicy, p: Proposal, d: Proposal) -> tuple[int, int]:
@@ -70,39 +66,26 @@ def test_the_reason_says_what_the_budget_took() -> None:
     assert plan.prefill.cause == plan.decode.cause == "gpu_budget"
 
 
-def test_the_ratio_adds_and_never_takes() -> None:
-    rules = policy(ratio={"min_prefill_per_decode": 0.5, "max_prefill_per_decode": 2})
-    assert counts(rules, proposal(1), proposal(8)) == (4, 8)
-    assert counts(rules, proposal(9), proposal(2)) == (9, 5)
-    assert counts(rules, proposal(3), proposal(3)) == (3, 3)
-    raised = joint_plan(rules, snapshot(), proposal(9), proposal(2))
-    assert (raised.prefill.cause, raised.decode.cause) == ("policy", "ratio")
-
-
-def test_a_shared_link_caps_prefill_and_says_so() -> None:
-    # 5000 tokens/s of 100 kB are 0.5 GB/s a replica.
-    rules = policy(link_gb_per_s=2.0)
-    assert link_carries(rules, snapshot()) == 4
-    plan = joint_plan(rules, snapshot(), proposal(9), proposal(3))
-    assert plan.prefill.desired == 4
-    assert "the link carries the KV of 4" in plan.prefill.reason
-    assert (plan.prefill.cause, plan.decode.cause) == ("link", "policy")
-
-
 @pytest.mark.parametrize(
-    ("ready", "backlog", "decode_need", "lends"),
-    [(2, 50_000, 2.0, True), (4, 50_000, 2.0, False), (2, 5_000, 2.0, False), (2, 50_000, 3.5, False)],
+    ("decode", "same"),
+    [({}, True), ({"gpus_per_replica": 2}, False), ({"gpu": "H100"}, False)],
 )
-def test_decode_is_lent_while_prefill_starts(
-    ready: int, backlog: int, decode_need: float, lends: bool
+def test_a_replica_may_take_the_other_role_where_it_has_the_same_gpus(
+    decode: dict[str, Any], same: bool
 ) -> None:
+    assert joint_plan(policy({}, decode), snapshot(), proposal(1), proposal(1)).one_shape is same
+
+
+def test_a_worker_with_both_roles_counts_twice_and_takes_its_gpus_once() -> None:
     seen = snapshot()
-    seen = replace(seen, prefill=replace(seen.prefill, backlog_tokens=backlog))
-    plan = joint_plan(policy(), seen, proposal(4, ready=ready), proposal(4, decode_need))
-    assert plan.lend_decode_to_prefill is lends
-    assert not joint_plan(
-        policy(lend_decode=False), seen, proposal(4, ready=ready), proposal(4, decode_need)
-    ).lend_decode_to_prefill
+    both = Replica("b", ReplicaState.READY, 0.0, both=True)
+    pools = {
+        name: replace(seen.pool(name), replicas=(*seen.pool(name).replicas, both))  # type: ignore[arg-type]
+        for name in ("prefill", "decode")
+    }
+    seen = replace(seen, **pools, gpu_inventory=9)  # type: ignore[arg-type]
+    assert gpu_budget(policy(), seen) == 10
+    assert gpu_budget(policy(gpu_budget=6), seen) == 7
 
 
 COUNT = st.integers(1, 20)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from autoscaler.decisions import decisions_of
 from autoscaler.plan import PoolPlan, ScalingPlan
-from autoscaler.plan_reasons import decisions_of
 from autoscaler.reconcile import Activate, Drain, ReplicaView, Rest, Start
 from autoscaler.snapshot import ReplicaState
 from splitserve.v1 import registry_pb2
@@ -28,13 +28,13 @@ def test_each_pool_has_its_counts_reason_and_next_actions() -> None:
         Drain("decode", ("decode-1",)),
     ]
     prefill, decode = decisions_of(plan, pools, actions)  # type: ignore[arg-type]
-    assert (prefill.pool, prefill.desired, prefill.standby) == (registry_pb2.POOL_PREFILL, 3, 1)
+    assert (prefill.pool, prefill.desired, prefill.standby) == (registry_pb2.ROLE_PREFILL, 3, 1)
     assert (prefill.ready, prefill.starting, prefill.cause) == (1, 1, "policy")
     assert (prefill.reason, list(prefill.next_actions)) == (
         "queue is long",
         ["start 2", "activate prefill-9"],
     )
-    assert (decode.pool, decode.desired, decode.cause) == (registry_pb2.POOL_DECODE, 1, "bounds")
+    assert (decode.pool, decode.desired, decode.cause) == (registry_pb2.ROLE_DECODE, 1, "bounds")
     assert list(decode.next_actions) == ["rest decode-7", "drain decode-1"]
 
 

@@ -15,8 +15,8 @@ from autoscaler.plan import PoolPlan, ScalingPlan
 from autoscaler.reconcile import (
     Activate,
     Bounds,
+    ChangeRole,
     Drain,
-    Lean,
     ReplicaView,
     Rest,
     Start,
@@ -239,33 +239,60 @@ def apply(done: Sequence[object], there: Sequence[ReplicaView]) -> list[ReplicaV
     return list(after.values())
 
 
-def neutral(name: str, load: float = 0.0) -> ReplicaView:
-    return ReplicaView(name, ReplicaState.READY, load, 0.0, ours=False, neutral=True)
+def able(name: str, load: float = 0.0) -> ReplicaView:
+    return ReplicaView(name, ReplicaState.READY, load, 0.0, can_change_role=True)
 
 
-def leans(
-    desired: tuple[int, int], prefill: Sequence[ReplicaView], decode: Sequence[ReplicaView]
+def role_changes(
+    desired: tuple[int, int],
+    prefill: Sequence[ReplicaView],
+    decode: Sequence[ReplicaView],
+    one_shape: bool = True,
 ) -> tuple[object, ...]:
-    plan = ScalingPlan(PoolPlan(desired[0]), PoolPlan(desired[1]))
+    plan = ScalingPlan(PoolPlan(desired[0]), PoolPlan(desired[1]), one_shape)
     bounds: dict[PoolName, Bounds] = {"prefill": Bounds(1, 9), "decode": Bounds(1, 9)}
     return reconcile(plan, {"prefill": prefill, "decode": decode}, bounds)
 
 
-def test_neutral_workers_change_sides_before_anything_starts() -> None:
-    decode = [neutral("a", 3), neutral("b", 1), neutral("c", 2)]
-    assert leans((2, 2), [neutral("p")], decode) == (Lean("prefill", "b"),)
-    assert leans((2, 2), decode, [neutral("p")]) == (Lean("decode", "b"),)
-    assert leans((3, 1), [neutral("p")], decode) == (Lean("prefill", "b"), Lean("prefill", "c"))
-    # What is missing on both sides starts, and what has no use there stays.
-    assert leans((3, 2), [neutral("p")], decode) == (Lean("prefill", "b"), Start("prefill", 1))
-    assert leans((1, 1), [neutral("p")], decode) == ()
+def test_workers_change_roles_before_anything_starts() -> None:
+    decode = [able("a", 3), able("b", 1), able("c", 2)]
+    assert role_changes((2, 2), [able("p")], decode) == (ChangeRole("prefill", "b"),)
+    assert role_changes((2, 2), decode, [able("p")]) == (ChangeRole("decode", "b"),)
+    assert role_changes((3, 1), [able("p")], decode) == (
+        ChangeRole("prefill", "b"),
+        ChangeRole("prefill", "c"),
+    )
+    # What is missing in both pools starts.
+    assert role_changes((3, 2), [able("p")], decode) == (ChangeRole("prefill", "b"), Start("prefill", 1))
 
 
-def test_a_side_that_will_have_enough_gets_no_neutral_worker() -> None:
+def test_replicas_of_other_shapes_and_workers_that_keep_their_role_are_replaced() -> None:
+    decode = [able("a"), able("b")]
+    replaced = (Start("prefill", 1), Drain("decode", ("a",)))
+    assert role_changes((2, 1), [able("p")], decode, one_shape=False) == replaced
+    fixed = [replace(member, can_change_role=False) for member in decode]
+    assert role_changes((2, 1), [able("p")], fixed) == replaced
+
+
+def test_workers_of_others_keep_their_role() -> None:
+    theirs = [replace(able(name), ours=False) for name in "ab"]
+    assert role_changes((2, 1), [able("p")], theirs) == (Start("prefill", 1),)
+
+
+def test_a_pool_that_will_have_enough_gets_no_worker_of_the_other() -> None:
     coming = ReplicaView("s", ReplicaState.STARTING, 0.0, 0.0)
-    assert leans((2, 1), [neutral("p"), coming], [neutral("a"), neutral("b")]) == ()
-    pinned = [replace(neutral(name), neutral=False) for name in "ab"]
-    assert leans((2, 1), [neutral("p")], pinned) == (Start("prefill", 1),)
+    assert role_changes((2, 1), [able("p"), coming], [able("a"), able("b")]) == (Drain("decode", ("a",)),)
+
+
+def test_workers_with_both_roles_are_capacity_of_both_pools_and_are_left_alone() -> None:
+    both = Replica("b", READY, 0.0, both=True)
+    listed = [ActualReplica("b", "prefill", False, 1.0)]
+    there = {pool: members(pool, listed, {"b": both}, [both]) for pool in BOUNDS}
+    assert [[member.ours for member in there[pool]] for pool in BOUNDS] == [[False], [False]]
+    plan = ScalingPlan(PoolPlan(2), PoolPlan(1))
+    assert reconcile(plan, there, BOUNDS) == (Start("prefill", 1),)
+    assert reconcile(ScalingPlan(PoolPlan(0), PoolPlan(0)), there, dict.fromkeys(BOUNDS, Bounds(0, 8))) == ()
+    assert planned_rotation(there, []).active == set()
 
 
 @given(
@@ -273,24 +300,32 @@ def test_a_side_that_will_have_enough_gets_no_neutral_worker() -> None:
     st.tuples(st.integers(0, 6), st.integers(0, 6)),
     st.tuples(st.integers(0, 3), st.integers(0, 3)),
 )
-def test_changes_of_sides_keep_the_total_and_end_where_the_plan_is(
-    desired: tuple[int, int], counts: tuple[int, int], pinned: tuple[int, int]
+def test_changes_of_roles_keep_the_total_and_end_where_the_plan_is(
+    desired: tuple[int, int], counts: tuple[int, int], fixed: tuple[int, int]
 ) -> None:
     there = {
         name: [
-            *(neutral(f"{name}{n}") for n in range(count)),
-            *(replace(neutral(f"{name}x{n}"), neutral=False) for n in range(fixed)),
+            *(able(f"{name}{n}") for n in range(count)),
+            *(replace(able(f"{name}x{n}"), can_change_role=False) for n in range(rest)),
         ]
-        for name, count, fixed in zip(("prefill", "decode"), counts, pinned, strict=True)
+        for name, count, rest in zip(("prefill", "decode"), counts, fixed, strict=True)
     }
-    actions = leans(desired, there["prefill"], there["decode"])
-    for action in (action for action in actions if isinstance(action, Lean)):
+    actions = role_changes(desired, there["prefill"], there["decode"])
+    for action in (action for action in actions if isinstance(action, ChangeRole)):
         other = "decode" if action.pool == "prefill" else "prefill"
         (moved,) = [member for member in there[other] if member.name == action.name]
         there[other].remove(moved)
         there[action.pool].append(moved)
-        assert there[other], "a side keeps one"
-    assert not any(isinstance(action, Lean) for action in leans(desired, there["prefill"], there["decode"]))
+        assert there[other], "a pool keeps one"
+    assert not any(
+        isinstance(action, ChangeRole) for action in role_changes(desired, there["prefill"], there["decode"])
+    )
+
+
+def test_coordinators_are_told_the_roles_of_workers_that_can_change_them() -> None:
+    there = {"prefill": [able("p"), ReplicaView("v", READY, 0.0, 0.0)], "decode": [able("a"), able("b")]}
+    assert planned_rotation(there, []).roles == {"p": "prefill", "a": "decode", "b": "decode"}
+    assert planned_rotation(there, [ChangeRole("prefill", "b")]).roles["b"] == "prefill"
 
 
 def test_a_preempted_replica_is_replaced_at_once_and_told_to_end_once_it_is_empty() -> None:
@@ -304,33 +339,21 @@ def test_a_preempted_replica_is_replaced_at_once_and_told_to_end_once_it_is_empt
     assert actions(2, theirs) == [Start("prefill", 1)]
 
 
-def test_standbys_of_a_pool_that_lets_them_sleep_do_and_wake_up_to_join() -> None:
+def test_where_everything_is_once_the_actions_are_done() -> None:
     pools: dict[PoolName, Sequence[ReplicaView]] = {
         "prefill": of(READY, READY, STANDBY, STANDBY),
         "decode": ONE,
     }
-    plan = ScalingPlan(PoolPlan(2, 2, sleep=True), PoolPlan(1))
-    here = planned_rotation(plan, pools, [])
-    assert (sorted(here.standby), here.sleeping) == (["prefill-2", "prefill-3"], here.standby)
+    here = planned_rotation(pools, [])
+    assert here.standby == {"prefill-2", "prefill-3"}
     assert here.active == {"prefill-0", "prefill-1", "decode-0"}
-    joining = planned_rotation(plan, pools, [Activate("prefill", "prefill-2")])
-    assert (joining.sleeping, "prefill-2" in joining.active) == ({"prefill-3"}, True)
-    resting = planned_rotation(plan, pools, [Rest("prefill", "prefill-1")])
-    assert resting.sleeping == {"prefill-1", "prefill-2", "prefill-3"}
-    assert planned_rotation(replace(plan, prefill=PoolPlan(2, 2)), pools, []).sleeping == set(), (
-        "awake, as ever"
-    )
+    assert "prefill-2" in planned_rotation(pools, [Activate("prefill", "prefill-2")]).active
+    resting = planned_rotation(pools, [Rest("prefill", "prefill-1")])
+    assert resting.standby == {"prefill-1", "prefill-2", "prefill-3"}
+    ending = planned_rotation(pools, [Drain("prefill", ("prefill-0", "prefill-2"))])
+    assert ending.standby == {"prefill-0", "prefill-2", "prefill-3"}
 
 
-def test_one_that_ends_what_it_has_does_not_sleep_first_and_one_that_slept_ends_asleep() -> None:
-    pools: dict[PoolName, Sequence[ReplicaView]] = {"prefill": of(READY, STANDBY), "decode": ONE}
-    plan = ScalingPlan(PoolPlan(1, 1, sleep=True), PoolPlan(1))
-    here = planned_rotation(plan, pools, [Drain("prefill", ("prefill-0", "prefill-1"))])
-    assert here.standby == {"prefill-0", "prefill-1"}
-    assert here.sleeping == {"prefill-1"}
-
-
-def test_workers_of_others_are_never_put_to_sleep() -> None:
-    there = [replace(one, ours=False) for one in of(STANDBY)]
-    plan = ScalingPlan(PoolPlan(1, 1, sleep=True), PoolPlan(1))
-    assert planned_rotation(plan, {"prefill": there, "decode": ONE}, []).standby == set()
+def test_workers_of_others_are_never_put_on_standby() -> None:
+    there = [replace(member, ours=False) for member in of(STANDBY)]
+    assert planned_rotation({"prefill": there, "decode": ONE}, []).standby == set()

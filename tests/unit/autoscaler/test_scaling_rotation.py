@@ -27,19 +27,17 @@ class Told(ScalingClient):
         *,
         standby: Iterable[str] = (),
         active: Iterable[str] = (),
-        lend: bool = False,
         valid_s: float = 30.0,
         lease_number: int = 0,
         decisions: Iterable[scaling_pb2.PoolDecision] = (),
-        leanings: Mapping[str, str] = MappingProxyType({}),
+        roles: Mapping[str, str] = MappingProxyType({}),
         on_demand: Iterable[registry_pb2.ServedModel] = (),
-        sleeping: Iterable[str] = (),
     ) -> scaling_pb2.ApplyPlanResponse:
         if self.away:
             raise UnavailableError("no answer")
-        self.plans.append((list(standby), list(active), lend, valid_s))
+        self.plans.append((list(standby), list(active), valid_s))
         self.decisions, self.on_demand = list(decisions), list(on_demand)
-        self.sleeping = list(sleeping)
+        self.roles = dict(roles)
         return scaling_pb2.ApplyPlanResponse()
 
 
@@ -47,11 +45,11 @@ async def test_all_coordinators_get_the_same_plan() -> None:
     clients = [Told("a:1"), Told("b:2")]
     why = scaling_pb2.PoolDecision(reason="busy")
     x = frozenset({"x"})
-    where = PlannedRotation(standby=x, active=frozenset({"z", "y"}), sleeping=x, lend=True)
+    where = PlannedRotation(standby=x, active=frozenset({"z", "y"}), roles={"z": "decode"})
     await CoordinatorRotation(clients, 60.0).apply(where, [why])
-    assert clients[0].sleeping == clients[1].sleeping == ["x"]
+    assert clients[0].roles == clients[1].roles == {"z": "decode"}
     assert clients[0].decisions == clients[1].decisions == [why]
-    assert clients[0].plans == clients[1].plans == [(["x"], ["y", "z"], True, 60.0)]
+    assert clients[0].plans == clients[1].plans == [(["x"], ["y", "z"], 60.0)]
 
 
 async def test_the_others_get_the_plan_when_one_is_unreachable() -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from autoscaler.actuators.actuator import ActualReplica, Presence
 from autoscaler.snapshot import (
     DecodeSignals,
-    PoolClass,
     PoolName,
     PrefillSignals,
     Replica,
@@ -32,8 +31,6 @@ class Pools:
         self.since: dict[str, float] = {}
         self.complete = True
         self.cold_start_s: float | None = None
-        self.classes: tuple[str, ...] = ()
-        self.short: frozenset[PoolClass] = frozenset()
 
     def has(self, name: str, state: ReplicaState, registered: bool = False) -> None:
         pool: PoolName = "prefill" if name.startswith("prefill") else "decode"
@@ -61,9 +58,7 @@ class Pools:
         }
         prefill = PrefillSignals(seen["prefill"], cold_start_s=self.cold_start_s)
         snapshot = Snapshot(self.now, prefill, DecodeSignals(seen["decode"]), complete=self.complete)
-        limits = {pool: replace(LIMITS[pool], classes=self.classes) for pool in LIMITS}
-        found = self.watch.look(snapshot, list(self.actual.values()), limits)
-        self.short = found.short
+        found = self.watch.look(snapshot, list(self.actual.values()), LIMITS)
         return {replica.name: replica.state for replica in (*found.prefill.replicas, *found.decode.replicas)}
 
     @property
@@ -285,31 +280,6 @@ def test_one_that_a_new_autoscaler_finds_preempted_says_nothing_of_its_start() -
     pools.after(1)
     pools.after(1)
     assert pools.pause_s == 0
-
-
-def test_classes_fail_each_for_itself() -> None:
-    pools, short = Pools(), frozenset({("prefill", "spot")})
-    pools.classes = ("plain", "spot")
-    for life in range(3):
-        for kind in ("plain", "spot"):
-            name = f"prefill-{kind}-{life}"
-            pools.has(name, READY if kind == "plain" else STARTING)
-            pools.actual[name] = replace(pools.actual[name], replica_class=kind)
-        pools.after(1)
-        pools.loses(f"prefill-spot-{life}")
-        pools.after(1)
-    assert pools.watch.paused(pools.now) == short == pools.short
-    assert pools.pause_s > 0
-    pools.after(30)
-    assert (pools.watch.paused(pools.now), pools.short) == (frozenset(), short), "others stand in meanwhile"
-    pools.after(120)
-    assert pools.short == frozenset()
-    pools.has("prefill-unknown", STARTING)
-    pools.loses("prefill-plain-0")
-    pools.after(1)
-    pools.loses("prefill-unknown")
-    pools.after(1)
-    assert pools.watch.paused(pools.now) == frozenset(), "the first of a row; it counts as the default class"
 
 
 def test_one_that_starts_again_on_its_machine_after_a_notice_is_watched_again() -> None:

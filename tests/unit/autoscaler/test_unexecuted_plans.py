@@ -12,9 +12,7 @@ from tests.support.scaling.snapshots import Load, snapshot
 
 SLO = {"trim_after_s": 30, "settle_s": 0}
 POOL = {"max_replicas": 50, "gpus_per_replica": 0, "slo": SLO}
-POLICY = parse_policy(
-    {"prefill": POOL | {"target_ms": 1000}, "decode": POOL | {"target_ms": 50}, "lend_decode": False}
-)
+POLICY = parse_policy({"prefill": POOL | {"target_ms": 1000}, "decode": POOL | {"target_ms": 50}})
 
 
 def wanted_over(minutes: int, acting: bool) -> list[int]:

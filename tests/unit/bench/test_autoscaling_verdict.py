@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from autoscaler.simulation.evaluation.baselines import BASELINES, STATIC, RuleInputs, baseline
+from autoscaler.simulation.engine_model import preset
 from autoscaler.simulation.simulator import NO_BOUNDS
-from autoscaler.sizing.engine_model import preset
 from bench.autoscaling.cases import CASES
+from bench.autoscaling.opponents.baselines import BASELINES, STATIC, RuleInputs, baseline
 from bench.autoscaling.replays import BOUND, ReplayRow
 from bench.autoscaling.tuning import GRIDS, TUNED, best_of, tuning_replays
 from bench.autoscaling.verdict import bars_of, bound_of, by_case, main

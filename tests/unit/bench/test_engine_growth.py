@@ -17,20 +17,22 @@ from typing import Any
 import pytest
 
 from bench.engine.growth import BASE, MeasuredEngine, prompt_of, running
-from decode_worker.reservation_queue import ReservationQueue, WaitingReservation
-from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.scheduler import Scheduler
+from decode_worker.requests import ReservationQueue, WaitingReservation
+from engine.core.engine import EngineRequest, StopParams
+from engine.core.model_runner import SamplingParams
+from engine.core.scheduler import KVCacheManager, Scheduler
 from engine.core.sequence import Sequence
-from engine.core.types import EngineRequest, SamplingParams, StopParams
-from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.cache_events import KvEventLog
+from engine.kv_cache.block_pool import BlockPool, KvEventLog
+from kv_transfer.handoff.checksums import KvMemory
+from kv_transfer.handoff.messages import KvTicket
 from kv_transfer.handoff.pusher import KvPusher
-from kv_transfer.handoff.ticket import KvTicket
-from kv_transfer.transports.transport import KvMemoryRegion, TransferEndpoint
+from kv_transfer.transports.regions import KvMemoryRegion
+from kv_transfer.transports.transport import TransferEndpoint
 from tests.support.engine.numpy_pool import LAYOUT
 from tests.support.transfer.scripted_transport import ScriptedTransport
 
 FEW, MANY = 100, 10_000
+MEMORY = KvMemoryRegion(4096, 256, LAYOUT)
 SMALL = replace(BASE, batch=4, context=64, pool=1000)
 MUCH_SLOWER = 3.0
 """Tolerated slowdown at a hundred times the size, on a machine with other load."""
@@ -196,22 +198,22 @@ def test_reservations_that_wait_cost_a_step_the_same_however_many() -> None:
 
 def pusher_of(prompts: int) -> KvPusher:
     """A producer with many handoffs: the first prompt is partly written, the others wait."""
-    pusher = KvPusher(ScriptedTransport("decode"))
-    endpoint = TransferEndpoint("decode", "scripted", b"", KvMemoryRegion(4096, 256, LAYOUT))
+    pusher = KvPusher(ScriptedTransport("decode"), KvMemory(MEMORY, lambda _: []))
+    endpoint = TransferEndpoint("decode", "scripted", b"", MEMORY)
     for number in range(prompts):
         ticket = KvTicket("decode", 9, number + 1, (100, 101), 0, 2 * LAYOUT.block_bytes, 1e9)
         pusher.start(str(number), ticket, endpoint, now=0.0)
     pusher.on_progress("0", LAYOUT.block_size_tokens, [7], is_last=False, first_token=None, now=0.0)
-    pusher.poll(0.0)
+    pusher.poll(0.0, [])
     return pusher
 
 
 def test_handoffs_whose_prompts_wait_cost_a_poll_nothing() -> None:
     few, many = pusher_of(FEW), pusher_of(MANY)
-    assert_alike(lambda: few.poll(1.0), lambda: many.poll(1.0))
+    assert_alike(lambda: few.poll(1.0, []), lambda: many.poll(1.0, []))
     assert many.active == MANY
     # Their time runs out all the same.
-    assert len(many.poll(1e9)) == MANY - 1
+    assert len(many.poll(1e9, [])) == MANY - 1
 
 
 def test_news_of_the_cache_cost_what_is_new() -> None:
@@ -223,7 +225,7 @@ def test_news_of_the_cache_cost_what_is_new() -> None:
 
     few, many = log_of(FEW), log_of(MANY * 3)
     assert_alike(lambda: few.since(FEW - 1), lambda: many.since(MANY * 3 - 1))
-    assert many.since(MANY * 3 - 1) == ({(MANY * 3 - 1).to_bytes(32, "big")[:8]: "pool"}, MANY * 3)
+    assert many.since(MANY * 3 - 1) == ({(MANY * 3 - 1).to_bytes(32, "big")[:8]: True}, MANY * 3)
 
 
 def test_a_pool_of_a_million_blocks_is_made_of_a_few_bytes_each() -> None:

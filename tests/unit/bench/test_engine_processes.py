@@ -122,7 +122,7 @@ def test_made_up_models_have_a_configuration(folder: Path) -> None:
 
 
 def test_the_shapes_are_those_of_the_names() -> None:
-    assert (MODELS / "llama-3.1-8b").is_dir()  # docs/engine.md names it
+    assert (MODELS / "llama-3.1-8b").is_dir()  # docs/internals/engine.md names it
     parameters = work_of(str(MODELS / "llama-3.1-8b"))
     assert round((parameters.weights + parameters.output) / 1e9, 1) == 7.5  # of 8.0, embeddings apart
     small = work_of(str(MODELS / "smollm2-135m"))

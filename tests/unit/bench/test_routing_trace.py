@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
+from autoscaler.simulation.engine_model import preset
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS, Trace, TraceRequest
-from autoscaler.sizing.engine_model import preset
 from bench.routing.cluster import bound_tokens
 from bench.routing.trace import compared, holds
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from autoscaler.policies.policy_file import parse_policy
-from autoscaler.simulation.outcome import Slo
+from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.simulation.scenario import Slo
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
-from autoscaler.sizing.engine_model import EngineModel
 from bench.asking import AskedAnswer
 from bench.autoscaling.trace_slice.run import BURSTS, forecast_of, outcome_of, parts_of, rules_of
 from splitserve.errors import UnavailableError

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.attempt import Attempt
-from coordinator.attempt_state import AttemptState
-from coordinator.background_tasks import BackgroundTasks
+from coordinator.attempt import Attempt, AttemptState
 from coordinator.request.inference_request import InferenceRequest
 from coordinator.request.observer import RequestEvents, RequestObserver
 from coordinator.request.state import RequestEstimate, RequestState
-from coordinator.workers.catalog import Model
-from coordinator.workers.output_collector import OutputCollector, WorkerEvent, WorkerFailed
+from coordinator.workers.client import BackgroundTasks
+from coordinator.workers.output_stream import OutputCollector, WorkerEvent, WorkerFailed
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import Worker
+from coordinator.workers.snapshot import Model, Worker
 from splitserve.errors import ResourceExhaustedError, SplitserveError, UnavailableError
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2, registry_pb2
 from tests.support.cluster.registrations import registration
@@ -70,16 +68,17 @@ class Rig:
 
     def __init__(self, background: BackgroundTasks, with_decode: bool = True) -> None:
         registry = Registry(1.0)
-        prefill = registry.register(registration("p", registry_pb2.POOL_PREFILL), 0.0)
-        decode = registry.register(registration("d", registry_pb2.POOL_DECODE), 0.0)
+        prefill = registry.register(registration("p", registry_pb2.ROLE_PREFILL), 0.0)
+        decode = registry.register(registration("d", registry_pb2.ROLE_DECODE), 0.0)
         request = InferenceRequest(
             "r", Model("words", "words", 64, 100), (1, 2, 3), generation_pb2.SamplingParams(),
             generation_pb2.StopParams(max_tokens=8), 0, time.monotonic() + 60, time.monotonic(),
         )  # fmt: skip
         self.events_seen, self.waits_seen = list[str](), list[float]()
         self.events = RequestEvents(
-            RequestState(request, RequestEstimate(8.0, 3.0)), [Decoded(self.events_seen, self.waits_seen)]
+            RequestState(request, RequestEstimate(8.0, 3.0)), [Reserved(self.waits_seen)]
         )
+        self.events.control = Decoded(self.events_seen)
         self.events.routed(prefill, decode if with_decode else None, 0, time.monotonic())
         self.prefill, self.decode = ScriptedClient(prefill), ScriptedClient(decode)
         decode_client: Any = self.decode if with_decode else None
@@ -100,17 +99,30 @@ class Rig:
         return self.attempt.state
 
 
-class Decoded(RequestObserver):
-    """Records the end of decode's part, and what reservations are said to have waited."""
+class Reserved(RequestObserver):
+    """Records what reservations are said to have waited."""
 
-    def __init__(self, events_seen: list[str], waits_seen: list[float]) -> None:
-        self._events_seen, self._waits_seen = events_seen, waits_seen
+    def __init__(self, waits_seen: list[float]) -> None:
+        self._waits_seen = waits_seen
 
     def reserve_ended(self, state: RequestState, waited_s: float) -> None:
         self._waits_seen.append(waited_s)
 
-    def decoded(self, state: RequestState) -> None:
+
+class Decoded:
+    """A RequestControl that records the end of decode's part."""
+
+    def __init__(self, events_seen: list[str]) -> None:
+        self._events_seen = events_seen
+
+    def output_sent(self, tokens: int) -> None:
+        """Output is not recorded."""
+
+    def decoded(self) -> None:
         self._events_seen.append("decoded")
+
+    def ended(self, error: BaseException | None) -> None:
+        """The end is not recorded."""
 
 
 @asynccontextmanager
@@ -254,7 +266,7 @@ async def test_decode_computes_the_prompt_itself() -> None:
         await one.start()
         assert one.state is AttemptState.LOCAL
         assert one.waits_seen == [0.0], "its wait is part of the local prefill's"
-        assert one.events.state.attempt.report.reserve_wait_ms == 4.0
+        assert one.events.state.attempt.report.reserve_ms == 0.0
         one.prefill.say(WorkerFailed(one.prefill.worker.key, LOST))
         one.decode.say(output(0, local_prefill=decode_pb2.LocalPrefill(compute_ms=5.0)))
         assert await one.read() == [0, 1]
@@ -302,10 +314,10 @@ async def test_what_comes_after_the_end_is_ignored() -> None:
         one.attempt.close()
 
 
-async def test_a_neutral_worker_that_serves_alone_fails_the_attempt_when_it_is_lost() -> None:
+async def test_a_worker_of_role_both_that_serves_alone_fails_the_attempt_when_it_is_lost() -> None:
     """Its loss is not that of a prefill worker that is no longer needed, although its key is both."""
     background = BackgroundTasks()
-    worker = Registry(1.0).register(registration("n", registry_pb2.POOL_PREFILL), 0.0)
+    worker = Registry(1.0).register(registration("n", registry_pb2.ROLE_PREFILL), 0.0)
     one = Rig(background)
     one.events.routed(worker, worker, 0, time.monotonic())
     client: Any = ScriptedClient(worker)

@@ -6,15 +6,15 @@ import itertools
 
 import pytest
 
-from coordinator.attempt_state import (
+from coordinator.attempt import (
     IN_FLIGHT,
-    MOVED,
     TRANSITIONS,
     AttemptEvent,
     AttemptState,
     after,
     fruitless_attempts,
 )
+from coordinator.health.circuit_breakers import MOVED, WRONG_ROLE
 from splitserve.errors import SplitserveError
 
 S, E = AttemptState, AttemptEvent
@@ -99,5 +99,6 @@ def test_what_has_ended_stays_so() -> None:
 
 def test_moves_do_not_count_as_fruitless() -> None:
     assert fruitless_attempts(2, 0, MOVED) == 2
+    assert fruitless_attempts(2, 0, WRONG_ROLE) == 2
     assert fruitless_attempts(2, 0, "WORKER_LOST") == 3
     assert fruitless_attempts(2, 1, MOVED) == 0

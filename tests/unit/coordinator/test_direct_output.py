@@ -11,32 +11,34 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from coordinator.attempt import Attempt
-from coordinator.attempt_state import AttemptState
-from coordinator.background_tasks import BackgroundTasks
-from coordinator.request.observer import RequestObserver
+from coordinator.attempt import Attempt, AttemptState
+from coordinator.request.observer import RequestEvents, RequestObserver
 from coordinator.request.state import RequestState
-from coordinator.workers.output_collector import WorkerFailed
+from coordinator.workers.client import BackgroundTasks
+from coordinator.workers.output_stream import WorkerFailed
 from splitserve.errors import SplitserveError
 from splitserve.logs import log_context, log_event
-from splitserve.v1 import generation_pb2
+from splitserve.v1 import generation_pb2, inference_pb2
 from tests.unit.coordinator.test_attempt import ADMITTED, HANDOFF, LENGTH, LOST, Rig, first, output
 
 pytestmark = pytest.mark.timeout(10)
 
 
 class Client:
-    """A DirectSend that keeps positions; `reads` is whether it takes more."""
+    """An Output that keeps positions; `reads` is whether it takes more."""
 
     def __init__(self) -> None:
         self.got: list[int] = []
         self.reads = True
         self.error: Exception | None = None
 
-    def is_ready(self) -> bool:
+    async def send(self, response: inference_pb2.GenerateResponse) -> None:
+        raise AssertionError("nothing is waited for")
+
+    def takes_now(self) -> bool:
         return self.reads
 
-    def send(self, delta: generation_pb2.OutputDelta) -> None:
+    def send_now(self, delta: generation_pb2.OutputDelta) -> None:
         if self.error is not None:
             raise self.error
         self.got += range(delta.first_position, delta.first_position + len(delta.token_ids))
@@ -58,11 +60,11 @@ class Streaming:
 
     def __init__(self, rig: Rig) -> None:
         self.rig, self.client, self.sent = rig, Client(), Sent()
-        rig.events.observe(self.sent)
+        rig.events = RequestEvents(rig.events.state, (self.sent,))
         workers = rig.attempt._prefill, rig.attempt._decode
         rig.attempt.close()
         self.attempt = rig.attempt = Attempt(
-            rig.events, *workers, rig.attempt._background, direct=self.client
+            rig.events, *workers, rig.attempt._background, output=self.client
         )
 
     async def begin(self) -> None:

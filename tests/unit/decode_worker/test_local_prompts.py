@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from decode_worker.reservation_queue import Granted
+from decode_worker.requests import Granted
 from splitserve.v1 import decode_pb2
 from tests.support.engine.connector_pair import COORDINATOR, ConnectorPair
 

@@ -92,12 +92,6 @@ async def test_the_newer_of_two_streams_wins() -> None:
     assert not rig.lost.entries
 
 
-async def test_without_numbers_the_end_of_the_stream_is_the_end_of_its_requests() -> None:
-    rig = Rig(LONG_S)
-    rig.streams.release(rig.streams.open("c", 0))
-    assert rig.lost.entries == ["c"]
-
-
 async def test_the_output_kept_for_broken_streams_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_streams, "MAX_KEPT_BYTES", 10_000)
     rig = Rig(LONG_S)

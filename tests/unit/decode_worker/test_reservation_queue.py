@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 
-from decode_worker.reservation_queue import Granted, ReservationQueue, WaitingReservation
-from engine.core.precedence import Precedence
-from engine.core.types import EngineRequest, SamplingParams, StopParams
+from decode_worker.requests import Granted, ReservationQueue, WaitingReservation
+from engine.core.engine import EngineRequest, StopParams
+from engine.core.model_runner import SamplingParams
+from engine.scheduling.waiting_queue import Precedence
 from splitserve.errors import DeadlineExceededError, ResourceExhaustedError, SplitserveError
 
 _states = itertools.count()

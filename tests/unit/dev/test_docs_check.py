@@ -119,7 +119,7 @@ def test_an_option_that_no_program_has(tmp_path: Path) -> None:
 
 
 def test_help_is_read_whole() -> None:
-    assert {"--max-queued-prompt-tokens", "--local-prefill"} <= splitserve_flags("coordinator")
+    assert {"--max-queued-requests", "--local-prefill"} <= splitserve_flags("coordinator")
     assert {"--json", "--help"} <= bench_flags("bench.engine")
 
 

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from kv_transfer.shard_map import Shard, held_heads, shard_map
+from kv_transfer.layout import Shard, held_heads, shard_map
 from splitserve.errors import InvalidArgumentError
 
 UP_TO = range(1, 9)

@@ -22,7 +22,7 @@ export class Figures {
       label: "Requests a second and queued requests",
     });
     this.kv = new Chart(byId("kv-chart"), { format: percent, label: "Share of KV blocks in use" });
-    this.tiers = byId("kv-tiers");
+    this.blocks = byId("kv-blocks");
     this.models = {};
   }
 
@@ -66,7 +66,7 @@ export class Figures {
       line("decode pool", 4, (point) => point.decode_kv),
     ]);
     this.showTiles(points, model, snapshot);
-    this.showTiers(model, snapshot);
+    this.showBlocks(model, snapshot);
   }
 
   // Means of each interval: the parts add up to the mean time to the first token.
@@ -112,11 +112,11 @@ export class Figures {
   }
 
   // What the KV blocks of each pool are used for now, and what the caches spared.
-  showTiers(model, snapshot) {
+  showBlocks(model, snapshot) {
     const workers = objects(snapshot.workers.columns, snapshot.workers.rows);
     const now = snapshot.models.find((one) => one.model === model);
     const found = ["prefill", "decode"].map((pool) => {
-      const mine = workers.filter((worker) => worker.pool === pool && worker.model === model);
+      const mine = workers.filter((worker) => [pool, "both"].includes(worker.role) && worker.model === model);
       const sum = (name) => mine.reduce((total, worker) => total + worker[name], 0);
       const total = sum("total_blocks") || 1;
       const parts = [
@@ -125,7 +125,7 @@ export class Figures {
         ["quarantined", 6, sum("quarantined_blocks")],
         ["free or cached", 8, sum("free_blocks")],
       ];
-      const bar = el("div", { class: "tier", "aria-hidden": "true" });
+      const bar = el("div", { class: "blocks", "aria-hidden": "true" });
       for (const [, color, blocks] of parts) {
         const part = el("span", { class: `c${color}` });
         part.style.width = `${(100 * blocks) / total}%`;
@@ -135,6 +135,6 @@ export class Figures {
       const text = parts.map(([name, , blocks]) => `${number(blocks)} ${name}`).join(", ");
       return el("div", {}, el("p", { class: "note" }, `${pool}: ${text} of ${number(sum("total_blocks"))} blocks${hits}`), bar);
     });
-    this.tiers.replaceChildren(...found);
+    this.blocks.replaceChildren(...found);
   }
 }

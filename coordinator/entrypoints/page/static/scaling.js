@@ -8,7 +8,7 @@ export class Scaling {
   }
 
   show(scaling) {
-    const shown = JSON.stringify([scaling.latest, scaling.entries, scaling.in_force, scaling.lend]);
+    const shown = JSON.stringify([scaling.latest, scaling.entries, scaling.in_force]);
     if (shown === this.shown) return;
     this.shown = shown;
     if (!scaling.latest.length) {
@@ -17,8 +17,7 @@ export class Scaling {
       return;
     }
     const over = scaling.in_force ? [] : [el("p", { class: "bad" }, "The last plan has expired: no autoscaler acts.")];
-    const lends = scaling.lend ? [el("p", { class: "note" }, "Decode workers are lent to prefill.")] : [];
-    this.container.replaceChildren(...over, ...lends, el("div", { class: "pair" }, ...scaling.latest.map(now)), timeline(scaling.entries));
+    this.container.replaceChildren(...over, el("div", { class: "pair" }, ...scaling.latest.map(now)), timeline(scaling.entries));
   }
 }
 

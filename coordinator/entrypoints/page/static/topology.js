@@ -41,14 +41,15 @@ export class Topology {
       if (until < now || this.workers.has(id)) this.gone.delete(id);
     }
     const all = [...found, ...[...this.gone.values()].map((one) => one.worker)].sort((a, b) => (a.id < b.id ? -1 : 1));
-    const shown = new Set(all.map((worker) => worker.id));
-    for (const [id, cell] of this.cells) {
-      if (!shown.has(id)) {
+    const pools = Object.fromEntries(POOLS.map((pool) => [pool, all.filter((worker) => [pool, "both"].includes(worker.role))]));
+    const shown = new Set(POOLS.flatMap((pool) => pools[pool].map((worker) => cellKey(pool, worker.id))));
+    for (const [key, cell] of this.cells) {
+      if (!shown.has(key)) {
         cell.remove();
-        this.cells.delete(id);
+        this.cells.delete(key);
       }
     }
-    for (const pool of POOLS) this.fill(pool, all.filter((worker) => worker.pool === pool));
+    for (const pool of POOLS) this.fill(pool, pools[pool]);
     const left = snapshot.workers.count - snapshot.workers.rows.length;
     this.flows = snapshot.flows;
     this.tellFlows(left);
@@ -63,8 +64,8 @@ export class Topology {
     grid.classList.toggle("few", workers.length <= FEW);
     grid.classList.toggle("compact", workers.length > MANY);
     workers.forEach((worker, index) => {
-      const cell = this.cells.get(worker.id) ?? this.cell(worker.id);
-      this.cells.set(worker.id, cell);
+      const cell = this.cells.get(cellKey(pool, worker.id)) ?? this.cell(worker.id);
+      this.cells.set(cellKey(pool, worker.id), cell);
       if (grid.children[index] !== cell) grid.insertBefore(cell, grid.children[index] ?? null);
       paint(cell, worker);
     });
@@ -111,7 +112,7 @@ export class Topology {
     const stacked = to.top >= from.bottom;
     const most = Math.max(1, ...this.flows.map((flow) => flow[3]));
     const made = this.flows.slice(0, MOST_LINES).flatMap(([prefill, decode, , rate]) => {
-      const ends = [this.cells.get(prefill), this.cells.get(decode)];
+      const ends = [this.cells.get(cellKey("prefill", prefill)), this.cells.get(cellKey("decode", decode))];
       if (!ends[0] || !ends[1]) return [];
       const [a, b] = ends.map((cell) => cell.getBoundingClientRect());
       const d = stacked
@@ -125,6 +126,11 @@ export class Topology {
     this.drawn = wanted;
     this.lines.replaceChildren(...made);
   }
+}
+
+// A worker with both roles has a cell in each pool.
+function cellKey(pool, id) {
+  return `${pool}/${id}`;
 }
 
 function used(worker) {

@@ -68,13 +68,13 @@ class RowCounts:
         counts, fewer = _counts(large), _counts(small)
         attends = np.isin(large["code"], (Code.ATTEND, Code.PREFILL))[:, None]
         differs = (counts != fewer) & ~attends
-        found = []
+        factors = []
         for at_most, at_least in ((many.total, few.total), (many.sampled, few.sampled)):
             of = np.where(differs & (counts % at_most == 0), counts // at_most, 0)
-            found.append(np.where(of * at_least == fewer, of, 0))
-        if np.any(differs & (found[0] == 0) & (found[1] == 0)):
+            factors.append(np.where(of * at_least == fewer, of, 0))
+        if np.any(differs & (factors[0] == 0) & (factors[1] == 0)):
             raise GraphCaptureError("a number in the model's operations depends on rows in another way")
-        return cls(np.where(differs, 0, counts), *found)
+        return cls(np.where(differs, 0, counts), *factors)
 
 
 def _counts(ops: Ops) -> Ints:
@@ -128,11 +128,11 @@ class ResizableOps:
         places = np.flatnonzero(ops["code"] == Code.PREFILL)
         if not len(places):
             return
-        each = np.tile(np.array(chunks, np.int64), (len(places) // len(chunks), 1))
-        moved = (each[:, 0] - self._captured.decodes)[:, None] * _ITEM_BYTES
+        placed = np.tile(np.array(chunks, np.int64), (len(places) // len(chunks), 1))
+        moved = (placed[:, 0] - self._captured.decodes)[:, None] * _ITEM_BYTES
         pointers, number = ops["pointer"][places], ops["number"][places]
         pointers[:, :3] += moved * ops["stride"][places][:, :, 1]
         pointers[:, 3:4] += moved * number[:, 1:4].prod(axis=1)[:, None]
-        pointers[:, 5] = each[:, 2]
-        number[:, 0] = each[:, 1]
+        pointers[:, 5] = placed[:, 2]
+        number[:, 0] = placed[:, 1]
         ops["pointer"][places], ops["number"][places] = pointers, number

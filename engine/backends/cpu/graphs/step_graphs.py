@@ -1,13 +1,12 @@
 """Captured steps: chunks of prompts, sequences that decode, or both. One graph computes any step of up to its rows.
 
 Graphs are captured when first needed: one for steps of a few rows, which is the warm-up's, and one for more. Each kind
-of step is compared with the model's own forward pass when it first comes. `first_steps` says what is still to come.
+of step is compared with the model's own forward pass when it first comes.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,13 +14,18 @@ import numpy as np
 import torch
 
 from engine.backends.cpu.attention import ChunkInputs, DecodeInputs, Part
-from engine.backends.cpu.graphs.capture import CAPTURE_ERRORS, Call, CpuGraph, GraphCapture, GraphCaptureError
-from engine.backends.cpu.graphs.memory_planner import MemoryPlanner
+from engine.backends.cpu.graphs.capture import (
+    CAPTURE_ERRORS,
+    Call,
+    CpuGraph,
+    GraphCapture,
+    GraphCaptureError,
+    MemoryPlanner,
+)
 from engine.backends.cpu.graphs.resizable import Chunk, ResizableOps, RowCounts, StepRows
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import Code
 from engine.backends.interface import FlatStep
-from engine.core.model_runner import StepShape
 from engine.model.sibling_linears import relative_difference
 from splitserve.generation.kv_blocks import blocks_for
 from splitserve.logs import log_event
@@ -34,8 +38,6 @@ MAX_CHUNKS = 16
 """Chunks of a step at most."""
 _DECODES = 32
 """Decoding rows of a capture at most; a replay may have more."""
-_MORE_TOKENS = 24
-"""Rows above the next smaller graph's of a step that idle time is for."""
 _FEW = StepRows(decodes=4, total=24, sampled=4)
 MAX_DIFFERENCE = 0.05
 """Relative norm of the difference of bfloat16 logits: the kernels may round a value to its other neighbour."""
@@ -148,48 +150,28 @@ class CpuStepGraphs:
         self._end(f"logits differ by {difference:.3g}")
         return None  # the step is computed again, and with it the KV that it wrote
 
-    def first_steps(self, max_step_tokens: int) -> list[StepShape]:
-        """Steps of up to so many tokens that would make a graph, or be the first of their kind; the longest first."""
-        if not self.works:
-            return []
-        return [shape for kind, shape in self._shapes(max_step_tokens) if kind not in self._checked]
-
-    def _shapes(self, max_step_tokens: int) -> Iterator[tuple[_Kind, StepShape]]:
-        """A short step of each kind that steps of up to so many tokens are of."""
-        decodes = min(_FEW.decodes, self._decodes.rows)
-        for least, total in reversed(list(zip((0, *TOTAL_ROWS), TOTAL_ROWS, strict=False))):
-            tokens = min(least + _MORE_TOKENS, max_step_tokens)
-            if tokens <= least:
-                continue
-            for chunks, beside in itertools.product((1, 2), (0, decodes)):
-                length = (tokens - beside) // chunks
-                if length > 1 and beside + length * chunks > least:
-                    yield _Kind(total, beside > 0, chunks), StepShape(beside, (length,) * chunks)
-            if not least:
-                yield _Kind(total, True, 0), StepShape(decodes, ())
-
     def _graph_for(self, rows: StepRows) -> StepGraph | None:
         """The smallest graph that has as many rows, captured now if it is needed first; None: there is none."""
-        total = next((each for each in TOTAL_ROWS if each >= rows.total), None)
-        sampled = next((each for each in SAMPLED_ROWS if each >= rows.sampled), None)
+        total = next((size for size in TOTAL_ROWS if size >= rows.total), None)
+        sampled = next((size for size in SAMPLED_ROWS if size >= rows.sampled), None)
         if total is None or sampled is None:
             return None
-        found = self.graphs.get((total, sampled))
-        if found is None:
-            found = self._capture(total, sampled)
+        graph = self.graphs.get((total, sampled))
+        if graph is None:
+            graph = self._capture(total, sampled)
             self.prepared = True
-        return found
+        return graph
 
     def _filled_chunks(self, step: FlatStep) -> list[Chunk]:
         while len(self._chunks) < step.num_prefill:
             self._chunks.append(ChunkInputs(self._columns))
-        found, begin = [], step.num_decode
+        chunks, begin = [], step.num_decode
         for inputs, sequence in zip(self._chunks, step.sequences[step.num_decode :], strict=False):
             length = sequence.num_computed + sequence.num_new
             inputs.fill(length, sequence.num_new, sequence.block_ids[: blocks_for(length, self._block_size)])
-            found.append(Chunk(begin, sequence.num_new, inputs.step.ctypes.data))
+            chunks.append(Chunk(begin, sequence.num_new, inputs.step.ctypes.data))
             begin += sequence.num_new
-        return found
+        return chunks
 
     def _capture(self, total: int, sampled: int) -> StepGraph | None:
         # All rows are padding while a graph is captured, so that no KV is written.

@@ -13,14 +13,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 #include <vector>
 
 #include "op.hpp"
 #include "panels.hpp"
 #include "vectors.hpp"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && !defined(SPLITSERVE_NO_AMX)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && !defined(SPLITSERVE_NO_AMX)
 #define SPLITSERVE_AMX 1
 #endif
 
@@ -32,7 +31,7 @@ constexpr bool AMX = true;
 constexpr bool AMX = false;
 #endif
 constexpr int64_t ROWS = 16;    // of a tile register
-constexpr int64_t INPUTS = 32;  // in bfloat16 that one multiplication takes; twice as many in int8
+constexpr int64_t INPUTS = 32;  // that one multiplication takes
 
 // 16 rows of an input: bytes between rows, and from one step of inputs to the next.
 struct Rows {
@@ -64,20 +63,12 @@ struct Lines {
 };
 constexpr Lines NO_LINES{0, 0};
 
-// 16 rows, or 16 and 16 more, times one panel of VECTORS * 16 outputs; calls out(row, vector, sums) for each vector,
-// float or int32. T: bf16, or uint8_t for inputs so and weights in int8. `row_bytes` of a row of inputs, a multiple of
-// 64. Rows beyond `count` are computed and not given out. The processor itself streams a panel well that it reads in such
+// 16 rows, or 16 and 16 more, times one panel of VECTORS * 16 outputs; calls out(row, vector, sums) for each vector.
+// `row_bytes` of a row of inputs, a multiple of 64. Rows beyond `count` are computed and not given out. The processor itself streams a panel well that it reads in such
 // large steps (measured on Granite Rapids); `next` is what to prefetch of another one.
-template <typename T, int BLOCKS, int VECTORS, class Out>
+template <int BLOCKS, int VECTORS, class Out>
 inline void multiply(Rows x, Rows more, int64_t count, const void* weights, int64_t row_bytes, Lines next, Out out) {
-  constexpr bool INT8 = std::is_same_v<T, uint8_t>;
   constexpr int64_t line = VECTORS * 64;  // bytes of four bytes of inputs
-// The names of registers must be literals.
-#define SPLITSERVE_SUM(to)     \
-  if constexpr (INT8)          \
-    _tile_dpbusd(to, 6, 7);    \
-  else                         \
-    _tile_dpbf16ps(to, 6, 7)
   _tile_zero(0);
   if constexpr (VECTORS > 1) _tile_zero(1);
   if constexpr (VECTORS > 2) _tile_zero(2);
@@ -92,29 +83,28 @@ inline void multiply(Rows x, Rows more, int64_t count, const void* weights, int6
     for (int64_t i = next.begin; i < next.end; i += 64) _mm_prefetch(w + VECTORS * 16 * row_bytes + i, _MM_HINT_T1);
     _tile_loadd(7, w, line);
     _tile_loadd(6, a, x.stride);
-    SPLITSERVE_SUM(0);
+    _tile_dpbf16ps(0, 6, 7);
     if constexpr (BLOCKS > 1) {
       _tile_loadd(6, b, more.stride);
-      SPLITSERVE_SUM(3);
+      _tile_dpbf16ps(3, 6, 7);
     }
     if constexpr (VECTORS > 1) {
       _tile_loadd(7, w + 64, line);
       if constexpr (BLOCKS > 1) {  // the rows of the last product are still there
-        SPLITSERVE_SUM(4);
+        _tile_dpbf16ps(4, 6, 7);
         _tile_loadd(6, a, x.stride);
       }
-      SPLITSERVE_SUM(1);
+      _tile_dpbf16ps(1, 6, 7);
     }
     if constexpr (VECTORS > 2) {
       _tile_loadd(7, w + 128, line);
-      SPLITSERVE_SUM(2);
+      _tile_dpbf16ps(2, 6, 7);
       if constexpr (BLOCKS > 1) {
         _tile_loadd(6, b, more.stride);
-        SPLITSERVE_SUM(5);
+        _tile_dpbf16ps(5, 6, 7);
       }
     }
   }
-#undef SPLITSERVE_SUM
   alignas(64) float sums[BLOCKS * VECTORS][ROWS][16];
   _tile_stored(0, sums[0], 64);
   if constexpr (VECTORS > 1) _tile_stored(1, sums[1], 64);
@@ -127,10 +117,7 @@ inline void multiply(Rows x, Rows more, int64_t count, const void* weights, int6
   for (int64_t row = 0; row < count; row++)
     for (int v = 0; v < VECTORS; v++) {
       const float* sum = sums[row / ROWS * VECTORS + v][row % ROWS];
-      if constexpr (INT8)
-        out(row, v, _mm512_load_si512(sum));
-      else
-        out(row, v, _mm512_load_ps(sum));
+      out(row, v, _mm512_load_ps(sum));
     }
 }
 
@@ -146,7 +133,7 @@ inline void pack_rows(const bf16* x, int64_t count, int64_t ldx, int64_t K, bf16
 // M rows times one panel of VECTORS * 16 outputs, 32 at a time; `rows` gives the 16 from one on, all of which can be
 // read. Up to 32 rows stream the panel from memory. More find it in the cache, and each pass prefetches as much of the
 // next one: in one pass all of it would wait for memory, and memory would rest during the others.
-template <typename T, int VECTORS, class From, class Out>
+template <int VECTORS, class From, class Out>
 inline void panel_amx(int64_t M, From rows, const void* w, int64_t row_bytes, Out out) {
   constexpr int64_t lines = VECTORS * ROWS;  // of a step
   int64_t passes = (M + 2 * ROWS - 1) / (2 * ROWS);
@@ -154,11 +141,11 @@ inline void panel_amx(int64_t M, From rows, const void* w, int64_t row_bytes, Ou
     int64_t count = std::min(M - row, 2 * ROWS);
     Lines next = passes == 1 ? NO_LINES : Lines{lines * pass / passes * 64, lines * (pass + 1) / passes * 64};
     Rows x = rows(row), more = rows(row + ROWS);
-    auto later = [&](int64_t m, int v, auto sum) { out(row + m, v, sum); };
+    auto later = [&](int64_t m, int v, __m512 sum) { out(row + m, v, sum); };
     if (count <= ROWS)
-      multiply<T, 1, VECTORS>(x, more, count, w, row_bytes, next, later);
+      multiply<1, VECTORS>(x, more, count, w, row_bytes, next, later);
     else
-      multiply<T, 2, VECTORS>(x, more, count, w, row_bytes, next, later);
+      multiply<2, VECTORS>(x, more, count, w, row_bytes, next, later);
   }
 }
 
@@ -187,7 +174,7 @@ inline void linear_amx(const Op& op, int thread, int threads, std::vector<bf16>&
     }
     auto block = [&](int64_t m) { return Rows{packed + m * K, 64, ROWS * 64}; };
     panels(rows, N, thread, threads, [&](auto vectors, int64_t, int64_t, int64_t column) {
-      panel_amx<bf16, vectors>(rows, block, w + column * K, 2 * K, [&](int64_t m, int v, __m512 sum) {
+      panel_amx<vectors>(rows, block, w + column * K, 2 * K, [&](int64_t m, int v, __m512 sum) {
         int64_t to = column + v * 16;
         if (bias) sum = _mm512_add_ps(sum, widen16(bias + to));
         narrow16(y + (row + m) * ldy + to, sum);

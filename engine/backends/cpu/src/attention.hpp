@@ -7,7 +7,6 @@
 #include <type_traits>
 #include <vector>
 
-#include "int8_kv.hpp"
 #include "kv.hpp"
 #include "op.hpp"
 #include "softmax.hpp"
@@ -41,16 +40,15 @@ constexpr int64_t RUN = 16;       // positions computed at a time, in one block
 constexpr int64_t RUNS_AHEAD = 2;  // prefetch distance; measured: docs/performance.md
 
 // The end of the run that begins at `position`.
-template <typename T>
-inline int64_t run_end(const PoolView<T>& kv, int64_t position, int64_t last) {
+inline int64_t run_end(const PoolView& kv, int64_t position, int64_t last) {
   return std::min({last, (position / kv.block_size + 1) * kv.block_size, position + RUN});
 }
 
 // Scores of G query heads that share a KV head, against the keys of a run. FIXED is the head's size where known at
 // compile time; 0: any.
 template <int G, int FIXED>
-void score(const bf16* const* query, const bf16* key, const bf16*, int64_t count, int64_t head_dim, float scale,
-           float* out, int64_t ld) {
+void score(const bf16* const* query, const bf16* key, int64_t count, int64_t head_dim, float scale, float* out,
+           int64_t ld) {
   const int64_t D = FIXED ? FIXED : head_dim;
   const __m512 by = _mm512_set1_ps(scale);
   for (int g = 0; g < G; g++) {
@@ -67,13 +65,13 @@ void score(const bf16* const* query, const bf16* key, const bf16*, int64_t count
 }
 
 // Adds the values of a run, times their weights, to the outputs [G, D]: VECTORS * 16 elements at a time.
-template <int G, int VECTORS, typename T>
-void add_values(const float* weights, int64_t ld, const T* values, int64_t count, int64_t D, float* out) {
+template <int G, int VECTORS>
+void add_values(const float* weights, int64_t ld, const bf16* values, int64_t count, int64_t D, float* out) {
   for (int64_t d = 0; d < D; d += VECTORS * 16) {
     __m512 sum[G][VECTORS];
     for (int g = 0; g < G; g++)
       for (int v = 0; v < VECTORS; v++) sum[g][v] = _mm512_loadu_ps(out + g * D + d + v * 16);
-    const T* value = values + d;
+    const bf16* value = values + d;
     for (int64_t p = 0; p < count; p++, value += D) {
       __m512 wide[VECTORS];
       for (int v = 0; v < VECTORS; v++) wide[v] = widen16(value + v * 16);
@@ -87,51 +85,29 @@ void add_values(const float* weights, int64_t ld, const T* values, int64_t count
   }
 }
 
-template <int G, typename Query, typename T>
-void score_heads(const Query* query, const T* key, const bf16* scales, int64_t count, int64_t D, float scale, float* out,
+template <int G>
+void score_heads(const bf16* const* query, const bf16* key, int64_t count, int64_t D, float scale, float* out,
                  int64_t ld) {
   switch (D) {
-    case 64: return score<G, 64>(query, key, scales, count, D, scale, out, ld);
-    case 128: return score<G, 128>(query, key, scales, count, D, scale, out, ld);
-    default: return score<G, 0>(query, key, scales, count, D, scale, out, ld);
+    case 64: return score<G, 64>(query, key, count, D, scale, out, ld);
+    case 128: return score<G, 128>(query, key, count, D, scale, out, ld);
+    default: return score<G, 0>(query, key, count, D, scale, out, ld);
   }
 }
 
-template <int G, typename T>
-void add_heads(const float* weights, int64_t ld, const T* values, int64_t count, int64_t D, float* out) {
+template <int G>
+void add_heads(const float* weights, int64_t ld, const bf16* values, int64_t count, int64_t D, float* out) {
   if (D % 64 == 0)
     add_values<G, 4>(weights, ld, values, count, D, out);
   else
     add_values<G, 2>(weights, ld, values, count, D, out);
 }
 
-// The same for a run of values with scales: each is part of its position's weight.
-template <int G>
-void add_scaled_heads(const float* weights, int64_t ld, const int8_t* values, const bf16* scales, int64_t count,
-                      int64_t D, float* out) {
-  float scaled[G * RUN];
-  const __m512 by = scales16(scales, count);
-  const __mmask16 there = __mmask16((1u << count) - 1);
-  for (int g = 0; g < G; g++)
-    _mm512_storeu_ps(scaled + g * RUN, _mm512_mul_ps(_mm512_maskz_loadu_ps(there, weights + g * ld), by));
-  add_heads<G>(scaled, RUN, values, count, D, out);
-}
-
 // Queries [heads, D] as `score` takes them, valid until the thread's next call.
-inline const bf16* const* queries_for(const PoolView<bf16>&, const bf16* first, int64_t stride, int64_t heads) {
+inline const bf16* const* queries_for(const bf16* first, int64_t stride, int64_t heads) {
   static thread_local std::vector<const bf16*> queries;
   queries.resize(heads);
   for (int64_t i = 0; i < heads; i++) queries[i] = first + i * stride;
-  return queries.data();
-}
-
-inline const NarrowQuery* queries_for(const PoolView<int8_t>& kv, const bf16* first, int64_t stride, int64_t heads) {
-  static thread_local std::vector<NarrowQuery> queries;
-  static thread_local std::vector<int8_t> codes;
-  const int64_t room = 2 * padded_query(kv.head_dim);
-  queries.resize(heads), codes.resize(heads * room);
-  for (int64_t i = 0; i < heads; i++)
-    queries[i] = narrow_query(first + i * stride, kv.head_dim, codes.data() + i * room);
   return queries.data();
 }
 
@@ -149,8 +125,7 @@ inline void in_fours(int64_t group, Work work) {
 // weighted sum. All heads' pieces of a block are read one after the other, as they lie in memory, and those RUNS_AHEAD
 // runs later are fetched meanwhile, values after the last keys: one layer's KV of consecutive blocks is far apart, so
 // the hardware prefetcher does not predict it.
-template <typename T>
-void attend_row(const Op& op, const PoolView<T>& kv, const int32_t* table, int64_t row, int64_t begin, int64_t end,
+void attend_row(const Op& op, const PoolView& kv, const int32_t* table, int64_t row, int64_t begin, int64_t end,
                 int64_t first, int64_t last, bf16* out) {
   static thread_local std::vector<float> workspace;
   const int64_t group = op.number[2], D = kv.head_dim, heads = (end - begin) * group, query_head = op.stride[0][0];
@@ -158,12 +133,10 @@ void attend_row(const Op& op, const PoolView<T>& kv, const int32_t* table, int64
   if (int64_t(workspace.size()) < heads * (ld + D + 1)) workspace.resize(heads * (ld + D + 1));
   float *scores = workspace.data(), *outputs = scores + heads * ld, *sums = outputs + heads * D;
   const bf16* first_query = (const bf16*)op.pointer[0] + begin * group * query_head + row * op.stride[0][1];
-  const auto* query = queries_for(kv, first_query, query_head, heads);
-  constexpr bool scaled = std::is_same_v<T, int8_t>;
-  auto fetch_run = [&](T* base, int64_t h, int64_t position) __attribute__((always_inline)) {
+  const bf16* const* query = queries_for(first_query, query_head, heads);
+  auto fetch_run = [&](bf16* base, int64_t h, int64_t position) __attribute__((always_inline)) {
     if (position >= last) return;
-    fetch(kv.at(base, table, h, position), run * D * sizeof(T));
-    if (scaled) fetch(kv.scale(base, table, h, position), run * 2);
+    fetch(kv.at(base, table, h, position), run * D * 2);
   };
   for (int64_t position = first; position < first + ahead; position += run)
     for (int64_t h = begin; h < end; h++) fetch_run(kv.keys, h, position);
@@ -175,11 +148,10 @@ void attend_row(const Op& op, const PoolView<T>& kv, const int32_t* table, int64
         fetch_run(kv.keys, h, next);
       else
         fetch_run(kv.values, h, first + next - last);
-      const T* key = kv.key(table, h, position);
-      const bf16* scales = scaled ? kv.scale(kv.keys, table, h, position) : nullptr;
+      const bf16* key = kv.key(table, h, position);
       in_fours(group, [&](auto G, int64_t g) {
         const int64_t head = (h - begin) * group + g;
-        score_heads<G>(query + head, key, scales, stop - position, D, float(op.real[0]),
+        score_heads<G>(query + head, key, stop - position, D, float(op.real[0]),
                        scores + head * ld + position - first, ld);
       });
     }
@@ -191,15 +163,11 @@ void attend_row(const Op& op, const PoolView<T>& kv, const int32_t* table, int64
     stop = run_end(kv, position, last);
     for (int64_t h = begin; h < end; h++) {
       fetch_run(kv.values, h, position + ahead);
-      const T* value = kv.at(kv.values, table, h, position);
+      const bf16* value = kv.at(kv.values, table, h, position);
       in_fours(group, [&](auto G, int64_t g) {
         const int64_t head = (h - begin) * group + g;
         const float* weights = scores + head * ld + position - first;
-        if constexpr (scaled)
-          add_scaled_heads<G>(weights, ld, value, kv.scale(kv.values, table, h, position), stop - position, D,
-                              outputs + head * D);
-        else
-          add_heads<G>(weights, ld, value, stop - position, D, outputs + head * D);
+        add_heads<G>(weights, ld, value, stop - position, D, outputs + head * D);
       });
     }
   }
@@ -210,30 +178,17 @@ void attend_row(const Op& op, const PoolView<T>& kv, const int32_t* table, int64
   }
 }
 
-// How many rows directly before this one are of the same sequence, a token earlier each: those of a draft. A position
-// that is being written belongs to one sequence, so the block of the one before tells.
-inline int64_t rows_before(const Step& step, int64_t row, int64_t block_size) {
-  int64_t count = 0, length = step.lengths[row];
-  for (; count < row && length - count > 1 && step.lengths[row - count - 1] == length - count - 1; count++) {
-    int64_t block = (length - count - 2) / block_size;
-    if (step.tables[(row - count - 1) * step.columns + block] != step.tables[row * step.columns + block]) break;
-  }
-  return count;
-}
-
 // Writes each sequence's new KV into its block, then attends over all of its positions, or the last `window`. Threads
-// divide (row, KV head) items; a thread computes those of one row together. What a row reads of the rows before it, the
-// thread writes first: the same bytes as whoever computes those. Fields:
+// divide (row, KV head) items; a thread computes those of one row together. Fields:
 // pointer: query [heads, rows, D], key, value [kv_heads, rows, D], out [rows, heads, D], pool of the layer, Step;
 // stride[0..2]: of query, key, value (head, row); real: scale, softcap or 0;
 // number: rows, kv_heads, query heads per KV head, D, block_size, window or 0, then strides of the pool: from keys to
-// values, of a block, of a head; then, for int8 KV, bytes from a block's keys to its scales. 0: KV is bfloat16.
-template <typename T>
+// values, of a block, of a head.
 void attend(const Op& op, int thread, int threads) {
   const Step& step = *(const Step*)op.pointer[5];
   bf16* out = (bf16*)op.pointer[3];
   int64_t rows = op.number[0], kv_heads = op.number[1], group = op.number[2], D = op.number[3], window = op.number[5];
-  const PoolView<T> kv = pool_of<T>(op);
+  const PoolView kv = pool_of(op);
   Share mine = share(rows * kv_heads, thread, threads);
   for (int64_t item = mine.begin, next; item < mine.end; item = next) {
     int64_t row = item / kv_heads, begin = item % kv_heads, length = step.lengths[row];
@@ -245,12 +200,11 @@ void attend(const Op& op, int thread, int threads) {
       continue;
     }
     const int32_t* table = step.tables + row * step.columns;
-    for (int64_t back = rows_before(step, row, kv.block_size); back >= 0; back--)
-      for (int64_t h = begin; h < end; h++) {
-        const bf16* key = (const bf16*)op.pointer[1] + h * op.stride[1][0] + (row - back) * op.stride[1][1];
-        const bf16* value = (const bf16*)op.pointer[2] + h * op.stride[2][0] + (row - back) * op.stride[2][1];
-        write_kv(kv, table, h, length - 1 - back, key, value);
-      }
+    for (int64_t h = begin; h < end; h++) {
+      const bf16* key = (const bf16*)op.pointer[1] + h * op.stride[1][0] + row * op.stride[1][1];
+      const bf16* value = (const bf16*)op.pointer[2] + h * op.stride[2][0] + row * op.stride[2][1];
+      write_kv(kv, table, h, length - 1, key, value);
+    }
     attend_row(op, kv, table, row, begin, end, first, length, result);
   }
 }

@@ -13,8 +13,6 @@ enum Code : int64_t {
   UNARY = 3,
   ATTEND = 4,
   PREFILL = 5,
-  LINEAR_INT8 = 6,
-  READ = 7
 };
 enum Binary : int64_t { ADD = 0, SUB = 1, MUL = 2 };
 enum Unary : int64_t { COPY = 0, NEG = 1, SILU = 2 };
@@ -26,7 +24,7 @@ struct Op {
   void* pointer[6];
   int64_t size[4];
   int64_t stride[3][4];
-  int64_t number[10];
+  int64_t number[9];
   double real[2];
 };
 

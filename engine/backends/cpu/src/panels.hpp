@@ -1,4 +1,4 @@
-// Matrix products in panels and tiles, shared by the bfloat16 and the int8 layers.
+// Matrix products in panels and tiles.
 //
 // Weights [N, K] are packed in panels of 48 outputs, the last one of 48, 32 or 16: [N/48][K/2][48][2]. So one step of K
 // reads a few whole vectors, holding pairs of inputs as the dot product instruction takes them, and a panel is read

@@ -7,11 +7,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <type_traits>
 #include <vector>
 
 #include "amx.hpp"
-#include "int8_kv.hpp"
 #include "kv.hpp"
 #include "linear.hpp"
 #include "op.hpp"
@@ -25,9 +23,8 @@ constexpr int64_t SPAN = AMX ? 2 * KEYS : KEYS;  // positions in a whole number 
 constexpr int VALUES = 32;                       // elements of head_dim in a panel of values
 constexpr int QUERIES = AMX ? ROWS : TILE;       // in a tile
 
-template <typename T>
 struct Chunk {
-  PoolView<T> kv;
+  PoolView kv;
   const int32_t* table;
   int64_t total;  // positions with KV, the chunk's included
   int64_t panels() const { return (total + SPAN - 1) / SPAN * (SPAN / KEYS); }
@@ -39,7 +36,7 @@ template <int VECTORS, class Out>
 inline void tile_of_queries(const bf16* x, int64_t ldx, const bf16* w, int64_t K, Out out) {
 #ifdef SPLITSERVE_AMX
   Rows rows{x, ldx * 2, 64};
-  multiply<bf16, 1, VECTORS>(rows, rows, QUERIES, w, 2 * K, NO_LINES, out);
+  multiply<1, VECTORS>(rows, rows, QUERIES, w, 2 * K, NO_LINES, out);
 #else
   tile<QUERIES, VECTORS, NOTHING>(x, ldx, w, K, 0, out);
 #endif
@@ -71,18 +68,17 @@ inline void transpose(__m512i v[16]) {
 }
 
 // Packs panel p of keys, in pairs of head_dim elements; positions beyond the sequence are 0.
-template <typename T>
-void pack_keys(const Chunk<T>& c, int64_t h, int64_t p, bf16* packed) {
+void pack_keys(const Chunk& c, int64_t h, int64_t p, bf16* packed) {
   int64_t D = c.kv.head_dim;
   for (int64_t j = 0; j < KEYS; j += 16) {
-    const T* keys[16];
+    const bf16* keys[16];
     for (int64_t i = 0; i < 16; i++) {
       int64_t position = p * KEYS + j + i;
       keys[i] = position < c.total ? c.kv.key(c.table, h, position) : nullptr;
     }
     for (int64_t d = 0; d < D; d += 32) {
       __m512i v[16];
-      for (int i = 0; i < 16; i++) v[i] = keys[i] ? load32(keys[i] + d) : _mm512_setzero_si512();
+      for (int i = 0; i < 16; i++) v[i] = keys[i] ? _mm512_loadu_si512(keys[i] + d) : _mm512_setzero_si512();
       transpose(v);
       for (int i = 0; i < 16; i++) _mm512_storeu_si512(packed + p * KEYS * D + (d + 2 * i) * KEYS + j * 2, v[i]);
     }
@@ -90,12 +86,11 @@ void pack_keys(const Chunk<T>& c, int64_t h, int64_t p, bf16* packed) {
 }
 
 // Packs the values of the same positions, in pairs of positions.
-template <typename T>
-void pack_values(const Chunk<T>& c, int64_t h, int64_t p, bf16* packed) {
+void pack_values(const Chunk& c, int64_t h, int64_t p, bf16* packed) {
   int64_t D = c.kv.head_dim, padded = c.padded();
   auto load = [&](int64_t position, int64_t d) {
     if (position >= c.total) return _mm512_setzero_si512();
-    return load32(c.kv.at(c.kv.values, c.table, h, position) + d);
+    return _mm512_loadu_si512(c.kv.at(c.kv.values, c.table, h, position) + d);
   };
   uint16_t order[32];  // 0, 32, 1, 33, ...
   for (int i = 0; i < 32; i++) order[i] = i / 2 + i % 2 * 32;
@@ -109,18 +104,9 @@ void pack_values(const Chunk<T>& c, int64_t h, int64_t p, bf16* packed) {
     }
 }
 
-// Scales of the keys and of the values of a panel into `scales` [2, padded]; 0 beyond the sequence.
-inline void unpack_scales(const Chunk<int8_t>& c, int64_t h, int64_t p, float* scales) {
-  for (int64_t position = p * KEYS; position < (p + 1) * KEYS; position++) {
-    bool there = position < c.total;
-    scales[position] = there ? widen(*c.kv.scale(c.kv.keys, c.table, h, position)) : 0;
-    scales[c.padded() + position] = there ? widen(*c.kv.scale(c.kv.values, c.table, h, position)) : 0;
-  }
-}
-
 // Softmax of n scores without the division, rounded into `weights`; returns the sum before rounding. n is a multiple of
-// KEYS. `scales`: of the values, which the weights take with them; null for values without.
-inline float weigh_rounded(const float* s, int64_t n, bf16* weights, const float* scales) {
+// KEYS.
+inline float weigh_rounded(const float* s, int64_t n, bf16* weights) {
   const __m512 by = _mm512_set1_ps(1.44269504f);
   __m512 top[PANEL], sum[PANEL];
   for (int v = 0; v < PANEL; v++) top[v] = _mm512_set1_ps(-INFINITY), sum[v] = _mm512_setzero_ps();
@@ -132,20 +118,20 @@ inline float weigh_rounded(const float* s, int64_t n, bf16* weights, const float
     for (int v = 0; v < PANEL; v++) {
       __m512 e = power_of_two16(_mm512_fmsub_ps(_mm512_loadu_ps(s + i + v * 16), by, off));
       sum[v] = _mm512_add_ps(sum[v], e);
-      narrow16(weights + i + v * 16, scales ? _mm512_mul_ps(e, _mm512_loadu_ps(scales + i + v * 16)) : e);
+      narrow16(weights + i + v * 16, e);
     }
   return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), sum[2]));
 }
 
 // Weights of a tile's scores [QUERIES, ld] over positions [low, high); row r sees positions [from[r], to[r]).
 inline void weigh_tile(float* s, int64_t ld, const int64_t* from, const int64_t* to, int64_t low, int64_t high,
-                       float softcap, bf16* weights, const float* scales, float* sums) {
+                       float softcap, bf16* weights, float* sums) {
   for (int r = 0; r < QUERIES; r++) {
     float* row = s + r * ld;
     cap(row, high - low, softcap);
     std::fill(row, row + (from[r] - low), -INFINITY);
     std::fill(row + (to[r] - low), row + (high - low), -INFINITY);
-    sums[r] = weigh_rounded(row, high - low, weights + r * ld, scales);
+    sums[r] = weigh_rounded(row, high - low, weights + r * ld);
   }
 }
 
@@ -154,15 +140,13 @@ inline void weigh_tile(float* s, int64_t ld, const int64_t* from, const int64_t*
 // Fields:
 // pointer: query [heads, rows, D], key, value [kv_heads, rows, D], out [rows, heads, D], pool of the layer, Step
 // (of one sequence; its new tokens may be fewer than rows, the rest is padding); other fields as for `attend`.
-template <typename T>
 void prefill(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
   const Step& step = *(const Step*)op.pointer[5];
   int64_t rows = op.number[0], kv_heads = op.number[1], group = op.number[2], D = op.number[3], window = op.number[5];
   int64_t total = step.lengths[0], tokens = step.lengths[1], before = total - tokens;
   bf16* out = (bf16*)op.pointer[3];
   if (thread == 0) std::memset(out + tokens * kv_heads * group * D, 0, (rows - tokens) * kv_heads * group * D * 2);
-  const Chunk<T> c{pool_of<T>(op), step.tables, total};
-  constexpr bool scaled = std::is_same_v<T, int8_t>;
+  const Chunk c{pool_of(op), step.tables, total};
   Share new_tokens = share(tokens, thread, threads);
   for (int64_t h = 0; h < kv_heads; h++)
     for (int64_t t = new_tokens.begin; t < new_tokens.end; t++) {
@@ -170,11 +154,10 @@ void prefill(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
       const bf16* value = (const bf16*)op.pointer[2] + h * op.stride[2][0] + t * op.stride[2][1];
       write_kv(c.kv, c.table, h, before + t, key, value);
     }
-  const int64_t room = 2 * c.padded() * D + (scaled ? 2 * c.padded() * 2 : 0);  // the scales are float32
+  const int64_t room = 2 * c.padded() * D;
   if (thread == 0 && int64_t(shared.size()) < room) shared.resize(room);
 #pragma omp barrier
   bf16 *packed = shared.data(), *packed_values = packed + c.padded() * D;
-  float *key_scales = (float*)(packed_values + c.padded() * D), *value_scales = key_scales + c.padded();
   static thread_local std::vector<float> workspace;
   static thread_local std::vector<bf16> weights;
   int64_t ld = c.padded();
@@ -189,7 +172,6 @@ void prefill(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
     for (int64_t p = first_panel + thread; p < c.panels(); p += threads) {
       pack_keys(c, h, p, packed);
       pack_values(c, h, p, packed_values);
-      if constexpr (scaled) unpack_scales(c, h, p, key_scales);
     }
 #pragma omp barrier
     for (int64_t item = thread; item < group * tiles; item += threads) {
@@ -207,13 +189,11 @@ void prefill(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
       for (int64_t k = low; k < high; k += KEYS) {
         float* s = workspace.data() + (k - low);
         tile_of_queries<PANEL>(queries.data(), D, packed + k * D, D, [&](int m, int v, __m512 sum) {
-          __m512 scale = scaled ? _mm512_mul_ps(by, _mm512_loadu_ps(key_scales + k + v * 16)) : by;
-          _mm512_storeu_ps(s + m * ld + v * 16, _mm512_mul_ps(sum, scale));
+          _mm512_storeu_ps(s + m * ld + v * 16, _mm512_mul_ps(sum, by));
         });
       }
       float sums[QUERIES];
-      weigh_tile(workspace.data(), ld, from, to, low, high, float(op.real[1]), weights.data(),
-                 scaled ? value_scales + low : nullptr, sums);
+      weigh_tile(workspace.data(), ld, from, to, low, high, float(op.real[1]), weights.data(), sums);
       for (int64_t d = 0; d < D; d += VALUES) {
         const bf16* w = packed_values + d * c.padded() + low * VALUES;
         bf16* o = out + (token * kv_heads * group + head) * D + d;

@@ -29,15 +29,6 @@ inline __m512 widen16(const bf16* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
 
-inline __m512 widen16(const int8_t* p) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-}
-
-// 32 numbers as bfloat16, which represents all int8 exactly.
-inline __m512i load32(const bf16* p) { return _mm512_loadu_si512(p); }
-
-inline __m512i load32(const int8_t* p) { return (__m512i)_mm512_cvtne2ps_pbh(widen16(p + 16), widen16(p)); }
-
 inline void narrow16(bf16* p, __m512 x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
 
 // e^x as 2^n * p(r), |r| <= ln2/2, p of degree 6; relative error under 2^-22. x is clamped to -87..88; max and min

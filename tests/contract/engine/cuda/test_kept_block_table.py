@@ -15,13 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from engine.core.engine import EngineRequest, StopParams
 from engine.core.engine_core import EngineCore
-from engine.core.model_runner import PendingStep
-from engine.core.types import EngineRequest, SamplingParams, ScheduledSequence, StopParams
+from engine.core.model_runner import PendingStep, SamplingParams, ScheduledSequence
 from engine.runner.torch_runner import TorchRunner
-from engine.speculation.drafter import Drafter
 from splitserve.config.engine import EngineConfig
-from tests.support.drafters import GuessingDrafter, replay
 from tests.support.engine.byte_tokenizer import ByteTokenizer
 from tests.support.engine.runner_driver import BLOCK, runner_of
 from tests.support.engine.tiny_models import EOS
@@ -52,16 +50,14 @@ def kernels() -> Iterator[None]:
 class Served:
     """One engine over all requests, and what was seen of it."""
 
-    def __init__(
-        self, runner: TorchRunner, monkeypatch: pytest.MonkeyPatch, drafter: Drafter | None = None
-    ) -> None:
+    def __init__(self, runner: TorchRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tables: dict[str, set[int]] = defaultdict(set)
         self.cached = self.chunks_beside_tokens = 0
         self.answers: dict[str, list[int]] = defaultdict(list)
         self._begin = runner.begin
         monkeypatch.setattr(runner, "begin", self.begin)
         config = EngineConfig.model_validate({**SETTINGS, "block_size_tokens": BLOCK})
-        self.core = EngineCore(runner, config, ByteTokenizer(), drafter=drafter)
+        self.core = EngineCore(runner, config, ByteTokenizer())
 
     def begin(self, batch: Sequence[ScheduledSequence]) -> PendingStep:
         for item in batch:
@@ -95,22 +91,15 @@ def made(index: int, pick: random.Random) -> EngineRequest:
 
 def test_answers_are_those_of_the_engine_in_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[dict[str, list[int]]] = []
-    pick = random.Random(1)
-    prompt_tokens = {one.request_id: one.prompt_tokens for one in (made(n, pick) for n in range(REQUESTS))}
-    for backend, drafting in (("torch", False), ("triton", False), ("triton", True)):
-        settings = {**SETTINGS, "speculation": "prompt-lookup" if drafting else "off"}
-        runner = runner_of(tmp_path, "mistral", attention_backend=backend, cuda_graphs="auto", **settings)
+    for backend in ("torch", "triton"):
+        runner = runner_of(tmp_path, "mistral", attention_backend=backend, cuda_graphs="auto", **SETTINGS)
         runner._pool.tensor.fill_(float("nan"))
-        drafter = GuessingDrafter(replay(found[0], prompt_tokens)) if drafting else None
-        served = Served(runner, monkeypatch, drafter)
+        served = Served(runner, monkeypatch)
         served.run()
-        assert bool(served.core.step_totals["decode"].accepted_tokens) == drafting
         found.append({name: answer for name, answer in served.answers.items() if name != "r4"})
-        # How far a draft goes depends on measured times, and with it who is preempted.
-        preempted = max(map(len, served.tables.values())) > 1
-        assert drafting or preempted, "some are preempted, and resume in other blocks"
+        assert max(map(len, served.tables.values())) > 1, "some are preempted, and resume in other blocks"
         assert served.cached, "some begin with cached blocks"
         assert served.chunks_beside_tokens
         assert served.core.pool.free == runner.num_blocks
     assert len(found[0]) == REQUESTS - 1
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]

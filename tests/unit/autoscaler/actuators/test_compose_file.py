@@ -13,11 +13,8 @@ import pytest
 import yaml
 
 from autoscaler.policies.policy_file import load_policy
-from splitserve.config.autoscaler import AutoscalerConfig
-from splitserve.config.base import Settings
 from splitserve.config.command_line import settings_of
-from splitserve.config.coordinator import CoordinatorConfig
-from splitserve.config.worker import WorkerConfig
+from tests.support.scaling.service_settings import COMMANDS
 
 FOLDER = Path(__file__).resolve().parents[4] / "compose"
 TEXT = (FOLDER / "compose.yaml").read_text()
@@ -28,13 +25,6 @@ SETTINGS = dict(
     for line in (FOLDER / ".env").read_text().splitlines()
     if line and not line.startswith("#")
 )
-COMMANDS: dict[str, type[Settings]] = {
-    "coordinator": CoordinatorConfig,
-    "prefill-worker": WorkerConfig,
-    "decode-worker": WorkerConfig,
-    "worker": WorkerConfig,
-    "autoscaler": AutoscalerConfig,
-}
 
 
 def words_of(service: dict[str, Any]) -> list[str]:
@@ -163,10 +153,10 @@ def test_the_profile_vllm_has_an_image_of_its_own() -> None:
     assert SERVICES["autoscaler-vllm"]["depends_on"] == ["coordinator", "prefill-vllm", "decode-vllm"]
 
 
-def test_neutral_workers_are_scaled_by_hand() -> None:
+def test_workers_of_role_both_are_scaled_by_hand() -> None:
     """No label of a pool: an autoscaler that runs beside them leaves them alone."""
     service = SERVICES["worker"]
-    assert service["profiles"] == ["neutral"]
+    assert service["profiles"] == ["both"]
     assert service["restart"] == "unless-stopped", "no autoscaler replaces them"
     assert "labels" not in service
     assert service["pid"] == service["ipc"] == "service:namespaces"

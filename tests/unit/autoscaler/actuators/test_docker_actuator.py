@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 
 from autoscaler.actuators import docker as docker_module
-from autoscaler.actuators.actuator import ActualReplica, ReplicaKind
+from autoscaler.actuators.actuator import ActualReplica, ReplicaShape
 from autoscaler.actuators.docker import DockerActuator
 from autoscaler.actuators.docker_engine import DockerEngine
 from autoscaler.actuators.docker_room import HostLimits
-from autoscaler.actuators.docker_seats import HostNetwork
-from autoscaler.hosts.make_hosts import docker_gpus
+from autoscaler.actuators.docker_template import HostNetwork
+from autoscaler.actuators.hosts.make_hosts import docker_gpus
 from splitserve.config.autoscaler import DockerConfig
 from splitserve.errors import (
     ConfigError,
@@ -89,15 +89,15 @@ async def test_each_replica_gets_as_many_gpus_as_the_policy_says() -> None:
     docker.runs("decode", "decode", {"splitserve.gpu": "1"}, VLLM)
     scaled = actuator(docker, gpus=numbered_gpus(8))
     assert scaled.gpu_inventory == 8
-    await scaled.start("decode", 1, ReplicaKind(2))
+    await scaled.start("decode", 1, ReplicaShape(2))
     await scaled.start("prefill", 1)
-    await scaled.start("decode", 1, ReplicaKind(3))
+    await scaled.start("decode", 1, ReplicaShape(3))
     given = {replica.gpu for replica in await scaled.replicas()}
     assert given == {"0", "1", "2,3", "4", "5,6,7"}
     with pytest.raises(ResourceExhaustedError) as caught:
         await scaled.start("prefill", 1)
     assert caught.value.reason == "NO_GPU"
-    await scaled.start("prefill", 1, ReplicaKind(0))
+    await scaled.start("prefill", 1, ReplicaShape(0))
     assert len(docker.there) == 6
 
 
@@ -117,18 +117,18 @@ async def test_a_restarted_autoscaler_gives_no_gpu_twice() -> None:
     docker.runs("prefill", "prefill", {"splitserve.gpu": "0"})
     docker.runs("decode", "decode", {"splitserve.gpu": "2,3"}, VLLM)
     gpus = GpuInventory.of_groups([["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]])
-    await actuator(docker, gpus=gpus).start("decode", 1, ReplicaKind(2))
+    await actuator(docker, gpus=gpus).start("decode", 1, ReplicaShape(2))
     again = actuator(docker, gpus=gpus)
     await again.start("prefill", 1)
     assert {replica.gpu for replica in await again.replicas()} == {"0", "1", "2,3", "4,5"}
     first = next(replica for replica in await again.replicas() if replica.gpu == "2,3")
     await again.stop("decode", [first.name], 60.0)
-    await actuator(docker, gpus=gpus).start("decode", 1, ReplicaKind(2))
+    await actuator(docker, gpus=gpus).start("decode", 1, ReplicaShape(2))
     assert {replica.gpu for replica in await again.replicas()} == {"0", "1", "2,3", "4,5", "6,7"}
     with pytest.raises(ResourceExhaustedError, match="none of the 8"):
-        await again.start("decode", 1, ReplicaKind(2))
+        await again.start("decode", 1, ReplicaShape(2))
     docker.there[docker.killed[0]]["State"] = "exited"
-    await actuator(docker, gpus=gpus).start("decode", 1, ReplicaKind(2))
+    await actuator(docker, gpus=gpus).start("decode", 1, ReplicaShape(2))
     assert [replica.gpu for replica in await again.replicas()].count("2,3") == 1
 
 
@@ -160,7 +160,7 @@ async def test_a_replica_that_could_not_use_its_gpus_is_not_made(
     docker = FakeDocker()
     docker.runs("decode", "decode", {"splitserve.gpu": "0"}, command)
     with pytest.raises(ConfigError, match=words):
-        await actuator(docker, gpus=numbered_gpus(8)).start("decode", 1, ReplicaKind(gpus_each))
+        await actuator(docker, gpus=numbered_gpus(8)).start("decode", 1, ReplicaShape(gpus_each))
     assert len(docker.there) == 1
 
 
@@ -207,20 +207,20 @@ async def test_copies_with_the_hosts_network_get_names_and_ports_of_their_own() 
 async def test_room_needs_a_pattern_an_image_a_model_and_a_place() -> None:
     docker = FakeDocker()
     scaled = actuator(docker, limits=limited(max_replicas=2))
-    assert (await scaled.room("decode", ReplicaKind(gpus=0))).reason == "NO_TEMPLATE"
+    assert (await scaled.room("decode", ReplicaShape(gpus=0))).reason == "NO_TEMPLATE"
     docker.runs("decode", "decode")
-    assert (await scaled.room("decode", ReplicaKind(gpus=0))).missing_image == "splitserve"
+    assert (await scaled.room("decode", ReplicaShape(gpus=0))).reason == "NO_IMAGE"
     docker.images.add("splitserve")
-    assert (await scaled.room("decode", ReplicaKind(gpus=0))).replicas == 1
+    assert (await scaled.room("decode", ReplicaShape(gpus=0))).replicas == 1
     models = docker.runs_once("models", 1)
-    assert "exit code 1" in (await scaled.room("decode", ReplicaKind(gpus=0))).why
+    assert "exit code 1" in (await scaled.room("decode", ReplicaShape(gpus=0))).why
     docker.there[models]["ExitCode"] = 0
-    assert (await scaled.room("decode", ReplicaKind(gpus=0))).replicas == 1
+    assert (await scaled.room("decode", ReplicaShape(gpus=0))).replicas == 1
     docker.there[models]["State"] = "running"
-    assert (await scaled.room("decode", ReplicaKind(gpus=0))).reason == "NO_MODEL"
+    assert (await scaled.room("decode", ReplicaShape(gpus=0))).reason == "NO_MODEL"
     docker.there[models]["State"] = "exited"
     docker.runs("prefill", "prefill")
-    assert (await scaled.room("decode", ReplicaKind(gpus=0))).reason == "NO_ROOM"
+    assert (await scaled.room("decode", ReplicaShape(gpus=0))).reason == "NO_ROOM"
 
 
 async def test_a_host_asked_for_its_gpus_is_no_place_without_any() -> None:
@@ -233,64 +233,8 @@ async def test_a_host_asked_for_its_gpus_is_no_place_without_any() -> None:
     await scaled.replicas()
     assert not answers, "it is asked until it answers"
     await scaled.replicas()
-    assert (await scaled.room("decode", ReplicaKind())).reason == "NO_GPU"
-    assert (await scaled.room("decode", ReplicaKind(gpus=0))).replicas > 0
-
-
-async def test_a_class_is_copied_from_a_container_of_that_class() -> None:
-    docker = FakeDocker()
-    docker.runs("prefill-small", "prefill", {"splitserve.class": "small"})
-    docker.runs("prefill-big", "prefill", {"splitserve.class": "big"})
-    scaled = actuator(docker)
-    await scaled.start("prefill", 2, ReplicaKind(replica_class="small"))
-    kinds = sorted(replica.replica_class for replica in await scaled.replicas())
-    assert kinds == ["big", "small", "small", "small"]
-    with pytest.raises(
-        FailedPreconditionError, match=r"splitserve.pool=prefill and splitserve.class=huge"
-    ) as no:
-        await scaled.start("prefill", 1, ReplicaKind(replica_class="huge"))
-    assert no.value.reason == "NO_TEMPLATE"
-    room = await scaled.room("prefill", ReplicaKind(0, replica_class="huge"))
-    assert (room.replicas, room.reason) == (0, "NO_TEMPLATE")
-
-
-async def test_a_class_gets_gpus_of_its_kind_and_a_restart_counts_the_same() -> None:
-    """Two H100 and three L40S in one machine."""
-    docker, gpus = FakeDocker(), docker_gpus(DockerConfig(gpus="H100=0,1;L40S=2,3,4"))
-    for kind in ("big", "small"):
-        docker.runs(f"decode-{kind}", "decode", {"splitserve.class": kind}, ["--engine", "vllm"])
-    big = ReplicaKind(2, replica_class="big", gpu="H100")
-    small = ReplicaKind(1, replica_class="small", gpu="L40S")
-    await actuator(docker, gpus=gpus).start("decode", 1, small)
-    await actuator(docker, gpus=gpus).start("decode", 1, big)
-    await actuator(docker, gpus=gpus).start("decode", 1, small)
-    again = actuator(docker, gpus=gpus)
-    given = {one.gpu: one.replica_class for one in await again.replicas() if one.gpu}
-    assert given == {"0,1": "big", "2": "small", "3": "small"}
-    docker.images.add("splitserve")
-    assert [(await again.room("decode", kind)).replicas for kind in (big, small)] == [0, 1]
-    with pytest.raises(ResourceExhaustedError, match="none of the 2 GPUs of the kind 'H100' is free"):
-        await again.start("decode", 1, big)
-    with pytest.raises(FailedPreconditionError, match="there are 3 L40S, 2 H100") as no:
-        await again.start("decode", 1, ReplicaKind(1, replica_class="small", gpu="B200"))
-    assert (no.value.reason, no.value.field) == ("GPU_KIND", "gpu")
-    assert (
-        await again.room("decode", ReplicaKind(1, replica_class="small", gpu="B200"))
-    ).reason == "GPU_KIND"
-    await actuator(docker).start("decode", 1, ReplicaKind(1, replica_class="small", gpu="B200"))
-
-
-async def test_the_last_container_of_each_class_is_kept_as_its_pattern() -> None:
-    docker = FakeDocker()
-    for name, kind in (("a", "small"), ("b", "small"), ("c", "big")):
-        docker.runs(f"prefill-{name}", "prefill", {"splitserve.class": kind})
-    for made in docker.there.values():
-        made["State"] = "exited"
-    assert await tidied(actuator(docker)) == ()
-    assert sorted(made["Config"]["Labels"]["splitserve.class"] for made in docker.there.values()) == [
-        "big",
-        "small",
-    ]
+    assert (await scaled.room("decode", ReplicaShape())).reason == "NO_GPU"
+    assert (await scaled.room("decode", ReplicaShape(gpus=0))).replicas > 0
 
 
 def untidy() -> FakeDocker:

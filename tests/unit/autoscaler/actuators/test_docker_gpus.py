@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autoscaler.actuators.docker_gpus import give_gpus, gpus_of
+from autoscaler.actuators.docker_template import give_gpus, gpus_of
 
 ALL = {"Driver": "nvidia", "Count": -1, "DeviceIDs": None, "Capabilities": [["gpu"]]}
 ONE = {"Driver": "nvidia", "Count": 0, "DeviceIDs": ["GPU-a"], "Capabilities": [["gpu"]]}

@@ -1,4 +1,4 @@
-"""The worked example of docs/gpus.md: its files agree, and its replicas get the GPUs that the page shows."""
+"""The worked example of docs/guides/gpus.md: its files agree, and its replicas get the GPUs that the page shows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from autoscaler.actuators.actuator import ReplicaKind
+from autoscaler.actuators.actuator import ReplicaShape
 from autoscaler.actuators.docker import DockerActuator
-from autoscaler.hosts.make_hosts import docker_gpus
+from autoscaler.actuators.hosts.make_hosts import docker_gpus
 from autoscaler.policies.policy_file import load_policy
 from splitserve.config.autoscaler import DockerConfig
 from splitserve.config.gpu_list import gpu_names
@@ -19,7 +19,7 @@ from tests.support.scaling.docker_engine import FakeDocker
 
 COMPOSE = Path(__file__).resolve().parents[4] / "compose"
 EXAMPLE = COMPOSE / "eight-gpus"
-PAGE = (COMPOSE.parent / "docs" / "gpus.md").read_text()
+PAGE = (COMPOSE.parent / "docs" / "guides" / "gpus.md").read_text()
 
 
 def settings(*files: Path) -> dict[str, str]:
@@ -75,7 +75,7 @@ async def test_the_replicas_get_the_gpus_that_the_page_shows() -> None:
     actuator = DockerActuator(docker, docker.project, inventory)  # type: ignore[arg-type]
     assert actuator.gpu_inventory == POLICY.gpu_budget == POLICY.least_gpus == 8
     for pool, rules in POOLS.items():
-        await actuator.start(pool, rules.min_replicas - 1, ReplicaKind(rules.gpus_per_replica))  # type: ignore[arg-type]
+        await actuator.start(pool, rules.min_replicas - 1, ReplicaShape(rules.gpus_per_replica))  # type: ignore[arg-type]
     shown = sorted(re.findall(r"^\| `splitserve-(\w+)-vllm-(\d)` \| ([\d,]+) \|", PAGE, re.MULTILINE))
     made = sorted(
         (labels["splitserve.pool"], labels["com.docker.compose.container-number"], labels["splitserve.gpu"])

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autoscaler.actuators.actuator import ReplicaKind
+from autoscaler.actuators import kubernetes_api
+from autoscaler.actuators.actuator import ReplicaShape
 from autoscaler.actuators.kubernetes import KubernetesActuator
 from splitserve.config.autoscaler import KubernetesConfig
 from splitserve.errors import (
@@ -41,9 +42,10 @@ def kubeconfig(kubernetes: FakeKubernetes, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-async def actuator(kubeconfig: Path) -> AsyncIterator[KubernetesActuator]:
+async def actuator(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KubernetesActuator]:
+    monkeypatch.setattr(kubernetes_api, "CALL_S", 60.0)
     settings = KubernetesConfig(
-        kubeconfig=kubeconfig, prefill="deployment/prefill", decode="deployment/decode", request_timeout_s=60
+        kubeconfig=kubeconfig, prefill="deployment/prefill", decode="deployment/decode"
     )
     opened = KubernetesActuator.connect(settings)
     yield opened
@@ -232,106 +234,9 @@ async def test_pods_and_policy_agree_on_gpus(
     workload.limits, workload.arguments = limits, arguments
     kubernetes.control()
     if words is None:
-        await actuator.start("decode", 1, ReplicaKind(gpus_each))
+        await actuator.start("decode", 1, ReplicaShape(gpus_each))
     else:
         with pytest.raises(SplitserveError, match=words) as caught:
-            await actuator.start("decode", 1, ReplicaKind(gpus_each))
+            await actuator.start("decode", 1, ReplicaShape(gpus_each))
         assert caught.value.field == "gpus_per_replica"
     assert workload.replicas == (4 if words is None else 3)
-
-
-async def test_a_class_without_a_workload_is_refused(
-    actuator: KubernetesActuator, kubernetes: FakeKubernetes
-) -> None:
-    """A pool is one workload of equal pods."""
-    before = kubernetes.workloads["deployment", "decode"].replicas
-    with pytest.raises(FailedPreconditionError, match=r"decode\.classes: a pool is one") as refused:
-        await actuator.start("decode", 1, ReplicaKind(replica_class="big"))
-    assert refused.value.reason == "REPLICA_CLASSES"
-    assert kubernetes.workloads["deployment", "decode"].replicas == before
-
-
-@pytest.fixture
-async def classed(kubernetes: FakeKubernetes, kubeconfig: Path) -> AsyncIterator[KubernetesActuator]:
-    """Both pools have the class `big`; decode has a workload for `spot` as well, and none of its own name."""
-    kubernetes.workloads = {
-        (one.kind, one.name): one
-        for one in (
-            Workload("deployment", "prefill", 1),
-            Workload("deployment", "prefill-big"),
-            Workload(
-                "deployment", "decode-big", 1, limits={"nvidia.com/gpu": "2"}, arguments=["--engine=vllm"]
-            ),
-            Workload("deployment", "decode-spot", 2),
-        )
-    }
-    settings = KubernetesConfig(
-        kubeconfig=kubeconfig,
-        prefill="deployment/prefill",
-        decode="deployment/decode",
-        classes=("big", "spot", "gone"),
-        request_timeout_s=60,
-    )
-    opened = KubernetesActuator.connect(settings)
-    yield opened
-    await opened.close()
-
-
-async def by_class(actuator: KubernetesActuator) -> dict[str, list[tuple[str, bool]]]:
-    found: dict[str, list[tuple[str, bool]]] = {}
-    for one in await actuator.replicas():
-        found.setdefault(f"{one.pool} {one.replica_class}".strip(), []).append((one.name, one.stopping))
-    return found
-
-
-async def test_each_class_is_a_workload(classed: KubernetesActuator, kubernetes: FakeKubernetes) -> None:
-    kubernetes.control()
-    there = await by_class(classed)
-    assert {name: len(pods) for name, pods in there.items()} == {
-        "prefill": 1,
-        "decode big": 1,
-        "decode spot": 2,
-    }
-    await classed.start("decode", 1, ReplicaKind(2, replica_class="big"))
-    assert [name for name, _ in (await by_class(classed))["decode big"]] == [
-        "decode-big-7c9f-00002",
-        "decode-big-pending-0",
-    ]
-    await classed.start("decode", 1, ReplicaKind(replica_class="spot"))
-    kubernetes.control()
-    counts = {name: len(pods) for name, pods in (await by_class(classed)).items()}
-    assert counts == {"prefill": 1, "decode big": 2, "decode spot": 3}
-
-
-async def test_a_replica_of_a_class_is_ended_in_its_workload(
-    classed: KubernetesActuator, kubernetes: FakeKubernetes
-) -> None:
-    kubernetes.control()
-    name = (await by_class(classed))["decode spot"][0][0]
-    await classed.stop("decode", [name], 120.0)
-    assert kubernetes.workloads["deployment", "decode-spot"].replicas == 1
-    assert kubernetes.workloads["deployment", "decode-big"].replicas == 1
-    assert dict((await by_class(classed))["decode spot"])[name]
-    kubernetes.control()
-    kubernetes.control()
-    assert [each for each, _ in (await by_class(classed))["decode spot"]] != [name]
-
-
-async def test_what_a_class_lacks_is_named(classed: KubernetesActuator, kubernetes: FakeKubernetes) -> None:
-    with pytest.raises(FailedPreconditionError, match="decode-gone") as missing:
-        await classed.start("decode", 1, ReplicaKind(replica_class="gone"))
-    assert missing.value.reason == "NO_TEMPLATE"
-    kubernetes.control()
-    with pytest.raises(FailedPreconditionError, match=r"the pods of deployment/decode-big .* 2 GPUs"):
-        await classed.start("decode", 1, ReplicaKind(1, replica_class="big"))
-    kubernetes.workloads = {}
-    with pytest.raises(NotFoundError, match="none of the workloads of prefill exists"):
-        await classed.replicas()
-
-
-async def test_a_class_that_cannot_be_listed_is_not_taken_for_none(
-    classed: KubernetesActuator, kubernetes: FakeKubernetes
-) -> None:
-    kubernetes.refuse = 500
-    with pytest.raises(UnavailableError):
-        await classed.replicas()

@@ -9,27 +9,17 @@ from typing import Any
 import pytest
 import yaml
 
-from autoscaler.actuators.worker_kind import runs_neutral
 from autoscaler.policies.policy_file import parse_policy
 from coordinator.tenants.policy_file import load_tenants
-from splitserve.config.autoscaler import AutoscalerConfig, KubernetesConfig
-from splitserve.config.base import Settings
+from splitserve.config.autoscaler import KubernetesConfig
 from splitserve.config.command_line import settings_of
-from splitserve.config.coordinator import CoordinatorConfig
-from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError
 from splitserve.rpc.credentials import read_token
 from tests.support.kubernetes.kubernetes_schema import check_document
+from tests.support.scaling.service_settings import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[4]
 FOLDER = ROOT / "compose" / "kubernetes"
-COMMANDS: dict[str, type[Settings]] = {
-    "coordinator": CoordinatorConfig,
-    "prefill-worker": WorkerConfig,
-    "decode-worker": WorkerConfig,
-    "worker": WorkerConfig,
-    "autoscaler": AutoscalerConfig,
-}
 POOLS = ("splitserve-prefill", "splitserve-decode")
 
 
@@ -46,15 +36,13 @@ def pod(deployment: dict[str, Any]) -> dict[str, Any]:
     return deployment["spec"]["template"]["spec"]
 
 
-CLASSED, NEUTRAL = found("classes", "Deployment"), found("neutral", "Deployment")
 DEPLOYMENTS = {
     name: deployment
     for file in ("coordinator", "workers", "autoscaler")
     for name, deployment in found(file, "Deployment").items()
 }
-POLICY, CLASSED_POLICY, NEUTRAL_POLICY = (
-    parse_policy(yaml.safe_load(found(file, "ConfigMap")["splitserve-policy"]["data"]["policy.yaml"]))
-    for file in ("autoscaler", "classes", "neutral")
+POLICY = parse_policy(
+    yaml.safe_load(found("autoscaler", "ConfigMap")["splitserve-policy"]["data"]["policy.yaml"])
 )
 OTHER_APIS = ("keda.sh/v1alpha1",)
 """Of custom resources, which the API server learns from their operators."""
@@ -87,7 +75,7 @@ def test_what_the_api_would_refuse_is_found(change: dict[str, Any], words: str) 
         check_document(DEPLOYMENTS["splitserve-decode"] | change)
 
 
-@pytest.mark.parametrize(("name", "deployment"), [*DEPLOYMENTS.items(), *CLASSED.items(), *NEUTRAL.items()])
+@pytest.mark.parametrize(("name", "deployment"), DEPLOYMENTS.items())
 def test_commands_and_labels(name: str, deployment: dict[str, Any]) -> None:
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert deployment["spec"]["selector"]["matchLabels"] == labels == {"app": name}
@@ -139,7 +127,7 @@ def test_workers_drain_within_their_grace_and_are_named_by_their_pods(name: str,
 def test_other_scalers_name_our_pools_and_our_metrics(file: str, kind: str) -> None:
     scalers = found(file, kind)
     assert [scaler["spec"]["scaleTargetRef"]["name"] for scaler in scalers.values()] == list(POOLS)
-    known = (ROOT / "docs" / "metrics.md").read_text()
+    known = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     used = re.findall(r"splitserve_\w+", (FOLDER / f"{file}.yaml").read_text())
     assert used
     assert all(f"`{series}`" in known for series in used)
@@ -202,71 +190,9 @@ def apps(selector: dict[str, Any]) -> list[str]:
     return named
 
 
-def test_each_class_of_the_example_is_a_deployment_like_that_of_its_pool() -> None:
-    classes = {one.name: one for one in CLASSED_POLICY.decode.classes}
-    assert {f"{POOLS[1]}-{name}" for name in classes} == set(CLASSED)
-    plain = pod(DEPLOYMENTS[POOLS[1]])
-    for name, kind in classes.items():
-        worker = pod(CLASSED[f"{POOLS[1]}-{name}"])
-        own = worker["containers"][0]
-        assert f"--replica-class={name}" in own["args"]
-        assert set(plain["containers"][0]["args"]) < set(own["args"])
-        assert own["resources"]["limits"] == {"nvidia.com/gpu": CLASSED_POLICY.decode.gpus_per_replica}
-        assert worker["terminationGracePeriodSeconds"] >= CLASSED_POLICY.decode.drain_s + 30
-        assert {**worker, "containers": 0, "nodeSelector": 0, "tolerations": 0} == {
-            **plain,
-            "containers": 0,
-            "nodeSelector": 0,
-            "tolerations": 0,
-        }
-        assert {**own, "args": 0} == {**plain["containers"][0], "args": 0}
-        spot = "cloud.google.com/gke-spot"
-        assert (spot in worker["nodeSelector"]) == kind.spot
-        assert [entry["key"] for entry in worker.get("tolerations", ())] == ([spot] if kind.spot else [])
-        assert any(option.startswith("--spot-provider=") for option in own["args"]) == kind.spot
-
-
-def test_the_autoscaler_may_scale_each_class() -> None:
-    names = [one.name for one in CLASSED_POLICY.decode.classes]
-    (rule,) = found("classes", "Role")["splitserve-autoscaler-classes"]["rules"]
-    assert rule["resourceNames"] == [f"{pool}-{name}" for pool in POOLS for name in names]
-    assert (rule["resources"], rule["verbs"]) == (["deployments/scale"], ["get", "patch"])
-    binding = found("classes", "RoleBinding")["splitserve-autoscaler-classes"]
-    assert binding["subjects"] == found("autoscaler", "RoleBinding")["splitserve-autoscaler"]["subjects"]
-
-
-def test_the_network_policies_of_classes_name_their_pods() -> None:
-    first, second = (policy["spec"] for policy in found("classes", "NetworkPolicy").values())
-    assert set(apps(first["podSelector"])) == set(CLASSED)
-    assert set(apps(second["podSelector"])) == {"splitserve-coordinator", POOLS[0]}
-    assert set(apps(second["ingress"][0]["from"][0]["podSelector"])) == set(CLASSED)
-
-
-def test_neutral_workers_are_those_of_the_pools_but_for_their_command() -> None:
-    assert set(NEUTRAL) == set(POOLS)
-    assert (NEUTRAL_POLICY.workers, POLICY.workers) == ("neutral", "pinned")
-    assert NEUTRAL_POLICY.prefill.gpus_per_replica == NEUTRAL_POLICY.decode.gpus_per_replica
-    longest_s = max(NEUTRAL_POLICY.prefill.drain_s, NEUTRAL_POLICY.decode.drain_s)
-    for name, deployment in NEUTRAL.items():
-        pool = name.removeprefix("splitserve-")
-        plain, own = pod(DEPLOYMENTS[name]), pod(deployment)
-        command, leaning, *options = own["containers"][0]["args"]
-        assert (command, leaning) == ("worker", f"--leaning={pool}")
-        assert runs_neutral(own["containers"][0]["args"]) is True
-        assert [f"{pool}-worker", *options] == plain["containers"][0]["args"]
-        assert {**own["containers"][0], "args": 0} == {**plain["containers"][0], "args": 0}
-        assert {**own, "containers": 0} == {**plain, "containers": 0}
-        assert f"--drain={longest_s:g}" in options
-        assert own["terminationGracePeriodSeconds"] >= longest_s + 5
-        assert own["containers"][0]["resources"]["limits"] == {
-            "nvidia.com/gpu": NEUTRAL_POLICY.decode.gpus_per_replica
-        }
-        assert "replicas" not in deployment["spec"]
-
-
-def test_neutral_workers_of_both_pools_reach_each_other() -> None:
-    """Each writes to all others, whichever pool they were started for."""
+def test_workers_of_both_pools_reach_each_other() -> None:
+    """A worker may take the other role than that of the pool it was started for."""
     workers = found("network-policy", "NetworkPolicy")["splitserve-workers"]["spec"]
-    assert set(apps(workers["podSelector"])) == set(NEUTRAL)
+    assert set(apps(workers["podSelector"])) == set(POOLS)
     (peers,) = [rule for rule in workers["ingress"] if "ports" not in rule]
-    assert set(apps(peers["from"][0]["podSelector"])) == set(NEUTRAL)
+    assert set(apps(peers["from"][0]["podSelector"])) == set(POOLS)

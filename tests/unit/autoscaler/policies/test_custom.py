@@ -15,8 +15,8 @@ import pytest
 from autoscaler.control_loop import LoopSettings
 from autoscaler.decide import make_decide
 from autoscaler.plan import ScalingPlan
-from autoscaler.policies import bounded_call, custom
-from autoscaler.policies.bounded_call import BoundedFunction
+from autoscaler.policies import custom
+from autoscaler.policies.custom import BoundedFunction
 from autoscaler.policies.policy_file import parse_policy
 from autoscaler.policies.recommendation import PoolStatus, Recommendation
 from autoscaler.policy_in_force import PolicyFile, PolicyInForce
@@ -47,7 +47,7 @@ def held() -> Iterator[threading.Event]:
 
 def decided(function: str, seen: Snapshot | None = None, **options: Any) -> ScalingPlan:
     pool = {"kind": "custom", "function": function, "options": options}
-    rules = parse_policy({"prefill": pool, "decode": {"target_ms": 50}, "lend_decode": False})
+    rules = parse_policy({"prefill": pool, "decode": {"target_ms": 50}})
     return make_decide(rules)(None, seen or snapshot())[0]
 
 
@@ -178,14 +178,12 @@ def test_a_running_autoscaler_bounds_its_functions(
     tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "policy.yaml"
-    path.write_text(
-        "prefill: {kind: custom, function: mine.py:mine}\ndecode: {target_ms: 50}\nlend_decode: false\n"
-    )
+    path.write_text("prefill: {kind: custom, function: mine.py:mine}\ndecode: {target_ms: 50}\n")
     waits = f"from {__name__} import HELD; HELD[-1].wait()"
     (tmp_path / "mine.py").write_text(
         GOOD.replace("    return", f"    if snapshot.now_s:\n        {waits}\n    return")
     )
-    monkeypatch.setattr(bounded_call, "CALL_S", 0.05)
+    monkeypatch.setattr(custom, "CALL_S", 0.05)
     change = PolicyInForce(PolicyFile(path), Observer([], None), LoopSettings()).first()
     plan, _ = change.decide(None, snapshot(prefill=5))
     assert plan.prefill.desired == 5

@@ -58,6 +58,22 @@ WINDOW = {"start": "08:00", "end": "18:00", "replicas": 2}
     ("changes", "field", "words"),
     [
         ({"prefill": {"target_ms": 0}}, "prefill.target_ms", "greater than 0"),
+        (
+            {"prefill": {"target_ms": 1, "percentile": 0.95}},
+            "prefill.percentile",
+            "95 is the 95th percentile",
+        ),
+        (
+            {"decode": {"kind": "target", "metric": "tpot", "target": 50, "percentile": 0.999}},
+            "decode.percentile",
+            "99.9 is the 99.9th percentile",
+        ),
+        (
+            {"prefill": {"kind": "predictive", "target_ms": 1, "forecast_percentile": 0.8}},
+            "prefill.forecast_percentile",
+            "80 is the 80th percentile",
+        ),
+        ({"prefill": {"target_ms": 1, "percentile": 0}}, "prefill.percentile", "greater than or equal to 1"),
         ({"prefill": {}}, "prefill.target_ms", "required"),
         ({"prefill": {"target_ms": 1, "targt": 1}}, "prefill.targt", "not permitted"),
         ({"prefill": {"target_ms": 1, "percentile": 100}}, "prefill.percentile", "less than 100"),
@@ -72,7 +88,6 @@ WINDOW = {"start": "08:00", "end": "18:00", "replicas": 2}
             "greater than or equal to 0",
         ),
         ({"idle_s": 0}, "idle_s", "greater than 0"),
-        ({"prefill": {"target_ms": 1, "signal": "tpot"}}, "prefill.signal", "must be ttft"),
         ({"prefill": {"kind": "magic"}}, "prefill", "slo, target, schedule, predictive or custom"),
         ({"prefill": 3}, "prefill", "dictionary"),
         ({"decode": {"kind": "target", "metric": "tpot"}}, "decode.target", "required"),
@@ -107,14 +122,8 @@ WINDOW = {"start": "08:00", "end": "18:00", "replicas": 2}
             "at most season_s / 4 (25)",
         ),
         ({"gpu_budget": 1}, "gpu_budget", "of both pools: 2"),
-        (
-            {"ratio": {"min_prefill_per_decode": 2, "max_prefill_per_decode": 1}},
-            "ratio.max_prefill_per_decode",
-            "at least min_prefill_per_decode (2)",
-        ),
         ({"interval_s": float("nan")}, "interval_s", "finite"),
-        ({"ratio": {"max_prefill_per_decode": 1e-308}}, "ratio.max_prefill_per_decode", "equal to 0.001"),
-        ({"prefill": {"target_ms": 1, "slo": {"fade_s": 0.01}}}, "prefill.slo.fade_s", "equal to 1"),
+        ({"prefill": {"target_ms": 1, "slo": {"history_s": 1}}}, "prefill.slo.history_s", "equal to 2"),
         (
             {"prefill": {"target_ms": 1, "behavior": {"scaleUp": {"policies": [PERCENT]}}}},
             "prefill.behavior.scaleUp.policies.0.value",

@@ -8,19 +8,17 @@ from typing import Any
 import pytest
 
 from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
-from autoscaler.decide import PlanMemory, PoolState, carried, plan_holds
-from autoscaler.decisions.decider import Decider
+from autoscaler.decide import PlanMemory, PoolState, carried
 from autoscaler.loop_metrics import loop_metrics
 from autoscaler.policies.policy_file import parse_policy
 from autoscaler.policies.predictive import PredictiveMemory
-from autoscaler.policies.slo.slo_prefill import PrefillMemory
+from autoscaler.policies.recommendation import TrimMemory
 from autoscaler.policy_in_force import PolicyFile, PolicyInForce
 from autoscaler.reconcile import PlannedRotation
 from autoscaler.signals.observer import Observer
 from tests.support.policy_files import reread
 from tests.support.scaling.fake_actuator import FakeActuator
 from tests.support.scaling.signal_sources import Clock, FakeSource, worker
-from tests.support.waiting import PATIENCE_S
 
 POLICY = """\
 interval_s: 5
@@ -51,7 +49,6 @@ class Edited:
             self.actuator,
             first.settings,
             changed_policy=self.changed,
-            decider=Decider(turn_s=PATIENCE_S),
         )
 
     def changed(self) -> PolicyChange | None:
@@ -193,12 +190,12 @@ HISTORY = PredictiveMemory(inner="trend", rates=(1.0, 2.0))
 @pytest.mark.parametrize(
     ("before", "after", "memory", "kept"),
     [
-        (SLO, SLO | {"target_ms": 200}, PrefillMemory(), PrefillMemory()),
+        (SLO, SLO | {"target_ms": 200}, TrimMemory(), TrimMemory()),
         (PREDICTIVE, PREDICTIVE | {"target_ms": 200}, HISTORY, HISTORY),
         (PREDICTIVE, PREDICTIVE | {"interval_s": 600}, HISTORY, PredictiveMemory(inner="trend")),
         (PREDICTIVE, SLO, HISTORY, "trend"),
         (SLO, PREDICTIVE, "trend", PredictiveMemory(inner="trend")),
-        (SLO, TARGET, PrefillMemory(), None),
+        (SLO, TARGET, TrimMemory(), None),
         (TARGET, SLO, None, None),
     ],
 )
@@ -208,60 +205,3 @@ def test_forecasts_survive_as_far_as_the_new_policy_understands_them(
     old, new = (parse_policy({"prefill": pool, "decode": SLO}) for pool in (before, after))
     found = carried(PlanMemory(prefill=PoolState(7, policy=memory)), old, new)
     assert (found.prefill.desired, found.prefill.policy) == (7, kept)
-
-
-def test_counts_of_another_unit_are_forgotten() -> None:
-    def classed(speed: float) -> dict[str, Any]:
-        classes = [{"name": "a", "price_per_hour": 1}, {"name": "b", "price_per_hour": 2, "speed": speed}]
-        return {"prefill": SLO | {"classes": classes}, "decode": SLO}
-
-    plain, old, same, new = (
-        parse_policy(each) for each in ({"prefill": SLO, "decode": SLO}, classed(2), classed(2), classed(4))
-    )
-    memory = PlanMemory(prefill=PoolState(7), decode=PoolState(3))
-    assert [carried(memory, old, after).prefill.desired for after in (same, new, plain)] == [7, None, None]
-    assert carried(memory, plain, old).prefill.desired is None
-    assert carried(memory, plain, old).decode.desired == 3
-
-
-CLASS = {"name": "a", "price_per_hour": 1}
-CLASSED = SLO | {"classes": [CLASS], "max_replicas": 4}
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "holds"),
-    [
-        ({}, {"interval_s": 7}, True),
-        ({}, {"prefill": SLO | {"target_ms": 7, "min_replicas": 2, "max_replicas": 3}}, True),
-        ({}, {"prefill": TARGET}, True),
-        ({}, {"workers": "neutral"}, False),
-        ({}, {"gpu_budget": 4}, False),
-        ({}, {"prefill": SLO | {"gpus_per_replica": 2}}, False),
-        ({}, {"prefill": SLO | {"warm_standby": 1}}, False),
-        ({}, {"prefill": CLASSED}, False),
-        ({"prefill": CLASSED}, {"prefill": CLASSED | {"target_ms": 7}}, True),
-        ({"prefill": CLASSED}, {"prefill": CLASSED | {"max_replicas": 3}}, False),
-        ({"prefill": CLASSED}, {"prefill": SLO | {"classes": [CLASS | {"max_replicas": 2}]}}, False),
-        ({"prefill": CLASSED}, {"prefill": SLO | {"classes": [CLASS | {"name": "b"}]}}, False),
-    ],
-)
-def test_a_plan_holds_under_a_policy_that_counts_the_same(
-    before: dict[str, Any], after: dict[str, Any], holds: bool
-) -> None:
-    pools = {"prefill": SLO, "decode": SLO}
-    old, new = parse_policy(pools | before), parse_policy(pools | after)
-    assert plan_holds(old, new) is holds
-    assert plan_holds(new, old) is holds
-    assert plan_holds(new, new)
-
-
-async def test_an_edit_tells_its_loop_whether_the_last_plan_holds(tmp_path: Path) -> None:
-    edited = Edited(tmp_path)
-    edited.path.write_text(POLICY.format(least=3))
-    change = edited.changed()
-    assert change is not None
-    assert change.holds
-    edited.path.write_text(POLICY.format(least=3) + "gpu_budget: 9\n")
-    change = edited.changed()
-    assert change is not None
-    assert not change.holds

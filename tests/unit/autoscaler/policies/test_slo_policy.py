@@ -10,10 +10,10 @@ import pytest
 
 from autoscaler.decide import make_decide
 from autoscaler.plan import Decide, ScalingPlan
+from autoscaler.policies import demand
 from autoscaler.policies.demand import Covered, measure
-from autoscaler.policies.policy_file import parse_policy
+from autoscaler.policies.policy_file import SloTuning, parse_policy
 from autoscaler.policies.slo.slo_prefill import erlang_c, replicas_for_wait, wait_exceeds
-from autoscaler.policies.slo.slo_tuning import SloTuning
 from autoscaler.snapshot import ArrivalBucket, LinkSignals, Snapshot
 from splitserve.histograms import Histogram
 from tests.support.scaling.snapshots import STEP, Load, arrivals, replicas, snapshot
@@ -22,7 +22,6 @@ POLICY = parse_policy(
     {
         "prefill": {"target_ms": 1000, "max_replicas": 32},
         "decode": {"target_ms": 50, "max_replicas": 32},
-        "lend_decode": False,
     }
 )
 
@@ -39,6 +38,7 @@ def settled(decide: Decide, seen: Snapshot, spans: int = 40) -> ScalingPlan:
                 b.prompt_tokens,
                 b.uncached_tokens,
                 b.output_tokens,
+                b.local_requests,
             )
             for b in seen.arrivals
         )
@@ -113,6 +113,24 @@ def test_without_traffic_both_pools_shrink_to_their_minimum() -> None:
     seen = snapshot(prefill=5, decode=5, load=Load(requests_per_s=0), prefill_latency_s=None, tpot_s=None)
     plan = settled(make_decide(POLICY), seen)
     assert (plan.prefill.desired, plan.decode.desired) == (1, 1)
+
+
+def test_a_prefill_pool_shrinks_where_decode_workers_compute_the_prompts() -> None:
+    """Hardly anything is left to measure the latency of."""
+    seen = snapshot(prefill=5, prefill_latency_s=None)
+    few = tuple(replace(b, uncached_tokens=b.uncached_tokens // 20, local_requests=9) for b in seen.arrivals)
+    assert settled(make_decide(POLICY), replace(seen, arrivals=few)).prefill.desired == 1
+
+
+def test_a_long_prompt_in_ten_waits_for_its_like() -> None:
+    """The mean prompt is that of prefill workers, not of all requests."""
+    mixed = tuple(replace(b, uncached_tokens=10_000, local_requests=9) for b in snapshot().arrivals)
+    counts = [
+        one(replace(snapshot(prefill=1), arrivals=a)).prefill.desired for a in (mixed, snapshot().arrivals)
+    ]
+    assert counts[0] > counts[1]
+    alike = tuple(replace(b, requests=1, local_requests=0) for b in mixed)
+    assert one(replace(snapshot(prefill=1), arrivals=alike)).prefill.desired == counts[0]
 
 
 def test_a_young_record_never_scales_down() -> None:
@@ -223,23 +241,14 @@ def test_growth_beyond_noise_is_carried_over_the_cold_start() -> None:
     assert flat.growth == 1.0
 
 
-def test_a_record_begins_after_its_last_gap() -> None:
-    """A restart leaves one: nobody knows what was asked for meanwhile."""
-    record = [ArrivalBucket(float(i), 1.0, 1, 0, 1000, 0.0) for i in (*range(300), *range(900, 1000))]
-    found = measure(record, lambda bucket: float(bucket.uncached_tokens), 1000.0, 60.0, SloTuning())
-    assert found is not None
-    assert found.covered_s == 100.0
-    assert measure(record, lambda _: 1.0, 1900.0, 60.0, SloTuning()) is None
-
-
-def test_headroom_follows_what_forecasts_fell_short_by() -> None:
-    tuning = SloTuning(drift=0.0)
+def test_headroom_follows_what_forecasts_fell_short_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demand, "DRIFT", 0.0)
 
     def covered(tokens: Callable[[int], int]) -> Covered:
         record = tuple(ArrivalBucket(float(i), 1.0, 1, 0, tokens(i), 0.0) for i in range(1200))
-        demand = measure(record, lambda bucket: float(bucket.uncached_tokens), 1200.0, 60.0, tuning)
-        assert demand is not None
-        return demand.covered_rate(20.0, 60.0, 0.95, 60.0)
+        found = measure(record, lambda bucket: float(bucket.uncached_tokens), 1200.0, 60.0, SloTuning())
+        assert found is not None
+        return found.covered_rate(20.0, 60.0, 0.95, 60.0)
 
     steady = covered(lambda _: 1000)
     assert (steady.expected, steady.with_headroom) == pytest.approx((1000, 1000))
@@ -252,30 +261,32 @@ def test_headroom_follows_what_forecasts_fell_short_by() -> None:
     assert rising.with_headroom == pytest.approx(2200 + 60, abs=80)
 
 
-def test_headroom_grows_with_the_cold_start_where_the_record_is_quiet() -> None:
-    def headroom(record_s: int, lead_s: float, drift: float = 0.08) -> float:
+def test_headroom_grows_with_the_cold_start_where_the_record_is_quiet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def headroom(record_s: int, lead_s: float) -> float:
         record = tuple(ArrivalBucket(float(i), 1.0, 1, 0, 1000, 0.0) for i in range(record_s))
-        tuning = SloTuning(drift=drift)
-        demand = measure(record, lambda b: float(b.uncached_tokens), float(record_s), lead_s, tuning)
-        assert demand is not None
-        found = demand.covered_rate(40.0, lead_s, 0.9, 60.0)
+        measured = measure(record, lambda b: float(b.uncached_tokens), float(record_s), lead_s, SloTuning())
+        assert measured is not None
+        found = measured.covered_rate(40.0, lead_s, 0.9, 60.0)
         return found.with_headroom / found.expected - 1
 
     quick, slow, slowest = (headroom(1800, lead_s) for lead_s in (20.0, 180.0, 600.0))
     assert quick == pytest.approx(0.0)
     assert 0.02 < slow < 0.2 < slowest
     assert headroom(500, 180.0) > slow, "fewer errors are known"
-    assert headroom(1800, 600.0, drift=0.0) == pytest.approx(0.0)
+    monkeypatch.setattr(demand, "DRIFT", 0.0)
+    assert headroom(1800, 600.0) == pytest.approx(0.0)
 
 
-@pytest.mark.parametrize(("lead_s", "wanted"), [(20.0, 4), (240.0, 3)])
-def test_a_backlog_may_take_half_a_cold_start_to_clear(lead_s: float, wanted: int) -> None:
-    # 10,000 tokens/s are what two replicas compute; 300,000 wait: 10,000/s more in 30 s, 2,500/s more in two minutes.
+@pytest.mark.parametrize("lead_s", [20.0, 240.0])
+def test_a_backlog_is_cleared_in_half_a_window(lead_s: float) -> None:
+    # 10,000 tokens/s are what two replicas compute; 300,000 wait: 10,000/s more in 30 s.
     seen = snapshot(prefill=2)
     waiting = replace(seen.prefill, backlog_tokens=300_000, cold_start_s=lead_s)
     plan = one(replace(seen, prefill=waiting))
-    assert plan.prefill.desired == wanted
-    assert ("catch up" in plan.prefill.reason) == (lead_s < 60)
+    assert plan.prefill.desired == 4
+    assert "catch up" in plan.prefill.reason
 
 
 def test_erlang_c_against_a_table() -> None:

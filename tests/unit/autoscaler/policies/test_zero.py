@@ -127,7 +127,7 @@ def test_who_leaves_while_replicas_start_leaves_them_for_the_idle_time() -> None
 
 
 def test_what_was_not_given_up_after_all_is_used() -> None:
-    """As a shadow policy sees it, whose plans nobody carries out, and where a coordinator could not be told."""
+    """In a dry run, whose plans nobody carries out, and where a coordinator could not be told."""
     pools = Pools()
     pools.look(acting=False)
     assert pools.look(IDLE_S, acting=False) == (0, 0)
@@ -183,67 +183,30 @@ def test_standbys_stay_loaded() -> None:
     assert (pools.plan.prefill.standby, pools.plan.decode.standby) == (1, 1)
 
 
-def test_one_neutral_worker_serves_both_pools_until_it_is_busy() -> None:
-    pools = Pools(
-        "custom", {"function": "tests.support.scaling.custom_policy:one_with_need"}, workers="neutral"
-    )
-    pools.counts = {"prefill": 0, "decode": 0}
-    assert pools.look() == (0, 0)
-    assert pools.look(waiting_for_workers=1) == (0, 1)
-    assert pools.look(in_progress=1, metrics={"need": 0.2}) == (0, 1)
-    assert pools.look(in_progress=1, metrics={"need": 0.3}) == (1, 1)
-    assert pools.look(in_progress=1, metrics={"need": 0.2}) == (1, 1), "not at once back"
-    assert pools.look(in_progress=1, metrics={"need": 0.1}) == (0, 1)
-    assert pools.plan is not None
-    assert pools.plan.prefill.cause == "one_neutral"
-    assert pools.look(IDLE_S) == (0, 0)
-
-
-@pytest.mark.parametrize(("workers", "budget"), [("pinned", 2), ("neutral", 1)])
-def test_the_gpu_budget_must_hold_what_can_serve(workers: str, budget: int) -> None:
-    pools = Pools(workers=workers, gpu_budget=budget)
+def test_the_gpu_budget_must_hold_what_can_serve() -> None:
+    pools = Pools(gpu_budget=2)
     pools.counts = {"prefill": 0, "decode": 0}
     pools.look()
     wanted = pools.look(waiting_for_workers=500)
-    assert sum(wanted) == budget
+    assert sum(wanted) == 2
     with pytest.raises(Exception, match="gpu_budget"):
-        Pools(workers=workers, gpu_budget=budget - 1 or 0)
-
-
-def test_what_a_pool_keeps_at_zero_sleeps_where_its_policy_says_so() -> None:
-    for sleeps in (False, True):
-        pools = Pools(pool={"warm_standby": 1, "sleep": sleeps})
-        pools.to_zero()
-        assert pools.plan is not None
-        for plan in (pools.plan.prefill, pools.plan.decode):
-            assert (plan.desired, plan.standby, plan.sleep) == (0, 1, sleeps)
+        Pools(gpu_budget=1)
 
 
 @pytest.mark.parametrize(
-    ("replicas", "standbys", "wake_s", "due_in_s", "awake"),
-    [
-        (1, 0, None, 50.0, True),
-        (1, 1, 0.5, 50.0, False),
-        (1, 1, 0.5, 5.0, True),
-        (1, 1, None, 4.0, True),
-        (2, 1, 0.5, 50.0, True),
-        (1, 1, 30.0, 34.0, True),
-    ],
-    ids=["cold", "asleep", "wakes in time", "never slept", "another one is cold", "slow to wake"],
+    ("replicas", "standbys", "due_in_s", "awake"),
+    [(1, 0, 50.0, True), (1, 1, 50.0, False), (1, 1, 4.0, True), (2, 1, 50.0, True)],
+    ids=["cold", "on standby", "due", "another one is cold"],
 )
-def test_a_window_s_first_replicas_start_as_early_as_they_take_to_wake_up(
-    replicas: int, standbys: int, wake_s: float | None, due_in_s: float, awake: bool
+def test_a_window_s_first_replicas_start_as_early_as_they_take(
+    replicas: int, standbys: int, due_in_s: float, awake: bool
 ) -> None:
     """Windows begin at midnight, UTC; a cold start takes 60 s, and decisions are made every 5 s."""
     window = {"start": "00:00", "end": "01:00", "replicas": replicas}
-    pools = Pools(pool={"warm_standby": standbys, "sleep": True, "schedule": [window]})
+    pools = Pools(pool={"warm_standby": standbys, "schedule": [window]})
     pools.counts = {"prefill": standbys, "decode": standbys}
     pools.there = {"prefill": ReplicaState.STANDBY, "decode": ReplicaState.STANDBY}
     midnight = 20_000 * 86_400.0
     snapshot = replace(pools.snapshot(), wall_s=midnight - due_in_s)
-    signals = {
-        "prefill": replace(snapshot.prefill, wake_s=wake_s),
-        "decode": replace(snapshot.decode, wake_s=wake_s),
-    }
-    plan, _ = pools.decide(None, replace(snapshot, **signals))
+    plan, _ = pools.decide(None, snapshot)
     assert (plan.prefill.desired > 0) is awake

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoscaler.actuators.actuator import ActualReplica
-from autoscaler.signals.ended_replicas import MAX_ENDED, EndedReplicas
-from autoscaler.signals.observer import Observer
+from autoscaler.signals.observer import MAX_ENDED, EndedReplicas, Observer
 from tests.support.scaling.signal_sources import Clock, FakeSource, worker
 
 

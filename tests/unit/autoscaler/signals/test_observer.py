@@ -9,10 +9,12 @@ import pytest
 
 from autoscaler.actuators.actuator import ActualReplica, Presence
 from autoscaler.signals.observer import Observer
-from autoscaler.snapshot import PrefillSignals, ReplicaStart, StepTimeModel, lead_s
+from autoscaler.snapshot import PrefillSignals, ReplicaStart, lead_s
 from splitserve.config.engine import MAX_ADAPTERS
 from splitserve.errors import UnavailableError
+from splitserve.latency_model import DecodeLatency, LatencyModel
 from splitserve.v1 import generation_pb2, registry_pb2, scaling_pb2
+from tests.support.latency import latency as latency_of
 from tests.support.scaling.signal_sources import Clock, FakeSource, names, worker
 
 TTFT, TPOT = scaling_pb2.PHASE_TTFT, scaling_pb2.PHASE_TPOT
@@ -77,6 +79,24 @@ async def test_arrivals_come_in_contiguous_buckets() -> None:
     assert [(b.start_s, b.length_s, b.requests) for b in seen.arrivals] == [(1000, 10, 15), (1010, 5, 1)]
     assert seen.arrivals[0].prompt_tokens == seen.arrivals[0].uncached_tokens == 2000
     assert seen.arrivals[0].output_tokens == pytest.approx(150)
+
+
+async def test_prompts_of_decode_workers_are_taken_off_what_arrived_and_never_more() -> None:
+    rig = Rig()
+    await rig.look()
+    rig.one.arrive(10)
+    rig.one.compute_locally(4)
+    seen = await rig.look(5)
+    assert [(b.requests, b.prefill_requests, b.uncached_tokens) for b in seen.arrivals] == [(10, 6, 600)]
+    rig.one.arrive(1)
+    rig.one.compute_locally(5)  # four of them arrived before
+    seen = await rig.look(5)
+    assert [b.uncached_tokens for b in seen.arrivals] == [200, 0]
+    assert [b.prefill_requests for b in seen.arrivals] == [2, 0]
+    rig.one.compute_locally(100)  # of requests that arrived before anybody looked
+    seen = await rig.look(5)
+    assert [b.uncached_tokens for b in seen.arrivals] == [0, 0, 0]
+    assert [b.prompt_tokens for b in seen.arrivals] == [1000, 100, 0]
 
 
 async def test_a_restarted_coordinator_counts_from_zero_and_takes_nothing_back() -> None:
@@ -152,15 +172,15 @@ async def test_replicas_of_the_actuator_and_of_the_coordinators_are_one_list() -
 
 async def test_figures_of_the_pools() -> None:
     rig = Rig()
-    fit = registry_pb2.DecodeStepFit(base_ms=10, sequence_ms=1, context_token_ms=0.01)
-    rates = {"prefill_tokens_per_second": 1000.0}
+    latency = LatencyModel(decode=DecodeLatency(0.01, 0.001, 0.00001)).to_proto()
+    rates = {"latency": latency_of(1000.0)}
     rig.one.workers = [
         worker("p0", load=rates, lane_gb_per_second=2.0, kv_bytes_per_token=512),
-        worker("p1", load=rates | {"prefill_tokens_per_second": 3000.0}, lane_gb_per_second=4.0),
+        worker("p1", load=rates | {"latency": latency_of(3000.0)}, lane_gb_per_second=4.0),
         worker("p2"),
         worker(
             "d0",
-            load={"running_requests": 3, "referenced_blocks": 4, "reserved_blocks": 1, "step_fit": fit}
+            load={"running_requests": 3, "referenced_blocks": 4, "reserved_blocks": 1, "latency": latency}
             | {"total_blocks": 10, "free_blocks": 5, "waiting_reservations": 2},
             kv_capacity_tokens=160,
         ),
@@ -170,7 +190,7 @@ async def test_figures_of_the_pools() -> None:
     seen = await rig.look()
     assert (seen.prefill.waiting_requests, seen.prefill.backlog_tokens) == (3, 350)
     assert seen.prefill.tokens_per_s == 2000, "who has not measured does not count"
-    assert seen.decode.step == StepTimeModel(0.01, 0.001, 0.00001)
+    assert seen.decode.step == DecodeLatency(0.01, 0.001, 0.00001)
     assert (seen.decode.context_tokens, seen.decode.kv_capacity_tokens) == (80, 160)
     assert (seen.decode.running_requests, seen.decode.waiting_reservations) == (3, 2)
     assert (seen.link.gb_per_s, seen.link.kv_bytes_per_token) == (3.0, 512)
@@ -338,13 +358,31 @@ async def test_the_adapters_of_a_model_add_up() -> None:
     assert [one.name for one in rig.observer.served["m"].adapters] == [f"a{n}" for n in range(MAX_ADAPTERS)]
 
 
-async def test_a_neutral_worker_stands_in_where_a_pool_has_none() -> None:
+async def test_a_worker_with_both_roles_is_in_both_pools() -> None:
     rig = Rig()
-    load = {"prefill_tokens_per_second": 100.0, "running_requests": 2}
-    rig.one.workers = [worker("d0", load=load, neutral=True)]
+    load = {"latency": latency_of(100.0), "running_requests": 2}
+    rig.order("d0")
+    rig.one.workers = [worker("d0", load=load, role=registry_pb2.ROLE_BOTH, changes_role=True)]
     seen = await rig.look()
     assert (seen.prefill.tokens_per_s, seen.decode.running_requests) == (100.0, 2)
-    assert seen.prefill.replicas == ()
+    for pool in (seen.prefill, seen.decode):
+        (replica,) = pool.replicas
+        assert (replica.both, replica.ours, replica.can_change_role) == (True, True, False)
+
+
+async def test_a_worker_counts_by_its_role_wherever_it_was_started() -> None:
+    rig = Rig()
+    rig.order("p0")
+    rig.order("p1")
+    rig.one.workers = [
+        worker("p0", role=registry_pb2.ROLE_DECODE, changes_role=True),
+        worker("p1", role=registry_pb2.ROLE_PREFILL),
+    ]
+    seen = await rig.look()
+    (moved,), (stayed,) = seen.decode.replicas, seen.prefill.replicas
+    assert (moved.name, moved.ours, moved.can_change_role) == ("p0", True, True)
+    assert (stayed.name, stayed.can_change_role) == ("p1", False)
+    assert seen.roles == {"p0": "decode", "p1": "prefill"}
 
 
 async def test_a_worker_with_a_spot_notice_is_preempted() -> None:

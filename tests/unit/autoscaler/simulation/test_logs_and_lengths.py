@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autoscaler.simulation.traces.columns import ColumnMap
-from autoscaler.simulation.traces.lengths import LengthDistribution, steady
+from autoscaler.simulation.traces.synthetic import LengthDistribution, steady
 from autoscaler.simulation.traces.trace import Trace, load_trace
 from splitserve.errors import InvalidArgumentError
 

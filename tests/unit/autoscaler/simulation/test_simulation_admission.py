@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from autoscaler.plan import Memory, PoolPlan, ScalingPlan
-from autoscaler.simulation.evaluation.baselines import static_replicas
-from autoscaler.simulation.outcome import Outcome, Slo
+from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.simulation.outcome import Outcome
 from autoscaler.simulation.scenario import Scenario
-from autoscaler.simulation.simulator import Simulation
+from autoscaler.simulation.simulator import Simulation, static_replicas
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
-from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import PoolName, Snapshot
 from splitserve.config.coordinator import AdmissionConfig
+from tests.support.scaling.engine_models import changed, engine_model
 
-ENGINE = EngineModel(prefill_token_s=1e-3, step_s=0.01, sequence_s=1e-3, max_step_tokens=512)
+ENGINE = engine_model(prefill_token_s=1e-3, step_s=0.01, sequence_s=1e-3, max_step_tokens=512)
 QUEUE = AdmissionConfig()
 COUNTS: dict[PoolName, int] = {"prefill": 1, "decode": 1}
 
@@ -73,25 +71,8 @@ def test_who_would_miss_the_target_is_refused() -> None:
     assert all((request.ttft_s or 0.0) < 5.0 for request in served)
 
 
-@pytest.mark.parametrize(("prefix_cache", "refused"), [("worker", True), ("off", False)])
-def test_a_prompt_that_nobody_could_compute_in_time_is_refused(prefix_cache: str, refused: bool) -> None:
-    """As at the coordinator: where caches are not known nobody is. The first one is let in."""
-    requests = [TraceRequest(float(n), 60 if n < 8 else 3_000, 2) for n in range(7)]
-    requests += [TraceRequest(20.0 + 10 * n, 3_000, 2) for n in range(3)]
-    scenario = Scenario(
-        Trace("t", requests),
-        ENGINE,
-        initial=COUNTS,
-        steps=True,
-        prefix_cache=prefix_cache,
-        admission=AdmissionConfig(ttft_slo_s=1.0, on_late="refuse"),
-    )
-    outcome = Simulation(scenario, static_replicas(COUNTS)).run()
-    assert [one.failed for one in outcome.requests[-3:]] == [False, refused, refused]
-
-
 def test_who_waits_for_kv_blocks_shows_as_demand_for_decode() -> None:
-    engine = replace(ENGINE, kv_capacity_tokens=8_192, prefill_token_s=1e-5)
+    engine = changed(ENGINE, kv_capacity_tokens=8_192, prefill_token_s=1e-5)
     outcome, seen = run(burst(30, 1000, 200), engine)
     assert not outcome.failed_requests
     assert max(snapshot.decode.waiting_reservations for snapshot in seen) > 10
@@ -99,7 +80,7 @@ def test_who_waits_for_kv_blocks_shows_as_demand_for_decode() -> None:
 
 def test_chats_find_the_room_that_decode_has() -> None:
     """A prompt of 200 tokens takes 13 blocks of 16, not one of 512, and admission sends as many as fit."""
-    engine = replace(ENGINE, kv_capacity_tokens=20_000, prefill_token_s=1e-5, sequence_s=1e-5)
+    engine = changed(ENGINE, kv_capacity_tokens=20_000, prefill_token_s=1e-5, sequence_s=1e-5)
     admitted, seen = run(burst(60, 200, 60), engine)
     assert not any(snapshot.decode.waiting_reservations for snapshot in seen)
     assert all(request.admitted_s - request.arrival_s < 0.1 for request in admitted.requests)
@@ -117,39 +98,13 @@ def test_a_wait_at_the_coordinator_counts_for_the_pool_that_lacked_capacity() ->
     _, crowd = run(Trace("crowd", [*burst(40, 400, 4).requests, *last]))
     assert worst_s(crowd, "prefill") > 5.0
     assert worst_s(crowd, "decode") < 0.1
-    engine = replace(ENGINE, kv_capacity_tokens=8_192, prefill_token_s=1e-5)
+    engine = changed(ENGINE, kv_capacity_tokens=8_192, prefill_token_s=1e-5)
     _, full = run(Trace("full", [*burst(30, 1000, 200).requests, *last]), engine)
     assert worst_s(full, "decode") > 5.0
     assert worst_s(full, "prefill") < 1.0
 
 
-def test_requests_have_the_targets_of_the_cluster() -> None:
-    """Lent cores, triage and rests need them: without, admission cost 3 to 9 points."""
-    requests = [TraceRequest(0.3 * n, 700 if n % 4 == 0 else 90, 30) for n in range(80)]
-    cpu = EngineModel(
-        prefill_token_s=1.33e-3, step_s=13.75e-3, sequence_s=1.1e-3, separate_steps=True, max_step_tokens=512
-    )
-    scenario = Scenario(
-        Trace("t", requests),
-        cpu,
-        Slo(1.0, 0.05),
-        initial=COUNTS,
-        prefix_cache="off",
-        steps=True,
-        hybrid=True,
-        lent_cores=True,
-    )
-    off, queue = (
-        Simulation(replace(scenario, admission=admission), static_replicas(COUNTS)).run().attainment
-        for admission in (None, QUEUE)
-    )
-    assert queue >= off - 0.03
-
-
-@pytest.mark.parametrize("steps", [False, True])
-def test_nobody_waits_for_prefill_workers_where_decode_workers_compute_all_prompts(steps: bool) -> None:
-    scenario = Scenario(
-        burst(20, 400, 4), ENGINE, initial=COUNTS, admission=QUEUE, colocated=True, steps=steps
-    )
+def test_nobody_waits_for_prefill_workers_where_decode_workers_compute_all_prompts() -> None:
+    scenario = Scenario(burst(20, 400, 4), ENGINE, initial=COUNTS, admission=QUEUE, local_prefill="always")
     outcome = Simulation(scenario, static_replicas(COUNTS)).run()
     assert all(request.held_s[0] == 0.0 for request in outcome.requests)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from autoscaler.simulation.cluster.prefill_replica import PrefixCache
+from autoscaler.simulation.cluster.prefix_cache import PrefixCache
+from autoscaler.simulation.engine_model import preset
 from autoscaler.simulation.traces.scaling import peak_replicas, scaled
 from autoscaler.simulation.traces.synthetic import SYNTHETIC, TraceShape, synthetic
 from autoscaler.simulation.traces.trace import Trace, TraceRequest, load_trace
-from autoscaler.sizing.engine_model import preset
-from splitserve.errors import InvalidArgumentError
+from splitserve.errors import ConfigError, InvalidArgumentError
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
@@ -29,6 +30,45 @@ def test_azure_with_crlf_seven_digits_and_no_final_newline(tmp_path: Path) -> No
     assert [(r.prompt_tokens, r.output_tokens) for r in trace.requests] == [(374, 44), (396, 109)]
     assert trace.requests[0].arrival_s == 0
     assert trace.duration_s == pytest.approx(4.314579, abs=1e-6)
+
+
+def test_a_compressed_trace_is_read(tmp_path: Path) -> None:
+    text = f"{HEADER}\n2023-11-16 18:15:46,374,44\n2023-11-16 18:15:50,396,109".encode()
+    plain = load_trace(written(tmp_path, text.decode())).requests
+    path = tmp_path / "trace.csv.gz"
+    for packed in (gzip.compress(text), gzip.compress(text[:40]) + gzip.compress(text[40:])):
+        path.write_bytes(packed)
+        assert load_trace(path).requests == plain
+    for damaged, why in (
+        (gzip.compress(text)[:-12], "ends early"),
+        (b"\x1f\x8bxxxxxxxxxxxxxxxx", "no gzip file"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=why) as caught:
+            load_trace(path)
+        assert caught.value.field == "trace"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [f"{HEADER}", "2023-11-16 18:15:46,374,44", "2023-12-18 18:15:50,396,109"],
+        [
+            '{"timestamp": 0, "input_length": 5, "output_length": 5}',
+            '{"timestamp": 3e9, "input_length": 5, "output_length": 5}',
+        ],
+    ],
+)
+def test_a_trace_of_more_than_a_month_is_refused_with_a_hint(tmp_path: Path, lines: list[str]) -> None:
+    with pytest.raises(InvalidArgumentError, match="look at the unit of its times") as caught:
+        load_trace(written(tmp_path, "\n".join(lines)))
+    assert (caught.value.reason, caught.value.field) == ("TRACE_TOO_LONG", "trace")
+
+
+def test_more_copies_than_can_be_replayed_are_refused() -> None:
+    trace = Trace("t", [TraceRequest(float(at), 5, 5) for at in range(10)])
+    with pytest.raises(InvalidArgumentError, match="cut the trace"):
+        scaled(trace, 1e6)
 
 
 def test_mooncake_spreads_a_tick_until_the_next(tmp_path: Path) -> None:
@@ -95,15 +135,6 @@ def test_synthetic_traces_are_seeded(kind: str) -> None:
     assert len(arrivals) == pytest.approx(expected, rel=0.15)
     mean = sum(request.prompt_tokens for request in trace.requests) / len(arrivals)
     assert mean == pytest.approx(1000, rel=0.1)
-
-
-def test_even_arrivals_of_equal_length() -> None:
-    trace = synthetic(TraceShape("constant", rate=4, peak_rate=4, duration_s=10, equal=True, even=True))
-    gaps = {
-        round(b.arrival_s - a.arrival_s, 9) for a, b in zip(trace.requests, trace.requests[1:], strict=False)
-    }
-    assert gaps == {0.25}
-    assert {(request.prompt_tokens, request.output_tokens) for request in trace.requests} == {(1000, 200)}
 
 
 def test_wrong_shapes() -> None:

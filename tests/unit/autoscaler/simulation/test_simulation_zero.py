@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from autoscaler.policies.policy_file import parse_policy
-from autoscaler.simulation.evaluation.comparison import compare
-from autoscaler.simulation.outcome import Outcome, Slo
-from autoscaler.simulation.scenario import Scenario
+from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
+from autoscaler.simulation.scenario import Scenario, Slo
+from autoscaler.simulation.simulator import bounds_of, compare
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
+from bench.autoscaling.opponents.runs import run_baseline
 from splitserve.config.coordinator import AdmissionConfig
-from splitserve.errors import InvalidArgumentError
 
 COLD_START_S = 30.0
 PAUSE_S = 1800.0
@@ -28,21 +27,18 @@ SCENARIO = Scenario(
 )
 
 
-def run(
-    least: int, scenario: Scenario = SCENARIO, names: tuple[str, ...] = ()
-) -> tuple[Outcome, list[Outcome]]:
+def policy(least: int) -> ScalingPolicy:
     pool: Mapping[str, object] = {"min_replicas": least, "max_replicas": 4, "cold_start_s": COLD_START_S}
     rules = {"prefill": {"target_ms": 2000, **pool}, "decode": {"target_ms": 100, **pool}, "idle_s": IDLE_S}
-    made = compare(scenario, parse_policy(rules), names)
-    return made.policy, list(made.others)
+    return parse_policy(rules)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("admission", [None, AdmissionConfig()], ids=["at once", "queue"])
 def test_cost_falls_and_the_first_token_takes_one_cold_start(admission: AdmissionConfig | None) -> None:
     scenario = replace(SCENARIO, admission=admission)
-    zero, _ = run(0, scenario)
-    one, _ = run(1, scenario)
+    zero, one = compare(scenario, {"zero": policy(0), "one": policy(1)})
+    assert (zero.name, one.name) == ("zero", "one")
     assert zero.failed_requests == one.failed_requests == 0
     assert zero.total_replica_hours < 0.3 * one.total_replica_hours
     waited = [request.first_token_s - request.arrival_s for request in zero.requests if request.first_token_s]
@@ -57,29 +53,21 @@ def test_cost_falls_and_the_first_token_takes_one_cold_start(admission: Admissio
     assert any(IDLE_S <= at_s < PAUSE_S for at_s in zeroes)
 
 
+def test_a_gap_of_weeks_takes_hardly_more_decisions_than_one_of_hours() -> None:
+    decisions, least = {}, int(3600 / policy(1).interval_s) - 1
+    for days in (0.25, 25):
+        times = [*range(20), *(days * 86_400 + at for at in range(20))]
+        trace = Trace("gap", [TraceRequest(at_s, 500, 20) for at_s in times])
+        (outcome,) = compare(replace(SCENARIO, trace=trace), {"one": policy(1)})
+        assert outcome.attainment == 1
+        assert outcome.total_replica_hours == pytest.approx(2 * 24 * days, rel=0.02)
+        moments = [moment.at_s for moment in outcome.moments]
+        decisions[days] = len(moments)
+        # As dense as ever in the hour before the next request.
+        assert len([at_s for at_s in moments if times[20] - 3600 < at_s < times[20]]) >= least
+    assert decisions[25] < decisions[0.25] + 25 * 24 + 10
+
+
 def test_baselines_keep_one_of_each() -> None:
-    _, (hpa,) = run(0, names=("hpa-p95-latency",))
+    hpa = run_baseline(SCENARIO, "hpa-p95-latency", bounds_of(policy(0)))
     assert hpa.failed_requests == 0
-
-
-@pytest.mark.parametrize("wake_s", [0.5, 4.0])
-def test_what_sleeps_at_zero_joins_after_the_time_of_waking(wake_s: float) -> None:
-    """Not after a cold start, and not at once."""
-    pool = {"min_replicas": 0, "max_replicas": 4, "cold_start_s": COLD_START_S}
-    asleep = {**pool, "warm_standby": 1, "sleep": True}
-    rules = {
-        "prefill": {"target_ms": 2000, **asleep},
-        "decode": {"target_ms": 100, **asleep},
-        "idle_s": IDLE_S,
-    }
-    made = compare(replace(SCENARIO, wake_s=wake_s), parse_policy(rules), ()).policy
-    last = max(made.requests, key=lambda one: one.arrival_s)
-    assert last.ttft_s is not None
-    assert wake_s <= last.ttft_s < wake_s + 2.0
-    assert made.failed_requests == 0
-
-
-def test_a_time_of_waking_that_cannot_be_is_refused() -> None:
-    for wake_s in (-1.0, float("inf"), float("nan")):
-        with pytest.raises(InvalidArgumentError, match="wake must be at least 0"):
-            replace(SCENARIO, wake_s=wake_s)

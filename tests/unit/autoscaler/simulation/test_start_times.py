@@ -9,16 +9,14 @@ import pytest
 
 from autoscaler.plan import Decide, Memory, PoolPlan, ScalingPlan
 from autoscaler.policies.policy_file import parse_policy
-from autoscaler.simulation.evaluation.clairvoyant import clairvoyant_bound
-from autoscaler.simulation.evaluation.comparison import run_policy
-from autoscaler.simulation.outcome import Outcome, Slo
-from autoscaler.simulation.scenario import Scenario
-from autoscaler.simulation.simulator import Simulation
-from autoscaler.simulation.start_times import StartTimes
+from autoscaler.simulation.engine_model import preset
+from autoscaler.simulation.outcome import Outcome
+from autoscaler.simulation.scenario import Scenario, Slo, StartTimes
+from autoscaler.simulation.simulator import Simulation, run_policy
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
-from autoscaler.sizing.engine_model import preset
 from autoscaler.snapshot import ReplicaState, Snapshot
 from autoscaler.start_watch import StartLimits
+from bench.autoscaling.opponents.clairvoyant import clairvoyant_bound
 from splitserve.errors import InvalidArgumentError
 
 ENGINE = preset("h100-8b")

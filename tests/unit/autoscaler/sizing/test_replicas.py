@@ -8,30 +8,19 @@ from typing import Any
 
 import pytest
 
-from autoscaler.sizing.engine_model import preset
-from autoscaler.sizing.gpu_catalog import CATALOG, gpu_class
-from autoscaler.sizing.model_shape import GivenShape, ModelShape, read_config, shape_of
+from autoscaler.simulation.engine_model import preset
+from autoscaler.sizing.model_shape import ModelShape, shape_of
 from autoscaler.sizing.replica_choice import designs_of
-from autoscaler.sizing.roofline import Efficiency, design
+from autoscaler.sizing.roofline import CATALOG, design, gpu_class
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
+from splitserve.models.model_files import read_object
+from tests.support.scaling.model_shapes import CONFIG_8B, LLAMA_8B, LLAMA_70B
 
-LLAMA_8B = shape_of("8b", {}, GivenShape("8.03B", None, 32, 32, 8, 128))
-LLAMA_70B = shape_of("70b", {}, GivenShape("70B", None, 80, 64, 8, 128))
 H100 = gpu_class("h100")
-CONFIG: dict[str, Any] = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "torch_dtype": "bfloat16",
-}
 
 
-def of(given: GivenShape | None = None, **changed: Any) -> ModelShape:
-    return shape_of("m", CONFIG | changed, given or GivenShape())
+def of(weight_dtype: str | None = None, **changed: Any) -> ModelShape:
+    return shape_of("m", CONFIG_8B | changed, weight_dtype)
 
 
 @pytest.mark.parametrize(
@@ -39,13 +28,13 @@ def of(given: GivenShape | None = None, **changed: Any) -> ModelShape:
     [("h100-8b", LLAMA_8B, 1), ("h100x4-70b", LLAMA_70B, 4), ("h100x8-70b", LLAMA_70B, 8)],
 )
 def test_datasheets_agree_with_the_presets(name: str, model: ModelShape, gpus: int) -> None:
-    ours, known = design(model, H100, gpus, Efficiency(), 25.0).engine, preset(name)
+    ours, known = design(model, H100, gpus, 25.0).engine, preset(name)
     near = {"rel": 0.15}
     for tokens in (500, 2000, 8000):
         assert ours.prompt_s(tokens) == pytest.approx(known.prompt_s(tokens), **near)
     for batch in (1, 16, 64, 256):
-        assert ours.decode_step_s(batch, 1000 * batch) == pytest.approx(
-            known.decode_step_s(batch, 1000 * batch), **near
+        assert ours.decode.decode_step_s(batch, 1000 * batch) == pytest.approx(
+            known.decode.decode_step_s(batch, 1000 * batch), **near
         )
     assert ours.kv_capacity_tokens == pytest.approx(known.kv_capacity_tokens, **near)
     assert ours.kv_bytes_per_token == known.kv_bytes_per_token
@@ -54,44 +43,47 @@ def test_datasheets_agree_with_the_presets(name: str, model: ModelShape, gpus: i
 
 def test_the_memory_of_a_replica_adds_up() -> None:
     for gpus in (2, 4, 8):
-        found = design(LLAMA_70B, H100, gpus, Efficiency(), 25.0)
+        found = design(LLAMA_70B, H100, gpus, 25.0)
         parts = (found.weights_gb, found.workspace_gb, found.kv_gb)
         assert sum(part or 0 for part in parts) == pytest.approx(gpus * 80 * 0.9)
     with pytest.raises(FailedPreconditionError, match=r"does not fit 1 x H100: weights 140\.0 GB") as caught:
-        design(LLAMA_70B, H100, 1, Efficiency(), 25.0)
+        design(LLAMA_70B, H100, 1, 25.0)
     assert caught.value.reason == "MODEL_DOES_NOT_FIT"
 
 
 def test_what_a_faster_part_changes() -> None:
-    base = design(LLAMA_8B, H100, 1, Efficiency(), 25.0).engine
-    h200 = design(LLAMA_8B, gpu_class("H200"), 1, Efficiency(), 25.0).engine
-    assert h200.prefill_token_s == base.prefill_token_s
-    assert h200.step_s == pytest.approx(base.step_s * 3350 / 4800)
-    fp8 = shape_of("8b", {}, GivenShape("8.03B", None, 32, 32, 8, 128, "fp8", "fp8"))
-    narrow = design(fp8, H100, 1, Efficiency(), 25.0).engine
-    assert narrow.step_s == pytest.approx(base.step_s / 2)
-    assert narrow.prefill_token_s == pytest.approx(base.prefill_token_s * 989 / 1979)
-    assert narrow.kv_bytes_per_token * 2 == base.kv_bytes_per_token
+    base = design(LLAMA_8B, H100, 1, 25.0).engine
+    h200 = design(LLAMA_8B, gpu_class("H200"), 1, 25.0).engine
+    assert h200.prefill.token_s == base.prefill.token_s
+    assert h200.decode.base_s == pytest.approx(base.decode.base_s * 3350 / 4800)
+    fp8 = of("fp8")
+    narrow = design(fp8, H100, 1, 25.0).engine
+    assert narrow.decode.base_s == pytest.approx(base.decode.base_s / 2)
+    assert narrow.prefill.token_s == pytest.approx(base.prefill.token_s * 989 / 1979)
     # Without units for fp8 the weights are narrower, and the arithmetic is not.
-    a100 = [design(one, gpu_class("A100-80GB"), 1, Efficiency(), 25.0).engine for one in (LLAMA_8B, fp8)]
-    assert a100[0].prefill_token_s == a100[1].prefill_token_s
+    a100 = [design(one, gpu_class("A100-80GB"), 1, 25.0).engine for one in (LLAMA_8B, fp8)]
+    assert a100[0].prefill.token_s == a100[1].prefill.token_s
     # PCIe: eight small GPUs exchange more than they compute.
-    small = [design(LLAMA_8B, gpu_class("L4"), gpus, Efficiency(), 25.0).engine for gpus in (1, 8)]
-    assert small[1].prefill_token_s > small[0].prefill_token_s / 8 * 2
+    small = [design(LLAMA_8B, gpu_class("L4"), gpus, 25.0).engine for gpus in (1, 8)]
+    assert small[1].prefill.token_s > small[0].prefill.token_s / 8 * 2
 
 
 def test_replicas_to_choose_from() -> None:
     def counts(model: ModelShape, gpu: str, longest: int) -> list[int]:
-        return [one.gpus for one in designs_of(model, gpu_class(gpu), Efficiency(), 25.0, longest)]
+        return [one.gpus for one in designs_of(model, gpu_class(gpu), 25.0, longest)]
 
     assert counts(LLAMA_8B, "H100", 8000) == [1, 2, 4, 8]
     assert counts(LLAMA_70B, "H100", 2000) == [2, 4, 8]
     assert counts(LLAMA_70B, "H100", 8000) == [4, 8]
     assert counts(of(num_attention_heads=9, num_key_value_heads=3), "H100", 10) == [1]
     with pytest.raises(FailedPreconditionError, match="8 x L4"):
-        counts(shape_of("big", {}, GivenShape("400B", None, 80, 64, 8, 128)), "L4", 10)
+        counts(
+            of(hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128),
+            "L4",
+            10,
+        )
     with pytest.raises(InvalidArgumentError, match="do not divide among 2"):
-        design(of(num_attention_heads=9, num_key_value_heads=3), H100, 2, Efficiency(), 25.0)
+        design(of(num_attention_heads=9, num_key_value_heads=3), H100, 2, 25.0)
 
 
 def test_the_shape_of_a_config(tmp_path: Path) -> None:
@@ -102,55 +94,48 @@ def test_the_shape_of_a_config(tmp_path: Path) -> None:
     assert of(torch_dtype="float32").weight_bytes == 2 * model.weight_bytes
     assert of(quantization_config={"quant_method": "fp8"}).weights == "fp8"
     assert of(quantization_config={"quant_method": "awq", "bits": 4}).weights == "int4"
-    assert of(GivenShape(params="9B", layers=16, kv_dtype="fp8")).kv_bytes_per_token == 32768
-    assert shape_of("m", {"text_config": CONFIG}, GivenShape()) == model
+    assert shape_of("m", {"text_config": CONFIG_8B}) == model
     # Mixtral 8x7B: 46.7 billion parameters, 12.9 of them for one token (arXiv:2401.04088).
     experts = of(vocab_size=32000, num_local_experts=8, num_experts_per_tok=2)
     assert experts.parameters == pytest.approx(46.7e9, rel=0.01)
     assert experts.active_parameters == pytest.approx(12.9e9, rel=0.01)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG))
-    assert shape_of("m", read_config(path), GivenShape()) == model
+    path.write_text(json.dumps(CONFIG_8B))
+    assert shape_of("m", read_object(path)) == model
     path.write_text("[]")
-    with pytest.raises(InvalidArgumentError, match="not an object"):
-        read_config(path)
+    with pytest.raises(InvalidArgumentError, match="must be a JSON object"):
+        read_object(path)
     with pytest.raises(InvalidArgumentError):
-        read_config(tmp_path / "none")
+        read_object(tmp_path / "none")
 
 
 @pytest.mark.parametrize(
-    ("given", "changed", "words"),
+    ("weight_dtype", "changed", "words"),
     [
-        (GivenShape(params="many"), {}, "params must be a number as 8B"),
-        (GivenShape(layers=0), {}, "layers must be a whole number"),
-        (GivenShape(weight_dtype="fp3"), {}, "weight_dtype must be"),
-        (GivenShape(kv_dtype="int4"), {}, "kv_dtype must be"),
-        (GivenShape(params="1B", active_params="2B"), {}, "active_params must be at most"),
-        (GivenShape(), {"vocab_size": None}, "vocab_size is not known"),
-        (GivenShape(), {"hidden_size": "wide"}, "must be a whole number"),
-        (GivenShape(), {"max_position_embeddings": "long"}, "max_position_embeddings must be a whole number"),
-        (GivenShape(), {"max_position_embeddings": -5}, "max_position_embeddings must be a whole number"),
-        (GivenShape(), {"num_experts": "8"}, "experts must be a whole number"),
-        (GivenShape(), {"num_experts": 8, "moe_intermediate_size": 1.5}, "moe_intermediate_size must be"),
-        (GivenShape(), {"quantization_config": {"bits": [4]}}, "give --weight-dtype"),
-        (GivenShape(), {"kv_lora_rank": 512}, "latent attention"),
-        (GivenShape(), {"quantization_config": {"quant_method": "own"}}, "give --weight-dtype"),
+        ("fp3", {}, "weight_dtype must be"),
+        (None, {"num_hidden_layers": 0}, "num_hidden_layers must be a whole number"),
+        (None, {"vocab_size": None}, "vocab_size is not known"),
+        (None, {"hidden_size": "wide"}, "must be a whole number"),
+        (None, {"max_position_embeddings": "long"}, "max_position_embeddings must be a whole number"),
+        (None, {"max_position_embeddings": -5}, "max_position_embeddings must be a whole number"),
+        (None, {"num_experts": "8"}, "experts must be a whole number"),
+        (None, {"num_experts": 8, "moe_intermediate_size": 1.5}, "moe_intermediate_size must be"),
+        (None, {"quantization_config": {"bits": [4]}}, "give --weight-dtype"),
+        (None, {"kv_lora_rank": 512}, "latent attention"),
+        (None, {"quantization_config": {"quant_method": "own"}}, "give --weight-dtype"),
     ],
 )
-def test_wrong_shapes(given: GivenShape, changed: dict[str, Any], words: str) -> None:
+def test_wrong_shapes(weight_dtype: str | None, changed: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidArgumentError, match=words):
-        of(given, **changed)
+        of(weight_dtype, **changed)
 
 
-def test_efficiencies_and_gpus_by_name() -> None:
-    assert Efficiency.parse("") == Efficiency()
-    assert Efficiency.parse("compute=0.5, workspace_gb=3") == Efficiency(compute=0.5, workspace_gb=3)
-    for text in ("speed=1", "compute=0", "compute=1.1", "compute=x", "memory", "workspace_gb=-1"):
-        with pytest.raises(InvalidArgumentError, match="efficiency"):
-            Efficiency.parse(text)
+def test_gpus_by_name() -> None:
     with pytest.raises(InvalidArgumentError, match="H100, "):
         gpu_class("H1000")
-    page = (Path(__file__).resolve().parents[4] / "docs" / "plan.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[4] / "docs" / "guides" / "capacity-planning.md").read_text(
+        encoding="utf-8"
+    )
     for gpu in CATALOG.values():
         assert f"| {gpu.name} |" in page
         assert gpu.source in page

@@ -7,23 +7,19 @@ import math
 
 import pytest
 
-from autoscaler.advisor.advice import predicted
-from autoscaler.advisor.candidates import ClusterShape, replay
-from autoscaler.simulation.outcome import Slo
-from autoscaler.simulation.scenario import Scenario
-from autoscaler.simulation.traces.lengths import LengthDistribution, steady
-from autoscaler.simulation.traces.scaling import busiest, hastened
+from autoscaler.simulation.scenario import Scenario, Slo
+from autoscaler.simulation.traces.scaling import busiest
+from autoscaler.simulation.traces.synthetic import LengthDistribution, steady
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
-from autoscaler.sizing.bill import GpuPrice, bill_of
-from autoscaler.sizing.engine_model import EngineModel
-from autoscaler.sizing.gpu_catalog import gpu_class
-from autoscaler.sizing.model_shape import GivenShape, shape_of
+from autoscaler.sizing.candidates import ClusterShape, predicted
 from autoscaler.sizing.replica_choice import cheapest, designs_of
-from autoscaler.sizing.roofline import Efficiency
+from autoscaler.sizing.roofline import gpu_class
 from autoscaler.sizing.sizing import SizingTerms, idle_share, size
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
+from tests.support.scaling.engine_models import engine_model
+from tests.support.scaling.model_shapes import LLAMA_70B
 
-ENGINE = EngineModel(prefill_token_s=1e-4, step_s=5e-3, sequence_s=1e-3, max_running_requests=32)
+ENGINE = engine_model(prefill_token_s=1e-4, step_s=5e-3, sequence_s=1e-3, max_running_requests=32)
 """10,000 prompt tokens a second; a batch of 45 keeps to 50 ms."""
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,14 +39,14 @@ def test_it_is_the_least_of_all_splits(rate: float, prompt: str, output: str) ->
     assert found.split is not None
     workers = found.split.candidate.workers
     smaller = [
-        predicted(shape, replay(shape, case)).attainment
+        predicted(shape, case).attainment
         for total in range(2, workers)
-        for shape in (ClusterShape("split", p, total - p) for p in range(1, total))
+        for shape in (ClusterShape(p, total - p) for p in range(1, total))
     ]
     assert max(smaller, default=0.0) < terms.goal <= found.split.attainment
-    if found.colocated is not None and (fewer := found.colocated.candidate.decode - 1):
-        shape = ClusterShape("colocated", 0, fewer)
-        assert predicted(shape, replay(shape, case)).attainment < terms.goal
+    if found.colocated is not None and (fewer := found.colocated.candidate.both - 1):
+        shape = ClusterShape(0, 0, fewer)
+        assert predicted(shape, case).attainment < terms.goal
     assert found.best.candidate.workers <= workers
     assert size(case, terms) == found, "the same input, another answer"
 
@@ -82,8 +78,7 @@ def test_what_no_number_of_replicas_reaches() -> None:
 
 
 def test_a_replica_has_the_gpus_with_which_fewest_are_needed() -> None:
-    model = shape_of("70b", {}, GivenShape("70B", None, 80, 64, 8, 128))
-    designs = designs_of(model, gpu_class("H100"), Efficiency(), 25.0, 1200)
+    designs = designs_of(LLAMA_70B, gpu_class("H100"), 25.0, 1200)
     # Two GPUs hold the weights, and KV of two requests.
     assert designs[0].gpus == 2
     assert designs[0].engine.kv_capacity_tokens < 2400 * 2
@@ -94,26 +89,9 @@ def test_a_replica_has_the_gpus_with_which_fewest_are_needed() -> None:
     assert [one.gpus for one in found] == sorted(one.gpus for one in found)
 
 
-def test_the_bill() -> None:
-    requests = [TraceRequest(float(at), 900, 100) for at in range(101)]
-    case = Scenario(Trace("even", requests), ENGINE, Slo(0.6, 0.05))
-    one = predicted(ClusterShape("split", 2, 3), replay(ClusterShape("split", 2, 3), case))
-    bill = bill_of(one, case, 4, GpuPrice(2.5, "EUR"))
-    assert (bill.prefill_gpus, bill.decode_gpus, bill.gpus, bill.cost_per_hour) == (8, 12, 20, 50.0)
-    assert bill.replica_cost_per_hour == 10.0
-    tokens_per_hour = 101 * 1000 / 100 * 3600
-    assert bill.cost_per_million_tokens == pytest.approx(50 / tokens_per_hour * 1e6)
-    assert bill.cost_per_million_output_tokens == pytest.approx(500 / tokens_per_hour * 1e6)
-    assert bill.gpu_hours_per_million_tokens == pytest.approx(20 / tokens_per_hour * 1e6)
-    assert bill.prefill_busy == pytest.approx(1.01 * ENGINE.prompt_s(900) / 2)
-    free = bill_of(one, case, 4, None)
-    assert free.cost_per_hour is free.cost_per_million_tokens is None
-
-
-def test_time_scaling_and_the_busiest_stretch() -> None:
+def test_the_busiest_stretch() -> None:
     arrivals = [0, 10, 20, 21, 22, 23, 40, 60]
     trace = Trace("t", [TraceRequest(float(at), 100, 10) for at in arrivals])
-    assert [one.arrival_s for one in hastened(trace, 10).requests] == [at / 10 for at in arrivals]
     cut = busiest(trace, 4, ENGINE, 0.05)
     assert [one.arrival_s for one in cut.requests] == [0, 1, 2, 3]
     assert busiest(trace, 8, ENGINE, 0.05) is trace

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autoscaler.simulation.outcome import Slo
+from autoscaler.simulation.scenario import Slo
 from bench.goodput.generator import (
     LoadGenerator,
     LoadJob,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autoscaler.simulation.outcome import Slo
+from autoscaler.simulation.scenario import Slo
 from bench.goodput.outcome import Ending, SentRequest, attained_share, figures
 from bench.goodput.rows import cells_of, differences, goodput_of, row_of
 from bench.goodput.systems import SYSTEMS, OwnSystem, ServingOptions, own_settings
@@ -155,10 +155,8 @@ def test_own_systems_are_settings_that_a_cluster_takes(tmp_path: Path) -> None:
         for name, system in SYSTEMS.items()
         if isinstance(system, OwnSystem)
     }
-    assert [found[name].coordinator.hybrid for name in ("default", "split", "unlent")] == ["on", "off", "on"]
+    assert found["default"].coordinator.local_prefill == "auto"
     assert found["split"].coordinator.local_prefill == "never"
-    assert [name for name, config in found.items() if not config.lend_cores] == ["unlent", "split"]
-    assert all(config.engine.core_exchange is None for config in found.values())
     assert found["colocated"].coordinator.admission.mode == "off"
     assert found["colocated"].engine.threads == 2
     assert not found["colocated"].pin_cores

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autoscaler.simulation.outcome import Slo
+from autoscaler.simulation.scenario import Slo
 from bench.goodput import turns
 from bench.goodput.systems import ServingOptions
 from bench.goodput.turns import FinishedTurn, TurnKey, finished_turns, kept_turns, watched_host

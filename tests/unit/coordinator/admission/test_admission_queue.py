@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.admission.entry import Entry
-from coordinator.admission.queue import AdmissionQueue
+from coordinator.admission.queue import AdmissionQueue, Entry
 from tests.support.clients.admission_parts import entry
 
 

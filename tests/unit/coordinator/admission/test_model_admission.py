@@ -9,15 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.admission.entry import Entry
-from coordinator.admission.forecast import MOST_RETRY_S, retry_after_s
-from coordinator.admission.model_admission import MAX_BYPASSES, ModelAdmission
-from coordinator.admission.queue import LOOK_AHEAD
-from coordinator.workers.load_ledger import LoadLedger
+from coordinator.admission.model_admission import MAX_BYPASSES, MOST_RETRY_S, ModelAdmission, retry_after_s
+from coordinator.admission.queue import Entry
+from coordinator.workers.load import WorkerLoads
 from coordinator.workers.snapshot import CircuitStatus, PoolSnapshot
-from splitserve.config.coordinator import AdmissionConfig
+from splitserve.config.coordinator import AdmissionConfig, LocalPrefill
 from splitserve.v1 import registry_pb2
-from tests.support.clients.admission_parts import MODEL, admission, entry, finish, worker
+from tests.support.clients.admission_parts import (
+    MODEL,
+    admission,
+    decoded,
+    ended,
+    entry,
+    finish,
+    sent,
+    worker,
+)
 
 
 def small(slots: int = 2, **settings: object) -> ModelAdmission:
@@ -37,8 +44,8 @@ def test_an_idle_cluster_starts_at_once_and_a_freed_slot_starts_the_next() -> No
     arrival = model.arrive(third, 0.0)
     assert (arrival.started, arrival.refused) == (False, None)
     assert model.release(1.0).started == ()
-    model.sent(first, 1, 1.0)
-    model.decoded(first)
+    sent(model, first, 1)
+    decoded(model, first)
     assert model.release(1.5).started == (third,)
     assert third.marks == pytest.approx((0.0, 1.5))  # it waited for decode
 
@@ -49,76 +56,9 @@ def test_waits_are_attributed_to_prefill_or_decode() -> None:
     assert model.arrive(first, 0.0).started
     assert not model.arrive(second, 0.0).started
     assert model.held_by == "prefill"
-    model.sent(first, 1, 0.5)
+    sent(model, first, 1)
     assert model.release(0.5).started == (second,)
     assert second.marks == pytest.approx((0.5, 0.0))
-
-
-def test_late_ones_that_find_no_place_keep_nobody_in_time_from_theirs() -> None:
-    workers = (replace(worker("p0", "prefill"), paces_prompts=True), worker("d0", "decode"))
-    model = admission(workers, prefill_horizon_s=0.1)  # 1,000 tokens
-    late = [entry(500, due_s=0.01) for _ in range(4)]
-    assert [model.arrive(one, 0.0).started for one in late] == [True, True, False, False]
-    timely = [entry(300, due_s=60.0 + n) for n in range(3)]
-    assert [model.arrive(one, 0.0).started for one in timely] == [True] * 3, "at once"
-    more = entry(300, due_s=70.0)
-    assert not model.arrive(more, 0.0).started, "their horizon is full"
-    assert model.release(0.1).started == ()
-    model.ended(more)
-    finish(model, late[0], 0.2)
-    assert model.release(0.2).started == (late[2],)
-
-
-def test_one_that_becomes_late_while_it_waits_is_sent_at_that_time() -> None:
-    """Where late ones have a place of their own, though nothing else happens."""
-    workers = (replace(worker("p0", "prefill"), paces_prompts=True), worker("d0", "decode"))
-    model = admission(workers, prefill_horizon_s=0.1)  # 1,000 tokens
-    assert all(model.arrive(entry(500, due_s=60.0 + n), 0.0).started for n in range(2))
-    later, sooner = entry(500, due_s=2.0), entry(500, due_s=1.0, priority_class="interactive")
-    assert not model.arrive(later, 0.0).started
-    assert model.next_release_s(0.0) == pytest.approx(1.95), "0.05 s of prompt before it is due"
-    assert not model.arrive(sooner, 0.1).started
-    due_s = model.next_release_s(0.1)
-    assert due_s == pytest.approx(0.95)
-    assert model.release(due_s - 0.01).started == ()
-    assert model.next_release_s(due_s - 0.01) == pytest.approx(due_s), "or earlier, it is not put off"
-    assert model.release(due_s).started == (sooner,)
-    due_s = model.next_release_s(due_s)
-    assert due_s == pytest.approx(1.95)
-    assert model.release(due_s).started == (later,)
-    assert model.next_release_s(due_s) == float("inf")
-
-
-def test_a_long_one_behind_another_is_sent_once_it_is_late() -> None:
-    workers = (replace(worker("p0", "prefill"), paces_prompts=True), worker("d0", "decode"))
-    model = admission(workers, prefill_horizon_s=0.1)  # 1,000 tokens
-    assert model.arrive(entry(50_000, due_s=60.0), 0.0).started  # for 5 s
-    first, behind = entry(600, due_s=60.0, priority_class="interactive"), entry(600, due_s=2.0)
-    assert not any(model.arrive(one, 0.0).started for one in (first, behind))
-    assert model.release(0.1).started == ()
-    assert model.next_release_s(0.1) == pytest.approx(1.94), "0.06 s of prompt before it is due"
-    due_s = model.next_release_s(0.1)
-    assert model.release(due_s).started == (behind,)
-
-
-def test_where_workers_serve_as_it_comes_nobody_is_waited_for_to_be_late() -> None:
-    model = admission(prefill_horizon_s=0.1)
-    assert all(model.arrive(entry(500, due_s=60.0), 0.0).started for _ in range(2))
-    assert not model.arrive(entry(500, due_s=1.0), 0.0).started
-    assert model.next_release_s(0.0) > 59.0
-
-
-def test_what_many_tenants_have_late_hides_nobody_in_time_behind_them() -> None:
-    workers = (replace(worker("p0", "prefill"), paces_prompts=True), worker("d0", "decode"))
-    model = admission(workers, prefill_horizon_s=0.1)
-    late = [entry(500, due_s=0.01, tenant=f"t{n % 8}") for n in range(8 * LOOK_AHEAD)]
-    assert sum(model.arrive(one, 0.0).started for one in late) == 2
-    first = entry(1000, due_s=60.0, tenant="z")
-    assert model.arrive(first, 0.0).started
-    timely = entry(1000, due_s=61.0, tenant="z")
-    assert not model.arrive(timely, 0.0).started
-    model.sent(first, 1, 0.1)
-    assert model.release(0.1).started == (timely,)
 
 
 def test_leaving_the_queue_frees_the_place_at_once() -> None:
@@ -127,8 +67,8 @@ def test_leaving_the_queue_frees_the_place_at_once() -> None:
     model.arrive(running, 0.0)
     model.arrive(waiting, 0.0)
     assert model.arrive(entry(), 0.0).refused is not None
-    model.ended(waiting)
-    model.ended(waiting)  # idempotent
+    ended(model, waiting)
+    ended(model, waiting)  # idempotent
     assert not model.arrive(entry(), 0.0).started
     assert len(model.queue) == 1
 
@@ -163,9 +103,10 @@ def test_each_request_is_refused_by_its_own_target_and_served_late_where_that_is
     while model.arrive(entry(1000, 2, **refused_after(0.5)), 0.0).refused is None:
         pass
     assert model.arrive(entry(1000, 2, **refused_after(60.0)), 0.0).refused is None
-    # More urgent ones go first as long as nobody who was let in is late by it.
-    urgent = [model.arrive(entry(1000, 2, **refused_after(0.4)), 0.0).refused for _ in range(4)]
-    assert [refusal is None for refusal in urgent] == [True, False, False, False]
+    # More urgent ones go first, as long as they can be in time.
+    urgent = [model.arrive(entry(1000, 2, **refused_after(0.4)), 0.0).refused for _ in range(8)]
+    assert [refusal is None for refusal in urgent[:2]] == [True, True]
+    assert urgent[-1] is not None
     assert model.arrive(entry(1000, 2, due_s=0.4), 0.0).refused is None
 
 
@@ -183,7 +124,7 @@ def test_an_answer_that_has_begun_goes_before_its_tenants_others_and_no_forecast
     assert (arrival.started, arrival.refused) == (False, None)
     served = []
     for _ in range(3):
-        finish(model, running, 0.5)
+        finish(model, running)
         (running,) = model.release(0.5).started
         served.append(running)
     assert served.index(resumed) < served.index(urgent)
@@ -201,8 +142,8 @@ def test_a_full_queue_takes_an_answer_that_has_begun_for_its_tenants_last() -> N
 
 def test_nothing_is_refused_on_rates_that_nobody_measured() -> None:
     workers = (
-        worker("p0", "prefill", prefill_tokens_per_second=0),
-        worker("d0", "decode", decode_step_ms=0),
+        worker("p0", "prefill", tokens_per_s=0),
+        worker("d0", "decode", step_ms=0),
     )
     model = admission(workers)
     late = refused_after(0.1)
@@ -210,8 +151,8 @@ def test_nothing_is_refused_on_rates_that_nobody_measured() -> None:
 
 
 def test_a_full_batch_is_predicted_too() -> None:
-    fit = registry_pb2.DecodeStepFit(base_ms=10, sequence_ms=1)
-    workers = (worker("p0", "prefill"), worker("d0", "decode", decode_step_ms=20, step_fit=fit))
+    latency = registry_pb2.LatencyModel(decode=registry_pb2.DecodeLatency(base_ms=10, sequence_ms=1))
+    workers = (worker("p0", "prefill"), worker("d0", "decode", latency=latency))
     # Ten at a time keep the pace; they end after 1 s.
     model = admission(workers, tpot_slo_s=0.02)
     arrivals = [model.arrive(entry(20, 50, **refused_after(1.5)), 0.0) for _ in range(30)]
@@ -222,8 +163,8 @@ def test_a_full_batch_is_predicted_too() -> None:
 
 
 def test_a_request_predicted_to_exceed_its_queue_time_is_not_queued() -> None:
-    fit = registry_pb2.DecodeStepFit(base_ms=10, sequence_ms=1)
-    workers = (worker("p0", "prefill"), worker("d0", "decode", decode_step_ms=20, step_fit=fit))
+    latency = registry_pb2.LatencyModel(decode=registry_pb2.DecodeLatency(base_ms=10, sequence_ms=1))
+    workers = (worker("p0", "prefill"), worker("d0", "decode", latency=latency))
     # Ten at a time keep the pace and end after 1 s; in the queue one may stay for 1.08 s.
     model = admission(workers, tpot_slo_s=0.02, prefill_horizon_s=0.4)
     arrivals = [model.arrive(entry(20, 50, **refused_after(1.5)), 0.0) for _ in range(30)]
@@ -231,23 +172,7 @@ def test_a_request_predicted_to_exceed_its_queue_time_is_not_queued() -> None:
     refused = [arrival.refused for arrival in arrivals if arrival.refused]
     assert len(refused) == 20
     assert "leave the queue in" in refused[0].message
-    assert model.next_release_s(0.0) == float("inf")
-
-
-def test_requests_that_waited_in_vain_raise_forecasts() -> None:
-    model = small(slots=1, max_queue_s=10.0)
-    model.arrive(entry(output=200), 0.0)
-
-    def refused(at: float) -> float:
-        """How many may wait at this time."""
-        for count in range(1000):
-            if model.arrive(entry(output=20), at).refused is not None:
-                return count
-        raise AssertionError("nobody is refused")
-
-    before = refused(0.0)
-    assert len(model.release(11.0).refused) == before
-    assert refused(11.0) < before
+    assert model.next_release_s() == float("inf")
 
 
 def test_a_prompt_longer_than_the_target_is_served_when_there_is_capacity() -> None:
@@ -259,11 +184,11 @@ def test_a_request_that_waits_too_long_is_refused_on_time() -> None:
     model.arrive(entry(), 0.0)
     waiting = entry()
     model.arrive(waiting, 0.0)
-    assert model.next_release_s(0.0) == 2.0
+    assert model.next_release_s() == 2.0
     assert model.release(1.9).refused == ()
     (refused,) = model.release(2.0).refused
     assert (refused.entry, refused.reason) == (waiting, "WAITED_TOO_LONG")
-    assert model.next_release_s(2.0) == float("inf")
+    assert model.next_release_s() == float("inf")
     assert len(model.queue) == 0
 
 
@@ -271,11 +196,50 @@ def test_short_prompts_pass_long_ones_that_wait_for_each_other() -> None:
     model = admission(prefill_horizon_s=0.1)
     longs = [entry(30_000, 2) for _ in range(4)]
     assert [model.arrive(one, 0.0).started for one in longs] == [True, False, False, False]
-    short = entry(100, 2)
-    model.arrive(short, 0.0)
-    assert model.release(0.0).started == (short,)
-    finish(model, longs[0], 3.0)
-    assert model.release(3.0).started == (longs[1],)
+    for _ in range(3 * MAX_BYPASSES):
+        short = entry(100, 2)
+        model.arrive(short, 0.0)
+        assert model.release(0.0).started == (short,)
+        finish(model, short)
+    finish(model, longs[0])
+    assert model.release(3.0).started[0] is longs[1]
+
+
+def two_pools(local_prefill: LocalPrefill, **decoding: object) -> ModelAdmission:
+    """Ten thousand tokens a second on either worker, and a horizon of a tenth of that."""
+    workers = worker("p0", "prefill"), worker("d0", "decode", **decoding)
+    settings = AdmissionConfig(prefill_horizon_s=0.1)
+    model = ModelAdmission(settings, WorkerLoads.of(workers), local_prefill)
+    model.set_workers(PoolSnapshot(workers), MODEL.name)
+    return model
+
+
+def test_what_a_decode_worker_computes_sooner_does_not_wait_for_the_prefill_pool() -> None:
+    waiting = two_pools("never")
+    assert [waiting.arrive(entry(500), 0.0).started for _ in range(3)] == [True, True, False]
+    model = two_pools("auto")
+    assert [model.arrive(entry(500), 0.0).started for _ in range(2)] == [True, True]
+    model.loads.on_report(("p0", 1), worker("p0", "prefill", waiting_tokens=1000).load)
+    started = [model.arrive(entry(100), 0.0).started for _ in range(12)]
+    assert started == [True] * 10 + [False] * 2, "the eleventh is sooner by way of the prefill worker"
+    assert model.held_by == "prefill"
+    (decode,) = model.decode.workers.values()
+    assert decode.waiting_prompt_tokens == 1000
+    assert len(decode.flights) == 12
+
+
+def test_a_prompt_that_would_hold_up_streams_waits_for_the_prefill_pool() -> None:
+    model = two_pools("auto")
+    assert [model.arrive(entry(500), 0.0).started for _ in range(2)] == [True, True]
+    model.loads.on_report(("p0", 1), worker("p0", "prefill", waiting_tokens=1000).load)
+    assert not model.arrive(entry(300), 0.0).started, "no target says that the streams may wait for it"
+
+
+def test_where_decode_workers_compute_all_prompts_the_prefill_pool_bounds_none() -> None:
+    model = two_pools("always")
+    assert all(model.arrive(entry(1000), 0.0).started for _ in range(3))
+    (decode,), (prefill,) = model.decode.workers.values(), model.prefill.workers.values()
+    assert (decode.waiting_prompt_tokens, prefill.requests) == (3000, 0)
 
 
 def test_bypasses_of_a_prompt_that_does_not_fit_are_bounded() -> None:
@@ -288,10 +252,10 @@ def test_bypasses_of_a_prompt_that_does_not_fit_are_bounded() -> None:
         one = entry(16, 2)
         model.arrive(one, 0.0)
         assert model.release(0.0).started == (one,)
-        finish(model, one, 0.0)
+        finish(model, one)
     model.arrive(entry(16, 2), 0.0)
     assert model.release(0.0).started == ()
-    finish(model, holder, 1.0)
+    finish(model, holder)
     assert model.release(1.0).started[0] is large
 
 
@@ -303,7 +267,7 @@ def test_without_workers_requests_start_and_the_flow_reports_why() -> None:
 
 def test_a_new_worker_releases_the_queue() -> None:
     prefill, decode = worker("p0", "prefill"), worker("d0", "decode", 1)
-    loads = LoadLedger.of((prefill, decode))
+    loads = WorkerLoads.of((prefill, decode))
     model = admission((prefill, decode), loads)
     model.arrive(entry(), 0.0)
     waiting = entry()
@@ -322,14 +286,14 @@ def test_routing_elsewhere_moves_what_is_counted() -> None:
     model = admission(workers)
     one = entry()
     model.arrive(one, 0.0)
-    model.routed(one, ("p1", 1), ("d0", 1), 0.0)
+    model.loads.route(one, ("p1", 1), ("d0", 1), 100)
     assert {key[0]: load.requests for key, load in model.prefill.workers.items()} == {"p0": 0, "p1": 1}
-    model.sent(one, 3, 0.1)
-    model.routed(one, ("p0", 1), ("d0", 1), 0.2)  # resumed: the prompt is computed again
+    sent(model, one, 3)
+    model.loads.route(one, ("p0", 1), ("d0", 1), 100)  # resumed: the prompt is computed again
     assert {key[0]: load.requests for key, load in model.prefill.workers.items()} == {"p0": 1, "p1": 0}
     (load,) = model.decode.workers.values()
     assert (load.context_tokens, load.computed) == (103, 0)
-    finish(model, one, 0.3)
+    finish(model, one)
     assert (load.context_tokens, load.requests) == (0, 0)
 
 
@@ -353,11 +317,11 @@ def test_nothing_is_lost_or_counted_twice(steps: list[tuple[str, int, int]], slo
         elif live:
             one = live[pick % len(live)]
             if what == "s" and one.started:
-                model.sent(one, 1, now)
+                sent(model, one, 1)
             elif what == "d" and one.started:
-                model.decoded(one)
+                decoded(model, one)
             elif what in "ex":
-                model.ended(one)
+                ended(model, one)
                 live.remove(one)
         model.release(now)
         queued = [e for e in live if not e.started]
@@ -370,7 +334,7 @@ def test_nothing_is_lost_or_counted_twice(steps: list[tuple[str, int, int]], slo
         if queued:
             assert len(decode.flights) == slots or prefill.requests
     for one in live:
-        model.ended(one)
+        ended(model, one)
     assert len(model.queue) == 0
     assert all(not load.requests for load in model.prefill.workers.values())
     assert all(not load.requests for load in model.decode.workers.values())
@@ -386,7 +350,7 @@ def test_retry_hints_are_bounded_spread_and_the_same_each_time() -> None:
 
 def at_zero(**settings: Any) -> ModelAdmission:
     """A model without workers, which are started on demand."""
-    made = ModelAdmission(AdmissionConfig(**settings), LoadLedger())
+    made = ModelAdmission(AdmissionConfig(**settings), WorkerLoads())
     made.set_workers(PoolSnapshot(), MODEL.name, on_demand=True)
     return made
 
@@ -398,10 +362,10 @@ def test_without_workers_requests_wait_for_the_first_ones_and_start_in_order() -
         arrival = model.arrive(one, 0.0)
         assert (arrival.started, arrival.refused) == (False, None)
     assert model.held_by == "workers"
-    assert model.next_release_s(5.0) == float("inf")
+    assert model.next_release_s() == float("inf")
     assert model.release(1000.0).started == model.release(1000.0).refused == (), "only its deadline bounds it"
     workers = (worker("p0", "prefill"), worker("d0", "decode"))
-    model._loads = LoadLedger.of(workers)
+    model.loads = WorkerLoads.of(workers)
     model.set_workers(PoolSnapshot(workers), MODEL.name, on_demand=True)
     assert model.release(1000.0).started == (first, second)
     assert first.marks == second.marks == (0.0, 0.0), "it waited for no capacity"
@@ -409,7 +373,7 @@ def test_without_workers_requests_wait_for_the_first_ones_and_start_in_order() -
 
 def test_one_pool_alone_serves_nothing() -> None:
     model = at_zero()
-    model._loads = LoadLedger.of(workers := (worker("p0", "prefill"),))
+    model.loads = WorkerLoads.of(workers := (worker("p0", "prefill"),))
     model.set_workers(PoolSnapshot(workers), MODEL.name, on_demand=True)
     assert not model.arrive(entry(), 0.0).started
     assert model.held_by == "workers"
@@ -423,7 +387,7 @@ def test_the_queue_is_bounded_without_workers_too_and_a_client_that_leaves_frees
     refused = model.arrive(entry(), 0.0).refused
     assert refused is not None
     assert refused.reason == "QUEUE_FULL"
-    model.ended(waiting)
+    ended(model, waiting)
     assert model.queue.requests == 0
     assert model.arrive(entry(), 0.0).refused is None
 
@@ -440,9 +404,9 @@ def test_where_nobody_starts_workers_requests_go_on_and_are_told_that_there_are_
 def test_workers_that_a_breaker_has_put_aside_are_there() -> None:
     tripped = replace(worker("p0", "prefill"), circuit=CircuitStatus("open", tripped=True))
     snapshot = PoolSnapshot((tripped, worker("d0", "decode")))
-    assert not snapshot.serving(MODEL.name, "prefill")
+    assert not snapshot.accepting(MODEL.name, "prefill")
     assert not snapshot.lacks_workers(MODEL.name)
     for away in ({"draining": True}, {"in_rotation": False}, {"joined": False}):
         assert PoolSnapshot((replace(tripped, **away), worker("d0", "decode"))).lacks_workers(MODEL.name)
-    neutral = replace(worker("n0", "decode"), neutral=True)
-    assert not PoolSnapshot((neutral,)).lacks_workers(MODEL.name)
+    both = replace(worker("n0", "decode"), role="both")
+    assert not PoolSnapshot((both,)).lacks_workers(MODEL.name)

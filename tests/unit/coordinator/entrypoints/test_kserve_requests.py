@@ -313,7 +313,9 @@ def test_a_failure_says_what_a_program_needs() -> None:
 
 
 def test_the_examples_of_the_documentation_are_valid_requests() -> None:
-    page = (Path(__file__).resolve().parents[4] / "docs" / "grpc.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[4] / "docs" / "guides" / "grpc-kserve.md").read_text(
+        encoding="utf-8"
+    )
     calls = re.findall(r"-d '(\{.*?\})' *\\?\s*\S+ (\S+)/(\w+)\n", page, re.DOTALL)
     assert len(calls) == 4
     for body, service, method in calls:

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.entrypoints.http.errors import HttpError, error_response
-from coordinator.entrypoints.http.exchange import HttpExchange
-from coordinator.entrypoints.http.head_limits import MAX_HEAD_BYTES
-from coordinator.entrypoints.http.server import serving_http
-from coordinator.entrypoints.input_limits import InputLimits
+from coordinator.entrypoints.http.exchange import HttpError, HttpExchange, error_response
+from coordinator.entrypoints.http.server import MAX_HEAD_BYTES, serving_http
+from coordinator.entrypoints.inference_api import InputLimits
 
 pytestmark = pytest.mark.timeout(20)
 H2C = b"Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"

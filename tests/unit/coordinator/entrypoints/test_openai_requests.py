@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.entrypoints.openai.chat_request import CHAT_NOT_SERVED, ChatRequest
+from coordinator.entrypoints.openai.bodies import parsed
+from coordinator.entrypoints.openai.chat import CHAT_NOT_SERVED, ChatRequest
 from coordinator.entrypoints.openai.completion import COMPLETION_NOT_SERVED, CompletionRequest
-from coordinator.entrypoints.openai.fields import parsed
 from coordinator.request.inference_request import REQUEST_ID
 from splitserve.errors import InvalidArgumentError
-from splitserve.generation.grammar import check_grammar
+from splitserve.grammars.forms import check_grammar
+from tests.support.clients.openai_requests import KINDS, Made, documented, normalized
 
 USER = {"role": "user", "content": "hi"}
 WEATHER = {
@@ -111,7 +112,19 @@ def test_small_differences_in_form() -> None:
     assert chat(logprobs=True).generate_requests()[0].sampling.logprobs == 0
     assert chat(logprobs=True, top_logprobs=4).generate_requests()[0].sampling.logprobs == 4
     assert completion(logprobs=3).generate_requests()[0].sampling.logprobs == 3
-    assert chat(logprobs=False, unknown_field={"a": 1}).generate_requests() == chat().generate_requests()
+    assert chat(logprobs=False, top_logprobs=0).generate_requests() == chat().generate_requests()
+
+
+def test_fields_without_effect_on_the_answer_are_taken() -> None:
+    fields = {
+        "store": True,
+        "metadata": {"a": "b"},
+        "service_tier": "flex",
+        "prediction": {"type": "content", "content": "x"},
+        "unknown_field": None,
+    }
+    assert chat(**fields, verbosity="medium").generate_requests() == chat().generate_requests()
+    assert completion(**fields).generate_requests() == completion().generate_requests()
 
 
 def test_the_session_is_the_cache_key_first() -> None:
@@ -134,7 +147,7 @@ def test_messages() -> None:
         ]
     ).generate_requests()[0]
     roles = [(turn.role, turn.content) for turn in turns.chat.messages]
-    assert roles == [("system", "brief"), ("user", "a\nb"), ("assistant", ""), ("tool", "7")]
+    assert roles == [("developer", "brief"), ("user", "a\nb"), ("assistant", ""), ("tool", "7")]
     assert json.loads(turns.chat.messages[2].tool_calls_json) == [call]
     assert (turns.chat.messages[3].tool_call_id, turns.chat.messages[3].name) == ("c1", "f")
 
@@ -185,6 +198,18 @@ def test_all_forms_of_a_prompt() -> None:
         ({"priority": True}, "priority"),
         ({"ttft_ms": "fast"}, "ttft_ms"),
         ({"tpot_ms": True}, "tpot_ms"),
+        ({"unknown_field": {"a": 1}}, "unknown_field"),
+        ({"regex": "a+"}, "regex"),
+        ({"ebnf": "root ::= x"}, "ebnf"),
+        ({"grammar": "start: x"}, "grammar"),
+        ({"max_new_tokens": 5}, "max_new_tokens"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+        ({"response_format": {"type": "regex", "pattern": "a"}}, "response_format.type"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strictly": True}}},
+            "response_format.json_schema.strictly",
+        ),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
     ],
 )
 def test_refusals_of_both(fields: dict[str, Any], param: str) -> None:
@@ -202,6 +227,13 @@ def test_refusals_of_both(fields: dict[str, Any], param: str) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user"}]}, "messages[0]"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]},
+            "messages[0].tool_calls[0].type",
+        ),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"verbosity": "low"}, "verbosity"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
@@ -313,7 +345,8 @@ def test_response_formats() -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
     for make in (chat, completion):
         (request,) = make(response_format=wanted).generate_requests()
-        assert json.loads(request.sampling.grammar.json_schema) == schema
+        sent = json.loads(request.sampling.grammar.json_schema)
+        assert sent == schema | {"x-guidance": {"lenient": False}}, "strict is told by the schema"
         (request,) = make(response_format={"type": "json_object"}).generate_requests()
         assert request.sampling.grammar.json_object
         (request,) = make(response_format={"type": "text"}).generate_requests()
@@ -341,6 +374,11 @@ def test_names_in_errors_are_those_of_the_request() -> None:
     assert names.http_name("prompt.chat") == "messages"
     assert names.http_name("prompt.chat.tools_json") == "tools"
     assert names.http_name("sampling.grammar.json_schema") == "response_format.json_schema"
+    now = {"type": "function", "function": {"name": "now"}}
+    chosen = {"type": "function", "function": {"name": "get_weather"}}
+    named = chat(tools=[now, WEATHER], tool_choice=chosen).names
+    wrong = InvalidArgumentError("sampling.grammar.lark: arguments_0.not: no", field="sampling.grammar.lark")
+    assert named.reworded(wrong) == "tools: tools[1].function.parameters.not: no"
     assert completion().names.http_name("prompt.token_ids") == "prompt"
     assert completion().names.http_name("sampling.logprobs") == "logprobs"
 
@@ -377,3 +415,51 @@ def test_whatever_is_sent_is_served_or_refused(data: st.DataObject) -> None:
         with suppress(InvalidArgumentError):
             for request in parsed(kind, json.dumps(body).encode(), unsupported).generate_requests():
                 request.SerializeToString()
+
+
+PUBLISHED = 400
+"""Requests made from OpenAI's own definitions."""
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_a_published_request_is_served_or_refused_as_documented_and_no_field_is_lost(kind: type[Any]) -> None:
+    refused, lost, served = set(), set(), 0
+    for seed in range(PUBLISHED):
+        made = Made(seed, kind)
+        try:
+            asked = what_is_asked(made.body)
+        except InvalidArgumentError as error:
+            refused.add(normalized(error.field))
+            continue
+        served += 1
+        for leaf in range(made.leaves):
+            other = Made(seed, kind, twist=leaf)
+            with suppress(InvalidArgumentError):
+                if other.body != made.body and what_is_asked(other.body) == asked:
+                    lost.add(other.twisted)
+    assert served > PUBLISHED // 4
+    assert refused <= documented("Refused with 400")
+    without_effect = documented("Accepted without effect")
+    assert {field for field in lost if not any(name in field for name in without_effect)} <= OF_EQUAL_EFFECT
+    assert lost
+
+
+OF_EQUAL_EFFECT = {"user", "prompt_cache_key", "safety_identifier", "reasoning_effort"}
+"""The first of the sessions that are given counts; the efforts "none" and "medium" are what the model does."""
+
+
+def what_is_asked(body: dict[str, Any]) -> Any:
+    """All that a request asks for, as far as it can change the answer."""
+    if body.get("tool_choice") == "none":
+        body = {name: value for name, value in body.items() if name not in ("tools", "parallel_tool_calls")}
+    text = json.dumps(body).encode()
+    if "prompt" in body:
+        completion = parsed(CompletionRequest, text, COMPLETION_NOT_SERVED)
+        return (
+            completion.generate_requests(),
+            bool(completion.stream),
+            completion.include_usage,
+            completion.echo,
+        )
+    chat = parsed(ChatRequest, text, CHAT_NOT_SERVED)
+    return chat.generate_requests(), bool(chat.stream), chat.include_usage, chat.uses_tools, chat.must_call

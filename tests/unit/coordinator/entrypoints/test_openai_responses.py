@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.entrypoints.http.errors import FieldNames, HttpError, error_response
-from coordinator.entrypoints.openai.chat_response import ChatResponse, ChatStream
+from coordinator.entrypoints.http.exchange import FieldNames, HttpError, error_response
+from coordinator.entrypoints.openai.bodies import Frame, UsageSum, usage_event
+from coordinator.entrypoints.openai.chat import ChatResponse, ChatStream
 from coordinator.entrypoints.openai.completion import CompletionResponse, CompletionStream
 from coordinator.entrypoints.openai.logprobs import TokenTexts
-from coordinator.entrypoints.openai.response import Frame, UsageSum, usage_event
 from coordinator.entrypoints.openai.tool_parser import ToolCallParser
 from splitserve.errors import (
     DeadlineExceededError,
@@ -112,13 +112,13 @@ def test_streamed_calls() -> None:
 
 
 def test_whole_calls() -> None:
-    body = ChatResponse(0, has_tools=True)
+    body = ChatResponse(0, parser=ToolCallParser())
     body.delta(delta('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', STOP))
     shown = body.to_json(done())
     assert shown["finish_reason"] == "tool_calls"
     assert shown["message"]["content"] is None
     assert shown["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
-    cut = ChatResponse(0, has_tools=True)
+    cut = ChatResponse(0, parser=ToolCallParser())
     cut.delta(delta('<tool_call>{"name": "f", "arguments": {"a"', LENGTH))
     assert cut.to_json(done(LENGTH))["finish_reason"] == "length"
 
@@ -137,7 +137,7 @@ def test_log_probabilities_of_chat() -> None:
                 {"token": "I", "logprob": -1.0, "bytes": [0x49]},
             ],
         },
-        {"token": "\ufffd", "logprob": -9999.0, "bytes": [0xC3], "top_logprobs": []},
+        {"token": "bytes:\\xc3", "logprob": -9999.0, "bytes": [0xC3], "top_logprobs": []},
     ]
     body = ChatResponse(0, texts=TEXTS)
     body.delta(delta("H", STOP, LOGPROBS))
@@ -156,15 +156,64 @@ def test_log_probabilities_of_completions() -> None:
     body.delta(delta("", STOP, LOGPROBS[1:]))
     shown = body.to_json(done())["logprobs"]
     assert shown == {
-        "tokens": ["H", "\ufffd"],
+        "tokens": ["H", "bytes:\\xc3"],
         "token_logprobs": [-0.5, -9999.0],
-        "top_logprobs": [{"H": -0.5, "I": -1.0}, {"\ufffd": -9999.0}],
+        "top_logprobs": [{"H": -0.5, "I": -1.0}, {"bytes:\\xc3": -9999.0}],
         "text_offset": [0, 1],
     }
     chunks = CompletionStream(FRAME, 0, has_usage=False, texts=TEXTS)
     streamed = events(chunks.delta(delta("H", 0, LOGPROBS[:1])) + chunks.delta(delta("", STOP, LOGPROBS[1:])))
     offsets = [e["choices"][0]["logprobs"]["text_offset"] for e in streamed if e["choices"][0]["logprobs"]]
     assert offsets == [[0], [1]]
+
+
+def test_offsets_are_those_of_the_text_and_parts_of_characters_are_told_apart() -> None:
+    text = "🐱é x🐱"
+    parts = [token(byte, -1.0, (0xF0, -2.0), (0x9F, -3.0)) for byte in text.encode()]
+    expected = [0, 0, 0, 0, 1, 1, 2, 3, 4, 4, 4, 4]
+    body = CompletionResponse(0, texts=TEXTS)
+    body.delta(delta(text, STOP, parts))
+    shown = body.to_json(done())
+    assert shown["logprobs"]["text_offset"] == expected
+    assert shown["logprobs"]["tokens"][:5] == [
+        f"bytes:\\x{byte:02x}" for byte in (0xF0, 0x9F, 0x90, 0xB1, 0xC3)
+    ]
+    assert shown["logprobs"]["top_logprobs"][2] == {
+        "bytes:\\x90": -1.0,
+        "bytes:\\xf0": -2.0,
+        "bytes:\\x9f": -3.0,
+    }
+    chunks = CompletionStream(FRAME, 0, has_usage=False, texts=TEXTS)
+    sent = [chunks.delta(delta("", 0, [one])) for one in parts[:-1]] + [
+        chunks.delta(delta(text, STOP, parts[-1:]))
+    ]
+    streamed = [event["choices"][0]["logprobs"] for event in events(b"".join(sent))]
+    assert [offset for shown in streamed if shown for offset in shown["text_offset"]] == expected
+
+
+def test_offsets_end_where_a_stop_string_has_cut_the_text() -> None:
+    tokens = [token(byte, -1.0) for byte in b"ab END"]
+    body = CompletionResponse(0, texts=TEXTS)
+    body.delta(delta("ab", STOP, tokens))
+    assert body.to_json(done())["logprobs"]["text_offset"] == [0, 1, 2, 2, 2, 2]
+    chunks = CompletionStream(FRAME, 0, has_usage=False, texts=TEXTS)
+    shown = events(chunks.delta(delta("a", 0, tokens[:1])) + chunks.delta(delta("b", STOP, tokens[1:])))
+    offsets = [
+        one for event in shown for one in (event["choices"][0]["logprobs"] or {}).get("text_offset", [])
+    ]
+    assert offsets == [0, 1, 2, 2, 2, 2]
+
+
+def test_special_tokens_take_no_place_in_the_text() -> None:
+    body = CompletionResponse(0, texts=TokenTexts(SpecialTokenizer()))
+    body.delta(delta("ab", STOP, [token(97, -1.0), token(256, -1.0), token(98, -1.0)]))
+    shown = body.to_json(done())["logprobs"]
+    assert (shown["tokens"], shown["text_offset"]) == (["a", "<s>", "b"], [0, 1, 1])
+
+
+class SpecialTokenizer(ByteTokenizer):
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"<s>" if token_id == self.EOS else super().token_bytes(token_id)
 
 
 def test_completions_with_their_prompt() -> None:

@@ -121,7 +121,9 @@ CASES = [
     ('<tool_call>{"name": "f"}</tool_call>', ("", [("f", "{}")])),
     ("<tool_call>no JSON</tool_call> x", ("<tool_call>no JSON</tool_call> x", [])),
     ('<tool_call>{"name": 7}</tool_call>', ('<tool_call>{"name": 7}</tool_call>', [])),
-    ('<tool_call>{"name": "f", "argu', ('<tool_call>{"name": "f", "argu', [])),
+    ('<tool_call>{"name": "f", "argu', ("", [])),
+    ("Hello <tool_", ("Hello", [])),
+    ("so that a <", ("so that a <", [])),
     ('<tool_call>{"name": "f", "arguments": {"a": "cut o', ("", [("f", '{"a": "cut o')])),
     ('<tool_call>{"name": "f", "arguments": {"a": 1}}', ("", [("f", '{"a": 1}')])),
     (
@@ -161,6 +163,21 @@ def test_arguments_come_out_as_they_are(value: Any, data: st.DataObject) -> None
     text = f'Hm. <tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
     cut = data.draw(st.integers(0, len(text)))
     assert parse([text[:cut], text[cut:]]) == ("Hm.", [("f", arguments)])
+
+
+@pytest.mark.parametrize("length", range(1, len(WEATHER)))
+def test_a_call_that_is_cut_anywhere_leaves_no_text(length: int) -> None:
+    for text, shown in ((WEATHER[:length], ""), (f"Hm.\n{WEATHER[:length]}", "Hm.")):
+        parser = ToolCallParser()
+        parts = [*parser.feed(text), *parser.close(is_cut=True)]
+        assert "".join(part.text for part in parts if isinstance(part, TextPart)) == shown
+
+
+def test_an_answer_of_calls_alone_has_no_text() -> None:
+    for text in ("<", "<tool", f"{NOW}\n<", WEATHER[:20], "<tool_call>no JSON</tool_call>"):
+        parser = ToolCallParser(must_call=True)
+        parts = [*parser.feed(text), *parser.close()]
+        assert not any(isinstance(part, TextPart) for part in parts)
 
 
 def test_arguments_leave_as_they_come() -> None:

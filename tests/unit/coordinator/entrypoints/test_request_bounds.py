@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.entrypoints.input_limits import LEAST_BYTES, InputLimits
-from coordinator.entrypoints.openai.chat_request import CHAT_NOT_SERVED, ChatRequest
-from coordinator.entrypoints.openai.fields import parsed
-from coordinator.entrypoints.openai.response import dumped
+from coordinator.entrypoints.inference_api import LEAST_BYTES, InputLimits
+from coordinator.entrypoints.openai.bodies import dumped, parsed
+from coordinator.entrypoints.openai.chat import CHAT_NOT_SERVED, ChatRequest
 from coordinator.request import json_bounds
 from coordinator.request.json_bounds import check_structure
-from coordinator.workers.catalog import Model
+from coordinator.workers.snapshot import Model
 from splitserve.errors import InvalidArgumentError
 
 TEXTS = st.text(alphabet='ab"\\[]{}:,é\n')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.entrypoints.trace_sampler import TraceSampler
+from coordinator.entrypoints.inference_api import TraceSampler
 from splitserve.config.tracing import RequestTracingConfig
 from splitserve.tracing.context import TraceContext
 

@@ -20,7 +20,7 @@ from tests.support.journal import settled
 from tests.support.virtual_time import run_in_virtual_time
 from tests.support.waiting import PATIENCE_S
 
-PREFILL, DECODE = registry_pb2.POOL_PREFILL, registry_pb2.POOL_DECODE
+PREFILL, DECODE = registry_pb2.ROLE_PREFILL, registry_pb2.ROLE_DECODE
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from coordinator.models.model_routes import ModelRoute, ModelRoutes, checked_route, load_routes
 from coordinator.models.routes_service import checked_routes
-from coordinator.request.caller import ANYONE, Caller
+from coordinator.request.inference_request import ANYONE, Caller
 from coordinator.workers.registry import Registry
 from splitserve.client.routes_client import RouteState
-from splitserve.config.base import load_settings
+from splitserve.config.base import merge_settings
 from splitserve.config.command_line import arguments
 from splitserve.config.coordinator import CoordinatorConfig, format_route, parse_route
 from splitserve.errors import ConfigError, InvalidArgumentError, NotFoundError
@@ -79,8 +79,8 @@ def test_a_choice_is_always_possible_and_only_of_what_may_serve(
 def registry_of(*models: str, ready: bool = False) -> Registry:
     registry = Registry(5.0)
     for model in models:
-        decode = registration(f"d-{model}", registry_pb2.POOL_DECODE, model=model)
-        prefill = registration(f"p-{model}", registry_pb2.POOL_PREFILL, model=model)
+        decode = registration(f"d-{model}", registry_pb2.ROLE_DECODE, model=model)
+        prefill = registration(f"p-{model}", registry_pb2.ROLE_PREFILL, model=model)
         for request in (decode, prefill):
             worker = registry.register(request, 0.0)
             registry.set_output_open(worker.key, True)
@@ -195,13 +195,13 @@ def test_names_must_be_given_once() -> None:
 
 def test_settings_and_options_say_the_same() -> None:
     weights: dict[str, Any] = {"smollm2": {V1: 95.0, V2: 5.0}}
-    config = load_settings(CoordinatorConfig, model_routes=[f"smollm2={V1}:95,{V2}:5"])
+    config = merge_settings(CoordinatorConfig, {"model_routes": [f"smollm2={V1}:95,{V2}:5"]})
     assert config.model_routes == weights
     assert arguments(config) == ["--model-route", f"smollm2={V1}:95,{V2}:5"]
     assert parse_route(format_route("smollm2", weights["smollm2"])) == ("smollm2", weights["smollm2"])
     for wrong in ("smollm2", "=m:1", "a=m:x", "a=m", "a=m:1,m:2"):
         with pytest.raises(ConfigError):
-            load_settings(CoordinatorConfig, model_routes=[wrong])
+            merge_settings(CoordinatorConfig, {"model_routes": [wrong]})
 
 
 def test_shown_shares() -> None:

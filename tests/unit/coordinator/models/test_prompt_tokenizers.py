@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
-from coordinator.models.tokenizers import SHORT_BYTES, PromptTokenizers
+from coordinator.models.tokenizers import LONG_BYTES, SHORT_BYTES, PromptTokenizers
 from splitserve.errors import InvalidArgumentError, NotFoundError
 from splitserve.models.tokenizer import Turn
 from splitserve.v1 import inference_pb2
@@ -71,21 +72,21 @@ async def test_every_form_of_prompt_off_the_loop(tokenizers: PromptTokenizers, l
     assert threading.get_ident() not in loader.tokenizer.threads
 
 
-@pytest.mark.parametrize("sizes", [(), (16,)])
+@pytest.mark.parametrize("block_size", [0, 16])
 async def test_a_short_prompt_stays_on_the_loop_from_the_second_of_its_kind_on(
-    tokenizers: PromptTokenizers, loader: Loader, sizes: tuple[int, ...]
+    tokenizers: PromptTokenizers, loader: Loader, block_size: int
 ) -> None:
     here, threads = threading.get_ident(), loader.tokenizer.threads
     short, long = "w5 w6", " ".join(["w5"] * SHORT_BYTES)
     for text, on_loop in ((short, False), (long, False), (short, True), (long, False)):
         threads.clear()
         request = inference_pb2.GenerateRequest(text=text)
-        tokens, _, _ = await tokenizers.encode_named("s", request, sizes, b"")
+        tokens, _, _ = await tokenizers.encode_named("s", request, block_size, b"")
         assert tokens[0] == 5
         assert (here in threads) == on_loop
     threads.clear()
-    await tokenizers.encode_named("s", chat_of(), sizes, b"")
-    await tokenizers.encode_named("s", chat_of('[{"type": "function"}]'), sizes, b"")
+    await tokenizers.encode_named("s", chat_of(), block_size, b"")
+    await tokenizers.encode_named("s", chat_of('[{"type": "function"}]'), block_size, b"")
     assert here not in threads
 
 
@@ -104,14 +105,14 @@ async def test_a_long_prompt_is_tokenized_once_for_all_its_answers() -> None:
     requests = [inference_pb2.GenerateRequest(text=text, request_id=str(n)) for n, text in enumerate(texts)]
     encode = tokenizers.encode_named
     calls = [
-        asyncio.create_task(encode("s", one, (16,), b"", check=lambda: checked.append(1))) for one in requests
+        asyncio.create_task(encode("s", one, 16, b"", check=lambda: checked.append(1))) for one in requests
     ]
     await asyncio.sleep(0)
     calls[0].cancel()
     found = await asyncio.gather(*calls[1:])
     assert [one.token_ids[0] for one in found] == [1] * 7 + [2]
     assert Counting.calls == len(checked) == 2
-    await encode("s", requests[1], (16,), b"other salt")
+    await encode("s", requests[1], 16, b"other salt")
     assert Counting.calls == 3
     tokenizers.close()
 
@@ -252,3 +253,38 @@ async def test_an_early_load_that_fails_is_logged_and_tried_again(caplog: pytest
     assert "tokenizer.failed" in caplog.text
     assert await made.tokenizer("tiny") is loader.tokenizer
     made.close()
+
+
+async def test_tenants_take_turns_small_prompts_first_and_long_ones_stop_no_others() -> None:
+    """A tenant floods with long prompts and short ones; another's come next, also when the first's clients leave."""
+    begun: list[str] = []
+    held, working = threading.Semaphore(0), threading.Semaphore(0)
+
+    class Held(WordTokenizer):
+        @override
+        def encode(self, text: str, most: int | None = None) -> list[int]:
+            begun.append(text[:2])
+            working.release()
+            if text[0] == "w":
+                assert held.acquire(timeout=PATIENCE_S)
+            return [1]
+
+    tokenizers = PromptTokenizers(lambda source: Held(), threads=1)
+    await tokenizers.tokenizer("s")
+
+    def send(text: str, tenant: str) -> asyncio.Task[object]:
+        request = inference_pb2.GenerateRequest(text=text)
+        return asyncio.create_task(tokenizers.encode_named("s", request, 0, b"", tenant=tenant))
+
+    long, longer = LONG_BYTES + 1, LONG_BYTES + 2
+    calls = [send(f"w{n}" * longer, "a") for n in range(4)] + [send("w9" * long, "b")]
+    assert await asyncio.to_thread(working.acquire, timeout=PATIENCE_S)
+    await send("short " * SHORT_BYTES, "b")
+    assert begun == ["w0", "sh"]
+    calls[0].cancel()
+    calls += [send("w4" * long, "a")]
+    await asyncio.sleep(0)
+    held.release(6)
+    await asyncio.gather(*calls[1:])
+    assert begun == ["w0", "sh", "w4", "w9", "w1", "w2", "w3"]
+    tokenizers.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.request.caller import PriorityClass, precedence_of
+from coordinator.request.inference_request import PriorityClass, precedence_of
 
 
 @pytest.mark.parametrize(("name", "rank"), [("interactive", 1), ("standard", 0), ("batch", -1)])

@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.request.caller import Caller
-from coordinator.request.estimates import DEFAULT_OUTPUT_TOKENS, Estimates
-from coordinator.request.inference_request import InferenceRequest
-from coordinator.request.observer import RequestEvents, RequestObserver
-from coordinator.request.state import RequestState
-from coordinator.workers.catalog import Model
+from coordinator.request.inference_request import Caller, InferenceRequest
+from coordinator.request.observer import RequestEvents
+from coordinator.request.state import DEFAULT_OUTPUT_TOKENS, Estimates, RequestState
 from coordinator.workers.registry import Registry
+from coordinator.workers.snapshot import Model
 from splitserve.v1 import generation_pb2, prefill_pb2, registry_pb2
 from tests.support.cluster.registrations import registration
 
@@ -47,13 +45,13 @@ def estimates(registry: Registry) -> Estimates:
 
 
 def events_of(estimates: Estimates, request: InferenceRequest) -> RequestEvents:
-    return RequestEvents(RequestState(request, estimates.of(request, 0.0)), [estimates])
+    return RequestEvents(RequestState(request, estimates.of(request, 0.0)))
 
 
 def complete(estimates: Estimates, request: InferenceRequest, output_tokens: int) -> None:
     events = events_of(estimates, request)
     events.sent(generation_pb2.OutputDelta(token_ids=[1] * output_tokens), 0.0)
-    events.emit(RequestObserver.completed)
+    estimates.learn(events.state)
 
 
 def expected(estimates: Estimates, request: InferenceRequest) -> float:
@@ -86,10 +84,12 @@ def test_the_table_is_bounded_and_keeps_what_is_used(registry: Registry) -> None
 
 def prefilled(estimates: Estimates, prompt: int, cached: int, attempts: int = 1) -> None:
     events = events_of(estimates, inference_request(prompt=prompt))
-    worker = Registry(1.0).register(registration("p", registry_pb2.POOL_PREFILL), 0.0)
+    worker = Registry(1.0).register(registration("p", registry_pb2.ROLE_PREFILL), 0.0)
     for _ in range(attempts):
         events.routed(worker, None, 0, 0.0)
-    events.prefilled(prefill_pb2.FirstToken(cached_tokens=cached))
+        events.prefilled(prefill_pb2.FirstToken(cached_tokens=cached, compute_ms=1))
+        events.attempt_ended()
+    estimates.learn(events.state)
 
 
 def test_without_an_index_the_cached_share_is_learned(estimates: Estimates) -> None:
@@ -104,7 +104,7 @@ def test_without_an_index_the_cached_share_is_learned(estimates: Estimates) -> N
     assert estimates.of(request, 0.0).hits is None
 
 
-def join(registry: Registry, name: str, pool: registry_pb2.Pool.ValueType, keys: list[int]) -> None:
+def join(registry: Registry, name: str, pool: registry_pb2.Role.ValueType, keys: list[int]) -> None:
     """A worker that holds the blocks of these keys."""
     worker = registry.register(registration(name, pool), 0.0)
     report = registry_pb2.ReportRequest(worker_id=worker.worker_id, epoch=worker.epoch)
@@ -115,46 +115,17 @@ def join(registry: Registry, name: str, pool: registry_pb2.Pool.ValueType, keys:
 
 def test_the_index_gives_what_prefill_workers_hold(registry: Registry, estimates: Estimates) -> None:
     keys = list(range(1, 7))
-    request = replace(inference_request(prompt=6 * BLOCK), block_keys={BLOCK: tuple(keys)})
+    request = inference_request(prompt=6 * BLOCK)
+    model = replace(request.model, block_size_tokens=BLOCK)
+    request = replace(request, model=model, block_keys=tuple(keys))
     prefilled(estimates, 10, 5)
     assert estimates.of(request, 0.0).uncached_tokens == 3 * BLOCK, "no prefill worker has reported its cache"
-    join(registry, "decode", registry_pb2.POOL_DECODE, keys)
+    join(registry, "decode", registry_pb2.ROLE_DECODE, keys)
     assert estimates.of(request, 0.0).uncached_tokens == 3 * BLOCK
-    assert estimates.of(request, 0.0).held_tokens is None
-    join(registry, "few", registry_pb2.POOL_PREFILL, keys[:2])
+    join(registry, "few", registry_pb2.ROLE_PREFILL, keys[:2])
     assert estimates.of(request, 0.0).uncached_tokens == 4 * BLOCK
     assert estimates.of(request, 0.0).hits
-    assert estimates.of(request, 0.0).held_tokens == 6 * BLOCK - 1, "a decode worker holds them"
-    join(registry, "all", registry_pb2.POOL_PREFILL, keys)
+    join(registry, "all", registry_pb2.ROLE_PREFILL, keys)
     assert estimates.of(request, 0.0).uncached_tokens == 1, "the last token is always computed"
     registry.drop(next(w.key for w in registry.snapshot().workers if w.worker_id == "all"), "gone")
     assert estimates.of(request, 0.0).uncached_tokens == 4 * BLOCK
-
-
-def test_nobody_knows_how_much_is_held_while_the_index_lacks_something(
-    registry: Registry, estimates: Estimates
-) -> None:
-    request = replace(inference_request(prompt=6 * BLOCK), block_keys={BLOCK: (1, 2, 3, 4, 5, 6)})
-    join(registry, "p", registry_pb2.POOL_PREFILL, [1, 2])
-    assert estimates.of(request, 0.0).held_tokens == 2 * BLOCK
-    worker = next(iter(registry.snapshot().workers))
-    report = registry_pb2.ReportRequest(worker_id=worker.worker_id, epoch=worker.epoch)
-    report.cache_events.sequence = 3
-    registry.report(report, 0.0)
-    assert estimates.of(request, 0.0).held_tokens is None, "a message was missed"
-    report.cache_events.sequence, report.cache_events.cleared = 4, True
-    registry.report(report, 0.0)
-    assert estimates.of(request, 0.0).held_tokens == 0
-
-
-def test_nobody_knows_how_much_is_held_of_a_prompt_with_more_blocks_than_are_named(
-    registry: Registry, estimates: Estimates
-) -> None:
-    join(registry, "p", registry_pb2.POOL_PREFILL, [1, 2])
-    for tokens, keys, held in (
-        (3 * BLOCK - 1, (1, 2), 2 * BLOCK),
-        (3 * BLOCK, (1, 2), None),
-        (9 * BLOCK, (1, 2, 3), 2 * BLOCK),
-    ):
-        request = replace(inference_request(prompt=tokens), block_keys={BLOCK: keys})
-        assert estimates.of(request, 0.0).held_tokens == held

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.request.ids import POOL_BYTES, RandomPool, random_bits, random_hex
+from coordinator.request.inference_request import POOL_BYTES, RandomPool, random_bits, random_hex
 
 
 def test_no_byte_is_used_twice_across_refills() -> None:

@@ -17,7 +17,7 @@ from coordinator.request.inference_request import (
     resolved_stop,
     timeout_s,
 )
-from coordinator.workers.catalog import Model
+from coordinator.workers.snapshot import Model
 from splitserve.errors import InvalidArgumentError, NotFoundError
 from splitserve.v1 import generation_pb2, inference_pb2
 
@@ -44,7 +44,7 @@ def refused(field: str, **fields: Any) -> InvalidArgumentError:
     [
         ("temperature", [-0.1, 100.5, NAN, INF, -INF]),
         ("top_k", [2**31]),
-        ("top_p", [0.0, -0.5, 1.1, NAN]),
+        ("top_p", [-0.5, 1.1, NAN]),
         ("min_p", [-0.1, 1.1, NAN]),
         ("repetition_penalty", [0.0, -1.0, 101.0, NAN, INF]),
         ("presence_penalty", [-2.1, 2.1, NAN]),

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from coordinator.health.breaker_registry import CircuitBreakerRegistry
+from coordinator.health.circuit_breakers import CircuitBreakerRegistry
 from coordinator.request.inference_request import InferenceRequest
-from coordinator.request.observer import TOLD_TOKENS, RequestEvents, RequestObserver
+from coordinator.request.observer import BATCH_TOKENS, RequestEvents, RequestObserver
 from coordinator.request.state import RequestEstimate, RequestState, Waits
-from coordinator.workers.catalog import Model
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import Worker
+from coordinator.workers.snapshot import Model, Worker
 from splitserve.config.coordinator import CircuitBreakerConfig
 from splitserve.errors import SplitserveError, UnavailableError
 from splitserve.v1 import generation_pb2, prefill_pb2, registry_pb2
@@ -31,8 +30,8 @@ def state() -> RequestState:
 
 def workers(registry: Registry) -> tuple[Worker, Worker]:
     return (
-        registry.register(registration("p", registry_pb2.POOL_PREFILL), 0.0),
-        registry.register(registration("d", registry_pb2.POOL_DECODE), 0.0),
+        registry.register(registration("p", registry_pb2.ROLE_PREFILL), 0.0),
+        registry.register(registration("d", registry_pb2.ROLE_DECODE), 0.0),
     )
 
 
@@ -56,9 +55,6 @@ class Journal(RequestObserver):
 
     def sent(self, state: RequestState, output_tokens: int) -> None:
         self.events.append(("sent", output_tokens, len(state.token_ids)))
-
-    def attempt_ended(self, state: RequestState) -> None:
-        self.events.append(("attempt_ended", state.report.prefill_worker))
 
     def ended(self, state: RequestState, error: BaseException | None) -> None:
         self.events.append(("ended", type(error)))
@@ -90,7 +86,6 @@ def test_observers_are_notified_in_order_with_the_state_written() -> None:
         ("arrived",),
         ("routed", (prefill.key, decode.key)),
         ("sent", 2, 2),
-        ("attempt_ended", "p"),
         ("ended", type(None)),
     ]
 
@@ -100,14 +95,14 @@ def test_tokens_are_told_of_in_batches_and_all_before_the_end() -> None:
     with RequestEvents(state(), [journal]) as events:
         pair = workers(registry)
         events.routed(*pair, 0, 1.0)
-        for position in range(2 + TOLD_TOKENS + 1):
+        for position in range(2 + BATCH_TOKENS + 1):
             events.sent(delta(position), 2.0)
         events.attempt_failed(UnavailableError("gone"))
         events.attempt_ended()
         events.routed(*pair, 0, 3.0)
-        events.sent(delta(3 + TOLD_TOKENS), 4.0)
+        events.sent(delta(3 + BATCH_TOKENS), 4.0)
     told = [event[1] for event in journal.events if event[0] == "sent"]
-    assert told == [1, 1, TOLD_TOKENS, 1, 1]
+    assert told == [1, 1, BATCH_TOKENS, 1, 1]
     assert journal.events[-1][0] == "ended"
 
 
@@ -130,14 +125,6 @@ def test_the_end_is_emitted_however_it_comes(error: BaseException) -> None:
     with pytest.raises(type(error)), RequestEvents(state(), [journal]):
         raise error
     assert journal.events == [("ended", type(error))]
-
-
-def test_a_late_observer_gets_the_remaining_events() -> None:
-    journal = Journal()
-    with RequestEvents(state()) as events:
-        events.emit(RequestObserver.arrived)
-        events.observe(journal)
-    assert journal.events == [("ended", type(None))]
 
 
 def test_a_gap_notifies_no_observer() -> None:
@@ -177,26 +164,65 @@ def circuit_states(registry: Registry) -> list[str]:
     return [worker.circuit.state for worker in registry.snapshot().workers]
 
 
-def test_circuit_breakers_observe_failures_and_output() -> None:
+def test_circuit_breakers_see_failures_and_output() -> None:
     registry = Registry(1.0)
     prefill, decode = workers(registry)
     circuits = CircuitBreakerRegistry(registry, CircuitBreakerConfig(consecutive_failures=1, open_s=60))
-    failing = RequestEvents(state(), [circuits])
-    failing.routed(prefill, decode, 0, time.monotonic())
-    failing.state.attempt.suspect = decode.key
-    failing.emit(RequestObserver.attempt_failed, UnavailableError("gone", reason="WORKER_LOST"))
-    failing.attempt_ended()
+
+    def attempted() -> RequestEvents:
+        events = RequestEvents(state())
+        events.routed(prefill, decode, 0, time.monotonic())
+        circuits.attempt_began(events.state)
+        return events
+
+    failing = attempted().state
+    failing.attempt.suspect = decode.key
+    circuits.attempt_failed(failing, UnavailableError("gone", reason="WORKER_LOST"))
+    circuits.attempt_ended(failing)
     assert circuit_states(registry) == ["open", "closed"]
 
-    serving = RequestEvents(state(), [circuits])
-    serving.routed(prefill, decode, 0, time.monotonic())
+    serving = attempted()
     serving.sent(delta(0), time.monotonic())
+    circuits.output_sent(serving.state)
     assert circuit_states(registry) == ["open", "closed"], "the first token is not decode's"
     serving.state.attempt.report.decode_worker = "d"
     serving.sent(delta(1), time.monotonic())
+    circuits.output_sent(serving.state)
     assert circuit_states(registry) == ["closed", "closed"]
-    serving.emit(RequestObserver.attempt_completed)
-    serving.attempt_ended()
+    circuits.attempt_completed(serving.state)
+    circuits.attempt_ended(serving.state)
+
+
+def test_control_is_told_before_observers_and_of_the_end_after_all_output() -> None:
+    journal = Journal()
+
+    class Control:
+        def output_sent(self, tokens: int) -> None:
+            journal.events.append(("control", tokens))
+
+        def decoded(self) -> None:
+            journal.events.append(("control decoded",))
+
+        def ended(self, error: BaseException | None) -> None:
+            journal.events.append(("control ended", error))
+
+    with RequestEvents(state(), [journal]) as events:
+        events.control = Control()
+        events.routed(*workers(Registry(1.0)), 0, 1.0)
+        for position in range(3):
+            events.sent(delta(position), 2.0)
+        events.decoded()
+    assert [event for event in journal.events if event[0] != "routed"] == [
+        ("control", 1),
+        ("sent", 1, 1),
+        ("control", 1),
+        ("sent", 1, 2),
+        ("control decoded",),
+        ("control", 1),
+        ("sent", 1, 3),
+        ("control ended", None),
+        ("ended", type(None)),
+    ]
 
 
 def test_a_local_prompt_says_nothing_of_the_prefill_worker() -> None:

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 
-from coordinator.request.caller import ANYONE, PriorityClass, RequestTargets
-from coordinator.request.inference_request import InferenceRequest
-from coordinator.request.service_targets import resolved_targets, targets_of
+from coordinator.request.inference_request import (
+    ANYONE,
+    InferenceRequest,
+    PriorityClass,
+    RequestTargets,
+    resolved_targets,
+)
 from coordinator.request.state import RequestEstimate, RequestState
-from coordinator.workers.catalog import Model
+from coordinator.workers.snapshot import Model
 from splitserve.config.coordinator import AdmissionConfig, OnLate
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import generation_pb2, inference_pb2
@@ -119,15 +123,15 @@ def state(targets: RequestTargets | None = RequestTargets(1.0, 0.05), sent: int 
 
 @pytest.mark.parametrize(("now", "left_ms"), [(100.25, 750.0), (103.0, -2000.0), (1e9, -86_400e3)])
 def test_the_time_to_the_first_token_counts_from_when_it_was_received(now: float, left_ms: float) -> None:
-    targets = targets_of(state(), now)
+    targets = state().targets_left(now)
     assert targets == generation_pb2.ServiceTargets(tpot_ms=50, ttft_ms=1000, ttft_left_ms=left_ms)
 
 
 def test_an_answer_that_goes_on_is_due_anew() -> None:
-    targets = targets_of(state(sent=2), 103.0)
+    targets = state(sent=2).targets_left(103.0)
     assert targets == generation_pb2.ServiceTargets(tpot_ms=50, ttft_ms=1000, ttft_left_ms=1000)
 
 
 def test_without_targets_nothing_is_said() -> None:
-    assert targets_of(state(None), 100.0) is None
-    assert targets_of(state(RequestTargets()), 100.0) is None
+    assert state(None).targets_left(100.0) is None
+    assert state(RequestTargets()).targets_left(100.0) is None

@@ -7,15 +7,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from coordinator.routing.baseline_routers import LeastWaitRouter, decode_wait_s, prefill_wait_s
+from coordinator.routing.prefix_router import PrefixRouter
 from coordinator.routing.router import Pair, RoutingRequest, no_pair
-from coordinator.workers.catalog import Model
-from coordinator.workers.load_ledger import LoadLedger
-from coordinator.workers.snapshot import PoolName, PoolSnapshot, Worker
+from coordinator.workers.load import WorkerLoads
+from coordinator.workers.snapshot import Model, PoolSnapshot, Worker
+from splitserve.roles import PoolName
 from splitserve.v1 import registry_pb2
+from tests.support.latency import latency as latency_of
 
 MODEL = Model("m", "source", context_tokens=4096, vocabulary_size=100)
 REQUEST = RoutingRequest("m", prompt_tokens=100)
@@ -24,17 +23,20 @@ REQUEST = RoutingRequest("m", prompt_tokens=100)
 def worker(name: str, pool: PoolName, *, peers: tuple[str, ...] = (), **changed: Any) -> Worker:
     load_fields = registry_pb2.WorkerLoad.DESCRIPTOR.fields_by_name
     load = {key: changed.pop(key) for key in list(changed) if key in load_fields}
+    measured = latency_of(changed.pop("tokens_per_s", 0), changed.pop("step_ms", 0))
     made = Worker(
         worker_id=name,
         epoch=1,
-        pool=pool,
+        role=pool,
         address="h:1",
         model=MODEL,
         agent_id=f"agent-{name}",
-        transport="memory",
+        transport="nixl",
         block_size_tokens=16,
         max_running_requests=8,
-        load=registry_pb2.WorkerLoad(**({"total_blocks": 100, "free_blocks": 100} | load)),
+        load=registry_pb2.WorkerLoad(
+            **({"total_blocks": 100, "free_blocks": 100, "latency": measured} | load)
+        ),
         reported=True,
         output_open=pool == "decode",
         connected_agents=frozenset(f"agent-{peer}" for peer in peers),
@@ -52,7 +54,7 @@ def decode(name: str, **changed: Any) -> Worker:
 
 def choose(*workers: Worker, **changed: Any) -> Pair | None:
     request = dataclasses.replace(REQUEST, **changed)
-    return LeastWaitRouter().choose_pair(PoolSnapshot(workers), LoadLedger.of(workers), request, now=0.0)
+    return PrefixRouter().choose_pair(PoolSnapshot(workers), WorkerLoads.of(workers), request, now=0.0)
 
 
 def chosen(*workers: Worker, **changed: Any) -> tuple[str, str | None]:
@@ -67,23 +69,23 @@ def test_the_shorter_queue_wins() -> None:
 
 
 def test_a_faster_worker_may_have_the_longer_queue() -> None:
-    slow = prefill("p0", "d0", waiting_tokens=1000, prefill_tokens_per_second=500)
-    fast = prefill("p1", "d0", waiting_tokens=3000, prefill_tokens_per_second=9000)
+    slow = prefill("p0", "d0", waiting_tokens=1000, tokens_per_s=500)
+    fast = prefill("p1", "d0", waiting_tokens=3000, tokens_per_s=9000)
     assert chosen(slow, fast, decode("d0")) == ("p1", "d0")
 
 
 def test_what_was_sent_since_the_last_report_counts() -> None:
     workers = prefill("p0", "d0"), prefill("p1", "d0"), decode("d0")
-    loads = LoadLedger.of(workers)
+    loads = WorkerLoads.of(workers)
     loads.count_prompt(("p0", 1), 500)
-    pair = LeastWaitRouter().choose_pair(PoolSnapshot(workers), loads, REQUEST, 0.0)
+    pair = PrefixRouter().choose_pair(PoolSnapshot(workers), loads, REQUEST, 0.0)
     assert pair is not None
-    assert (pair.prefill.worker_id, pair.queued_tokens) == ("p1", 0)
+    assert pair.prefill.worker_id == "p1"
 
 
 def test_an_unmeasured_worker_counts_as_average() -> None:
     fresh = prefill("p0", "d0")
-    measured = prefill("p1", "d0", prefill_tokens_per_second=50_000, waiting_tokens=100)
+    measured = prefill("p1", "d0", tokens_per_s=50_000, waiting_tokens=100)
     assert chosen(fresh, measured, decode("d0")) == ("p0", "d0")
 
 
@@ -156,36 +158,3 @@ def test_a_refused_lane_is_named() -> None:
     error = no_pair(snapshot, REQUEST, 1.0)
     assert error.reason == "SLOW_LANE"
     assert f"p0 to d0: {problem}" in error.message
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 5000), st.sets(st.integers(0, 3))), min_size=1, max_size=4),
-    st.lists(st.tuples(st.integers(0, 100), st.integers(0, 20)), min_size=1, max_size=4),
-    st.integers(0, 7),
-)
-def test_the_search_equals_trying_every_pair(
-    prefills: list[tuple[int, set[int]]], decodes: list[tuple[int, int]], turn: int
-) -> None:
-    ps = [
-        prefill(
-            f"p{n}", *(f"d{peer}" for peer in peers), waiting_tokens=tokens, prefill_tokens_per_second=999
-        )
-        for n, (tokens, peers) in enumerate(prefills)
-    ]
-    ds = [
-        decode(f"d{n}", free_blocks=free, running_requests=running, decode_step_ms=9, referenced_blocks=5)
-        for n, (free, running) in enumerate(decodes)
-    ]
-    loads = LoadLedger.of([*ps, *ds])
-    costs = [
-        prefill_wait_s(loads.prefill[p.key], REQUEST, 1.0) + decode_wait_s(loads.decode[d.key], REQUEST, 1.0)
-        for p in ps
-        for d in ds
-        if p.reaches(d)
-    ]
-    pair = choose(*ps, *ds, turn=turn)
-    assert (pair is None) == (not costs)
-    if pair is not None:
-        assert pair.decode is not None
-        assert pair.prefill.reaches(pair.decode)
-        assert pair.predicted_wait_s == pytest.approx(min(costs))

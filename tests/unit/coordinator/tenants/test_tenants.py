@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from coordinator.metrics.tenant_metrics import tenant_metrics
-from coordinator.request.caller import ANYONE, Caller, RequestTargets
-from coordinator.request.inference_request import InferenceRequest, check_length, resolved_stop
+from coordinator.request.inference_request import (
+    ANYONE,
+    Caller,
+    InferenceRequest,
+    RequestTargets,
+    check_length,
+    resolved_stop,
+)
 from coordinator.request.observer import RequestEvents
 from coordinator.request.state import RequestEstimate, RequestState
-from coordinator.tenants.access_control import CLUSTER, QuotaAdmission
+from coordinator.telemetry.tenant_metrics import tenant_metrics
+from coordinator.tenants.access_control import CLUSTER, Quotas, RequestQuota
 from coordinator.tenants.policy_file import MAX_TENANTS_BYTES, TenantPolicy, load_tenants
 from coordinator.tenants.tenants import Tenants
 from coordinator.tenants.usage import TenantUsage
-from coordinator.workers.catalog import Model
+from coordinator.workers.snapshot import Model
 from splitserve.errors import ConfigError, InvalidArgumentError, ResourceExhaustedError, UnauthenticatedError
 from splitserve.security.api_keys import checked_key, key_hash, new_key
 from splitserve.v1 import generation_pb2, inference_pb2
@@ -254,15 +260,12 @@ def test_what_a_resumed_answer_had_is_charged_as_a_debt() -> None:
     unlimited.enter(1, 0.0)
 
 
-async def test_a_resumed_request_is_charged_on_admission(tmp_path: Path) -> None:
+def test_a_resumed_request_is_charged_on_admission(tmp_path: Path) -> None:
     tenants = Tenants(write(tmp_path, {"name": "alice", "prompt_tokens_per_second": 10}))
-    quotas, alice = QuotaAdmission(tenants), tenants.caller(KEYS["alice"])
+    quotas, alice = Quotas(tenants), tenants.caller(KEYS["alice"])
     ask = inference_pb2.GenerateRequest(text="w1 w2 w3")
-    events = RequestEvents(
-        RequestState(replace(inference_request(alice), resumed=(5,) * 900), RequestEstimate(10.0, 3.0))
-    )
-    with quotas.entered(ask, alice) as quota, events:
-        await quota.admit(events)
+    with quotas.entered(ask, alice) as quota:
+        quota.charge_prompt(replace(inference_request(alice), resumed=(5,) * 900))
     with pytest.raises(ResourceExhaustedError) as caught, quotas.entered(ask, alice):
         pytest.fail("it was let in with a debt")
     assert caught.value.field == "prompt_tokens_per_second"
@@ -305,29 +308,49 @@ def test_output_may_leave_a_debt_that_the_next_request_waits_out() -> None:
     begin(usage, inference_request(ANYONE), 3.0)
 
 
-def arriving(caller: Caller) -> RequestEvents:
-    return RequestEvents(RequestState(inference_request(caller), RequestEstimate(10.0, 3.0)))
+@dataclass
+class Charged:
+    """The control of a request that is under nothing but its tenant's quota."""
+
+    quota: RequestQuota
+
+    def output_sent(self, tokens: int) -> None:
+        self.quota.output_sent(tokens)
+
+    def decoded(self) -> None:
+        raise AssertionError("nothing decodes")
+
+    def ended(self, error: BaseException | None) -> None:
+        self.quota.ended(error)
 
 
-async def test_quotas_are_released_whatever_happens(tmp_path: Path) -> None:
+def arriving(caller: Caller, quota: RequestQuota) -> RequestEvents:
+    events = RequestEvents(RequestState(inference_request(caller), RequestEstimate(10.0, 3.0)))
+    quota.charge_prompt(events.state.request)
+    events.control = Charged(quota)
+    return events
+
+
+def test_quotas_are_released_whatever_happens(tmp_path: Path) -> None:
     tenants = Tenants(write(tmp_path, {"name": "alice", "max_concurrent_requests": 1}))
-    quotas, alice = QuotaAdmission(tenants), tenants.caller(KEYS["alice"])
+    quotas, alice = Quotas(tenants), tenants.caller(KEYS["alice"])
     ask = inference_pb2.GenerateRequest(text="w1 w2 w3")
-    with suppress(RuntimeError), quotas.entered(ask, alice) as quota, arriving(alice) as events:
-        await quota.admit(events)
+    with suppress(RuntimeError), quotas.entered(ask, alice) as quota, arriving(alice, quota) as events:
         events.sent(generation_pb2.OutputDelta(token_ids=[1] * 4), 0.0)
         raise RuntimeError
-    with quotas.entered(ask, alice) as quota, arriving(alice) as events:
-        await quota.admit(events)
-        with pytest.raises(ResourceExhaustedError), quotas.entered(ask, alice):
-            pytest.fail("a second request was let in")
+    with (
+        quotas.entered(ask, alice) as quota,
+        arriving(alice, quota),
+        pytest.raises(ResourceExhaustedError),
+        quotas.entered(ask, alice),
+    ):
+        pytest.fail("a second request was let in")
     with suppress(ValueError), quotas.entered(ask, alice):
         raise ValueError("as an invalid request does")
     usage = tenants.usage_of(alice)
     assert usage.outcomes == {"completed": 1, "failed": 1, "refused": 1}
     assert usage.tokens == {"prompt": 6, "output": 4}
-    with quotas.entered(ask, CLUSTER) as quota, arriving(CLUSTER) as events:
-        await quota.admit(events)
+    with quotas.entered(ask, CLUSTER) as quota, arriving(CLUSTER, quota):
         assert usage.running == 0
 
 

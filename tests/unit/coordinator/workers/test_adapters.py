@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.models.model_routes import ModelRoutes
-from coordinator.request.caller import ANYONE, Caller
+from coordinator.request.inference_request import ANYONE, Caller
 from coordinator.routing.pair_selector import make_router
 from coordinator.routing.router import RoutingRequest
 from coordinator.workers.registry import Registry
@@ -14,7 +14,7 @@ from splitserve.generation.kv_blocks import Adapter
 from splitserve.v1 import generation_pb2, registry_pb2
 from tests.support.cluster.registrations import registration
 
-PREFILL, DECODE = registry_pb2.POOL_PREFILL, registry_pb2.POOL_DECODE
+PREFILL, DECODE = registry_pb2.ROLE_PREFILL, registry_pb2.ROLE_DECODE
 RED, BLUE = {"red": "1" * 64}, {"blue": "2" * 64}
 
 
@@ -109,7 +109,7 @@ def test_a_name_of_two_models_is_refused(model: str, adapters: dict[str, str]) -
     assert (caught.value.reason, caught.value.field) == ("MODEL_MISMATCH", "model.adapters")
 
 
-@pytest.mark.parametrize("routing", ["prefix", "least-wait", "round-robin"])
+@pytest.mark.parametrize("routing", ["prefix", "round-robin"])
 def test_requests_go_to_pairs_that_have_the_adapter(routing: str) -> None:
     registry = registry_of({"d0": {}, "d1": RED, "p0": RED, "p1": BLUE})
     router = make_router(routing)  # type: ignore[arg-type]

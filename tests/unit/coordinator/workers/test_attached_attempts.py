@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from coordinator.workers.client import WorkerClient
-from coordinator.workers.output_collector import OutputCollector, WorkerEvent, WorkerFailed
+from coordinator.workers.output_stream import OutputCollector, WorkerEvent, WorkerFailed
 from coordinator.workers.registry import Registry
 from splitserve.errors import UnavailableError
 from splitserve.rpc.carried_calls import CarriedCalls, decode_methods
-from splitserve.rpc.server import make_server
+from splitserve.rpc.server import RpcServer
 from splitserve.runtime.loops import LoopRunner
 from splitserve.v1 import decode_pb2, registry_pb2
 from splitserve.v1.calls_pb2_grpc import add_CallServiceServicer_to_server
@@ -60,15 +60,13 @@ class Forgetful(DecodeServiceServicer):
         await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize("carried", [True, False])
-async def test_an_attempt_that_waits_for_room_is_failed_at_once(carried: bool) -> None:
-    service, server = Full(), make_server()
+async def test_an_attempt_that_waits_for_room_is_failed_at_once() -> None:
+    service, server = Full(), RpcServer()
     add_DecodeServiceServicer_to_server(service, server.grpc_server)
     calls = CarriedCalls(decode_methods(service), server.open_rpcs)
     add_CallServiceServicer_to_server(calls, server.grpc_server)
     port = await server.start("127.0.0.1", 0, [])
-    request = registration("d", registry_pb2.POOL_DECODE, f"127.0.0.1:{port}")
-    request.carries_calls = carried
+    request = registration("d", registry_pb2.ROLE_DECODE, f"127.0.0.1:{port}")
     client = WorkerClient(Registry(1.0).register(request, 0.0), "c", 2**20, itertools.count(1))
     opened, collector, moved = (
         asyncio.Event(),
@@ -80,14 +78,14 @@ async def test_an_attempt_that_waits_for_room_is_failed_at_once(carried: bool) -
     with client.attached("a", collector, decodes=True):
         reserving = asyncio.create_task(client.reserve(decode_pb2.ReserveRequest(request_id="a"), 9.0))
         await service.asked.wait()
-        assert client.fail("a", moved)
+        assert client.fail_all(moved) == 1
         with pytest.raises(UnavailableError, match="it moves"):
             await reserving
         await service.given_up.wait()
         assert reasons(collector.take_all()) == []
-        assert client.fail("a", moved)  # it runs by now
+        assert client.fail_all(moved) == 1  # it runs by now
         assert reasons(collector.take_all()) == ["MOVED"]
-    assert not client.fail("a", moved)
+    assert not client.fail_all(moved)
     # Given up by its own request, it is cancelled and not failed.
     service.asked.clear()
     reserving = asyncio.create_task(client.reserve(decode_pb2.ReserveRequest(request_id="a"), 9.0))
@@ -106,12 +104,11 @@ def reasons(events: list[WorkerEvent]) -> list[str]:
 
 
 async def test_a_worker_is_asked_only_for_what_it_decodes_and_its_loss_is_that_of_prompts_too() -> None:
-    """A neutral worker has an output stream, and may compute prompts whose answers others decode."""
-    service, server = Forgetful(), make_server()
+    """A worker of role both has an output stream, and may compute prompts whose answers others decode."""
+    service, server = Forgetful(), RpcServer()
     add_DecodeServiceServicer_to_server(service, server.grpc_server)
     port = await server.start("127.0.0.1", 0, [])
-    request = registration("n", registry_pb2.POOL_PREFILL, f"127.0.0.1:{port}")
-    request.neutral = True
+    request = registration("n", registry_pb2.ROLE_BOTH, f"127.0.0.1:{port}")
     client = WorkerClient(Registry(1.0).register(request, 0.0), "c", 2**20, itertools.count(1))
     prompt, answer = OutputCollector(), OutputCollector()
     with client.attached("prompt", prompt, decodes=False), client.attached("answer", answer, decodes=True):

@@ -1,4 +1,4 @@
-"""The tree of expected prompts against a plain dict of blocks."""
+"""Expected prompts against a plain dict of blocks and slots."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.workers.prefix_index import expected_blocks
-from coordinator.workers.prefix_index.expected_blocks import LIFETIME_S, ExpectedBlocks
+from coordinator.workers import prefix_index
+from coordinator.workers.prefix_index import LIFETIME_S, ExpectedBlocks
 
 Prompt = tuple[int, ...]
 
@@ -27,10 +27,10 @@ added_st = st.lists(st.tuples(prompts_st, st.sampled_from([1, 2, 4, 6]), st.inte
 
 def depths(expected: ExpectedBlocks, keys: Prompt) -> dict[int, int]:
     found: dict[int, int] = {}
-    for depth, bits in expected.levels(keys):
+    for depth, key in enumerate(keys, start=1):
         for slot in range(3):
-            if bits >> slot & 1:
-                found[slot] = max(found.get(slot, 0), depth)
+            if expected.slots(key) >> slot & 1:
+                found[slot] = depth
     return found
 
 
@@ -63,12 +63,12 @@ def test_an_expectation_counts_for_once_to_twice_its_lifetime(
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expected_blocks, "MAX_KEYS", 8)
+    monkeypatch.setattr(prefix_index, "MAX_KEYS", 8)
     expected = ExpectedBlocks()
     for prompt in range(100):
         expected.add(tuple(range(100 * prompt, 100 * prompt + 4)), 1, 0.0)
-    kept = [prompt for prompt in range(100) if expected.levels((100 * prompt,))]
+    kept = [prompt for prompt in range(100) if expected.slots(100 * prompt)]
     assert kept[-1] == 99
     assert len(kept) <= 6
     expected.clear()
-    assert not expected.levels((9900,))
+    assert not expected.slots(9900)

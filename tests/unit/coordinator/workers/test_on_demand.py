@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.models.model_routes import ModelRoutes
-from coordinator.request.caller import ANYONE
+from coordinator.request.inference_request import ANYONE
 from coordinator.workers.registry import Registry
 from coordinator.workers.rotation import MAX_ON_DEMAND, NO_PLAN, RotationPlan, checked_plan
 from splitserve.errors import InvalidArgumentError, NotFoundError
@@ -33,12 +33,8 @@ def test_a_coordinator_that_never_had_a_worker_learns_the_model_and_counts_it_as
     registry.apply_plan(plan(0.0, served()))
     assert registry.version > version
     (known,) = registry.known_models().values()
-    assert (known.name, known.tokenizer_source, known.context_tokens, known.block_sizes) == (
-        "m",
-        "words",
-        512,
-        (),
-    )
+    assert (known.name, known.tokenizer_source, known.context_tokens) == ("m", "words", 512)
+    assert known.block_size_tokens == 0
     assert routes.ready_models == {"m"}
     found = routes.find("m", "", ANYONE)
     assert found is not None
@@ -92,7 +88,7 @@ def test_what_a_name_means_here_is_not_changed_by_a_plan() -> None:
     assert known["red"].adapter == Adapter("red", "1" * 64)
     assert (known["a"].adapter, known["b"].adapter) == (None, None)
     assert "green" not in known
-    worker = registration("p0", registry_pb2.POOL_PREFILL)
+    worker = registration("p0", registry_pb2.ROLE_PREFILL)
     worker.model.name = "a"
     worker.model.adapters.extend(adapters(red="5"))
     registry.register(worker, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from coordinator.workers.output_collector import (
+from coordinator.workers.output_stream import (
     MAX_CALL_WAIT_S,
     MAX_WAITERS_PER_TURN,
     OutputCoalescer,

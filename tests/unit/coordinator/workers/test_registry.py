@@ -13,10 +13,10 @@ from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import CircuitStatus
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from splitserve.v1 import registry_pb2
-from tests.support.cluster.registrations import registration
+from tests.support.cluster.registrations import BLOCK_SIZE, registration
 from tests.support.waiting import PATIENCE_S
 
-PREFILL, DECODE = registry_pb2.POOL_PREFILL, registry_pb2.POOL_DECODE
+PREFILL, DECODE = registry_pb2.ROLE_PREFILL, registry_pb2.ROLE_DECODE
 
 
 def report(worker_id: str, epoch: int = 1, **fields: object) -> registry_pb2.ReportRequest:
@@ -81,28 +81,6 @@ def test_snapshots_do_not_change() -> None:
     assert not before.workers[1].draining
 
 
-def test_workers_may_have_blocks_of_sizes_that_divide_each_other() -> None:
-    registry = connected_pair()
-    registry.register(registration("d1", DECODE, block_size_tokens=64), 0.0)
-    registry.register(registration("p1", PREFILL, block_size_tokens=8), 0.0)
-    assert registry.snapshot().models()["words"].block_sizes == (8, 16, 64)
-    assert registry.known_models()["words"].block_sizes == (8, 16, 64)
-    for size in (24, 12):
-        with pytest.raises(FailedPreconditionError, match=f"{size} here, .* one must divide") as caught:
-            registry.register(registration("d2", DECODE, block_size_tokens=size), 0.0)
-        assert (caught.value.reason, caught.value.field) == ("LAYOUT_MISMATCH", "block_size_tokens")
-    registry.drop(("d1", 1), "gone")
-    assert registry.known_models()["words"].block_sizes == (8, 16)
-
-
-def test_a_transport_of_whole_blocks_needs_one_block_size() -> None:
-    registry = Registry(5.0)
-    registry.register(registration("p0", PREFILL, transport="ucx"), 0.0)
-    with pytest.raises(FailedPreconditionError, match="whole blocks only") as caught:
-        registry.register(registration("d0", DECODE, transport="ucx", block_size_tokens=32), 0.0)
-    assert (caught.value.reason, caught.value.field) == ("LAYOUT_MISMATCH", "block_size_tokens")
-
-
 def test_a_change_log_names_all_changed_workers() -> None:
     registry = connected_pair()
     tripped = CircuitStatus(state="open", tripped=True)
@@ -135,15 +113,15 @@ def test_a_change_log_names_all_changed_workers() -> None:
     [
         ("model_fingerprint", "cd" * 32),
         ("dtype", "bfloat16"),
+        ("block_size_tokens", 8),
         ("block_size_tokens", 24),
+        ("block_size_tokens", 32),
         ("axis_order", "head,layer,kv,token,dim"),
         ("num_layers", 3),
         ("num_kv_heads", 4),
         ("head_dim", 16),
         ("tensor_parallel_size", 2),
         ("engine_version", "2"),
-        ("wire_dtype", "fp8_e4m3"),
-        ("quantization", "int8"),
     ],
 )
 def test_another_layout_is_refused_by_name(field: str, value: object) -> None:
@@ -153,6 +131,7 @@ def test_another_layout_is_refused_by_name(field: str, value: object) -> None:
     assert (caught.value.reason, caught.value.field) == ("LAYOUT_MISMATCH", field)
     assert field in caught.value.message
     assert len(registry.snapshot().workers) == 2
+    assert registry.known_models()["words"].block_size_tokens == BLOCK_SIZE
 
 
 def test_another_transport_is_refused() -> None:
@@ -197,7 +176,7 @@ def _set(path: str, value: object) -> Damage:
         ("worker_id", "a b"),
         ("worker_id", "a\n"),
         ("epoch", 0),
-        ("pool", 0),
+        ("role", 0),
         ("address", ""),
         ("address", "nohost"),
         ("address", "host:0"),
@@ -226,15 +205,11 @@ def _set(path: str, value: object) -> Damage:
         ("endpoint.layout.engine_version", "1" * 129),
         ("endpoint.layout.axis_order", ""),
         ("endpoint.layout.axis_order", "x" * 129),
-        ("endpoint.layout.wire_dtype", "fp4"),
-        ("endpoint.layout.quantization", "int3"),
         ("max_step_tokens", 0),
         ("max_running_requests", 65537),
         ("start.process_seconds", float("nan")),
         ("start.weights_seconds", -1.0),
         ("start.warm_up_seconds", 1e7),
-        ("replica_class", "Big"),
-        ("replica_class", "b" * 33),
     ],
 )
 def test_every_field_has_its_bound(field: str, value: object) -> None:
@@ -270,6 +245,7 @@ def test_every_field_of_a_rank_has_its_bound(field: str, value: Any) -> None:
     endpoint = request.endpoint
     if field == "ranks":
         del endpoint.ranks[value:]
+        endpoint.base_address = 0 if endpoint.ranks else 4096
     elif field.startswith("ranks."):
         value = endpoint.agent_id if value == "same" else value
         setattr(endpoint.ranks[1], field.removeprefix("ranks."), value)
@@ -296,9 +272,9 @@ def test_tensor_parallel_sizes_may_differ_where_heads_are_outermost(prefill: int
     assert len(registry.snapshot().workers) == 2
 
 
-def test_nixl_needs_metadata_and_an_address() -> None:
+def test_an_endpoint_needs_metadata_and_an_address() -> None:
     for field, value in (("metadata", b""), ("base_address", 0)):
-        request = registration("d0", DECODE, transport="nixl")
+        request = registration("d0", DECODE)
         _set(f"endpoint.{field}", value)(request)
         with pytest.raises(InvalidArgumentError, match=field):
             Registry(5.0).register(request, 0.0)

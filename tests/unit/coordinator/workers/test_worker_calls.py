@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from coordinator.workers.client import WorkerCalls
-from coordinator.workers.output_collector import OutputCoalescer
+from coordinator.workers.output_stream import OutputCoalescer
 from coordinator.workers.registry import Registry
 from splitserve.errors import UnavailableError
 from splitserve.rpc import carried_calls
-from splitserve.rpc.call_stream import MAX_CARRIED_BYTES
-from splitserve.rpc.carried_calls import CarriedCalls, decode_methods, prefill_methods
+from splitserve.rpc.carried_calls import MAX_CARRIED_BYTES, CarriedCalls, decode_methods, prefill_methods
 from splitserve.rpc.channel import make_channel
-from splitserve.rpc.server import make_server
+from splitserve.rpc.server import RpcServer
 from splitserve.v1 import decode_pb2, prefill_pb2, registry_pb2
 from splitserve.v1.calls_pb2_grpc import add_CallServiceServicer_to_server
 from splitserve.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
@@ -56,16 +55,14 @@ class Worker(DecodeServiceServicer, PrefillServiceServicer):
 
 
 @asynccontextmanager
-async def calls_to(worker: Worker, *, carries: bool) -> AsyncIterator[WorkerCalls]:
-    server = make_server()
+async def calls_to(worker: Worker) -> AsyncIterator[WorkerCalls]:
+    server = RpcServer()
     add_DecodeServiceServicer_to_server(worker, server.grpc_server)
     add_PrefillServiceServicer_to_server(worker, server.grpc_server)
-    if carries:
-        methods = {**decode_methods(worker), **prefill_methods(worker)}
-        add_CallServiceServicer_to_server(CarriedCalls(methods, server.open_rpcs), server.grpc_server)
+    methods = {**decode_methods(worker), **prefill_methods(worker)}
+    add_CallServiceServicer_to_server(CarriedCalls(methods, server.open_rpcs), server.grpc_server)
     port = await server.start("127.0.0.1", 0, [])
-    request = registration("w", registry_pb2.POOL_DECODE, f"127.0.0.1:{port}")
-    request.carries_calls = carries
+    request = registration("w", registry_pb2.ROLE_DECODE, f"127.0.0.1:{port}")
     try:
         async with make_channel(f"127.0.0.1:{port}") as channel:
             calls = WorkerCalls(Registry(1.0).register(request, 0.0), channel, (), OutputCoalescer())
@@ -89,24 +86,16 @@ async def ask_all(calls: WorkerCalls, tokens: int) -> list[int]:
 
 async def test_a_long_prompt_does_not_hold_back_short_ones() -> None:
     worker, long = Worker(), MAX_CARRIED_BYTES // 5 + 1
-    async with calls_to(worker, carries=True) as calls:
+    async with calls_to(worker) as calls:
         assert await ask_all(calls, 10) == [10, 10]
         assert await ask_all(calls, long) == [long, long]
     short = [("reserve", True), ("prefill", True), ("abort", True)]
     assert worker.ways == [*short, ("reserve", False), ("prefill", False), ("abort", True)]
 
 
-async def test_an_old_worker_gets_calls() -> None:
+async def test_calls_to_a_lost_worker_fail_at_once() -> None:
     worker = Worker()
-    async with calls_to(worker, carries=False) as calls:
-        assert await ask_all(calls, 10) == [10, 10]
-    assert worker.ways == [("reserve", False), ("prefill", False), ("abort", False)]
-
-
-@pytest.mark.parametrize("carries", [True, False])
-async def test_calls_to_a_lost_worker_fail_at_once(carries: bool) -> None:
-    worker = Worker()
-    async with calls_to(worker, carries=carries) as calls:
+    async with calls_to(worker) as calls:
         calls.lose(UnavailableError("gone", reason="WORKER_LOST"))
         with pytest.raises(UnavailableError, match="gone"):
             await ask_all(calls, 10)

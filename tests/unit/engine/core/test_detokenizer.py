@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.detokenizer import IncrementalDetokenizer, StopMatcher
+from engine.core.sequence import IncrementalDetokenizer, StopMatcher
 from tests.support.engine.byte_tokenizer import EOS_TOKEN_ID, ByteTokenizer, FallbackTokenizer
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from engine.core.engine import EngineRequest, FinishReason, StopParams
 from engine.core.sequence import OutputText
-from engine.core.types import EngineRequest, FinishReason, StopParams
-from engine.runner.simulated_runner import EOS_TOKEN_ID, expected_tokens
+from engine.runner.simulated_runner import EOS_TOKEN_ID
 from splitserve.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from tests.support.engine.byte_tokenizer import ByteTokenizer
 from tests.support.engine.engine_rig import PROMPT, Rig, expected_text, request, stopping
+from tests.support.engine.simulated_tokens import expected_tokens
 
 
 @pytest.fixture(params=[False, True], ids=["in turn", "overlapping"], autouse=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.types import FinishReason, StopParams
-from engine.runner.simulated_runner import EOS_TOKEN_ID, expected_tokens
+from engine.core.engine import FinishReason, StopParams
+from engine.runner.simulated_runner import EOS_TOKEN_ID
 from splitserve.errors import InvalidArgumentError, NotFoundError, ResourceExhaustedError, UnavailableError
 from tests.support.engine.engine_rig import BLOCK, PROMPT, Rig, expected_text, hand_over, request, stopping
+from tests.support.engine.simulated_tokens import expected_tokens
 
 
 @pytest.fixture(params=[False, True], ids=["in turn", "overlapping"], autouse=True)

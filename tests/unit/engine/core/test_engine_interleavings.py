@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.precedence import Precedence
-from engine.core.types import EngineRequest, RequestOutput
-from engine.runner.simulated_runner import expected_tokens
+from engine.core.engine import EngineRequest, RequestOutput
+from engine.scheduling.waiting_queue import Precedence
 from splitserve.errors import NotFoundError
 from tests.support.engine.engine_rig import BLOCK, Rig, request
+from tests.support.engine.simulated_tokens import expected_tokens
 
 
 def check_answer(output: RequestOutput, prompt: Sequence[int]) -> None:

@@ -7,9 +7,10 @@ import hashlib
 import cbor2
 import pytest
 
-from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.engine import EngineRequest, StopParams
+from engine.core.model_runner import SamplingParams
+from engine.core.scheduler import KVCacheManager
 from engine.core.sequence import Sequence
-from engine.core.types import EngineRequest, SamplingParams, StopParams
 from engine.kv_cache.block_pool import BlockPool
 from splitserve.generation.kv_blocks import block_hash, blocks_for, extend_block_hashes
 
@@ -106,65 +107,3 @@ def test_a_start_that_does_not_fit_changes_nothing() -> None:
     assert manager.start(sequence, watermark=2) is None
     assert manager.start(sequence, watermark=1) is not None
     assert sequence.cached_tokens == 8
-
-
-def test_what_is_expected_follows_the_cache() -> None:
-    manager, tokens = make_manager(), list(range(12))
-    waiting = make_sequence([*tokens, 12])
-    manager.expect(waiting)
-    assert waiting.expected_cached == 0
-    first = compute(manager, tokens[:8])
-    manager.expect(waiting)
-    assert waiting.expected_cached == 8
-    manager.free(first)
-    manager.free(compute(manager, tokens))
-    manager.expect(waiting)
-    assert waiting.expected_cached == 12
-    other = compute(manager, [99] * 4 * 14)  # leaves two blocks of the prefix
-    manager.expect(waiting)
-    assert waiting.expected_cached == len(manager.computed_prefix(waiting, 12)) * 4 == 8
-    manager.free(other)
-
-
-def test_a_long_prefix_that_is_evicted_from_its_end_costs_a_look_a_block(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    manager, tokens = make_manager(500), list(range(4 * 400))
-    manager.free(compute(manager, tokens))
-    waiting = [make_sequence([*tokens, 1]) for _ in range(50)]
-    for each in waiting:
-        manager.expect(each)
-    looks = 0
-    lookup = manager.pool.lookup
-
-    def counted(block_hash: bytes) -> int | None:
-        nonlocal looks
-        looks += 1
-        return lookup(block_hash)
-
-    monkeypatch.setattr(manager.pool, "lookup", counted)
-    manager.free(compute(manager, [10**6] * 4 * 99))
-    for count in range(100):
-        assert manager.pool.allocate(1) != []
-        for each in waiting:
-            manager.expect(each)
-        assert waiting[0].expected_cached <= 4 * 400
-        assert looks < 50 * (3 * (count + 1) + 200)
-    assert waiting[0].expected_cached == manager.block_size * len(manager.computed_prefix(waiting[0], 1600))
-
-
-def test_the_last_token_is_never_expected() -> None:
-    manager, tokens = make_manager(), list(range(8))
-    manager.free(compute(manager, tokens))
-    waiting = make_sequence(tokens)
-    for _ in range(2):
-        manager.expect(waiting)
-        assert waiting.expected_cached == 4
-
-
-def test_without_a_prefix_cache_nothing_is_expected() -> None:
-    manager, tokens = make_manager(prefix_cache=False), list(range(8))
-    manager.free(compute(manager, tokens))
-    waiting = make_sequence([*tokens, 1])
-    manager.expect(waiting)
-    assert waiting.expected_cached == 0

@@ -14,20 +14,19 @@ pytestmark = pytest.mark.timeout(60)
 
 MUST_WAIT: dict[str, Callable[[EngineCore], object]] = {
     "add_request": lambda core: core.add_request(request("new")),
-    "hold_prefix": lambda core: core.hold_prefix(request("new", prefix_only=True), lambda blocks: None),
     "reserve": lambda core: core.reserve(request("new"), 9),
-    "read_back": lambda core: core.read_back(request("new"), 1e9, lambda: None, None),
     "admit": lambda core: core.admit(7, 1),
     "begin_step": lambda core: core.begin_step(),
+    "collect": lambda core: core.collect(),
     "step": lambda core: core.step(),
 }
 MAY_BE_CALLED: dict[str, Callable[[EngineCore], object]] = {
     "abort": lambda core: core.abort("running"),
     "release_held": lambda core: core.release_held("held"),
     "release_writer": lambda core: core.release_writer(8),
-    "reservations_wait": lambda core: core.reservations_wait(True),
-    "keep_prompt_room": lambda core: core.keep_prompt_room(),
+    "keep_prompt_room": lambda core: core.keep_prompt_room(True),
     "take_result": lambda core: core.take_result(),
+    "poll_while_computing": lambda core: core.poll_while_computing(lambda: None),
 }
 ENDS = {"finish_step", "close"}
 READS: dict[str, Callable[[EngineCore], object]] = {

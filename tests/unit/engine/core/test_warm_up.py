@@ -35,15 +35,7 @@ def test_a_prompt_and_a_token(settings: dict[str, int], steps: tuple[int, ...]) 
     assert runner.steps == steps
 
 
-class Plain(Counting):
-    """A runner whose steps take the same time whether they are the first of their kind or not."""
-
-    prepares_steps = False
-
-
-def test_a_short_prompt_where_steps_need_no_preparation() -> None:
-    runner = Plain(EngineConfig(kind="simulated", simulated_step_s=0.0))
-    assert warm_up(runner, None, drafts=range(1, 8)) == 8
-    assert runner.steps == (8, 1)
+def test_a_prompt_of_another_length() -> None:
+    runner = Counting(EngineConfig(kind="simulated", simulated_step_s=0.0))
     warm_up(runner, None, prompt_tokens=20)
-    assert runner.steps == (8, 1, 20, 1)
+    assert runner.steps == (20, 1)

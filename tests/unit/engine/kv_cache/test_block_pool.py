@@ -10,9 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.kv_cache.block_pool import BlockPool, FreeBlocks
-from engine.kv_cache.cache_events import KvEventLog
-from splitserve.errors import BrokenInvariantError
-from splitserve.generation.kv_blocks import name_of
 
 
 def runs(blocks: list[int]) -> int:
@@ -190,19 +187,3 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-
-
-def test_an_emptied_prefix_cache_is_told_of_and_its_blocks_are_as_new() -> None:
-    log = KvEventLog()
-    pool = BlockPool(8, log)
-    pool.place_below = {b"2" * 32: "disk"}.get
-    blocks = pool.allocate(3)
-    for number, block in enumerate(blocks):
-        pool.cache(block, str(number).encode() * 32)
-    with pytest.raises(BrokenInvariantError, match="3 blocks have owners"):
-        pool.forget()
-    pool.release(blocks)
-    pool.forget()
-    assert log.snapshot()[0] == {name_of(b"2" * 32): "disk"}, "a lower tier has the third"
-    assert pool.lookup(b"0" * 32) is None
-    assert pool.allocate(8) == list(range(8)), "one run again"

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv_cache import cache_events as kv_events
-from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.cache_events import KvEventLog, KvEventReader
+from engine.kv_cache import block_pool
+from engine.kv_cache.block_pool import BlockPool, KvEventLog, KvEventReader
 from splitserve.generation.kv_blocks import NAME_BYTES, block_keys, extend_block_hashes, keys_of, name_of
 from splitserve.v1 import registry_pb2
 
@@ -74,7 +73,7 @@ def test_several_changes_of_a_name_are_sent_as_one() -> None:
 
 
 def test_large_caches_are_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "NAMES_A_MESSAGE", 10)
+    monkeypatch.setattr(block_pool, "NAMES_A_MESSAGE", 10)
     log = KvEventLog()
     for number in range(35):
         log.stored(hashed(number))
@@ -105,25 +104,6 @@ def test_a_pool_logs_what_it_caches_and_evicts() -> None:
     pool.release(blocks)
     pool.allocate(2)
     assert coordinator.catch_up() == {name_of(hashed(0))}  # the last block of a prefix goes first
-
-
-def test_where_a_block_is_cached_is_told() -> None:
-    log = KvEventLog()
-    log.tiered = True
-    reader = KvEventReader(log)
-    log.stored(hashed(1), "disk")
-    log.stored(hashed(2), "host")
-    log.stored(hashed(3))
-    events = reader.next_events()
-    assert events is not None
-    assert (events.tiered, events.cleared) == (True, True)
-    assert (events.on_disk, events.in_host, events.stored) == tuple(name_of(hashed(n)) for n in (1, 2, 3))
-    log.stored(hashed(3), "host")
-    log.stored(hashed(1))
-    events = reader.next_events()
-    assert events is not None
-    assert (events.on_disk, events.in_host) == (b"", name_of(hashed(3)))
-    assert (events.stored, events.removed) == (name_of(hashed(1)), b"")
 
 
 def test_keys_are_those_of_the_workers_names() -> None:

@@ -1,4 +1,4 @@
-"""Which device is chosen, and the one sentence on why a CUDA device cannot be used."""
+"""The device and the type that an engine computes in."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from engine.runner.device import CudaFacts, choose_device, cuda_problem, read_cuda_facts
+from engine.runner.device import (
+    CudaFacts,
+    choose_device,
+    choose_dtype,
+    cuda_problem,
+    log_dtype,
+    multiplies_bfloat16,
+    read_cuda_facts,
+)
+from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.runtime.process import DEVICE_ORDER_VARIABLE, number_devices_like_nvidia_smi
 
@@ -95,3 +106,36 @@ def test_the_driver_is_asked_for_its_version(tmp_path: Path) -> None:
     assert facts.driver == (12, 8)
     assert "needs CUDA 13.0, the NVIDIA driver supports 12.8" in (cuda_problem(facts) or "")
     assert read_cuda_facts("12.6.20", str(library)).built_for == (12, 6)
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "native", "expected"),
+    [
+        ({}, CPU, True, "bfloat16"),
+        ({}, CPU, False, "float32"),
+        ({"dtype": "bfloat16"}, CPU, False, "bfloat16"),
+        ({"dtype": "float32"}, CPU, True, "float32"),
+        ({}, CUDA, False, "bfloat16"),
+        ({"dtype": "float32"}, CUDA, True, "float32"),
+    ],
+)
+def test_auto_is_what_the_processor_multiplies(
+    settings: dict[str, Any], device: torch.device, native: bool, expected: str
+) -> None:
+    assert choose_dtype(EngineConfig(**settings), device, native=native) == expected
+
+
+def test_without_instructions_the_log_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    for dtype, native in (("bfloat16", False), ("auto", False), ("auto", True)):
+        config = EngineConfig(dtype=dtype)  # type: ignore[arg-type]
+        log_dtype(config, CPU, choose_dtype(config, CPU, native=native), native=native)
+    assert [record.message for record in caplog.records] == ["engine.slow_dtype", "engine.dtype"]
+
+
+def test_the_default_is_what_this_processor_says() -> None:
+    expected = "bfloat16" if multiplies_bfloat16() else "float32"
+    assert choose_dtype(EngineConfig(), CPU) == expected

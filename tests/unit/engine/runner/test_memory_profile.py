@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.core.types import SampledToken, ScheduledSequence
+from engine.core.model_runner import SampledToken, ScheduledSequence
 from engine.kv_cache.memory import choose_num_blocks
 from engine.runner.memory_profile import OUTSIDE_BYTES, SPARE_BYTES, kv_budget, with_kv_memory
 from engine.runner.simulated_runner import SimulatedRunner

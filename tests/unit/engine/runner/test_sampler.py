@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,9 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.types import SamplingParams
+from engine.core.model_runner import SampledToken, SamplingParams
+from engine.runner.device_sampling import sample_rows
+from engine.runner.gumbel_noise import noise_key, noise_of, noise_of_rows
 from engine.runner.sampler import NanLogitsError, adjust, allowed_tokens, sample
-from engine.runner.sampling_row import SamplingRow, uniform
+from engine.runner.sampling_row import SamplingRow
 
 # Few distinct values, so that ties are common, as they are in bfloat16.
 LOGITS = st.lists(st.integers(-8, 8).map(lambda value: value / 2), min_size=1, max_size=40)
@@ -124,17 +128,64 @@ def test_the_chosen_token_is_allowed(logits: list[float], s: SamplingParams) -> 
         assert chosen.token_id in naive_allowed([value / s.temperature for value in logits], s)
 
 
-def test_frequencies_follow_the_probabilities() -> None:
-    probabilities = [0.5, 0.25, 0.15, 0.07, 0.03]
-    logits = torch.tensor([probabilities]).log()
-    draws = 4000
-    counts = Counter(
-        sample(logits, [row(SamplingParams(seed=seed), [0] * position)])[0].token_id
-        for seed in range(40)
-        for position in range(draws // 40)
-    )
-    chi_square = sum((counts[t] - draws * p) ** 2 / (draws * p) for t, p in enumerate(probabilities))
-    assert chi_square < 18.5  # 99.9% of a chi-square with 4 degrees of freedom
+@pytest.mark.parametrize(
+    ("kept", "params"),
+    [
+        ([0, 1, 2, 3, 4], SamplingParams()),
+        ([0, 1, 2], SamplingParams(top_k=3)),
+        ([0, 1, 2, 3], SamplingParams(top_p=0.96)),
+        ([0, 1], SamplingParams(min_p=0.4)),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
+def test_frequencies_follow_the_probabilities_of_what_is_left(
+    kept: list[int], params: SamplingParams, temperature: float
+) -> None:
+    """Over many seeds and positions, on the host and as rows of one batch."""
+    probabilities = np.array([0.5, 0.25, 0.15, 0.07, 0.03])
+    logits = torch.tensor(temperature * np.log(probabilities))[None]
+    rows = [
+        row(replace(params, temperature=temperature, seed=seed), [0] * position)
+        for seed in range(2**64 - 20, 2**64 + 20)
+        for position in range(100)
+    ]
+    wanted = len(rows) * probabilities[kept] / probabilities[kept].sum()
+    on_host = [token.token_id for token in sample(logits.expand(len(rows), -1), rows)]
+    at_once = [
+        cast(SampledToken, token).token_id for token in sample_rows(logits.expand(len(rows), -1), rows)
+    ]
+    assert at_once == on_host
+    counts = np.bincount(on_host, minlength=5)
+    assert counts.sum() == counts[kept].sum()
+    assert (
+        (counts[kept] - wanted) ** 2 / wanted
+    ).sum() < 24  # 99.99% of a chi-square with 4 degrees of freedom
+
+
+@pytest.mark.parametrize("other", [(0, 1), (1, 0), (2**32, 0), (2**63, 0), (1, -1), (0, 2**16)])
+def test_draws_of_other_positions_and_seeds_are_independent(other: tuple[int, int]) -> None:
+    """A contingency table of draws at (seed, position) and at a place next to it or far away."""
+    logits = torch.zeros(1, 5)
+    pairs = np.zeros((5, 5))
+    for seed in range(0, 400, 2):
+        for position in range(1, 21, 2):
+            places = (seed, position), ((seed + other[0]) % 2**64, position + other[1])
+            one, two = (
+                sample(logits, [SamplingRow(SamplingParams(seed=s), [], 0, p)])[0].token_id for s, p in places
+            )
+            pairs[one, two] += 1
+    wanted = pairs.sum(0) * pairs.sum(1)[:, None] / pairs.sum()
+    assert ((pairs - wanted) ** 2 / wanted).sum() < 45  # 99.99% of a chi-square with 16 degrees of freedom
+
+
+def test_a_rounding_of_the_logits_changes_few_draws() -> None:
+    """An inverse of the cumulative distribution would change every fourth draw here: all boundaries move a little."""
+    numbers = torch.Generator().manual_seed(5)
+    logits = 3 * torch.randn(400, 1000, generator=numbers)
+    rounded = logits + 0.01 * torch.randn(logits.shape, generator=numbers)
+    rows = [row(SamplingParams(seed=seed)) for seed in range(400)]
+    drawn = zip(sample(logits, rows), sample(rounded, rows), strict=True)
+    assert sum(one != other for one, other in drawn) <= 8
 
 
 def test_temperature_sharpens_and_flattens() -> None:
@@ -150,14 +201,20 @@ def test_temperature_sharpens_and_flattens() -> None:
         assert share(temperature) == pytest.approx(1 / (1 + math.exp(-2 / temperature)), abs=0.05)
 
 
-def test_uniform_numbers_are_spread_and_reproducible() -> None:
-    numbers = [uniform(seed, position) for seed in range(50) for position in range(50)]
-    assert len(set(numbers)) == len(numbers)
-    assert all(0 <= number < 1 for number in numbers)
-    assert sum(numbers) / len(numbers) == pytest.approx(0.5, abs=0.02)
+def test_noise_is_gumbels_the_same_on_every_device_and_in_every_version() -> None:
+    keys = [noise_key(seed, position) for seed in (0, 2**64 - 1) for position in (0, 12345)]
+    tokens = np.arange(50_000)
+    noise = np.stack([noise_of(tokens, key) for key in keys])
+    assert np.abs(noise_of_rows(keys, tokens.size, torch.device("cpu")).numpy() - noise).max() < 1e-12
+    assert noise_of(tokens[[7, 49_999]], keys[0]).tolist() == noise[0, [7, 49_999]].tolist()
+    assert len(np.unique(noise)) == noise.size
+    assert noise.mean(axis=1) == pytest.approx([0.5772] * 4, abs=0.03)
+    assert noise.var(axis=1) == pytest.approx([math.pi**2 / 6] * 4, abs=0.06)
+    shares = np.exp(-np.exp(-np.sort(noise.ravel())))
+    assert np.abs(shares - np.linspace(0, 1, shares.size)).max() < 1.95 / math.sqrt(shares.size)  # 99.9%
     # Fixed values: a change would break the resumption of requests across versions.
-    assert uniform(0, 0) == 0.8833108082136426
-    assert uniform(2**64 - 1, 12345) == uniform(-1, 12345)
+    assert keys[0] == -2152535657050944081
+    assert noise[0, 0] == pytest.approx(-0.2364111687124282, abs=1e-12)
 
 
 def test_bans_and_bias_steer_the_greedy_choice() -> None:

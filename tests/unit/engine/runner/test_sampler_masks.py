@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.types import RowsFailedError, SamplingParams
+from engine.core.model_runner import RowsFailedError, SamplingParams
 from engine.runner.sampler import adjust, sample
 from engine.runner.sampling_row import SamplingRow
 from engine.runner.structured_output import GrammarFailedError, Mask

@@ -7,9 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from engine.core.types import SamplingParams, ScheduledSequence
-from engine.runner.simulated_runner import SimulatedRunner, expected_tokens
+from engine.core.model_runner import SamplingParams, ScheduledSequence
+from engine.runner.simulated_runner import SimulatedRunner
 from splitserve.config.engine import EngineConfig
+from tests.support.engine.simulated_tokens import expected_tokens
 
 PROMPT = list(b"a prompt that covers several blocks")
 

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import json
+import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engine.core.types import EngineRequest, FinishReason, ModelFacts, RowsFailedError
+from engine.core.engine import EngineRequest, FinishReason
+from engine.core.model_runner import ModelFacts, RowsFailedError
 from engine.runner.simulated_runner import EOS_TOKEN_ID, VOCABULARY_SIZE
 from engine.runner.structured_output import (
     CompiledGrammar,
     GrammarCompiler,
     GrammarFailedError,
-    Mask,
-    MaskFiller,
     allowed_tokens,
+    masks_of,
 )
 from splitserve.errors import InvalidArgumentError
-from splitserve.generation.grammar import GrammarThread
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.v1.generation_pb2 import Grammar, SamplingParams
 from tests.support.engine.engine_rig import PROMPT, Rig, hand_over, request, stopping
+from tests.support.engine.grammars import TestCompiler
+from tests.support.engine.grammars import asked as asked_of
 
 FACTS = ModelFacts(1000, VOCABULARY_SIZE, frozenset({EOS_TOKEN_ID}))
-COMPILER = GrammarCompiler(load_tokenizer("simulated"), FACTS)
+COMPILER = TestCompiler(load_tokenizer("simulated"), FACTS)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -36,6 +39,12 @@ SCHEMA = {
     "required": ["kind", "legs"],
     "additionalProperties": False,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> Iterator[TestCompiler]:
+    yield COMPILER
+    COMPILER.close()
 
 
 def regex(text: str) -> CompiledGrammar:
@@ -57,16 +66,14 @@ def run(*requests: EngineRequest, **options: Any) -> Rig:
 
 
 def mask_of(text: str, after: bytes = b"") -> set[int]:
-    rig, matcher = Rig(), regex(text).matcher()
-    matcher.advance([*PROMPT, *after], len(PROMPT))
-    sequence = scheduled(rig, matcher, after)
-    (mask,) = MaskFiller(VOCABULARY_SIZE).masks([sequence]).values()
+    sequence = scheduled(asked_of(regex(text), after), after)
+    (mask,) = masks_of([sequence]).values()
     return set(np.flatnonzero(allowed_tokens(mask, VOCABULARY_SIZE, ())).tolist())
 
 
-def scheduled(rig: Rig, matcher: Any, after: bytes = b"") -> Any:
-    from engine.core.types import SamplingParams as EngineSampling
-    from engine.core.types import ScheduledSequence
+def scheduled(matcher: Any, after: bytes = b"") -> Any:
+    from engine.core.model_runner import SamplingParams as EngineSampling
+    from engine.core.model_runner import ScheduledSequence
 
     tokens = [*PROMPT, *after]
     return ScheduledSequence(
@@ -177,32 +184,24 @@ def test_output_outside_the_grammar_fails_that_request_alone() -> None:
 
     decode = Rig()
     decode.core.reserve(asked("d", regex("abc")), 7)
-    with pytest.raises(InvalidArgumentError, match="grammar"):
-        decode.core.admit(7, ord("x"))
-    assert decode.core.abort("d")
+    decode.core.admit(7, ord("x"))
+    decode.step()
+    failure = decode.outputs["d"].failure
+    assert failure is not None
+    assert failure[0] == "GRAMMAR_FAILED"
+    assert "grammar" in failure[1]
+    assert not decode.core.abort("d")
 
 
 def test_a_mask_that_costs_too_much_fails_its_row() -> None:
-    filler, fine = MaskFiller(VOCABULARY_SIZE), regex("ab").matcher()
-    stuck = regex("ab").matcher()
-    assert not stuck.raw.consume_token(ord("z"))
-    rig = Rig()
+    fine, stuck = asked_of(regex("ab")), asked_of(regex("ab"), b"z")
     with pytest.raises(GrammarFailedError) as caught:
-        filler.masks([scheduled(rig, fine), scheduled(rig, stuck), scheduled(rig, regex("ab").matcher())])
-    assert caught.value.rows == (1,)
-
-
-def test_a_grammar_that_fails_behind_a_draft_fails_its_own_sequence() -> None:
-    rig, fine, stuck = Rig(), regex("[ab]{9}").matcher(), regex("ab").matcher()
-    assert not stuck.raw.consume_token(ord("z"))
-    drafting = scheduled(rig, fine)._replace(draft=tuple(b"aba"), num_new=1)
-    with pytest.raises(GrammarFailedError) as caught:
-        rig.runner.execute([drafting, scheduled(rig, stuck)])
+        masks_of([scheduled(fine), scheduled(stuck), scheduled(asked_of(regex("ab")))])
     assert caught.value.rows == (1,)
 
 
 async def test_compiled_grammars_are_kept() -> None:
-    compiler = GrammarCompiler(load_tokenizer("simulated"), FACTS)
+    compiler = COMPILER.compiler
     sampling = SamplingParams(grammar=Grammar(regex="abc"))
     assert await compiler.compiled(sampling) is await compiler.compiled(sampling)
     assert await compiler.compiled(SamplingParams()) is None
@@ -219,7 +218,7 @@ async def test_compiled_grammars_are_kept() -> None:
 )
 async def test_what_no_token_can_begin_or_costs_too_much_is_refused(grammar: Grammar) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
-        await COMPILER.compiled(SamplingParams(grammar=grammar))
+        await COMPILER.compiler.compiled(SamplingParams(grammar=grammar))
     assert caught.value.reason == "GRAMMAR_REFUSED"
 
 
@@ -232,38 +231,107 @@ async def test_a_tokenizer_that_cannot_be_read_is_refused_by_name() -> None:
     assert caught.value.reason == "GRAMMAR_NOT_SUPPORTED"
 
 
-async def test_deep_definitions_work_outside_the_deep_stack() -> None:
+def test_deep_definitions_work() -> None:
     links = "\n".join(f'A{n}: ("x" | ("y" A{n + 1}))' for n in range(4000))
-    grammar = Grammar(lark=f'start: A0\n{links}\nA4000: "z"')
-    compiled = await GrammarThread().run(lambda: COMPILER.compile(grammar))
+    compiled = COMPILER.compile(Grammar(lark=f'start: A0\n{links}\nA4000: "z"'))
     output = run(asked("r", compiled)).outputs["r"]
     assert output.text.strip("y") in ("x", "")
 
 
-class _Unfillable:
-    """A matcher of which the library cannot make a mask; it fails alone, or not at all by itself."""
+class Scripted:
+    """A grammar that allows everything and answers when it is told to; as its own matcher it serves one sequence."""
 
     eos_token_ids: frozenset[int] = frozenset()
-    complete, error, raw = False, "", None
+    complete, error = False, ""
+    mask = np.full(-(-VOCABULARY_SIZE // 32), -1, dtype=np.int32)
 
-    def __init__(self, fails: bool) -> None:
-        self.fails = fails
+    def __init__(self, fails: bool = False) -> None:
+        self.answered, self.fails, self.closed = True, fails, False
 
-    def advance(self, token_ids: object, prompt_tokens: int) -> None:
+    def matcher(self) -> Scripted:
+        return self
+
+    def advance(self, token_ids: object) -> None:
         pass
 
-    def fill(self, mask: Mask) -> None:
+    def wait(self, timeout_s: float = 0.0) -> bool:
         if self.fails:
             raise RuntimeError("a bug in a library")
-        mask[:] = -1
+        return self.answered
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def test_a_mask_that_cannot_be_made_fails_its_row_alone() -> None:
-    rig = Rig()
-    batch = [scheduled(rig, _Unfillable(fails)) for fails in (False, True, False)]
-    filler = MaskFiller(VOCABULARY_SIZE)
-    filler._threads = 2
+    batch = [scheduled(Scripted(fails)) for fails in (False, True, False)]
     with pytest.raises(RowsFailedError, match="incident") as failed:
-        filler.masks(batch)
+        masks_of(batch)
     assert (failed.value.rows, failed.value.reason) == ((1,), "INTERNAL")
-    assert sorted(filler.masks([batch[0], batch[2]])) == [0, 1]
+    assert sorted(masks_of([batch[0], batch[2]])) == [0, 1]
+
+
+def test_a_row_whose_mask_is_not_ready_sits_out_and_the_others_go_on() -> None:
+    slow = Scripted()
+    rig = Rig()
+    rig.core.add_request(replace(request("slow", PROMPT), stop=stopping(max_tokens=9), grammar=slow))
+    rig.core.add_request(replace(request("free", PROMPT), stop=stopping(max_tokens=12)))
+    for _ in range(4):
+        rig.step()
+    slow.answered = False
+    before = len(rig.outputs["slow"].token_ids)
+    while rig.outputs["free"].finish_reason is None:
+        rig.step()
+    assert len(rig.outputs["free"].token_ids) == 12
+    assert len(rig.outputs["slow"].token_ids) <= before + 1
+    assert rig.core.has_work()
+    assert not slow.closed
+    slow.answered = True
+    while rig.core.has_work():
+        rig.step()
+    assert len(rig.outputs["slow"].token_ids) == 9
+    assert slow.closed
+
+
+def test_what_waits_for_its_grammar_can_be_aborted_and_expires() -> None:
+    for ends in ("abort", "deadline"):
+        slow, rig = Scripted(), Rig()
+        made = replace(request("slow", PROMPT), stop=stopping(max_tokens=9), grammar=slow)
+        rig.core.add_request(replace(made, deadline_s=rig.clock.now + 5) if ends == "deadline" else made)
+        while not rig.outputs or not rig.outputs["slow"].token_ids:
+            rig.step()
+        slow.answered = False
+        rig.step()
+        if ends == "abort":
+            assert rig.core.abort("slow")
+        else:
+            rig.clock.now += 10
+            rig.step()
+            assert rig.outputs["slow"].failure is not None
+        assert slow.closed
+        assert not rig.core.has_work()
+        assert rig.core.load().referenced_blocks == 0
+
+
+def test_a_step_that_leaves_no_rows_out_waits_for_a_bounded_time() -> None:
+    slow = Scripted()
+    slow.answered = False
+    with pytest.raises(GrammarFailedError, match="too much time") as failed:
+        masks_of([scheduled(Scripted()), scheduled(slow)], wait_s=0.01)
+    assert failed.value.rows == (1,)
+
+
+def test_a_process_that_ends_fails_the_output_that_it_was_at_and_the_others_go_on() -> None:
+    grammar = COMPILER.compile(Grammar(regex="[a-z]{3}!"))
+    first, second = asked_of(grammar, b"ab"), asked_of(grammar, b"xyz")
+    ended = grammar._connection
+    ended.channel.shutdown(socket.SHUT_RDWR)  # as if the process ended by what comes next
+    first.advance(b"c")
+    second.advance(b"!")
+    assert first.wait()
+    assert "too much time or memory" in first.error
+    assert second.wait()
+    assert (second.complete, second.error) == (True, "")
+    assert grammar._connection is not ended
+    third = asked_of(grammar, b"abc")
+    assert np.flatnonzero(allowed_tokens(third.mask, VOCABULARY_SIZE, ())).tolist() == [ord("!")]

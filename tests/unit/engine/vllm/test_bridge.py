@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from engine.core.engine import EngineRequest, StopParams
+from engine.core.model_runner import SamplingParams
 from engine.core.sequence import Sequence
-from engine.core.types import EngineRequest, SamplingParams, StopParams
 from engine.vllm.bridge import VllmBridge, VllmRow, close_bridge, open_bridge, the_bridge
 from splitserve.errors import BrokenInvariantError
 

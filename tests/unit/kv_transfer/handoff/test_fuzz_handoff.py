@@ -11,15 +11,15 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.handoff.notification import (
+from kv_transfer.handoff.messages import (
     MAX_CHECKSUMS,
     BadNotification,
     Drained,
+    KvTicket,
     WriteCompletion,
     decode,
     encode,
 )
-from kv_transfer.handoff.ticket import KvTicket
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import kv_transfer_pb2 as pb
 from tests.support.clients.fuzz import EXAMPLES, FUZZED, changed, damaged

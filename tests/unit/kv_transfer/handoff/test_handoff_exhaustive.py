@@ -1,6 +1,6 @@
 """The handoff explored completely, with the production state machines; see tests/support/handoff/world.py.
 
-docs/handoff.md has the counts that this test prints, and what the exploration assumes.
+docs/internals/handoff.md has the counts that this test prints, and what the exploration assumes.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from typing import Any
 
 import pytest
 
-from coordinator.attempt_state import DecodeRelease
+from coordinator.attempt import DecodeRelease
 from kv_transfer.handoff import reservation_table
-from kv_transfer.handoff.push_state import Push
-from kv_transfer.handoff.pusher import KvPusher
-from kv_transfer.handoff.reservation import Reservation
-from kv_transfer.handoff.ticket import KvTicket, SpentTickets
+from kv_transfer.handoff.messages import KvTicket
+from kv_transfer.handoff.pusher import KvPusher, Push, SpentTickets
+from kv_transfer.handoff.reservation_table import Reservation
 from tests.support.handoff import coordinator_side
 from tests.support.handoff.explorer import Counterexample
 from tests.support.handoff.states import Setting
 from tests.support.handoff.world import World
 
-DOCS = Path(__file__).parents[4] / "docs/handoff.md"
+DOCS = Path(__file__).parents[4] / "docs/internals/handoff.md"
 
 TWO_REQUESTS = Setting(needs=(2, 1), attempts=1, faults=1, deadline=1, eager=True)
 """Two requests on three blocks and two prefill workers, and a crash at any point."""
@@ -36,8 +35,8 @@ def _explored(name: str, setting: Setting) -> None:
     seen = World(setting).explore()
     print(f"\n{name}: {seen.states:,} states, {seen.transitions:,} transitions, {seen.at_rest} at rest")
     row = re.search(rf"^\| {re.escape(name)} \|.*$", DOCS.read_text(), re.MULTILINE)
-    assert row is not None, "docs/handoff.md does not have this exploration"
-    assert f"| {seen.states:,} |" in row[0], "docs/handoff.md has another number of states"
+    assert row is not None, "docs/internals/handoff.md does not have this exploration"
+    assert f"| {seen.states:,} |" in row[0], "docs/internals/handoff.md has another number of states"
 
 
 @pytest.mark.slow

@@ -13,12 +13,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kv_transfer.handoff.notification import Drained, WriteCompletion, encode
-from kv_transfer.handoff.reservation_actions import Abort, Action, Admit, ReleaseWriter, Silence, WriterDone
-from kv_transfer.handoff.reservation_table import ReservationTable
-from kv_transfer.handoff.ticket import WRITE_GRACE_S
+from kv_transfer.handoff.messages import WRITE_GRACE_S, Drained, WriteCompletion, encode
+from kv_transfer.handoff.reservation_table import (
+    Abort,
+    Action,
+    Admit,
+    ReleaseWriter,
+    ReservationTable,
+    Silence,
+    WriterDone,
+)
 
-BLOCKS, EPOCH, LEASE_S, QUARANTINE_S, LIMIT_S = 8, 3, 4.0, 6.0, 40.0
+BLOCKS, EPOCH, QUARANTINE_S, LIMIT_S = 8, 3, 6.0, 40.0
 PICK = st.integers(0, 10**6)
 
 
@@ -50,7 +56,7 @@ class HandoffModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.table = ReservationTable(EPOCH, lease_s=LEASE_S, quarantine_s=QUARANTINE_S)
+        self.table = ReservationTable(EPOCH, quarantine_s=QUARANTINE_S)
         self.free = list(range(BLOCKS))
         self.content: dict[int, int] = dict.fromkeys(range(BLOCKS), 0)
         self.requests: dict[int, Request] = {}
@@ -133,10 +139,10 @@ class HandoffModel(RuleBasedStateMachine):
 
     @rule(data=st.binary(max_size=40), epoch=st.integers(1, 4), number=st.integers(0, 20))
     def noise(self, data: bytes, epoch: int, number: int) -> None:
-        before = self.table.live_requests, self.table.quarantined_blocks
+        before = len(self.table._live), self.table.quarantined_blocks
         self.table.on_notification("stranger", b"\xff" + data, self.now)
-        self.table.on_notification("stranger", WriteCompletion(epoch, number, 7, 0), self.now)
-        assert (self.table.live_requests, self.table.quarantined_blocks) == before
+        self.table.on_notification("stranger", encode(WriteCompletion(epoch, number, 7, 0)), self.now)
+        assert (len(self.table._live), self.table.quarantined_blocks) == before
 
     @precondition(lambda self: self.requests)
     @rule(pick=PICK, wrong=st.booleans())
@@ -156,12 +162,11 @@ class HandoffModel(RuleBasedStateMachine):
         self.table.finished(request.name)
         self.free += request.blocks
 
-    @rule(who=st.sampled_from("xy"), back=st.booleans())
-    def coordinator(self, who: str, back: bool) -> None:
-        if back:
-            self.table.coordinator_back(who)
-        else:
-            self.table.coordinator_lost(who, self.now)
+    @rule(who=st.sampled_from("xy"))
+    def coordinator_is_lost(self, who: str) -> None:
+        """As `KvConsumer.coordinator_lost`, at the end of its lease."""
+        for request in [request for request in self.requests.values() if request.coordinator == who]:
+            self.apply(self.table.abort(request.name, who, False, self.now))
 
     @rule(seconds=st.floats(0.01, 8.0))
     def time_passes(self, seconds: float) -> None:
@@ -182,7 +187,7 @@ class HandoffModel(RuleBasedStateMachine):
 
     @invariant()
     def table_agrees(self) -> None:
-        assert self.table.live_requests == len(self.requests)
+        assert len(self.table._live) == len(self.requests)
         assert self.table.quarantined_blocks == sum(len(blocks) for blocks in self.quarantine.values())
         assert all(request.deadline_s > self.now for request in self.requests.values())
 
@@ -193,7 +198,7 @@ class HandoffModel(RuleBasedStateMachine):
         self.now += max(QUARANTINE_S, 2 * WRITE_GRACE_S)
         self.apply(self.table.expire(self.now))
         assert sorted(self.free) == list(range(BLOCKS))
-        assert self.table.live_requests == 0
+        assert len(self.table._live) == 0
         assert self.table.next_deadline() == float("inf")
 
 

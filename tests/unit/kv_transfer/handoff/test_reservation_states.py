@@ -2,44 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from kv_transfer.handoff import reservation as hs
-from kv_transfer.handoff.reservation import HandoffState as S
+from kv_transfer.handoff.reservation_table import HandoffState as S
+from kv_transfer.handoff.reservation_table import IllegalTransitionError, Reservation
 
-Step = Callable[[S], S]
+LEGAL: frozenset[tuple[S, S]] = frozenset(
+    {
+        (S.RESERVED, S.RECEIVING),
+        (S.RESERVED, S.READY),
+        (S.RECEIVING, S.READY),
+        (S.READY, S.RUNNING),
+        (S.RUNNING, S.FINISHED),
+        (S.RESERVED, S.ABORTED),
+        (S.RECEIVING, S.ABORTED),
+        (S.READY, S.ABORTED),
+        (S.RUNNING, S.ABORTED),
+        (S.ABORTED, S.QUARANTINED),
+        (S.ABORTED, S.FREED),
+        (S.QUARANTINED, S.FREED),
+    }
+)
+"""From a state to another."""
 
-LEGAL: dict[tuple[Step, S], S] = {
-    (hs.receive, S.RESERVED): S.RECEIVING,
-    (hs.make_ready, S.RESERVED): S.READY,
-    (hs.make_ready, S.RECEIVING): S.READY,
-    (hs.run, S.READY): S.RUNNING,
-    (hs.finish, S.RUNNING): S.FINISHED,
-    (hs.abort, S.RESERVED): S.ABORTED,
-    (hs.abort, S.RECEIVING): S.ABORTED,
-    (hs.abort, S.READY): S.ABORTED,
-    (hs.abort, S.RUNNING): S.ABORTED,
-    (hs.quarantine, S.ABORTED): S.QUARANTINED,
-    (hs.free, S.ABORTED): S.FREED,
-    (hs.free, S.QUARANTINED): S.FREED,
-}
-STEPS: list[Step] = [hs.receive, hs.make_ready, hs.run, hs.finish, hs.abort, hs.quarantine, hs.free]
 
-
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("to", list(S), ids=lambda state: state.value)
 @pytest.mark.parametrize("state", list(S), ids=lambda state: state.value)
-def test_every_step_from_every_state(step: Step, state: S) -> None:
-    if expected := LEGAL.get((step, state)):
-        assert step(state) is expected
+def test_every_step_from_every_state(state: S, to: S) -> None:
+    reservation = Reservation(1, "r", "c", 1, 1, 1.0, 1.0, state)
+    if (state, to) in LEGAL:
+        reservation.become(to)
+        assert reservation.state is to
     else:
-        with pytest.raises(hs.IllegalTransitionError, match=state.value):
-            step(state)
+        with pytest.raises(IllegalTransitionError, match=state.value):
+            reservation.become(to)
+        assert reservation.state is state
 
 
 def test_no_state_comes_back() -> None:
-    reachable: dict[S, set[S]] = {state: {to for (_, at), to in LEGAL.items() if at is state} for state in S}
+    reachable: dict[S, set[S]] = {state: {to for at, to in LEGAL if at is state} for state in S}
     for _ in S:
         for to in reachable.values():
             to |= {further for state in set(to) for further in reachable[state]}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, closing
 from typing import Any
 
 import pytest
 
-from splitserve.client import AsyncClient, ChatMessage, Completion, Delta
+from splitserve.client import AsyncClient, ChatMessage, Client, Completion, Delta
 from splitserve.client.request_builder import build_request
 from splitserve.client.types import GenerateOptions
 from splitserve.errors import (
@@ -22,7 +22,7 @@ from splitserve.errors import (
     SplitserveError,
     UnavailableError,
 )
-from splitserve.rpc.server import make_server
+from splitserve.rpc.server import RpcServer
 from splitserve.v1 import generation_pb2, inference_pb2
 from tests.support.clients.fake_inference import FakeInference, delta, done, serving
 from tests.support.waiting import PATIENCE_S
@@ -79,6 +79,16 @@ async def test_leaving_a_stream_cancels_it_on_the_server(client: AsyncClient, fa
     async with aclosing(client.stream("hello")) as items:
         async for _ in items:
             break
+    await asyncio.wait_for(fake.cancelled.wait(), PATIENCE_S)
+
+
+async def test_leaving_a_stream_of_the_client_for_threads_cancels_it_as_well(fake: FakeInference) -> None:
+    def read() -> Delta | Completion:
+        with Client(fake.target) as client, closing(client.stream("hello")) as items:
+            return next(items)
+
+    fake.script = [delta(0, [1], "a"), asyncio.Event()]
+    assert await asyncio.to_thread(read) == Delta(0, (1,), "a")
     await asyncio.wait_for(fake.cancelled.wait(), PATIENCE_S)
 
 
@@ -160,7 +170,7 @@ async def test_nobody_listens() -> None:
 
 
 async def test_another_grpc_server() -> None:
-    server = make_server()
+    server = RpcServer()
     port = await server.start("127.0.0.1", 0, [])
     try:
         async with AsyncClient(f"127.0.0.1:{port}") as client:
@@ -203,7 +213,7 @@ async def test_waiting_for_readiness(fake: FakeInference, client: AsyncClient) -
         ([-1], {}, "prompt.token_ids"),
         ("x", {"temperature": -1}, "sampling.temperature"),
         ("x", {"temperature": math.nan}, "sampling.temperature"),
-        ("x", {"top_p": 0.0}, "sampling.top_p"),
+        ("x", {"top_p": -0.5}, "sampling.top_p"),
         ("x", {"top_k": -1}, "sampling.top_k"),
         ("x", {"seed": 2**64}, "sampling.seed"),
         ("x", {"max_tokens": 0}, "stop.max_tokens"),

@@ -7,9 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
 
 from splitserve.client import AsyncClient, Client, Completion, Delta
+from splitserve.client.call_errors import CONNECTION_LOST, described
+from splitserve.client.failover import GenerationSession, Targets
 from splitserve.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
@@ -180,3 +183,70 @@ async def test_leaving_a_blocking_stream_cancels_it() -> None:
 
         await asyncio.to_thread(leave)
         await asyncio.wait_for(fake.cancelled.wait(), PATIENCE_S)
+
+
+@pytest.mark.parametrize(("grammar", "sent_again"), [(False, True), (True, False)])
+def test_a_grammar_that_may_have_ended_a_coordinator_is_not_sent_to_the_next(
+    grammar: bool, sent_again: bool
+) -> None:
+    lost = UnavailableError("the connection broke", reason=CONNECTION_LOST)
+    request = inference_pb2.GenerateRequest(text="hello")
+    if grammar:
+        request.sampling.grammar.regex = "a"
+    session = GenerationSession(request, Targets("127.0.0.1:1,127.0.0.1:2"), 10)
+    if not sent_again:
+        with pytest.raises(UnavailableError) as caught:
+            session.failed(lost)
+        assert caught.value.reason == CONNECTION_LOST
+        return
+    session.failed(lost)
+    assert session.failover.target == "127.0.0.1:2"
+
+
+@pytest.mark.parametrize("reason", ["UNREACHABLE", "DRAINING"])
+def test_a_grammar_that_was_not_sent_or_was_declined_goes_to_the_next(reason: str) -> None:
+    request = inference_pb2.GenerateRequest(text="hello")
+    request.sampling.grammar.regex = "a"
+    session = GenerationSession(request, Targets("127.0.0.1:1,127.0.0.1:2"), 10)
+    session.failed(UnavailableError("no", reason=reason))
+    assert session.failover.target == "127.0.0.1:2"
+
+
+class Broken:
+    """What gRPC raises."""
+
+    def __init__(self, details: str) -> None:
+        self._details = details
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> None:
+        return None
+
+
+NEVER_STOOD = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:7: "
+
+
+@pytest.mark.parametrize(
+    ("details", "reason", "words"),
+    [
+        ("Stream removed (Socket closed)", CONNECTION_LOST, "broke before the answer was complete"),
+        ("Socket closed", CONNECTION_LOST, "broke before the answer was complete"),
+        (NEVER_STOOD + "recvmsg:Connection reset by peer (104)", "UNREACHABLE", "does it want TLS"),
+        (NEVER_STOOD + "Socket closed", "UNREACHABLE", "does it want TLS"),
+        (
+            NEVER_STOOD + "Failed to connect to remote host: Connection refused",
+            "UNREACHABLE",
+            "is it running",
+        ),
+    ],
+)
+def test_tls_is_suspected_only_where_no_connection_stood(details: str, reason: str, words: str) -> None:
+    error = described(Broken(details), "a:1", 10)
+    assert error.reason == reason
+    assert words in error.message
+    assert ("TLS" in error.message) == ("TLS" in words)

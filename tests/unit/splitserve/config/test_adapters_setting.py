@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
-from splitserve.config.base import load_settings
+from splitserve.config.base import merge_settings
 from splitserve.config.command_line import arguments
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError
 
 
 def settings(adapters: Any) -> WorkerConfig:
-    return load_settings(WorkerConfig, worker_id="w", model="m", engine={"adapters": adapters})
+    return merge_settings(
+        WorkerConfig, {}, {"worker_id": "w", "model": "m", "engine": {"adapters": adapters}}
+    )
 
 
 def test_a_mapping_in_a_file_and_options_say_the_same() -> None:

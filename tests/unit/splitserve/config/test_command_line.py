@@ -1,4 +1,4 @@
-"""Options, variables, help texts and docs/configuration.md agree with the settings models."""
+"""Options, variables, help texts and docs/reference/configuration.md agree with the settings models."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ import typer
 from dev.docs import configuration_page
 from engine.core import model_runner as core
 from engine.kv_cache import memory as kv_pool
-from splitserve.cli import services, up
-from splitserve.cli.main import app, main
+from launcher.cli import services, up
+from launcher.cli.main import app, main
 from splitserve.config.autoscaler import AutoscalerConfig
-from splitserve.config.base import Settings, load_settings, merge_settings
+from splitserve.config.base import Settings, merge_settings, read_settings_file
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.command_line import (
     Setting,
     arguments,
     command,
     default_text,
+    options_of,
     overrides,
     settings_of,
     variables_given,
@@ -43,36 +44,24 @@ KINDS: dict[type[Settings], dict[str, Any]] = {
     ClusterConfig: {},
 }
 """The settings of each command with their required values."""
-SHOWN: dict[type[Settings], tuple[str, ...] | None] = {ClusterConfig: up.SHOWN}
 ODD: dict[str, Any] = {
     "adapters": ["red=/adapters/red", "blue=b"],
     "device": "cuda:1",
     "advertise_address": "h:1",
     "coordinators": ["a:1", "b:2"],
     "cpus": [0, 1, 2, 5],
-    "shadow": ["a.yaml", "b.yaml"],
     "gpus": ["0", "GPU-1"],
     "docker.gpus": "0,1;2,3",
     "endpoint": "https://collector:4317",
-    "faults": {"seed": 3, "late_write": {"at": [2], "probability": 0.5}},
     "http_port": "off",
-    "spot.metadata_url": "http://h:1",
     "tokenizers": ["words", "more"],
     "model_routes": {"words": {"v1": 95, "v2": 4.123456789}, "more": {"v3": 1}},
-    "circuit_breaker": {"enabled": False, "failure_rate": 0.25, "window_s": 4.5},
-    "kv_store_master": "h:1",
+    "circuit_breaker": {"enabled": False, "open_s": 0.25, "window_s": 4.5},
     "kubernetes.prefill": "statefulset/p",
     "kubernetes.decode": "deployment/d",
-    "kubernetes.classes": ["h100", "l4-spot"],
-    "min_tolerance_nats": 0.05,
 }
 """Test values by path or name, for settings whose type does not suggest one."""
-CHANGEABLE = [
-    (kind, setting)
-    for kind in KINDS
-    for setting in settings_of(kind)
-    if SHOWN.get(kind) is None or setting.path in up.SHOWN
-]
+CHANGEABLE = [(kind, setting) for kind in KINDS for setting in options_of(kind)]
 IDS = [f"{kind.__name__}-{setting.path}" for kind, setting in CHANGEABLE]
 
 
@@ -110,7 +99,7 @@ def parsed(kind: type[Settings], given: list[str]) -> Settings:
     """The settings that a command parses from a command line."""
     found: list[Settings] = []
     program = typer.Typer(add_completion=False)
-    program.command()(command(kind, found.append, shown=SHOWN.get(kind)))
+    program.command()(command(kind, found.append))
     program(args=given, standalone_mode=False)
     return found[0]
 
@@ -205,20 +194,33 @@ def test_defaults_that_depend_on_the_machine_are_those_of_the_engine() -> None:
     ],
 )
 def test_a_command_shows_its_settings(
-    name: str, kind: type[Settings], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, kind: type[Settings], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")
-    monkeypatch.setenv("TERMINAL_WIDTH", "1000")
     assert main([name, "--help"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    basic = capsys.readouterr().out
+    assert main([name, "--help-all"]) == 0
+    whole = capsys.readouterr().out
+    # Each option's text is wrapped in a column, so white space is left out.
+    texts = ["".join(part.split()) for part in re.split(r"^  (?=-)", whole, flags=re.MULTILINE)]
     for setting in (setting for owner, setting in CHANGEABLE if owner is kind):
-        mine = [line for line in lines if re.search(rf"{setting.flag}[ ,/]", line)]
-        if setting.option.hidden:
-            assert not mine
-        else:
-            assert any(setting.help in line for line in mine), setting.flag
-            assert setting.is_switch or any(setting.metavar in line for line in mine), setting.flag
-    assert "--dense-rows-bytes" not in "".join(lines)
+        beginning = rf"^  {setting.flag}(?= )"
+        assert bool(re.search(beginning, basic, re.MULTILINE)) == (setting.option.tier == "basic")
+        assert bool(re.search(beginning, whole, re.MULTILINE)) == (setting.option.tier != "internal")
+        if setting.option.tier != "internal":
+            metavar = "" if setting.is_switch else setting.metavar
+            begins, says = f"{setting.flag}{metavar}".replace(" ", ""), "".join(setting.help.split())
+            assert any(text.startswith(begins) and says in text for text in texts), setting.flag
+
+
+def test_the_basic_settings_of_a_cluster_are_one_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    assert main(["up", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize(
@@ -257,8 +259,8 @@ def test_precedence(
 
 
 def test_a_worker_has_a_name_unless_one_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[str, WorkerConfig]] = []
-    monkeypatch.setattr(services, "_run_worker", lambda pool, settings: started.append((pool, settings)))
+    started: list[WorkerConfig] = []
+    monkeypatch.setattr(services, "_run_worker", started.append)
     path = tmp_path / "worker.yaml"
     path.write_text(json.dumps({"worker_id": "named", "model": "m", "coordinators": ["a:1"]}))
     app(args=["decode-worker", "--model", "m"], standalone_mode=False)
@@ -266,20 +268,19 @@ def test_a_worker_has_a_name_unless_one_is_given(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("SPLITSERVE_WORKER_ID", "varied")
     app(args=["prefill-worker", "--config", str(path)], standalone_mode=False)
     app(args=["prefill-worker", "--config", str(path), "--worker-id", "told"], standalone_mode=False)
-    ids = [settings.worker_id for _, settings in started]
+    ids = [settings.worker_id for settings in started]
     assert re.fullmatch(rf"decode-.+-{os.getpid()}", ids[0])
     assert ids[1:] == ["named", "varied", "told"]
-    assert [pool for pool, _ in started] == ["decode", "decode", "prefill", "prefill"]
-    assert started[1][1].model == "other"
-    assert started[1][1].coordinators == ("a:1",)
+    assert [settings.role for settings in started] == ["decode", "decode", "prefill", "prefill"]
+    assert started[1].model == "other"
+    assert started[1].coordinators == ("a:1",)
 
 
 def test_up_takes_the_parts_variables_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its children get options, which omit defaults: a variable must not override those defaults."""
     started: list[ClusterConfig] = []
 
-    async def run_cluster(settings: ClusterConfig, log_dir: Path | None, *, fork: object) -> bool:
-        assert fork is None
+    async def run_cluster(settings: ClusterConfig, log_dir: Path | None) -> bool:
         started.append(settings)
         assert log_dir == Path("logs")
         return False
@@ -287,32 +288,17 @@ def test_up_takes_the_parts_variables_away(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(up, "run_cluster", run_cluster)
     monkeypatch.setenv("SPLITSERVE_ENGINE_DTYPE", "float32")
     monkeypatch.setenv("SPLITSERVE_PORT", "5")
-    monkeypatch.setenv("SPLITSERVE_COORDINATOR_TOKENIZER_THREADS", "3")
+    monkeypatch.setenv("SPLITSERVE_COORDINATOR_LONG_PROMPT_TOKENS", "3")
     monkeypatch.setenv("SPLITSERVE_TLS", "of-clients")
     options = ["--engine", "simulated", "--model", "simulated", "--grpc-port", "0", "--http-port", "off"]
-    options += ["--no-fork-services"]
     app(args=["up", *options, "--dtype", "auto", "--log-dir", "logs"], standalone_mode=False)
     (settings,) = started
     assert settings.engine.dtype == "auto"
-    assert settings.coordinator.tokenizer_threads == 3
+    assert settings.coordinator.long_prompt_tokens == 3
     assert settings.tls is None
     assert "SPLITSERVE_ENGINE_DTYPE" not in os.environ
     assert "SPLITSERVE_PORT" not in os.environ
     assert os.environ["SPLITSERVE_TLS"] == "of-clients"
-
-
-def test_a_former_name_is_still_taken(tmp_path: Path) -> None:
-    path = tmp_path / "worker.yaml"
-    path.write_text("engine: {dense_rows_bytes: 65536}\n")
-    worker = ["--worker-id", "w", "--model", "m"]
-    for given in (["--dense-rows-bytes", "65536"], ["--config", str(path)]):
-        found = parsed(WorkerConfig, [*worker, *given])
-        assert isinstance(found, WorkerConfig)
-        assert found.engine.contiguous_kv_bytes == 65536
-    newer = parsed(WorkerConfig, [*worker, "--config", str(path), "--contiguous-kv-bytes", "7"])
-    assert isinstance(newer, WorkerConfig)
-    assert newer.engine.contiguous_kv_bytes == 7
-    assert "--dense-rows-bytes" not in arguments(newer)
 
 
 @pytest.mark.parametrize(
@@ -323,30 +309,31 @@ def test_a_former_name_is_still_taken(tmp_path: Path) -> None:
         (CoordinatorConfig, {"model_routes": ["a"]}, "a route is written NAME=MODEL"),
         (CoordinatorConfig, {"circuit_breaker": "enabled"}, "it is written NAME=VALUE"),
         (WorkerConfig, {"cpus": "0-"}, "cpus must look like"),
-        (WorkerConfig, {"faults": "{"}, "faults: "),
         (WorkerConfig, {"coordinators": ["host"]}, "coordinator must be"),
         (AutoscalerConfig, {"coordinators": ["host:0"]}, "coordinator must be"),
     ],
 )
 def test_wrong_texts(kind: type[Settings], given: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, InvalidArgumentError), match=re.escape(message)):
-        load_settings(kind, None, **{**KINDS[kind], **given})
+        merge_settings(kind, {**KINDS[kind], **given})
 
 
 def test_a_file_may_hold_the_texts_of_options_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "coordinator.yaml"
     path.write_text("http_port: 'off'\nmodel_routes: [words=a:1]\n")
-    found = load_settings(CoordinatorConfig, path)
+    found = merge_settings(CoordinatorConfig, read_settings_file(path))
     assert found.http_port is None
     assert found.model_routes == {"words": {"a": 1.0}}
     path.write_text("http_port: null\n")
-    assert load_settings(CoordinatorConfig, path).http_port is None
+    assert merge_settings(CoordinatorConfig, read_settings_file(path)).http_port is None
 
 
 def test_the_page_is_current_and_names_each_option_and_variable() -> None:
     page = configuration_page.page()
     assert configuration_page.PAGE.read_text(encoding="utf-8") == page
     for kind, setting in CHANGEABLE:
+        if setting.option.tier == "internal":
+            continue
         row = next((line for line in page.splitlines() if line.startswith(f"| `{setting.name}`")), None)
         assert row is not None, setting.path
         assert f"`{setting.flag}`" in page

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from splitserve.config.base import load_settings
+from splitserve.config.base import merge_settings
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.config.worker import WorkerConfig
@@ -34,39 +34,24 @@ def test_of_a_coordinator(given: dict[str, Any], others: dict[str, Any], field: 
     (told,) = CoordinatorConfig.model_validate(given).idle_settings().items()
     assert told[0] == field
     assert told[1].startswith("without ")
-    assert not load_settings(CoordinatorConfig, **_merged(given, others)).idle_settings()
+    assert not merge_settings(CoordinatorConfig, _merged(given, others)).idle_settings()
 
 
 @pytest.mark.parametrize(
     ("given", "others", "field"),
     [
-        ({"spot": {"metadata_url": URL}}, {"spot": {"provider": "aws"}}, "spot.metadata_url"),
         (
             {"tracing": {"authority": Path("a")}},
             {"tracing": {"endpoint": "https://a:1"}},
             "tracing.authority",
         ),
-        (
-            {"engine": {"measured_memory_gb_per_s": 9.0}},
-            {"metrics_port": 0},
-            "engine.measured_memory_gb_per_s",
-        ),
-        ({"engine": {"measured_matmul_tflops": 9.0}}, {"metrics_port": 0}, "engine.measured_matmul_tflops"),
     ],
 )
 def test_of_a_worker(given: dict[str, Any], others: dict[str, Any], field: str) -> None:
-    (told,) = load_settings(WorkerConfig, **NAMED, **given).idle_settings(is_neutral=True).items()
+    (told,) = merge_settings(WorkerConfig, {**NAMED, **given}).idle_settings().items()
     assert told[0] == field
     assert told[1].startswith("without ")
-    assert not load_settings(WorkerConfig, **NAMED, **_merged(given, others)).idle_settings(is_neutral=True)
-
-
-@pytest.mark.parametrize("leaning", ["prefill", "decode"])
-def test_only_a_neutral_worker_leans(leaning: str) -> None:
-    config = load_settings(WorkerConfig, **NAMED, leaning=leaning)
-    assert not config.idle_settings(is_neutral=True)
-    assert config.idle_settings(is_neutral=False) == {"leaning": "but on a neutral worker"}
-    assert not load_settings(WorkerConfig, **NAMED).idle_settings(is_neutral=False)
+    assert not merge_settings(WorkerConfig, {**NAMED, **_merged(given, others)}).idle_settings()
 
 
 @pytest.mark.parametrize(

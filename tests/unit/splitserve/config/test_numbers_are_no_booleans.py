@@ -8,8 +8,6 @@ import pytest
 from pydantic import ValidationError
 
 from autoscaler.policies.policy_file import ScalingPolicy
-from autoscaler.sharing.models_file import SharedModels
-from coordinator.records.tenant_costs import PriceFile
 from coordinator.tenants.policy_file import TenantPolicy
 from splitserve.config.base import ConfigModel
 from splitserve.config.coordinator import CoordinatorConfig
@@ -25,9 +23,7 @@ from splitserve.config.worker import WorkerConfig
             ("prefill", "slo", "min_replicas"),
         ),
         (ScalingPolicy, {"gpu_budget": False}, ("gpu_budget",)),
-        (SharedModels, {"gpu_budget": True}, ("gpu_budget",)),
         (TenantPolicy, {"name": "a", "requests_per_second": True}, ("requests_per_second",)),
-        (PriceFile, {"currency": "EUR", "gpu_hour": {"h100": True}}, ("gpu_hour",)),
         (CoordinatorConfig, {"admission": {"max_queue_s": True}}, ("admission", "max_queue_s")),
         (CoordinatorConfig, {"admission": {"ttft_slo_s": True}}, ("admission", "ttft_slo_s")),
         (WorkerConfig, {"engine": {"kv_memory_bytes": True}}, ("engine", "kv_memory_bytes")),

@@ -64,7 +64,7 @@ def test_bounds_may_be_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     os.mkfifo(tmp_path / "b")
     monkeypatch.setattr(bounded_file, "PIPE_SILENCE_S", 0.05)
     with pytest.raises(ConfigError, match="nobody writes to the pipe"):
-        read_yaml_file(tmp_path / "b", pipes="patient")
+        read_yaml_file(tmp_path / "b")
 
 
 def test_neither_a_huge_file_nor_a_device_is_read(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_what_does_not_follow_on_directly_stays_apart() -> None:
 
 
 def test_news_besides_tokens_is_not_merged_away() -> None:
-    failed = decode_pb2.Failure(reason="LEASE_EXPIRED")
+    failed = decode_pb2.Failure(reason="DEADLINE_EXCEEDED")
     for news in ({"admit_ms": 1.0}, {"admitted": True}, {"failure": failed}, {"local_prefill": {}}):
         assert not extend_output(output(3), output(4, **news))
 

@@ -8,8 +8,7 @@ import pytest
 
 from splitserve.config.gpu_list import MAX_GPUS, gpu_groups, gpu_names
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
-from splitserve.gpus.inventory import GpuInventory
-from splitserve.gpus.kinds import is_of_kind
+from splitserve.gpus.inventory import GpuInventory, is_of_kind
 from splitserve.gpus.nvml import driver_inventory
 from tests.support.gpus.nvml import FakeGpu, FakeNvml
 

@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.gpus.driver_files import pci_gpus
-from splitserve.gpus.nics import Nearness, nearest_nics, nearest_ports, nearness
-from splitserve.gpus.rdma import PciPlace, RdmaFacts, read_rdma_facts
+from splitserve.gpus.rdma import (
+    Nearness,
+    PciPlace,
+    RdmaFacts,
+    nearest_nics,
+    nearest_ports,
+    nearness,
+    pci_gpus,
+    read_rdma_facts,
+)
 from tests.support.gpus.kernel_files import FakeMachine, FakeNic, two_sockets
 
 

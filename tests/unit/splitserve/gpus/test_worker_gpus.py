@@ -10,8 +10,7 @@ import pytest
 from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError, InvalidArgumentError
-from splitserve.gpus.engine_command import check_command
-from splitserve.gpus.worker_gpus import check_gpu_count, claim_gpus, tensor_parallel_size
+from splitserve.gpus.worker_gpus import check_command, check_gpu_count, claim_gpus, tensor_parallel_size
 from tests.support.gpus.kernel_files import FakeMachine, two_sockets
 
 

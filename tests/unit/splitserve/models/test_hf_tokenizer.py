@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, pre_tokenizers
-from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from splitserve.errors import InvalidArgumentError, NotFoundError, UnavailableError
-from splitserve.models.hf_tokenizer import ByteTokenizer, HfTokenizer, entry_bytes, load_tokenizer, separators
+from splitserve.errors import ConfigError, InvalidArgumentError, NotFoundError, UnavailableError
+from splitserve.models import chat_template
+from splitserve.models.hf_tokenizer import ByteTokenizer, HfTokenizer, entry_bytes, load_tokenizer
 from splitserve.models.sources import ModelSource
 from splitserve.models.tokenizer import Tokenizer, TooManyTokensError, Turn
 from splitserve.models.tokenizer_cache import CONVERSION, STALE_S, converted_tokenizer
@@ -76,10 +75,9 @@ MARKED = (
 @pytest.mark.parametrize(
     "content", ["Hi", "", "\n", "a<eos>b", "<eos><eos>", " x ", "assistant\n", "Grüße 🎉 " * 200]
 )
-def test_the_parts_of_a_chat_are_those_of_the_whole(tmp_path: Path, content: str) -> None:
+def test_a_chat_is_tokenized_as_its_whole_text(tmp_path: Path, content: str) -> None:
     made = saved(tmp_path, MARKED)
     rust = read_tokenizer(tmp_path).tokenizer
-    assert separators(rust) is not None
     turns = [Turn("system", "Be brief."), Turn("user", content)]
     text = "".join(f"<eos>{turn.role}\n{turn.content}<eos>\n" for turn in turns) + "<eos>assistant"
     whole = rust.encode(text, add_special_tokens=False).ids
@@ -93,27 +91,6 @@ def test_a_template_that_wants_more_than_a_message_is_served(tmp_path: Path) -> 
     wants = "{% if messages | length < 2 %}{{ raise_exception('two') }}{% endif %}" + MARKED
     made = saved(tmp_path, wants)
     assert made.render_chat([Turn("user", "a"), Turn("user", "b")])
-
-
-@pytest.mark.parametrize("changes", [{"lstrip": True}, {"rstrip": True}, {"single_word": True}])
-def test_a_special_token_that_looks_at_its_neighbours_separates_nothing(changes: dict[str, bool]) -> None:
-    rust = RustTokenizer.from_str(tiny_tokenizer().backend_tokenizer.to_str())
-    assert separators(rust) is not None
-    rust.add_special_tokens([AddedToken("<odd>", normalized=False, **changes)])
-    assert separators(rust) is None
-
-
-def test_where_the_place_in_the_text_matters_nothing_is_separated() -> None:
-    rust = RustTokenizer.from_str(tiny_tokenizer().backend_tokenizer.to_str())
-    rust.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    assert separators(rust) is None
-
-
-def test_special_tokens_that_are_taken_for_text_separate_nothing() -> None:
-    rust = tiny_tokenizer().backend_tokenizer
-    assert separators(rust) is not None
-    rust.encode_special_tokens = True
-    assert separators(rust) is None
 
 
 def test_a_family_that_decodes_by_itself_is_refused(tmp_path: Path) -> None:
@@ -136,6 +113,41 @@ def test_a_template_that_refuses_is_an_invalid_argument(tmp_path: Path) -> None:
     tokenizer = saved(tmp_path, "{{ raise_exception('roles must alternate') }}" + CHAT_TEMPLATE)
     with pytest.raises(InvalidArgumentError, match="roles must alternate"):
         tokenizer.render_chat(TURNS)
+
+
+LOOPS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+CALLS = "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (LOOPS, "rendering takes more than 0.05 s"),
+        (CALLS, "rendering takes more than 0.05 s"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+        ("{{ 2.0 ** 10000 }}", "out of range"),
+        ("{{ 1 // (messages | length - 2) }}", "by zero"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+        ("{{ messages[0].deep | tojson }}", "recursion"),
+    ],
+)
+def test_a_template_that_cannot_render_is_an_invalid_argument(
+    tmp_path: Path, template: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_CPU_S", 0.05)
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    tokenizer = saved(tmp_path, template + "{% set mentioned = 'deep' %}")
+    with pytest.raises(InvalidArgumentError, match=why) as caught:
+        tokenizer.render_chat([TURNS[0]._replace(further={"deep": deep}), TURNS[1]])
+    assert caught.value.field == "prompt.chat"
+
+
+@pytest.mark.parametrize("template", ["{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "{% if %}"])
+def test_a_template_that_does_not_parse_is_told_when_it_is_loaded(tmp_path: Path, template: str) -> None:
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja is no chat template: \w"):
+        saved(tmp_path, template)
 
 
 def test_lone_surrogates_do_not_crash() -> None:
@@ -279,6 +291,60 @@ def test_tools_and_calls_reach_the_template(tmp_path: Path) -> None:
     turns = [Turn("user", "u"), Turn("assistant", "", [call]), Turn("tool", "7", tool_call_id="c1")]
     assert tokenizer.decode(tokenizer.render_chat(turns, TOOLS)) == 'f|user:u;assistant:[{"a": 1}];tool:7#c1;'
     assert tokenizer.decode(tokenizer.render_chat(turns[:1])) == "user:u;"
+
+
+THINKING = (
+    "{% for m in messages %}{{ m.role }}: {{ m['content'] }}"
+    "{% if m.reasoning_content is defined %}({{ m.reasoning_content }}){% endif %}"
+    "{% if m.get('mood') %}[{{ m.mood }}]{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.note }}{% endfor %}{% endfor %}"
+)
+
+
+def test_further_fields_of_messages_reach_the_template(tmp_path: Path) -> None:
+    tokenizer = saved(tmp_path, THINKING)
+    call = {"function": {"name": "f", "arguments": {}}, "note": "!"}
+    turns = [
+        Turn("user", "a", further={"mood": "b"}),
+        Turn("assistant", "c", [call], further={"reasoning_content": "d"}),
+    ]
+    assert tokenizer.decode(tokenizer.render_chat(turns)) == "user: a[b]assistant: c(d)f!"
+    plain = [Turn("user", "a"), Turn("assistant", "c")]
+    assert tokenizer.decode(tokenizer.render_chat(plain)) == "user: aassistant: c"
+
+
+@pytest.mark.parametrize(
+    ("turn", "field"),
+    [
+        (Turn("user", "", further={"contents": "a"}), "contents"),
+        (Turn("user", "", further={"reasoning_content": "a", "images": []}), "images"),
+        (Turn("assistant", "", [{"function": {"name": "f"}, "extra": 1}]), "tool_calls[0].extra"),
+        (Turn("assistant", "", [{"function": {"name": "f", "args": 1}}]), "tool_calls[0].function.args"),
+    ],
+)
+def test_a_field_that_the_template_does_not_read_is_refused_by_name(
+    tmp_path: Path, turn: Turn, field: str
+) -> None:
+    for tokenizer in (saved(tmp_path, THINKING), ByteTokenizer()):
+        with pytest.raises(InvalidArgumentError) as caught:
+            tokenizer.render_chat([Turn("user", "a"), turn])
+        assert (caught.value.reason, caught.value.field) == (
+            "UNSUPPORTED_FIELD",
+            f"prompt.chat.messages[1].{field}",
+        )
+
+
+def test_reasoning_may_be_sent_back_to_any_template_and_developer_is_system_where_unknown(
+    tmp_path: Path,
+) -> None:
+    turns = [Turn("developer", "a"), Turn("assistant", "b", further={"reasoning_content": "c"})]
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    for template, role in (
+        (plain, "system"),
+        (plain + "{% if role == 'developer' %}{% endif %}", "developer"),
+    ):
+        tokenizer = saved(tmp_path, template)
+        assert tokenizer.decode(tokenizer.render_chat(turns)) == f"{role}: a assistant: b "
 
 
 def test_a_template_without_tools_says_so(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from splitserve.models.hf_tokenizer import SHORT_CHARACTERS, HfTokenizer
 from splitserve.models.tokenizer import TooManyTokensError, Turn
@@ -56,6 +56,28 @@ def test_too_many_tokens_are_counted_and_not_returned(tokenizer: HfTokenizer, wo
     assert caught.value.count == count
 
 
+@pytest.mark.parametrize(
+    "text", ["0123456789" * 300, "et" * 3000, "\u00e9" * 3000, "<sep>" * 700, "<sep>  " * 700]
+)
+@pytest.mark.parametrize("strips", [False, True])
+def test_texts_that_are_surely_too_long_are_not_encoded(
+    tokenizer: HfTokenizer, text: str, strips: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused exactly where the number of tokens is above the bound, whatever the text is made of."""
+    rust = Tokenizer.from_str(tokenizer.definition())
+    rust.add_tokens([AddedToken("<sep>", rstrip=strips)])
+    made = HfTokenizer(TokenizerDefinition(rust, {}, {}))
+    count = len(made.encode(text))
+    assert len(made.encode(text, count)) == count
+    with pytest.raises(TooManyTokensError) as caught:
+        made.encode(text, count - 1)
+    assert caught.value.count <= count
+    if not strips:
+        monkeypatch.setattr(made, "_rust", None)
+        with pytest.raises(TooManyTokensError):
+            made.encode(text, len(text) // 6 - 1)
+
+
 def longest_wait(work: Callable[[], object]) -> tuple[float, float]:
     """Seconds that the work takes on another thread, and the longest of them that this thread did not run."""
     thread = threading.Thread(target=work)
@@ -73,7 +95,7 @@ def longest_wait(work: Callable[[], object]) -> tuple[float, float]:
 def test_other_threads_run_meanwhile(tokenizer: HfTokenizer) -> None:
     text = text_of(100_000)
     tokens = tokenizer.encode(text)
-    for work in (lambda: tokenizer.encode(text, 1), lambda: tokenizer.decode(tokens)):
+    for work in (lambda: tokenizer.encode(text, len(tokens) - 1), lambda: tokenizer.decode(tokens)):
         shares = []
         # What the work does it does again; what the machine did beside it, it does not.
         for _ in range(TRIES):

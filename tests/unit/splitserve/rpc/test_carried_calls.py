@@ -19,10 +19,9 @@ from splitserve.errors import (
     SplitserveError,
     UnavailableError,
 )
-from splitserve.rpc.call_stream import CallStream, CarriedCall
-from splitserve.rpc.carried_calls import CarriedCalls, CarriedMethod
+from splitserve.rpc.carried_calls import CallStream, CarriedCall, CarriedCalls, CarriedMethod
 from splitserve.rpc.channel import make_channel
-from splitserve.rpc.server import RpcServer, make_server
+from splitserve.rpc.server import RpcServer
 from splitserve.rpc.status import error_from_rpc, error_from_status
 from splitserve.v1 import calls_pb2, decode_pb2, prefill_pb2
 from splitserve.v1.calls_pb2_grpc import CallServiceStub, add_CallServiceServicer_to_server
@@ -41,7 +40,7 @@ class Worker:
         self.ended: Journal[str] = Journal()
         self.gate = Gate()
         self.error: Exception | None = None
-        self.server: RpcServer = make_server()
+        self.server = RpcServer()
         methods = {
             "abort": CarriedMethod("/w/Abort", decode_pb2.AbortRequest.FromString, self.abort),
             "prefill": CarriedMethod("/w/Prefill", prefill_pb2.PrefillRequest.FromString, self.prefill),

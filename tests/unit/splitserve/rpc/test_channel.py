@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.tcp_proxy import TcpProxy
 from splitserve.rpc.channel import CONNECT_TIMEOUT_MS, make_channel
-from splitserve.rpc.server import make_server
+from splitserve.rpc.server import RpcServer
 from tests.support.waiting import PATIENCE_S
 
 LATE_S = 2.0
@@ -26,7 +26,7 @@ class LateProxy(TcpProxy):
 
 
 async def test_a_peer_that_answers_the_handshake_late_is_waited_for() -> None:
-    server = make_server()
+    server = RpcServer()
     proxy = LateProxy(await server.start("127.0.0.1", 0, []))
     listener = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     address = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"

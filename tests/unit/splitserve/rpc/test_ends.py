@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 import pytest
 
-from splitserve.rpc.call_stream import CallStream
+from splitserve.rpc.carried_calls import CallStream
 from splitserve.rpc.channel import make_channel
-from splitserve.rpc.server import STOP_S, make_server
+from splitserve.rpc.server import STOP_S, RpcServer
 from splitserve.v1.calls_pb2_grpc import CallServiceStub
 from tests.support.cluster.ports import free_port
 from tests.support.virtual_time import run_in_virtual_time
@@ -50,7 +50,7 @@ class NeverStops:
 
 def test_a_server_that_does_not_stop_is_left_after_its_time_and_may_be_stopped_again() -> None:
     async def stop_twice() -> list[float]:
-        server, loop = make_server(), asyncio.get_running_loop()
+        server, loop = RpcServer(), asyncio.get_running_loop()
         server.grpc_server = NeverStops(server.grpc_server)  # type: ignore[assignment]
         took_s = []
         for grace_s in (None, 3.0):

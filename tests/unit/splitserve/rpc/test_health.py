@@ -9,15 +9,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from splitserve.rpc.channel import make_channel
-from splitserve.rpc.health import Health
-from splitserve.rpc.server import make_server
+from splitserve.rpc.server import Health, RpcServer
 
 pytestmark = pytest.mark.timeout(20)
 KINDS = health_pb2.HealthCheckResponse
 
 
 async def test_a_watcher_is_told_of_each_change_and_of_a_service_that_comes() -> None:
-    server = make_server()
+    server = RpcServer()
     port = await server.start("127.0.0.1", 0, ["s"])
     try:
         async with make_channel(f"127.0.0.1:{port}") as channel:

@@ -26,7 +26,7 @@ from splitserve.errors import (
     UnavailableError,
 )
 from splitserve.rpc.channel import make_channel
-from splitserve.rpc.server import OpenRpcs, RpcServer, make_server
+from splitserve.rpc.server import OpenRpcs, RpcServer
 from splitserve.rpc.status import error_from_rpc, status_of
 from splitserve.v1 import decode_pb2, inference_pb2
 from splitserve.v1.inference_pb2_grpc import (
@@ -61,7 +61,7 @@ class Scripted(InferenceServiceServicer):
 
 @asynccontextmanager
 async def served(scripted: Scripted, **options: Any) -> AsyncIterator[tuple[RpcServer, grpc.aio.Channel]]:
-    server = make_server(**options)
+    server = RpcServer(**options)
     add_InferenceServiceServicer_to_server(scripted, server.grpc_server)
     port = await server.start("127.0.0.1", 0, [SERVICE])
     try:
@@ -197,7 +197,7 @@ async def test_oversized_messages_are_refused_and_harm_nobody() -> None:
 
 
 async def test_a_taken_port_is_one_clear_line() -> None:
-    first, second = make_server(), make_server()
+    first, second = RpcServer(), RpcServer()
     port = await first.start("127.0.0.1", 0, [])
     try:
         with pytest.raises(UnavailableError) as caught:

@@ -11,8 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
-from splitserve.rpc import writing
-from splitserve.rpc.writing import BATCH_BYTES, BATCH_ITEMS, BatchWriter, StreamWriter, write_whole
+from splitserve.rpc import server
+from splitserve.rpc.carried_calls import BATCH_BYTES, BATCH_ITEMS, BatchWriter
+from splitserve.rpc.server import StreamWriter, write_whole
 
 pytestmark = pytest.mark.timeout(10)
 
@@ -114,7 +115,7 @@ async def test_a_call_ends_after_its_write(monkeypatch: pytest.MonkeyPatch) -> N
     wire.done[0].set_result(None)
     await ending
     writer.begin("b")
-    monkeypatch.setattr(writing, "WRITE_GRACE_S", 0.01)
+    monkeypatch.setattr(server, "WRITE_GRACE_S", 0.01)
     await writer.settle()  # not for ever
     assert not writer.is_ready
 
@@ -134,7 +135,7 @@ def unseen_errors() -> Iterator[list[str]]:
 async def test_a_write_that_fails_once_its_task_was_cancelled_is_not_reported(
     fails_after_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writing, "WRITE_GRACE_S", 0.1)
+    monkeypatch.setattr(server, "WRITE_GRACE_S", 0.1)
     with unseen_errors() as unseen:
         wire = Wire()
         task = asyncio.create_task(write_whole(wire, "a"))  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ def test_a_file_and_a_link_to_it_are_read(tmp_path: Path) -> None:
 
 def test_a_file_is_read_however_slow_its_disk_is(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x")
-    assert read_small_file(tmp_path / "a", 64, pipes="none") == b"x"
+    assert read_small_file(tmp_path / "a", 64) == b"x"
 
 
 def test_the_null_device_is_an_empty_file() -> None:
@@ -69,7 +69,7 @@ def test_the_null_device_is_an_empty_file() -> None:
 def test_anything_else_is_refused_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], None], why: str
 ) -> None:
-    monkeypatch.setattr(bounded_file, "PIPE_WAIT_S", 0.1)
+    monkeypatch.setattr(bounded_file, "PIPE_SILENCE_S", 0.1)
     make(tmp_path / "a")
     with pytest.raises(OSError, match=why):
         read_small_file(tmp_path / "a", 64)
@@ -96,65 +96,30 @@ def test_a_pipe_is_read_to_its_end(written: bytes, why: str | None) -> None:
         os.close(reads)
 
 
-class _Clock:
-    """Each look at it is a second later."""
+def test_a_pipe_may_take_its_time_and_not_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_file, "PIPE_SILENCE_S", 5.0)
+    reads, writes = os.pipe()
 
-    now_s = 0.0
-
-    def monotonic(self) -> float:
-        self.now_s += 1.0
-        return self.now_s
-
-
-def test_a_patient_reader_bounds_the_silence_of_a_pipe_and_not_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Pieces(_Clock):
-        """What writes a byte at each second look, until it has written 50."""
-
-        def __init__(self, writes: int) -> None:
-            self.writes, self.left = writes, 100
-
-        def monotonic(self) -> float:
-            self.left -= 1
-            if self.left > 0 and self.left % 2:
-                os.write(self.writes, b"x")
-            elif self.left == 0:
-                os.close(self.writes)
-            return super().monotonic()
-
-    monkeypatch.setattr(bounded_file, "PIPE_SILENCE_S", 3.0)
-    for patient in (True, False):
-        reads, writes = os.pipe()
-        monkeypatch.setattr(bounded_file, "time", Pieces(writes))
-        path = Path(f"/dev/fd/{reads}")
-        if patient:
-            assert read_small_file(path, 64, pipes="patient") == b"x" * 50
+    def write(left: int) -> None:
+        os.write(writes, b"x")
+        if left:
+            threading.Timer(0.01, write, [left - 1]).start()
         else:
-            with pytest.raises(TimeoutError, match="has not ended within 5 s"):
-                read_small_file(path, 64)
             os.close(writes)
-        os.close(reads)
+
+    write(49)
+    assert read_small_file(Path(f"/dev/fd/{reads}"), 64) == b"x" * 50
+    os.close(reads)
 
 
-def test_a_patient_reader_gives_up_on_a_silent_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_pipe_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_file, "PIPE_SILENCE_S", 0.1)
     reads, writes = os.pipe()
     os.write(writes, b"half")
     with pytest.raises(TimeoutError, match=r"has given nothing for 0\.1 s"):
-        read_small_file(Path(f"/dev/fd/{reads}"), 64, pipes="patient")
+        read_small_file(Path(f"/dev/fd/{reads}"), 64)
     os.close(reads)
     os.close(writes)
-    os.mkfifo(tmp_path / "a")
-    with pytest.raises(TimeoutError, match="nobody writes"):
-        read_small_file(tmp_path / "a", 64, pipes="patient")
-
-
-def test_a_reader_that_is_paused_still_sees_what_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bounded_file, "PIPE_WAIT_S", 0.5)
-    monkeypatch.setattr(bounded_file, "time", _Clock())  # over before the first look
     os.mkfifo(tmp_path / "a")
     with pytest.raises(TimeoutError, match="nobody writes"):
         read_small_file(tmp_path / "a", 64)
@@ -163,7 +128,7 @@ def test_a_reader_that_is_paused_still_sees_what_is_there(
 def test_a_pipe_may_be_no_choice(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a")
     with pytest.raises(OSError, match="no regular file"):
-        read_small_file(tmp_path / "a", 64, pipes="none")
+        read_small_file(tmp_path / "a", 64, may_be_pipe=False)
 
 
 def test_a_named_file_fails_with_its_setting(tmp_path: Path) -> None:
@@ -175,15 +140,3 @@ def test_a_named_file_fails_with_its_setting(tmp_path: Path) -> None:
         read_named_text(tmp_path / "a", "trace")
     (tmp_path / "a").write_bytes(b"\xef\xbb\xbfab")
     assert read_named_text(tmp_path / "a", "trace", encoding="utf-8-sig") == "ab"
-
-
-def test_a_pipe_that_stays_open_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_file, "PIPE_WAIT_S", 0.1)
-    reads, writes = os.pipe()
-    os.write(writes, b"half")
-    try:
-        with pytest.raises(TimeoutError, match="has not ended"):
-            read_small_file(Path(f"/dev/fd/{reads}"), 64)
-    finally:
-        os.close(reads)
-        os.close(writes)

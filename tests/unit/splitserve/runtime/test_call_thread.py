@@ -9,12 +9,12 @@ import threading
 
 import pytest
 
-from splitserve.runtime.calls.call_thread import CallThread
+from splitserve.runtime.call_thread import CallThread
 from tests.support.waiting import PATIENCE_S
 
 STUCK = """
 import asyncio, threading
-from splitserve.runtime.calls.call_thread import CallThread
+from splitserve.runtime.call_thread import CallThread
 
 async def main():
     thread, began = CallThread("stuck"), threading.Event()

@@ -13,7 +13,7 @@ from tests.support.waiting import PATIENCE_S
 
 START = (
     "import os, signal, subprocess, sys\n"
-    "from splitserve.runtime.children.ending import end_children, keep_at_end, remove_at_end\n"
+    "from splitserve.runtime.children_end import end_children, keep_at_end, remove_at_end\n"
     "from splitserve.runtime.process import leave_at_once, stop_signal\n"
     "def start(program):\n"
     "    child = subprocess.Popen([sys.executable, '-c', program], stdout=subprocess.PIPE)\n"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from coordinator.background_tasks import BackgroundTasks
+from coordinator.workers.client import BackgroundTasks
 from splitserve.errors import NotFoundError
 from splitserve.runtime.cancellation import END_S, end_tasks, run_beside
 from tests.support.virtual_time import run_in_virtual_time
@@ -186,7 +186,7 @@ def test_a_service_leaves_with_its_code_whatever_its_threads_and_tasks_do(
 ) -> None:
     ended = run_python(
         "import asyncio, time\n"
-        "from splitserve.cli.services import leaving\n"
+        "from launcher.cli.services import leaving\n"
         "from splitserve.errors import InvalidArgumentError, NotFoundError\n"
         "async def stubborn():\n"
         "    while True:\n"

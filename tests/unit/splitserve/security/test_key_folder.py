@@ -14,8 +14,7 @@ import yaml
 from coordinator.tenants.policy_file import TenantsFile
 from splitserve.errors import ConfigError
 from splitserve.rpc.credentials import read_token
-from splitserve.security.api_keys import key_hash
-from splitserve.security.key_folder import make_key_folder
+from splitserve.security.api_keys import key_hash, make_key_folder
 from tests.support.waiting import PATIENCE_S
 
 FILES = ["api_key", "cache_salt", "cluster_token", "grafana_password", "tenants.yaml"]
@@ -78,7 +77,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_no_secret(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "splitserve", "keys", "init", str(tmp_path)]
+    command = [sys.executable, "-m", "launcher", "keys", "init", str(tmp_path)]
     said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
     assert re.search("wrote .*api_key", said)
     secrets = [(tmp_path / name).read_text() for name in ("api_key", "cluster_token", "grafana_password")]

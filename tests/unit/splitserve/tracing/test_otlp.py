@@ -14,9 +14,8 @@ from pydantic import ValidationError
 from splitserve.config.tracing import RequestTracingConfig, TracingConfig
 from splitserve.errors import ConfigError, InvalidArgumentError
 from splitserve.security.certificates import write_certificates
-from splitserve.tracing.context import TraceContext
+from splitserve.tracing.context import FinishedSpan, TraceContext
 from splitserve.tracing.exporting import exporting_spans
-from splitserve.tracing.finished_span import FinishedSpan
 from splitserve.tracing.otlp import FLUSH_S, MAX_QUEUED_SPANS, SpanExport
 from tests.support.otlp_receiver import OtlpReceiver, otlp_receiver
 from tests.support.waiting import SLACK_S

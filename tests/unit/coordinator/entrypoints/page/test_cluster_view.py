@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator.entrypoints.openai.fields import compact_json
+from coordinator.entrypoints.openai.bodies import compact_json
 from coordinator.entrypoints.page.cluster_view import (
     MAX_FLOWS,
     MAX_WORKERS,
@@ -14,28 +14,31 @@ from coordinator.entrypoints.page.cluster_view import (
     scaling_view,
     workers_view,
 )
-from coordinator.metrics.scaling_service import WorkerStates
-from coordinator.metrics.scaling_timeline import ScalingTimeline
-from coordinator.metrics.stats import ModelStats
-from coordinator.records.kv_flows import KvFlow
+from coordinator.telemetry.record_keeper import KvFlow
+from coordinator.telemetry.request_stats import ModelStats
+from coordinator.telemetry.scaling_service import WorkerStates
+from coordinator.telemetry.scaling_timeline import ScalingTimeline
 from coordinator.workers.registration import checked_worker
 from coordinator.workers.rotation import NO_PLAN, RotationPlan
 from coordinator.workers.snapshot import PoolSnapshot
 from splitserve.v1 import registry_pb2, scaling_pb2
 from tests.support.cluster.registrations import registration
+from tests.support.latency import latency as latency_of
 
-DECODE = checked_worker(registration("d0", registry_pb2.POOL_DECODE))
+DECODE = checked_worker(registration("d0", registry_pb2.ROLE_DECODE))
 SNAPSHOT_BYTES = 400_000
 
 
 def test_a_worker_is_a_row_with_its_last_report() -> None:
-    load = registry_pb2.WorkerLoad(running_requests=3, total_blocks=10, free_blocks=4, decode_step_ms=2.5)
+    load = registry_pb2.WorkerLoad(
+        running_requests=3, total_blocks=10, free_blocks=4, latency=latency_of(step_ms=2.5)
+    )
     snapshot, states = PoolSnapshot((replace(DECODE, load=load),)), WorkerStates()
     states.update(snapshot, 5.0)
     view = workers_view(snapshot, states, 8.0)
     (row,) = view["rows"]
     shown = dict(zip(WORKER_COLUMNS, row, strict=True))
-    assert (shown["id"], shown["pool"], shown["state"], shown["state_s"]) == ("d0", "decode", "starting", 3.0)
+    assert (shown["id"], shown["role"], shown["state"], shown["state_s"]) == ("d0", "decode", "starting", 3.0)
     assert (shown["running"], shown["total_blocks"], shown["free_blocks"], shown["step_ms"]) == (
         3,
         10,

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.admission.controller import AdmissionCounts
 from coordinator.entrypoints.page.figure_series import COLUMNS, MAX_MODELS, MAX_POINTS, FigureSeries
-from coordinator.metrics.stats import ModelStats
+from coordinator.telemetry.request_stats import ModelStats
 from coordinator.workers.registration import checked_worker
 from coordinator.workers.snapshot import PoolSnapshot
 from splitserve.v1 import registry_pb2, scaling_pb2
@@ -49,7 +49,7 @@ def test_points_hold_the_growth_and_add_up() -> None:
 def test_queue_and_kv_are_those_of_the_moment() -> None:
     series, queue = FigureSeries(), AdmissionCounts()
     queue.queued["interactive"], queue.queued["batch"] = 2, 3
-    decode = checked_worker(registration("d0", registry_pb2.POOL_DECODE))
+    decode = checked_worker(registration("d0", registry_pb2.ROLE_DECODE))
     decode.load.total_blocks, decode.load.free_blocks = 100, 25
     model = decode.model.name
     series.sample({model: ModelStats()}, {model: queue}, PoolSnapshot((decode,)), 100.0)

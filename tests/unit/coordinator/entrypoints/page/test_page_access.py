@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from coordinator.entrypoints.http.exchange import HttpExchange
-from coordinator.entrypoints.input_limits import InputLimits
-from coordinator.entrypoints.page.page_access import PageAccess
-from coordinator.request.caller import AnonymousAuthenticator
+from coordinator.entrypoints.inference_api import InputLimits
+from coordinator.entrypoints.page.endpoints import PageAccess
+from coordinator.request.inference_request import AnonymousAuthenticator
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from coordinator.entrypoints.page.static_files import INDEX, SECURITY_HEADERS, static_file, static_files
+from coordinator.entrypoints.page.endpoints import INDEX, SECURITY_HEADERS, static_file, static_files
 from splitserve.errors import NotFoundError
 
 SCRIPTS = {name: file.content.decode() for name, file in static_files().items() if name.endswith(".js")}

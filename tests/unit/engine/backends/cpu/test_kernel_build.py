@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.backends.cpu import build
-from engine.runner import weights
+from engine.runner import model_loader
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import UnavailableError
 from tests.support.waiting import PATIENCE_S
@@ -32,7 +32,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     logged: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setattr(weights, "log_event", lambda event, **fields: logged.append((event, fields)))
+    monkeypatch.setattr(model_loader, "log_event", lambda event, **fields: logged.append((event, fields)))
     return logged
 
 
@@ -53,7 +53,7 @@ def refused(events: list[tuple[str, dict[str, Any]]], reason: str) -> None:
     with pytest.raises(UnavailableError, match=reason) as error:
         build.load_library()
     assert "\n" not in error.value.message
-    assert weights.cpu_kernels(EngineConfig(), "bfloat16", CPU) is None
+    assert model_loader.cpu_kernels(EngineConfig(), "bfloat16", CPU) is None
     assert events == [("engine.cpu_kernels_off", {"why": error.value.message})]
 
 
@@ -149,9 +149,9 @@ def test_compiled_once_for_each_processor(
 
 def test_kernels_are_for_bfloat16_on_cpu(events: list[tuple[str, dict[str, Any]]]) -> None:
     off = EngineConfig.model_validate({"cpu_kernels": "off"})
-    assert weights.cpu_kernels(off, "bfloat16", CPU) is None
-    assert weights.cpu_kernels(EngineConfig(), "float32", CPU) is None
-    assert weights.cpu_kernels(EngineConfig(), "bfloat16", torch.device("meta")) is None
+    assert model_loader.cpu_kernels(off, "bfloat16", CPU) is None
+    assert model_loader.cpu_kernels(EngineConfig(), "float32", CPU) is None
+    assert model_loader.cpu_kernels(EngineConfig(), "bfloat16", torch.device("meta")) is None
     assert events == []
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.cpu.graphs.memory_planner import ALIGNED, Buffer, MemoryPlanner, assign_memory
+from engine.backends.cpu.graphs.capture import ALIGNED, Buffer, MemoryPlanner, assign_memory
 
 Program = list[list[tuple[Buffer, int]]]
 """For each operation the buffers that it uses, and the offsets in them."""

@@ -11,9 +11,10 @@ import torch
 
 from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.interface import FlatStep, Ints, flatten
-from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.engine import EngineRequest, StopParams
+from engine.core.model_runner import SamplingParams, ScheduledSequence
+from engine.core.scheduler import KVCacheManager
 from engine.core.sequence import Sequence
-from engine.core.types import EngineRequest, SamplingParams, ScheduledSequence, StopParams
 from engine.kv_cache.block_pool import BlockPool
 from splitserve.generation.kv_blocks import blocks_for
 

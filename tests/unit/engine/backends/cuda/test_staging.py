@@ -10,7 +10,7 @@ from engine.backends.cuda.forward import AsyncArgmax
 from engine.backends.cuda.staging import NOWHERE, PlacedStep, Staging, StepSize
 from engine.backends.cuda.step_graphs import MAX_ROWS, bucket_sizes, launch_bound
 from engine.backends.interface import flatten
-from engine.core.types import SamplingParams, ScheduledSequence
+from engine.core.model_runner import SamplingParams, ScheduledSequence
 
 CPU = torch.device("cpu")
 BLOCK = 4

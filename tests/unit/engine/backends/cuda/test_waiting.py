@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.backends.cuda.forward import AsyncArgmax
-from engine.backends.cuda.waiting import wait_for
+from engine.backends.cuda.forward import AsyncArgmax, wait_for
 
 
 class Event:

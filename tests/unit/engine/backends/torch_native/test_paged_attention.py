@@ -9,7 +9,7 @@ import torch
 
 from engine.backends.torch_native.attention import FUSED_POSITIONS, TorchNativeAttention
 from engine.backends.torch_native.batch import TILE_TOKENS, build_step_batch
-from engine.core.types import SamplingParams, ScheduledSequence
+from engine.core.model_runner import SamplingParams, ScheduledSequence
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.attention_interface import AttentionContext, LayerState
 from kv_transfer.layout import KvLayout
@@ -66,11 +66,10 @@ def plain(
     return torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1) @ values
 
 
-@pytest.mark.parametrize("contiguous_kv_bytes", [0, 400_000, 1 << 30])
 @pytest.mark.parametrize("group_blocks", [None, 1, 150])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (30, None), (None, 2.0), (30, 2.0)])
 def test_every_row_sees_its_own_past(
-    group_blocks: int | None, window: int | None, softcap: float | None, contiguous_kv_bytes: int
+    group_blocks: int | None, window: int | None, softcap: float | None
 ) -> None:
     torch.manual_seed(0)
     layout = KvLayout("m" * 64, "float32", BLOCK, 2, KV_HEADS, HEAD_DIM)
@@ -78,16 +77,14 @@ def test_every_row_sees_its_own_past(
     pool.tensor.fill_(float("nan"))  # what others left there must not get through
     batch = sequences(LENGTHS)
     assert KV_HEADS * sum(computed + new for computed, new in LENGTHS if new == 1) > FUSED_POSITIONS
-    backend = TorchNativeAttention(pool, contiguous_kv_bytes)
+    backend = TorchNativeAttention(pool)
     pasts = {}
     for sequence in batch:
         past = pasts[sequence.request_id] = torch.randn(2, KV_HEADS, sequence.num_computed, HEAD_DIM)
         for position in range(sequence.num_computed):
             block = sequence.block_ids[position // BLOCK]
             pool.tensor[block, 1, :, :, position % BLOCK] = past[:, :, position]
-    step = build_step_batch(
-        batch, BLOCK, torch.float32, torch.device("cpu"), group_blocks, backend.contiguous_kv
-    )
+    step = build_step_batch(batch, BLOCK, torch.float32, torch.device("cpu"), group_blocks)
     backend.batch = step
     total = step.positions.shape[1]
     query = torch.randn(HEADS, total, HEAD_DIM)
@@ -107,10 +104,5 @@ def test_every_row_sees_its_own_past(
         expected = plain(query[:, own], keys, values, window, softcap).transpose(0, 1)
         assert torch.allclose(output[own].double(), expected, atol=1e-5), sequence.request_id
     plan = step.plan(window)
-    contiguous = sum(group.rows[1] - group.rows[0] for group in plan.contiguous)
-    decoding = sum(new == 1 for _, new in LENGTHS)
-    assert contiguous == {0: 0, 400_000: contiguous, 1 << 30: decoding}[contiguous_kv_bytes]
-    if contiguous_kv_bytes == 400_000:
-        assert 0 < contiguous < decoding
     if group_blocks == 1:
-        assert len(plan.decode) == decoding - contiguous
+        assert len(plan.decode) == sum(new == 1 for _, new in LENGTHS)

@@ -10,22 +10,25 @@ from typing import get_args
 import pytest
 import torch
 
-from engine.core.types import SampledToken
+from bench.faults.plan import FaultPlan, Trigger
+from bench.faults.transport import FaultyTransport
+from engine.core.model_runner import SampledToken
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.probe import AttentionKind
-from engine.runner.device_sampling.row_sampler import sample_rows
+from engine.runner.device_sampling import sample_rows
 from engine.runner.sampling_row import SamplingRow
-from engine.runner.self_test.attention_check import KvShape, check_attention
-from engine.runner.self_test.graph_check import check_graphs
-from engine.runner.self_test.sampling_check import check_sampling
-from engine.runner.self_test.transfer_check import check_transfer
-from engine.runner.self_test.verdict import WrongResultError
-from kv_transfer.transports.faulty import FaultyTransport
-from kv_transfer.transports.memory import MemoryHub, MemoryTransport
+from engine.runner.self_test.checks import (
+    KvShape,
+    WrongResultError,
+    check_attention,
+    check_graphs,
+    check_sampling,
+    check_transfer,
+)
 from kv_transfer.transports.transport import Transport
-from splitserve.config.faults import FaultPlan, Trigger
 from splitserve.errors import SplitserveError, TransferError
 from tests.support.self_test.plain_attention import GraphFault, KernelFault, PlainAttention, PlainGraphs
+from tests.support.transfer.memory_transport import MemoryHub, MemoryTransport
 
 CPU = torch.device("cpu")
 SHAPE = KvShape(kv_heads=2, head_dim=16, block_size=8, dtype="float32")

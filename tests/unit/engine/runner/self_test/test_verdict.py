@@ -9,28 +9,30 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.types import ModelFacts
+from bench.faults.plan import FaultPlan, Trigger
+from bench.faults.transport import FaultyTransport
+from engine.core.model_runner import ModelFacts
 from engine.model.attention_interface import AttentionContext
 from engine.model.loaded_model import LoadedModel
 from engine.model.probe import AttentionKind, AttentionShape
 from engine.runner.self_test import device_checks
-from engine.runner.self_test.device_checks import report, require_transfer, self_tested
-from engine.runner.self_test.verdict import (
+from engine.runner.self_test.checks import WrongResultError
+from engine.runner.self_test.device_checks import (
     MAX_WHY,
     Check,
     CheckName,
     CheckResult,
-    WrongResultError,
     one_line,
+    report,
+    require_transfer,
     run_checks,
+    self_tested,
     switched_off,
 )
-from kv_transfer.transports.faulty import FaultyTransport
-from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from kv_transfer.transports.transport import Transport
 from splitserve.config.engine import EngineConfig
-from splitserve.config.faults import FaultPlan, Trigger
 from splitserve.errors import UnavailableError
+from tests.support.transfer.memory_transport import MemoryHub, MemoryTransport
 
 CPU = torch.device("cpu")
 MODEL = LoadedModel(
@@ -163,7 +165,6 @@ def test_a_transport_that_cannot_reach_the_memory_ends_the_worker() -> None:
         raise UnavailableError(f"transport {kind}: not installed\nsecond line")
 
     require_transfer("nixl", CPU, working)
-    require_transfer("memory", CPU, missing)
     for make, why in (
         (wrong, "other bytes arrived than were sent"),
         (missing, "transport nixl: not installed"),

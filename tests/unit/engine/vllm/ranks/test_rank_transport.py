@@ -18,12 +18,12 @@ from engine.vllm.ranks.rank_group import block_digests
 from engine.vllm.ranks.rank_link import RankEndedError, RankLink
 from engine.vllm.ranks.rank_transport import RankTransport
 from engine.vllm.ranks.remote_transport import POST_S, RemoteTransport
-from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from kv_transfer.transports.nixl.transport import NixlTransport
 from kv_transfer.transports.sharded import ShardedTransport
 from kv_transfer.transports.transport import PollResult, TransferEndpoint, Transport
 from splitserve.errors import FailedPreconditionError, TransferError
 from splitserve.v1 import ranks_pb2 as pb
+from tests.support.transfer.memory_transport import MemoryHub, MemoryTransport
 from tests.support.transfer.rank_pools import HEAD_BYTES, LAYERS, RankPools
 from tests.support.waiting import PATIENCE_S
 

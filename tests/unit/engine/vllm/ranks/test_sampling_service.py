@@ -7,8 +7,9 @@ from multiprocessing import Pipe
 import pytest
 import torch
 
+from engine.core.engine import EngineRequest, StopParams
+from engine.core.model_runner import SamplingParams
 from engine.core.sequence import Sequence
-from engine.core.types import EngineRequest, SamplingParams, StopParams
 from engine.vllm.bridge import VllmBridge, VllmRow
 from engine.vllm.ranks.rank_link import RankEndedError, RankLink
 from engine.vllm.ranks.sampling_service import NO_TOKEN, SamplingService

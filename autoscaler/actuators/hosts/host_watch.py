@@ -1,0 +1,146 @@
+"""What is known of one host: its replicas as last seen, and orders whose outcome nobody has heard of."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from autoscaler.actuators.actuator import ActualReplica, Presence, ReplicaShape, Room, RoomActuator
+from autoscaler.snapshot import POOLS, PoolName
+from splitserve.errors import DeadlineExceededError, SplitserveError, UnavailableError
+from splitserve.logs import log_event
+
+UNREADY = frozenset({"NO_IMAGE", "NO_MODEL", "NO_TEMPLATE"})
+"""What a host may lack before any question of room."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostLink:
+    """One host and the actuator of its own."""
+
+    name: str
+    actuator: RoomActuator
+    fabric: str = ""
+
+
+class HostWatch:
+    """One host over time. Its list is asked for in a task of its own, one at a time, which a slow host may keep busy
+    for longer than the caller waits."""
+
+    def __init__(self, link: HostLink) -> None:
+        self.link = link
+        self.answered_s: float | None = None
+        """When it last said what runs there; None: never since this process began."""
+        self.reachable = True
+        """Whether the last question was answered in time. A new host is given the benefit of the doubt."""
+        self.replicas: tuple[ActualReplica, ...] = ()
+        self._unsure: Counter[PoolName] = Counter()
+        self._asked: asyncio.Task[tuple[ActualReplica, ...]] | None = None
+        self._preparation: asyncio.Task[None] | None = None
+
+    def ask(self) -> asyncio.Task[tuple[ActualReplica, ...]]:
+        """The question under way, or a new one."""
+        if self._asked is None:
+            self._asked = asyncio.create_task(self.link.actuator.replicas())
+        return self._asked
+
+    def settle(self, now_s: float) -> bool:
+        """Takes the answer, if there is one. Returns whether the host has just come back: what it said was asked
+        while it was away, and is to be asked again."""
+        task, was = self._asked, self.reachable
+        if task is None or not task.done():
+            self._lost("no answer in time")
+            return False
+        self._asked = None
+        try:
+            listed = task.result()
+        except SplitserveError as error:
+            self._lost(error.message)
+            return False
+        self.replicas = tuple(replace(replica, host=self.link.name) for replica in listed)
+        if (self.answered_s is None or not was) and (self._preparation is None or self._preparation.done()):
+            self._preparation = asyncio.create_task(self._prepare())
+        self.answered_s, self.reachable = now_s, True
+        # All calls to a host run in order: orders before this question have been carried out, or never will be.
+        self._unsure.clear()
+        if not was:
+            log_event("host.back", host=self.link.name, replicas=[replica.name for replica in self.replicas])
+        return not was
+
+    def listed(self, now_s: float, unknown_s: float) -> list[ActualReplica]:
+        """Its replicas, and places for those that may have been started when it was lost."""
+        if self.reachable or self.answered_s is None:
+            return list(self.replicas)
+        silent_s = now_s - self.answered_s
+        presence = Presence.GIVEN_UP if silent_s > unknown_s else Presence.UNKNOWN
+        ordered = [
+            ActualReplica(
+                f"{pool}-{self.link.name}-unsure-{number}",
+                pool,
+                False,
+                0.0,
+                placeholder=True,
+                host=self.link.name,
+            )
+            for pool, count in sorted(self._unsure.items())
+            for number in range(count)
+        ]
+        return [replace(replica, presence=presence) for replica in (*self.replicas, *ordered)]
+
+    async def start(self, pool: PoolName, shape: ReplicaShape) -> None:
+        """Orders one replica. Where that is not certain to have failed, it counts until the host has said."""
+        self._unsure[pool] += 1
+        try:
+            await self.link.actuator.start(pool, 1, shape)
+        except SplitserveError as error:
+            if _is_unheard(error):
+                self._lost(error.message)
+            else:
+                self._unsure[pool] -= 1
+            raise
+
+    async def room(self, pool: PoolName, shape: ReplicaShape) -> Room | None:
+        """None where it does not answer."""
+        try:
+            return await self.link.actuator.room(pool, shape)
+        except SplitserveError as error:
+            self._lost(error.message)
+            return None
+
+    async def close(self) -> None:
+        """Ends what is under way, and the connection."""
+        for task in (self._asked, self._preparation):
+            if task is not None:
+                task.cancel()
+                with suppress(asyncio.CancelledError, SplitserveError):
+                    await task
+        await self.link.actuator.close()
+
+    async def _prepare(self) -> None:
+        """Says what the host lacks before a replica is wanted there."""
+        for pool in POOLS:
+            try:
+                room = await self.link.actuator.room(pool, ReplicaShape(gpus=0))
+            except SplitserveError:
+                return  # it is asked again when it is back
+            if room.reason in UNREADY:
+                fields = {"host": self.link.name, "pool": pool, "reason": room.reason}
+                log_event("host.unready", level=logging.WARNING, why=room.why, **fields)
+
+    def _lost(self, why: str) -> None:
+        if self.reachable:
+            names = [replica.name for replica in self.replicas]
+            log_event(
+                "host.unreachable", level=logging.WARNING, host=self.link.name, error=why, unknown=names
+            )
+        self.reachable = False
+
+
+def _is_unheard(error: SplitserveError) -> bool:
+    """Whether the host may have done what it was asked to although an error came back."""
+    return isinstance(error, DeadlineExceededError) or (
+        isinstance(error, UnavailableError) and error.reason != "DOCKER"
+    )

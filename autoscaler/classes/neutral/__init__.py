@@ -1,1 +1,0 @@
-"""Replica classes of neutral workers: one price list, a speed on each side. Read `neutral_plan.py` first."""

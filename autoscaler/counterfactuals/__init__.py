@@ -1,1 +1,0 @@
-"""What other policies would have made of the traffic that came. Read `recorded_window.py` first."""

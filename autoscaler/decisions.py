@@ -1,0 +1,130 @@
+"""The last decisions of the control loop and their reasons, for people: on a page beside the metrics, which
+`splitserve autoscaler explain` reads, and in the form in which the coordinators get them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from autoscaler.plan import ScalingPlan
+from autoscaler.reconcile import Action, Activate, ChangeRole, Drain, ReplicaView, Rest, Start
+from autoscaler.snapshot import POOLS, PoolName, ReplicaState, Snapshot
+from splitserve.v1 import registry_pb2, scaling_pb2
+
+DECISIONS_PATH = "/decisions"
+"""Where the page is, beside the metrics."""
+MOST_DECISIONS = 240
+MAX_REASON_CHARACTERS = 1024
+MAX_ACTIONS, MAX_ACTION_CHARACTERS = 16, 200
+_POOLS = {"prefill": registry_pb2.POOL_PREFILL, "decode": registry_pb2.POOL_DECODE}
+
+
+@dataclass(slots=True)
+class DecisionJournal:
+    """Written by the control loop. `decisions`, oldest first, is replaced as a whole, so any thread may read it."""
+
+    decisions: tuple[Mapping[str, Any], ...] = ()
+    """As the page has them."""
+    _count: int = 0
+    """Since the process started."""
+
+    def enter(self, snapshot: Snapshot, decided: Sequence[scaling_pb2.PoolDecision], acted: bool) -> None:
+        """Keeps what was decided for the pools in order of POOLS. `acted` is False in a dry run, and while another
+        autoscaler holds the lease."""
+        self._count += 1
+        made = {
+            "number": self._count,
+            "time": datetime.fromtimestamp(snapshot.wall_s, UTC).isoformat(timespec="milliseconds"),
+            "acted": acted,
+            "complete": snapshot.complete,
+            "pools": {name: _entry(one, name, snapshot) for name, one in zip(POOLS, decided, strict=True)},
+        }
+        self.decisions = (*self.decisions, made)[-MOST_DECISIONS:]
+
+    def document(self) -> dict[str, Any]:
+        """The page: the latest decision first."""
+        return {"decisions": list(reversed(self.decisions))}
+
+
+def _entry(decided: scaling_pb2.PoolDecision, name: PoolName, snapshot: Snapshot) -> dict[str, Any]:
+    return {
+        "desired": decided.desired,
+        "standby": decided.standby,
+        "ready": decided.ready,
+        "starting": decided.starting,
+        "cause": decided.cause,
+        "reason": decided.reason,
+        "actions": list(decided.next_actions),
+        "inputs": inputs_of(name, snapshot),
+    }
+
+
+def inputs_of(name: PoolName, snapshot: Snapshot) -> dict[str, float | None]:
+    """The signals that a pool was decided by; rates over the snapshot's window. None: not measured."""
+    recent = [b for b in snapshot.arrivals if b.start_s + b.length_s > snapshot.now_s - snapshot.window_s]
+    length_s = sum(bucket.length_s for bucket in recent)
+
+    def per_s(amounts: Iterable[float]) -> float | None:
+        return sum(amounts) / length_s if length_s > 0 else None
+
+    if name == "prefill":
+        prefill, latency = snapshot.prefill, snapshot.prefill.latency
+        return {
+            "requests_per_s": per_s(b.requests for b in recent),
+            "uncached_tokens_per_s": per_s(b.uncached_tokens for b in recent),
+            "backlog_tokens": float(prefill.backlog_tokens),
+            "replica_tokens_per_s": prefill.tokens_per_s,
+            "latency_p95_s": latency.percentile(95) if latency else None,
+            "cold_start_s": prefill.cold_start_s,
+        }
+    decode, tpot = snapshot.decode, snapshot.decode.tpot
+    return {
+        "output_tokens_per_s": per_s(b.output_tokens for b in recent),
+        "running_requests": float(decode.running_requests),
+        "waiting_reservations": float(decode.waiting_reservations),
+        "context_tokens": float(decode.context_tokens),
+        "replica_kv_tokens": decode.kv_capacity_tokens,
+        "tpot_p95_s": tpot.percentile(95) if tpot else None,
+        "cold_start_s": decode.cold_start_s,
+    }
+
+
+def decisions_of(
+    plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
+) -> list[scaling_pb2.PoolDecision]:
+    """One entry a pool: counts, reason, and the actions that follow from comparing the plan with its replicas."""
+    return [_decision(plan, pool, pools[pool], actions) for pool in POOLS]
+
+
+def _decision(
+    plan: ScalingPlan, pool: PoolName, there: Sequence[ReplicaView], actions: Sequence[Action]
+) -> scaling_pb2.PoolDecision:
+    wanted = plan.pool(pool)
+    texts = [text for action in actions if action.pool == pool for text in action_texts(action)]
+    return scaling_pb2.PoolDecision(
+        pool=_POOLS[pool],
+        desired=wanted.desired,
+        standby=wanted.standby,
+        ready=sum(one.state is ReplicaState.READY for one in there),
+        starting=sum(one.state is ReplicaState.STARTING for one in there),
+        cause=wanted.cause,
+        reason=wanted.reason[:MAX_REASON_CHARACTERS],
+        next_actions=[text[:MAX_ACTION_CHARACTERS] for text in texts[:MAX_ACTIONS]],
+    )
+
+
+def action_texts(action: Action) -> list[str]:
+    """An action for people: "start 2", "drain decode-3"; one text a replica."""
+    match action:
+        case Start(count=count):
+            return [f"start {count}"]
+        case Drain(names=names):
+            return [f"drain {name}" for name in names]
+        case Activate(name=name):
+            return [f"activate {name}"]
+        case Rest(name=name):
+            return [f"rest {name}"]
+        case ChangeRole(name=name):
+            return [f"give {name} this pool's role, which takes no cold start"]

@@ -1,1 +1,0 @@
-"""Policies that decide beside the one in force. Read `shadow.py` first."""

@@ -1,1 +1,0 @@
-"""Several models on one inventory and one budget: who may have how much of it. Read `shared_account.py` first."""

@@ -1,1 +1,0 @@
-"""Who may have how much of what several models share, by what all of them have and claim. Read `shares.py` first."""

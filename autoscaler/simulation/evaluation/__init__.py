@@ -1,1 +1,0 @@
-"""Baselines, the clairvoyant bound and plots. Read `comparison.py` first."""

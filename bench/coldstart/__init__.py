@@ -1,1 +1,0 @@
-"""How long a start takes, by phases. Read `starts.py` first."""

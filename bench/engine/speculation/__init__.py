@@ -1,1 +1,0 @@
-"""What drafts save: `python -m bench.engine.speculation`."""

@@ -1,0 +1,1 @@
+"""Workers with planned faults, for tests and `bench.chaos`. Read `plan.py` first."""

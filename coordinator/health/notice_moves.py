@@ -1,0 +1,79 @@
+"""Moves what is left on a worker to others, shortly before the end of its machine that a notice has named."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from prometheus_client.core import Metric
+
+from coordinator.health.circuit_breakers import MOVED
+from coordinator.workers.client import WorkerClients
+from coordinator.workers.registry import Registry
+from coordinator.workers.snapshot import Worker, WorkerKey
+from splitserve.errors import UnavailableError
+from splitserve.logs import log_event
+from splitserve.metrics import counter, gauge
+
+LOOK_EVERY_S = 0.1
+MARGIN_S = 3.0
+"""How long before the machine's end all requests leave its worker: time to hear of it, and to be routed again."""
+
+
+class NoticeMover:
+    """A worker with a notice takes no new requests. What it has not finished `MARGIN_S` before the end of its
+    machine resumes on other workers. While no others serve its model, its requests stay: the machine may live on."""
+
+    def __init__(self, registry: Registry, clients: WorkerClients) -> None:
+        self._registry, self._clients = registry, clients
+        self._moves = 0
+        self._left: set[WorkerKey] = set()
+        """Workers whose requests have left."""
+        self._stuck: set[WorkerKey] = set()
+        """Workers whose requests no other worker can take."""
+
+    async def run(self) -> None:
+        """Looks while any worker has a notice, until cancelled."""
+        while True:
+            version = self._registry.version
+            if self.look(time.monotonic()):
+                await asyncio.sleep(LOOK_EVERY_S)
+            else:
+                await self._registry.wait_change(version)
+
+    def look(self, now: float) -> bool:
+        """Moves the requests of each worker whose time is up. Whether any worker has a notice."""
+        preempted = self._registry.snapshot().preempted
+        self._left &= {worker.key for worker in preempted}
+        self._stuck &= {worker.key for worker in preempted}
+        for worker in preempted:
+            if worker.key not in self._left and (worker.preempted_in_s(now) or 0.0) <= MARGIN_S:
+                self._move_all(worker)
+        return bool(preempted)
+
+    def metrics(self) -> list[Metric]:
+        """How many workers have a notice, and how many attempts were moved."""
+        preempted = len(self._registry.snapshot().preempted)
+        moves = "Attempts moved away from workers with a notice"
+        return [
+            gauge(
+                "splitserve_preempted_workers",
+                "Registered workers whose machines are being taken away",
+                preempted,
+            ),
+            counter("splitserve_notice_moves", moves, self._moves),
+        ]
+
+    def _move_all(self, worker: Worker) -> None:
+        if worker.model.name not in self._registry.snapshot().ready_models():
+            if worker.key not in self._stuck:
+                self._stuck.add(worker.key)
+                log_event("notice.stuck", level=logging.WARNING, worker_id=worker.worker_id)
+            return
+        error = UnavailableError(f"the machine of {worker.name} is taken away", reason=MOVED)
+        try:
+            self._moves += self._clients.client_for(worker).fail_all(error)
+        except UnavailableError:
+            return  # the worker has just gone, and its requests resume for that
+        self._left.add(worker.key)

@@ -1,1 +1,0 @@
-"""The quality watch: golden prompts that find wrong answers. Read `watch.py` first, then `judge.py`."""

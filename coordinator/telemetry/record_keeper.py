@@ -1,0 +1,291 @@
+"""Keeps the records of requests: the running ones, the latest, and for longer those that were slow or failed.
+
+Of the modules of records a request enters only this one, at its arrival and its end; nothing here happens per token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from typing_extensions import override
+
+from coordinator.request.inference_request import RequestTrace, names_of
+from coordinator.request.observer import RequestObserver, failure_text
+from coordinator.request.state import AttemptRecord, RequestState
+from coordinator.telemetry.request_record import AttemptFacts, RequestRecord
+from coordinator.telemetry.request_stats import outcome_of
+from coordinator.telemetry.spans import spans_of
+from splitserve.config.coordinator import RecordsConfig
+from splitserve.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+)
+from splitserve.tracing.context import SpanSink
+from splitserve.v1 import prefill_pb2, scaling_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class KvFlow:
+    """What a prefill worker wrote to a decode worker within a window of time."""
+
+    prefill_worker: str
+    decode_worker: str
+    handoffs: int
+    written_bytes: int
+
+
+class _Handoff(NamedTuple):
+    """What a prompt's handoff wrote; `at_s` on the monotonic clock."""
+
+    at_s: float
+    prefill_worker: str
+    decode_worker: str
+    written_bytes: int
+
+
+MAX_HANDOFFS = 4096
+"""The latest handoffs that flows are summed over."""
+RUNNING, COMPLETED = "running", "completed"
+MAX_MODEL_CHARACTERS = 128
+"""Of the model's name as the client wrote it."""
+REFUSALS = (InvalidArgumentError, NotFoundError, PermissionDeniedError, ResourceExhaustedError)
+
+Kind = Literal["recent", "slow", "failed"]
+"""Why a record is kept. Refused requests are among the failed ones."""
+
+
+class RecordKeeper(RequestObserver):
+    """Observes all requests. Each kind has its own bound, so that many of one do not push out those of another.
+
+    `spans` takes the spans of traced requests; None: spans are not exported. `on_ended` gets the record of each request
+    that was understood, also where none are kept.
+    """
+
+    def __init__(
+        self,
+        config: RecordsConfig,
+        spans: SpanSink | None = None,
+        on_ended: Callable[[RequestRecord], None] | None = None,
+    ) -> None:
+        self._config, self._spans, self._on_ended = config, spans, on_ended
+        self.enabled = config.enabled or spans is not None or on_ended is not None
+        """Whether it must see requests at all."""
+        self._running: dict[int, RequestState] = {}
+        """By identity: two clients may choose the same id."""
+        self._recent: deque[RequestRecord] = deque(maxlen=config.max_recent_records)
+        self._slow: deque[RequestRecord] = deque(maxlen=config.max_notable_records)
+        self._failed: deque[RequestRecord] = deque(maxlen=config.max_notable_records)
+        self._refused: deque[RequestRecord] = deque(maxlen=config.max_notable_records)
+        self._handoffs: deque[_Handoff] = deque(maxlen=MAX_HANDOFFS)
+
+    @override
+    def arrived(self, state: RequestState) -> None:
+        self._running[id(state)] = state
+
+    @override
+    def transferred(self, state: RequestState, handoff: prefill_pb2.HandoffDone) -> None:
+        prefill, decode = state.attempt.prefill, state.attempt.decode
+        if decode is not None and handoff.written_bytes:
+            pair = prefill.worker_id, decode.worker_id
+            self._handoffs.append(_Handoff(time.monotonic(), *pair, handoff.written_bytes))
+
+    @override
+    def ended(self, state: RequestState, error: BaseException | None) -> None:
+        self._running.pop(id(state), None)
+        record = record_of(state, error)
+        self._keep(record)
+        if self._on_ended is not None:
+            self._on_ended(record)
+
+    def refused(
+        self,
+        request_id: str,
+        model: str,
+        tenant: str,
+        received_s: float,
+        error: BaseException,
+        trace: RequestTrace | None = None,
+    ) -> None:
+        """A request ended before it was understood: wrong, over a quota, or no worker was there."""
+        if not self.enabled:
+            return
+        ended_ms = (time.monotonic() - received_s) * 1e3
+        self._keep(
+            RequestRecord(
+                request_id,
+                tenant,
+                model[:MAX_MODEL_CHARACTERS],
+                _label(error),
+                time.time() - ended_ms / 1e3,
+                ended_ms,
+                failure=failure_text(error),
+                is_refusal=isinstance(error, REFUSALS),
+                trace=trace,
+            )
+        )
+
+    def find(self, request_id: str, tenant: str | None) -> RequestRecord | None:
+        """The latest record of that id, a running request's included; `tenant` None finds those of all tenants."""
+        for name in names_of(request_id):
+            for state in reversed(self._running.values()):
+                if state.request.request_id == name and tenant in (None, state.request.caller.tenant):
+                    return _record_of(state, RUNNING, None)
+            kept = (self._recent, self._slow, self._failed, self._refused)
+            matching = [latest for ring in kept if (latest := _latest(ring, name, tenant)) is not None]
+            if matching:
+                return max(matching, key=lambda record: record.received_unix_s)
+        return None
+
+    def kept(self, kinds: Iterable[Kind], tenant: str | None) -> list[RequestRecord]:
+        """The records of these kinds, the latest first; `tenant` None: of all tenants."""
+        rings = {"recent": [self._recent], "slow": [self._slow], "failed": [self._failed, self._refused]}
+        records = {
+            id(record): record for kind in kinds for ring in rings[kind] for record in _of(ring, tenant)
+        }
+        return sorted(records.values(), key=lambda record: record.received_unix_s, reverse=True)
+
+    def kv_flows(self, window_s: float) -> list[KvFlow]:
+        """What the handoffs of the last `window_s` seconds wrote, by pair of workers, the largest first."""
+        since_s = time.monotonic() - window_s
+        sums: dict[tuple[str, str], tuple[int, int]] = {}
+        for handoff in reversed(self._handoffs):
+            if handoff.at_s < since_s:
+                break
+            pair = handoff.prefill_worker, handoff.decode_worker
+            handoffs, written_bytes = sums.get(pair, (0, 0))
+            sums[pair] = handoffs + 1, written_bytes + handoff.written_bytes
+        flows = [KvFlow(*pair, *totals) for pair, totals in sums.items()]
+        return sorted(flows, key=lambda flow: (-flow.written_bytes, flow.prefill_worker, flow.decode_worker))
+
+    def why_kept(self, record: RequestRecord) -> list[str]:
+        """Why a record is kept longer than the latest ones, one line a reason."""
+        return [*self._why_slow(record), *_why_failed(record)]
+
+    def _keep(self, record: RequestRecord) -> None:
+        if self._spans is not None and record.trace is not None and record.trace.exported:
+            self._spans(spans_of(record, record.trace))
+        if record.is_refusal:
+            self._refused.append(record)
+            return
+        self._recent.append(record)
+        if self._why_slow(record):
+            self._slow.append(record)
+        if _why_failed(record):
+            self._failed.append(record)
+
+    def _why_slow(self, record: RequestRecord) -> list[str]:
+        ttft_ms, limit_ms = record.first_token_ms, self._config.slow_ttft_s * 1e3
+        why = []
+        if record.outcome != RUNNING and (record.ended_ms if ttft_ms is None else ttft_ms) >= limit_ms:
+            what = (
+                f"no first token in {record.ended_ms:.0f} ms" if ttft_ms is None else f"TTFT {ttft_ms:.0f} ms"
+            )
+            why.append(f"slow: {what}, from {limit_ms:.0f} ms on")
+        if record.longest_gap_ms >= self._config.slow_gap_s * 1e3:
+            gap, position = record.longest_gap_ms, record.longest_gap_position
+            why.append(
+                f"slow: {gap:.0f} ms before token {position}, from {self._config.slow_gap_s * 1e3:.0f} ms on"
+            )
+        return why
+
+
+def _why_failed(record: RequestRecord) -> list[str]:
+    if record.is_refusal:
+        return [f"refused: {record.failure}"]
+    if record.outcome in ("failed", "timed_out", "rejected"):
+        return [f"{record.outcome}: {record.failure}"]
+    failed = next((attempt for attempt in record.attempts if attempt.failure), None)
+    return [f"resumed: {failed.failed_worker}: {failed.failure}"] if failed is not None else []
+
+
+def _label(error: BaseException | None) -> str:
+    """The label of an outcome in metrics."""
+    return scaling_pb2.Outcome.Name(outcome_of(error)).removeprefix("OUTCOME_").lower()
+
+
+def _of(ring: deque[RequestRecord], tenant: str | None) -> Iterator[RequestRecord]:
+    return (record for record in ring if tenant in (None, record.tenant))
+
+
+def _latest(ring: deque[RequestRecord], name: str, tenant: str | None) -> RequestRecord | None:
+    return next(
+        (
+            record
+            for record in reversed(ring)
+            if record.request_id == name and tenant in (None, record.tenant)
+        ),
+        None,
+    )
+
+
+def record_of(state: RequestState, error: BaseException | None) -> RequestRecord:
+    """The record of a request that has ended, with this error unless it has completed."""
+    if state.completed:
+        return _record_of(state, COMPLETED, None)
+    return _record_of(state, _label(error), error)
+
+
+def _record_of(state: RequestState, outcome: str, error: BaseException | None) -> RequestRecord:
+    request, now = state.request, time.monotonic()
+    received_s = request.received_s
+    past = state.past
+    if state.current is not None and state.current.ended_s is None:
+        past = [*past, state.current]
+    return RequestRecord(
+        request_id=request.request_id,
+        tenant=request.caller.tenant,
+        model=request.public_name or request.model.name,
+        outcome=outcome,
+        received_unix_s=time.time() - (now - received_s),
+        ended_ms=(now - received_s) * 1e3,
+        failure=failure_text(error),
+        is_refusal=isinstance(error, REFUSALS),
+        served_model=request.model.name,
+        prompt_tokens=len(request.prompt),
+        resumed_tokens=len(request.resumed),
+        output_tokens=state.sent_tokens,
+        block_size_tokens=request.model.block_size_tokens,
+        tokenized_ms=max(0.0, (state.tokenized_s - received_s) * 1e3),
+        admitted_ms=_since(received_s, state.admitted_s),
+        waits=state.waits,
+        predicted_ttft_s=state.predicted_ttft_s,
+        first_token_ms=_since(received_s, state.first_token_s),
+        tpot_ms=state.tpot_s * 1e3,
+        longest_gap_ms=state.longest_gap_s * 1e3,
+        longest_gap_position=state.longest_gap_position,
+        attempts=[_facts(attempt, received_s, now) for attempt in past],
+        attempt_count=state.attempts,
+        trace=request.trace,
+    )
+
+
+def _facts(attempt: AttemptRecord, received_s: float, now: float) -> AttemptFacts:
+    return AttemptFacts(
+        number=attempt.number,
+        prefill_worker=attempt.prefill.worker_id,
+        decode_worker=attempt.decode.worker_id if attempt.decode is not None else "",
+        is_local=attempt.is_local,
+        candidates=attempt.candidates,
+        report=dataclasses.replace(attempt.report),
+        began_ms=(attempt.began_s - received_s) * 1e3,
+        reserving_ms=_since(received_s, attempt.reserving_s),
+        prefilling_ms=_since(received_s, attempt.prefilling_s),
+        prefilled_ms=_since(received_s, attempt.prefilled_s),
+        decode_began_ms=_since(received_s, attempt.decode_began_s),
+        ended_ms=((now if attempt.ended_s is None else attempt.ended_s) - received_s) * 1e3,
+        first_position=attempt.first_position,
+        failed_worker=attempt.suspect[0] if attempt.failure else "",
+        failure=attempt.failure,
+        trace=attempt.trace,
+    )
+
+
+def _since(received_s: float, moment_s: float | None) -> float | None:
+    return None if moment_s is None else (moment_s - received_s) * 1e3

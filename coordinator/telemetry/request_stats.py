@@ -1,0 +1,408 @@
+"""Request statistics: demand at arrival, time by phase, outcomes.
+
+All counts are cumulative, so that readers compute their own windows; `scaling.proto` defines each of them. A
+`StatsRecorder` observes one request and counts each sample once, as it happens, however the request ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from typing_extensions import override
+
+from coordinator.admission.queue import NOTHING_HELD, Held
+from coordinator.request.inference_request import InferenceRequest
+from coordinator.request.observer import RequestObserver
+from coordinator.request.state import RequestState, Stage
+from splitserve.config.coordinator import CoordinatorConfig
+from splitserve.errors import DeadlineExceededError, ResourceExhaustedError
+from splitserve.histograms import DurationCounts
+from splitserve.v1 import decode_pb2, prefill_pb2, scaling_pb2
+
+Outcome: TypeAlias = scaling_pb2.Outcome.ValueType
+CachePool = Literal["prefill", "decode"]
+"""Whose prefix cache: the prefill worker's spares computing, the decode worker's spares sending."""
+REFUSALS_KEPT_S = 120.0
+"""How long a refusal is remembered: twice the longest hint when to come again."""
+MAX_REFUSALS_KEPT = 65_536
+OUTCOMES: tuple[Outcome, ...] = tuple(value for value in scaling_pb2.Outcome.values() if value)
+
+
+@dataclass(slots=True)
+class PhaseCounts:
+    """Durations of one phase. Cold samples are counted apart: autoscaling ignores them, but clients saw them."""
+
+    warm: DurationCounts = field(default_factory=DurationCounts)
+    cold: DurationCounts = field(default_factory=DurationCounts)
+
+    def add(self, seconds: float, *, cold: bool) -> None:
+        """Counts one sample."""
+        (self.cold if cold else self.warm).add(seconds)
+
+
+Phase: TypeAlias = scaling_pb2.Phase.ValueType
+
+
+@dataclass(slots=True)
+class ModelStats:
+    """The statistics of one model. `uncached_tokens` and `output_tokens` are estimates made at arrival."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    uncached_tokens: float = 0.0
+    output_tokens: float = 0.0
+    local_requests: int = 0
+    """Requests whose prompt a decode worker computes, and would if no prompt waited at the prefill workers."""
+    local_tokens: float = 0.0
+    """Their part of `uncached_tokens`."""
+    phases: Mapping[Phase, PhaseCounts] = field(
+        default_factory=lambda: {phase: PhaseCounts() for phase in PHASES}
+    )
+    short_ttft: PhaseCounts = field(default_factory=PhaseCounts)
+    """PHASE_TTFT without PHASE_TTFT_LONG."""
+    outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    in_stage: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
+    looked_up_tokens: int = 0
+    """Prompt tokens of the requests that got a token."""
+    hit_tokens: dict[CachePool, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0})
+    """Those of them that were not computed, and those that were not sent."""
+    prefilling_tokens: float = 0.0
+    """Uncached prompt tokens of the requests in stage PREFILLING."""
+    held: Held = NOTHING_HELD
+    """Queued requests; part of those in stage ADMITTING."""
+    without_pair: int = 0
+    """Requests that wait for workers outside the queue."""
+
+    @property
+    def stages(self) -> dict[Stage, int]:
+        """Requests in progress by what they wait for. Queued requests count for the pool that lacks capacity."""
+        held = self.held
+        counts = self.in_stage.copy()
+        if held.cause == "workers":
+            return counts
+        counts[Stage.ADMITTING] = max(0, counts[Stage.ADMITTING] - held.requests)
+        counts[Stage.PREFILLING if held.cause == "prefill" else Stage.RESERVING] += held.requests
+        return counts
+
+    @property
+    def backlog_tokens(self) -> float:
+        """Uncached prompt tokens that wait for prefill, on workers or in the coordinator's queue."""
+        held = self.held
+        return self.prefilling_tokens + (held.uncached_tokens if held.cause == "prefill" else 0.0)
+
+    @property
+    def waiting_for_workers(self) -> int:
+        """Requests that wait for the first workers of a pool."""
+        return self.without_pair + (self.held.requests if self.held.cause == "workers" else 0)
+
+    def arrived(self, prompt_tokens: int, uncached_tokens: float, output_tokens: float) -> None:
+        """Counts demand. `uncached_tokens` and `output_tokens` are estimates."""
+        self.requests += 1
+        self.prompt_tokens += prompt_tokens
+        self.uncached_tokens += uncached_tokens
+        self.output_tokens += output_tokens
+
+
+def summed(parts: Sequence[ModelStats]) -> ModelStats:
+    """The statistics of a base model and of its adapters, in this order, as one: they share workers and queue."""
+    if len(parts) == 1:
+        return parts[0]
+    total = ModelStats(held=parts[0].held)
+    for part in parts:
+        total.requests += part.requests
+        total.prompt_tokens += part.prompt_tokens
+        total.uncached_tokens += part.uncached_tokens
+        total.output_tokens += part.output_tokens
+        total.local_requests += part.local_requests
+        total.local_tokens += part.local_tokens
+        total.prefilling_tokens += part.prefilling_tokens
+        total.without_pair += part.without_pair
+        for phase, counts in part.phases.items():
+            total.phases[phase].warm.include(counts.warm)
+            total.phases[phase].cold.include(counts.cold)
+        total.short_ttft.warm.include(part.short_ttft.warm)
+        total.short_ttft.cold.include(part.short_ttft.cold)
+        for outcome, count in part.outcomes.items():
+            total.outcomes[outcome] += count
+        for stage, count in part.in_stage.items():
+            total.in_stage[stage] += count
+    return total
+
+
+class RefusedRequests:
+    """Tells whether a request is one that was refused before and comes again, so that demand counts once.
+
+    Each refusal excuses one later request of the same tenant with the same prompt and limits from being counted.
+    Clients that were refused a prompt and then send it as a request of its own are taken for the same client. Holds the
+    refusals of the last `REFUSALS_KEPT_S` seconds, `MAX_REFUSALS_KEPT` prompts at most; `now` on any monotonic clock.
+
+    A `request` is what makes two equal: model, tenant, prompt and limits.
+    """
+
+    def __init__(self) -> None:
+        self._refused: OrderedDict[int, tuple[int, float]] = OrderedDict()
+        """Refusals not excused yet and the time of the last one, by fingerprint, the oldest first."""
+
+    def add(self, request: Hashable, now: float) -> None:
+        """A request was refused."""
+        key = hash(request)
+        count, _ = self._refused.pop(key, (0, now))
+        self._refused[key] = count + 1, now
+        self._forget(now)
+
+    def take(self, request: Hashable, now: float) -> bool:
+        """Whether this request repeats a refused one; that refusal is used up. Costs nothing while none was refused."""
+        self._forget(now)
+        if not self._refused:
+            return False
+        key = hash(request)
+        count, at_s = self._refused.get(key, (0, 0.0))
+        if count > 1:
+            self._refused[key] = count - 1, at_s
+        elif count:
+            del self._refused[key]
+        return count > 0
+
+    def _forget(self, now: float) -> None:
+        while self._refused:
+            _, at_s = next(iter(self._refused.values()))
+            if now - at_s <= REFUSALS_KEPT_S and len(self._refused) <= MAX_REFUSALS_KEPT:
+                return
+            self._refused.popitem(last=False)
+
+
+DEFAULT_LONG_PROMPT_TOKENS: int = CoordinatorConfig.model_fields["long_prompt_tokens"].default
+
+
+class RequestStats:
+    """Statistics by model. There are as many entries as models that workers have registered."""
+
+    def __init__(self, long_prompt_tokens: int = DEFAULT_LONG_PROMPT_TOKENS) -> None:
+        self.long_prompt_tokens = long_prompt_tokens
+        """Prompts of as many tokens or more are long."""
+        self._models: dict[str, ModelStats] = {}
+        self.refused = RefusedRequests()
+        self.demand = asyncio.Event()
+        """Set when requests wait for workers; who waits for it clears it."""
+
+    def of(self, model: str) -> ModelStats:
+        """The statistics of a model that is known to the registry; created on first use."""
+        stats = self._models.get(model)
+        if stats is None:
+            stats = self._models[model] = ModelStats()
+        return stats
+
+    def set_held(self, model: str, held: Held) -> None:
+        """Sets what admission holds of a model."""
+        self.of(model).held = held
+        if held.cause == "workers" and held.requests:
+            self.demand.set()
+
+    def set_without_pair(self, model: str, requests: int) -> None:
+        """Sets how many requests for a model wait for workers outside the queue."""
+        self.of(model).without_pair = requests
+        if requests:
+            self.demand.set()
+
+    def wait_for_workers(self, model: str = "") -> bool:
+        """Whether requests for this base model, or for any, wait for workers."""
+        return any(stats.waiting_for_workers for name, stats in self._models.items() if model in ("", name))
+
+    def count_rejected(self, model: str) -> None:
+        """Counts a request that was rejected before any of it was examined.
+
+        `model` is what the client wrote, and clients must not be able to create series: it is counted only if it names
+        a model with statistics, or is empty and there is only one.
+        """
+        stats = self._models.get(model)
+        if stats is None and not model and len(self._models) == 1:
+            stats = next(iter(self._models.values()))
+        if stats is not None:
+            stats.outcomes[scaling_pb2.OUTCOME_REJECTED] += 1
+
+    def models(self) -> dict[str, ModelStats]:
+        """All statistics, sorted by model name."""
+        return dict(sorted(self._models.copy().items()))
+
+
+PHASES: tuple[Phase, ...] = tuple(value for value in scaling_pb2.Phase.values() if value)
+"""All phases, in order of the enum."""
+
+
+COLD_REQUESTS = 3
+"""Requests after a worker's boot that count as cold: they pay for first memory access, kernel compilation and
+connection setup, and say nothing about how many workers are needed."""
+
+
+class StatsRecorder(RequestObserver):
+    """Observes one request. Nothing is counted before `arrived`.
+
+    A sample is cold if a worker it depends on is cold (see `COLD_REQUESTS`), or if the request needed more than one
+    attempt: then it measures a fault, not the load.
+    """
+
+    def __init__(self, stats: RequestStats) -> None:
+        self._all_stats = stats
+        self._stats: ModelStats | None = None
+        self._stage: Stage | None = None
+        self._uncached = 0.0
+        self._attempts = 0
+        self._cold_prefill = self._cold_decode = False
+        self._first_token_seen = self._completed = False
+
+    @override
+    def arrived(self, state: RequestState) -> None:
+        """Demand is counted from the request's estimate, once for what was refused and comes
+        again."""
+        request, self._uncached = state.request, state.estimate.uncached_tokens
+        self._stats = self._all_stats.of(request.model.name)
+        if not self._all_stats.refused.take(_what(request), time.monotonic()):
+            self._stats.arrived(len(request.prompt), self._uncached, state.estimate.output_tokens)
+        self._enter(Stage.ADMITTING)
+
+    @override
+    def routed(self, state: RequestState) -> None:
+        """Admission waits count in the phase of the pool that lacked capacity."""
+        attempt, decode = state.attempt, state.attempt.decode
+        self._attempts = state.attempts
+        # A wait for the first workers measures their start, not the load.
+        self._cold_prefill = state.from_zero or attempt.prefill.total_requests < COLD_REQUESTS
+        self._cold_decode = decode is not None and decode.total_requests < COLD_REQUESTS
+        if self._attempts == 1:
+            held_s = state.waits.prefill_s + state.waits.decode_s
+            admit_s = time.monotonic() - state.request.received_s - held_s
+            self._add(scaling_pb2.PHASE_ADMIT, admit_s, cold=False)
+
+    @override
+    def reserving(self, state: RequestState) -> None:
+        self._enter(Stage.RESERVING)
+
+    @override
+    def reserve_ended(self, state: RequestState, waited_s: float) -> None:
+        held_s = state.waits.decode_s if self._attempts == 1 else 0.0
+        self._add(scaling_pb2.PHASE_RESERVE, waited_s + held_s, self._cold_decode)
+
+    @override
+    def prefilling(self, state: RequestState) -> None:
+        self._enter(Stage.PREFILLING)
+
+    @override
+    def prefilled(self, state: RequestState, first: prefill_pb2.FirstToken) -> None:
+        self._enter(Stage.DECODING)
+        cold = self._cold_prefill
+        queue_s = first.queue_ms / 1e3 + (state.waits.prefill_s if self._attempts == 1 else 0.0)
+        self._add(scaling_pb2.PHASE_PREFILL_QUEUE, queue_s, cold)
+        self._add(scaling_pb2.PHASE_PREFILL_COMPUTE, first.compute_ms / 1e3, cold)
+        self._add(scaling_pb2.PHASE_PREFILL, queue_s + first.compute_ms / 1e3, cold)
+
+    @override
+    def prefilling_locally(self, state: RequestState) -> None:
+        """Prompts that relieve busy prefill workers stay demand of their pool: it is too small. A worker of role `both`
+        is in that pool itself."""
+        decode = state.attempt.decode
+        is_in_place = decode is not None and decode.role == "decode" and not state.relieves_prefill
+        if self._stats is not None and self._attempts == 1 and is_in_place:
+            self._stats.local_requests += 1
+            self._stats.local_tokens += self._uncached
+        self._enter(Stage.DECODING)
+
+    @override
+    def prefilled_locally(self, state: RequestState, local: decode_pb2.LocalPrefill) -> None:
+        seconds = (local.queue_ms + local.compute_ms) / 1e3
+        self._add(scaling_pb2.PHASE_LOCAL_PREFILL, seconds, self._cold_decode)
+
+    @override
+    def transferred(self, state: RequestState, handoff: prefill_pb2.HandoffDone) -> None:
+        if handoff.written_bytes:
+            self._add(scaling_pb2.PHASE_TRANSFER, handoff.transfer_ms / 1e3, self._cold)
+
+    @override
+    def decode_began(self, state: RequestState, admit_ms: float) -> None:
+        self._add(scaling_pb2.PHASE_DECODE_ADMIT, admit_ms / 1e3, self._cold_decode)
+
+    @override
+    def sent(self, state: RequestState, output_tokens: int) -> None:
+        if not self._first_token_seen and state.first_token_s is not None:
+            self._first_token_seen = True
+            ttft_s = state.first_token_s - state.request.received_s
+            self._add_ttft(state, ttft_s)
+
+    @override
+    def completed(self, state: RequestState) -> None:
+        self._completed = True
+        if state.sent_tokens > 1:
+            self._add(scaling_pb2.PHASE_TPOT, state.tpot_s, self._cold_decode)
+
+    @override
+    def ended(self, state: RequestState, error: BaseException | None) -> None:
+        if self._stats is None:
+            return
+        self._enter(None)
+        # A client may hang up as soon as it has the last token; that still counts as completed.
+        outcome = scaling_pb2.OUTCOME_COMPLETED if self._completed else outcome_of(error)
+        self._stats.outcomes[outcome] += 1
+        if self._first_token_seen:
+            self._stats.looked_up_tokens += len(state.request.prompt)
+            self._stats.hit_tokens["prefill"] += state.report.cached_prompt_tokens
+            self._stats.hit_tokens["decode"] += state.report.decode_cached_tokens
+        if outcome == scaling_pb2.OUTCOME_REJECTED:
+            self._all_stats.refused.add(_what(state.request), time.monotonic())
+        if outcome == scaling_pb2.OUTCOME_TIMED_OUT and not self._first_token_seen:
+            waited_s = time.monotonic() - state.request.received_s
+            self._add_ttft(state, waited_s)
+
+    @property
+    def _cold(self) -> bool:
+        return self._cold_prefill or self._cold_decode
+
+    def _add_ttft(self, state: RequestState, seconds: float) -> None:
+        self._add(scaling_pb2.PHASE_TTFT, seconds, self._cold)
+        if len(state.request.prompt) >= self._all_stats.long_prompt_tokens:
+            self._add(scaling_pb2.PHASE_TTFT_LONG, seconds, self._cold)
+        elif self._stats is not None:
+            self._stats.short_ttft.add(max(0.0, seconds), cold=self._cold or self._attempts > 1)
+
+    def _add(self, phase: scaling_pb2.Phase.ValueType, seconds: float, cold: bool) -> None:
+        if self._stats is not None:
+            self._stats.phases[phase].add(max(0.0, seconds), cold=cold or self._attempts > 1)
+
+    def _enter(self, stage: Stage | None) -> None:
+        """Moves the request from its stage to `stage`; None: out of all stages."""
+        stats = self._stats
+        if stats is None:
+            return
+        if self._stage is not None:
+            stats.in_stage[self._stage] -= 1
+        if self._stage is Stage.PREFILLING:
+            stats.prefilling_tokens -= self._uncached
+        self._stage = stage
+        if stage is not None:
+            stats.in_stage[stage] += 1
+        if stage is Stage.PREFILLING:
+            stats.prefilling_tokens += self._uncached
+        if not stats.in_stage[Stage.PREFILLING]:
+            stats.prefilling_tokens = 0.0  # discards accumulated rounding errors
+
+
+def outcome_of(error: BaseException | None) -> Outcome:
+    """How a request ended that raised `error`."""
+    match error:
+        case None:
+            return scaling_pb2.OUTCOME_COMPLETED
+        case asyncio.CancelledError():
+            return scaling_pb2.OUTCOME_CANCELLED
+        case ResourceExhaustedError():
+            return scaling_pb2.OUTCOME_REJECTED
+        case DeadlineExceededError():
+            return scaling_pb2.OUTCOME_TIMED_OUT
+    return scaling_pb2.OUTCOME_FAILED
+
+
+def _what(request: InferenceRequest) -> tuple[object, ...]:
+    """What makes two requests equal for `RefusedRequests`."""
+    return request.model.name, request.caller.tenant, request.prompt, request.max_tokens

@@ -1,0 +1,71 @@
+"""The Prometheus metrics of tenants, and what their requests have cost. A bounded number of tenants has series."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+
+from prometheus_client.core import Metric
+
+from coordinator.telemetry.request_record import NO_COST, CostOfRequest, RequestRecord, cost_of
+from coordinator.tenants.tenants import Tenants
+from splitserve.metrics import counter, counters, gauge, gauges
+
+MAX_TENANTS = 500
+"""The first of the tenants file have series; so many make 6,500 of them."""
+
+
+class TenantCosts:
+    """The cost of all ended requests since the start, by tenant of the file."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+        self._totals: dict[str, CostOfRequest] = {}
+
+    def add(self, record: RequestRecord) -> None:
+        """Adds an ended request."""
+        if record.tenant in self._tenants:
+            self._totals[record.tenant] = self._totals.get(record.tenant, NO_COST) + cost_of(record)
+
+    def metrics(self) -> list[Metric]:
+        """The totals of the tenants that have series; see `MAX_TENANTS`. For the scraping thread."""
+        totals = {name: self._totals.get(name, NO_COST) for name in islice(self._tenants.usages, MAX_TENANTS)}
+        prefill_s = {name: cost.prefill_s for name, cost in totals.items()}
+        decode_s = {name: cost.decode_s for name, cost in totals.items()}
+        kv_block_s = {name: cost.kv_block_s for name, cost in totals.items()}
+        written_bytes = {name: cost.written_bytes for name, cost in totals.items()}
+        return [
+            _by_tenant("prefill_seconds", "Time in which prompts were computed", prefill_s),
+            _by_tenant("decode_seconds", "Time from the first decode step to the end", decode_s),
+            _by_tenant("kv_block_seconds", "KV blocks held, times seconds", kv_block_s),
+            _by_tenant("kv_written_bytes", "KV bytes that handoffs wrote", written_bytes),
+        ]
+
+
+def tenant_metrics(tenants: Tenants) -> list[Metric]:
+    """All tenant metrics at one moment."""
+    usages = tenants.usages
+    shown = dict(islice(usages.items(), MAX_TENANTS))
+    requests = {(name, outcome): n for name, usage in shown.items() for outcome, n in usage.outcomes.items()}
+    tokens = {(name, kind): n for name, usage in shown.items() for kind, n in usage.tokens.items()}
+    running = {name: usage.running for name, usage in shown.items()}
+    text = "Valid requests by how they ended"
+    unknown = counter(
+        "splitserve_unauthenticated_calls", "Calls without a known API key", tenants.unauthenticated
+    )
+    hidden = gauge(
+        "splitserve_tenants_without_series",
+        f"Tenants beyond the first {MAX_TENANTS} of the file, which are in no other series of tenants",
+        max(0, len(usages) - MAX_TENANTS),
+    )
+    return [
+        counters("splitserve_tenant_requests", text, ("tenant", "outcome"), requests),
+        counters("splitserve_tenant_tokens", "Tokens charged", ("tenant", "kind"), tokens),
+        gauges("splitserve_tenant_running_requests", "Generations in progress", "tenant", running),
+        unknown,
+        hidden,
+    ]
+
+
+def _by_tenant(name: str, text: str, samples: Mapping[str, float]) -> Metric:
+    return counters(f"splitserve_tenant_{name}", text, "tenant", samples)

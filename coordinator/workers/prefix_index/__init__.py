@@ -1,1 +1,0 @@
-"""Which worker holds which prefix. Read `index.py` first."""

@@ -1,0 +1,279 @@
+"""Samples the tokens of many rows at once, on the device that has their logits.
+
+Computes the same function as `engine.runner.sampler` does row by row on the host, with the same noise. Float64 sums
+may differ in their last bits, so about one draw in 10^12 gives another token. The adjustments and their order are those
+of `engine.runner.sampler.adjust`: the host says which tokens each row is about, and what is computed with the logits is
+computed on the device, so that they need not leave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.core.model_runner import Logprob, SampledToken, SamplingParams
+from engine.runner.gumbel_noise import noise_of_rows
+from engine.runner.sampling_row import SamplingRow
+from engine.runner.structured_output import allowed_tokens
+from splitserve.errors import SplitserveError
+from splitserve.rpc.status import request_error
+
+Ints = NDArray[np.int64]
+_NONE = np.empty(0, np.int64)
+ROWS_AT_ONCE = 32
+"""Bounds the memory for copies: a few hundred MB for a vocabulary of 128,000 tokens."""
+GUESS = 1024
+"""Candidates ranked at first; nearly always enough for top-p or min-p, and much cheaper than ranking all."""
+_ROUNDING = 1e-12
+
+
+def sample_rows(
+    logits: torch.Tensor, rows: Sequence[SamplingRow]
+) -> list[SampledToken | SplitserveError | None]:
+    """One result per row of `logits` `[rows, vocabulary]`, any float dtype: its token; None if its grammar leaves none;
+    the error that its parameters raised.
+    """
+    results: list[SampledToken | SplitserveError | None] = []
+    for begin in range(0, len(rows), ROWS_AT_ONCE):
+        end = begin + ROWS_AT_ONCE
+        results += _sample_part(logits[begin:end].float(), rows[begin:end])
+    return results
+
+
+def _sample_part(
+    raw: torch.Tensor, rows: Sequence[SamplingRow]
+) -> list[SampledToken | SplitserveError | None]:
+    broken: dict[int, SplitserveError] = {}
+    changes = []
+    for place, row in enumerate(rows):
+        try:
+            changes.append(changes_of(row, raw.shape[-1]))
+        except BaseException as error:
+            broken[place] = request_error(error, f"row {place}")
+            changes.append(NO_CHANGES)
+    values = adjusted(raw, [row.sampling for row in rows], changes)
+    tokens = _choose(values, rows)
+    of_row = _logprobs(raw, tokens, rows)
+    results: list[SampledToken | SplitserveError | None] = []
+    for place, token in enumerate(tokens.tolist()):
+        left = None if token < 0 else SampledToken(token, of_row.get(place))
+        results.append(broken.get(place, left))
+    return results
+
+
+def _choose(values: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """The rows' tokens from adjusted logits, int64 `[rows]`; -1 for a row whose grammar leaves none."""
+    drawn = [place for place, row in enumerate(rows) if not row.sampling.greedy]
+    masked = [place for place, row in enumerate(rows) if row.mask is not None]
+    chosen = [rows[place] for place in drawn]
+    sampling, keys = [row.sampling for row in chosen], [row.noise_key for row in chosen]
+    if len(drawn) == len(rows) and not masked:
+        return draw_tokens(values, sampling, keys)
+    best, tokens = values.max(dim=-1)
+    if drawn:
+        tokens[drawn] = draw_tokens(values[drawn], sampling, keys)
+    if masked:
+        # What was drawn from a row of -inf is no token, so it is replaced before anything is looked up with it.
+        tokens[masked] = torch.where(torch.isfinite(best[masked]), tokens[masked], -1)
+    return tokens
+
+
+def _logprobs(raw: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, Logprob]:
+    """The log-probabilities of the rows that ask for them, by place."""
+    asked = {place: row.sampling.logprobs for place, row in enumerate(rows)}
+    tops = {place: top for place, top in asked.items() if top is not None}
+    if not tops:
+        return {}
+    places = list(tops)
+    logprobs = logprobs_of(raw[places], tokens[places].clamp(min=0), list(tops.values()))
+    return dict(zip(places, logprobs, strict=True))
+
+
+class Changes(NamedTuple):
+    """The tokens that a row's changes are about; those of a change that the row does not ask for are empty."""
+
+    biased: Ints
+    biases: NDArray[np.float32]
+    """One of each token in `biased`."""
+    context: Ints
+    """Prompt and output, for the repetition penalty."""
+    output: Ints
+    """For presence and frequency penalties."""
+    banned: Ints
+    allowed: NDArray[np.bool_] | None
+    """bool `[vocabulary]`; None without a grammar, which has the bans in it."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether the logits stay as they are."""
+        tokens = self.biased.size + self.context.size + self.output.size + self.banned.size
+        return not tokens and self.allowed is None
+
+
+NO_CHANGES = Changes(_NONE, np.empty(0, np.float32), _NONE, _NONE, _NONE, None)
+
+
+def changes_of(row: SamplingRow, vocabulary: int) -> Changes:
+    """What a row asks for. Raises IndexError for a token that is not in the vocabulary: on a device, looking it up
+    would end the process."""
+    if not row.adjusted:
+        return NO_CHANGES
+    s = row.sampling
+    counted = bool(s.presence_penalty or s.frequency_penalty)
+    masked = row.mask is not None
+    return Changes(
+        biased=_checked((token for token, _ in s.logit_bias), vocabulary),
+        biases=np.fromiter((bias for _, bias in s.logit_bias), np.float32),
+        context=_checked(row.token_ids[: row.end] if s.repetition_penalty != 1.0 else (), vocabulary),
+        output=_checked(row.token_ids[row.prompt_tokens : row.end] if counted else (), vocabulary),
+        banned=_checked(() if masked else row.banned_token_ids, vocabulary),
+        allowed=allowed_tokens(row.mask, vocabulary, row.banned_token_ids) if row.mask is not None else None,
+    )
+
+
+def _checked(tokens: Iterable[int], vocabulary: int) -> Ints:
+    ids = np.fromiter(tokens, np.int64)
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary:
+        raise IndexError(f"a token id is not below {vocabulary}")
+    return ids
+
+
+def adjusted(
+    logits: torch.Tensor, sampling: Sequence[SamplingParams], changes: Sequence[Changes]
+) -> torch.Tensor:
+    """Float32 logits `[rows, vocabulary]` with each row's changes; the same tensor where there are none."""
+    if all(change.empty for change in changes):
+        return logits
+    device, result = logits.device, logits.clone()
+    if (biased := _places([c.biased for c in changes], device)) is not None:
+        biases = torch.from_numpy(np.concatenate([c.biases for c in changes])).to(device)
+        result.index_put_(biased, biases, accumulate=True)
+    if (context := _places([c.context for c in changes], device)) is not None:
+        seen = torch.zeros_like(result, dtype=torch.bool)
+        seen[context] = True
+        penalty = _column([s.repetition_penalty for s in sampling], device)
+        penalized = torch.where(result > 0, result / penalty, result * penalty)
+        result = torch.where(seen, penalized, result)
+    if (output := _places([c.output for c in changes], device)) is not None:
+        counts = torch.zeros_like(result)
+        counts.index_put_(output, torch.ones((), device=device), accumulate=True)
+        presence = _column([s.presence_penalty for s in sampling], device)
+        frequency = _column([s.frequency_penalty for s in sampling], device)
+        result -= torch.where(counts > 0, presence + frequency * counts, 0.0)
+    if (banned := _places([c.banned for c in changes], device)) is not None:
+        result[banned] = float("-inf")
+    masked = {place: c.allowed for place, c in enumerate(changes) if c.allowed is not None}
+    if masked:
+        allowed = torch.from_numpy(np.stack(list(masked.values()))).to(device)
+        places = list(masked)
+        result[places] = result[places].masked_fill(~allowed, float("-inf"))
+    return result
+
+
+def _places(tokens: Sequence[Ints], device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Row and column of each token, int64 `[tokens]` both; None if there are none."""
+    columns = np.concatenate(tokens)
+    if not columns.size:
+        return None
+    rows = np.repeat(np.arange(len(tokens)), [part.size for part in tokens])
+    return torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device)
+
+
+def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    """float32 `[rows, 1]`."""
+    return torch.tensor(values, dtype=torch.float32).to(device)[:, None]
+
+
+def draw_tokens(
+    logits: torch.Tensor, sampling: Sequence[SamplingParams], keys: Sequence[int]
+) -> torch.Tensor:
+    """One token per row of `logits` `[rows, vocabulary]`, int64 `[rows]`: temperature, top-k, top-p and min-p, then the
+    allowed token whose logit and noise have the largest sum.
+
+    `keys`: what names each row's noise. Waits for the device where rows have filters. Makes several float64 copies of
+    the logits.
+    """
+    temperature = torch.tensor([s.temperature for s in sampling], dtype=torch.float64).to(logits.device)
+    scaled = logits.double()
+    # Relative to the largest, so that no temperature makes it infinite.
+    scaled = (scaled - scaled.amax(-1, keepdim=True)) / temperature[:, None]
+    noisy = scaled + noise_of_rows(keys, scaled.shape[-1], scaled.device)
+    if any(s.top_k or s.top_p < 1.0 or s.min_p > 0.0 for s in sampling):
+        noisy = noisy.masked_fill(~_allowed(scaled, sampling), float("-inf"))
+    return noisy.argmax(-1)
+
+
+def _allowed(scaled: torch.Tensor, sampling: Sequence[SamplingParams]) -> torch.Tensor:
+    """The tokens that pass the filters, bool `[rows, vocabulary]`, from float64 logits with temperature applied.
+
+    Each filter keeps a prefix of the ranking, so counting suffices. Of equal logits the lower token id ranks higher.
+    """
+    size = scaled.shape[-1]
+    for width in _widths(size, sampling):
+        ranked = scaled.topk(width).values
+        count = _count(scaled, ranked, sampling)
+        # A prefix that fills the guess may be longer.
+        if width == size or not bool((count == width).any()):
+            break
+    threshold = ranked.gather(1, count - 1)
+    above, equal = scaled > threshold, scaled == threshold
+    ties_kept = count - above.sum(-1, keepdim=True)
+    return above | (equal & (equal.cumsum(-1) <= ties_kept))
+
+
+def _widths(size: int, sampling: Sequence[SamplingParams]) -> Iterator[int]:
+    # One more than any top-k keeps, so that a full top-k does not look like a guess that was too small.
+    yield min(size, max(GUESS, *(1 + (s.top_k or 0) for s in sampling)))
+    yield size
+
+
+def _count(scaled: torch.Tensor, ranked: torch.Tensor, sampling: Sequence[SamplingParams]) -> torch.Tensor:
+    """Length of the prefix that top-k, top-p and min-p keep of `ranked` `[rows, width]`; int64 `[rows, 1]`, at least 1.
+
+    As `engine.runner.sampler.allowed_tokens` defines them.
+    """
+    size, width = scaled.shape[-1], ranked.shape[-1]
+    table = [(s.top_k or size, s.top_p - _ROUNDING if s.top_p < 1.0 else 2.0, s.min_p) for s in sampling]
+    limits = torch.tensor(table, dtype=torch.float64).to(scaled.device)
+    top_k, top_p, min_p = limits.split(1, dim=-1)
+    within = torch.arange(width, device=scaled.device) < top_k
+    of_all = scaled.logsumexp(-1, keepdim=True)
+    of_first = ranked.masked_fill(~within, float("-inf")).logsumexp(-1, keepdim=True)
+    probabilities = torch.exp(ranked - torch.where(top_k < size, of_first, of_all))
+    before = probabilities.cumsum(-1) - probabilities
+    kept = within & (before < top_p) & (probabilities >= min_p * probabilities[:, :1])
+    return kept.sum(-1, keepdim=True).clamp(min=1)
+
+
+def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int]) -> list[Logprob]:
+    """Natural log-probabilities from raw logits, float32 `[rows, vocabulary]`: of each row's token, and of its `tops`
+    most probable ones; of equally probable ones those with lower ids.
+
+    `tokens`: int64 `[rows]`, ids of the vocabulary. Waits for the device.
+    """
+    values = logits.double()
+    values -= values.logsumexp(-1, keepdim=True)
+    own = values.gather(1, tokens[:, None]).squeeze(1).tolist()
+    width = min(max(tops), values.shape[-1])
+    columns = _first_ranked(values, width)
+    likely = values.gather(1, columns).tolist()
+    logprobs = []
+    for row, (token, ids) in enumerate(zip(tokens.tolist(), columns.tolist(), strict=True)):
+        pairs = sorted(zip(ids, likely[row], strict=True), key=lambda pair: (-pair[1], pair[0]))
+        logprobs.append(Logprob(token, own[row], tuple(pairs[: tops[row]])))
+    return logprobs
+
+
+def _first_ranked(values: torch.Tensor, width: int) -> torch.Tensor:
+    """Columns of the `width` largest values of each row, ascending, int64 `[rows, width]`; of equal ones the first."""
+    if not width:
+        return torch.empty((len(values), 0), dtype=torch.int64, device=values.device)
+    least = values.topk(width).values[:, -1:]
+    above, equal = values > least, values == least
+    ties_kept = width - above.sum(-1, keepdim=True)
+    kept = above | (equal & (equal.cumsum(-1) <= ties_kept))
+    return kept.nonzero()[:, 1].view(-1, width)

@@ -1,1 +1,0 @@
-"""Samples tokens on the device that has their logits. Read `row_sampler.py` first."""

@@ -1,1 +1,0 @@
-"""Speculative decoding: drafts of next tokens, and how many of them a step checks. Read `speculator.py` first."""

@@ -1,1 +1,0 @@
-"""Weights between workers: who gives them, and who starts with them. Read `service.py` first, then `pull.py`."""

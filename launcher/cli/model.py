@@ -1,0 +1,44 @@
+"""`splitserve model`: embedded models on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launcher.cli.output import shown_progress, write
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    group = typer.Typer(help="Fetch and list embedded models.", no_args_is_help=True)
+    group.command("fetch")(fetch)
+    group.command("list")(list_models)
+    app.add_typer(group, name="model")
+
+
+def fetch(name: Annotated[str, typer.Argument(help="Name of an embedded model.")]) -> None:
+    """Fetch an embedded model into the local cache."""
+    write(f"{name} is in {fetch_with_progress(name)}\n")
+
+
+def list_models() -> None:
+    """List embedded models and their folders."""
+    from splitserve.errors import NotFoundError
+    from splitserve.models.sources import EMBEDDED, resolve_model
+
+    for name in EMBEDDED:
+        try:
+            where = resolve_model(name).path
+        except NotFoundError:
+            where = f"not fetched (splitserve model fetch {name})"
+        write(f"{name}\t{where}\n")
+
+
+def fetch_with_progress(name: str) -> Path:
+    """Fetches with a progress bar on a terminal, else with one line per step."""
+    from splitserve.models.fetch import fetch_model
+
+    with shown_progress(name) as progress:
+        return fetch_model(name, progress)

@@ -1,0 +1,432 @@
+"""`splitserve plan`: whether a traffic wants split or colocated workers, how many of each, and why.
+
+It replays the traffic on the production router in simulated time, with workers as fast as those of a running cluster,
+as a preset, or as a GPU and a model are by their figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from launcher.cli import options
+from launcher.cli.output import drawn, shown_progress, write, write_json
+from splitserve.errors import FailedPreconditionError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from autoscaler.simulation.engine_model import EngineModel
+    from autoscaler.simulation.scenario import Scenario, Slo
+    from autoscaler.simulation.traces.synthetic import LengthDistribution
+    from autoscaler.simulation.traces.trace import Trace
+    from autoscaler.sizing.candidates import ClusterShape, Prediction
+    from autoscaler.sizing.model_shape import ModelShape
+    from autoscaler.sizing.roofline import ReplicaDesign
+    from autoscaler.sizing.sizing import SizingTerms
+    from splitserve.v1 import scaling_pb2
+
+MOST_REQUESTS = 20_000
+"""Longer traces are cut to their busiest stretch: a replay takes up to 0.7 ms of CPU a request."""
+_KINDS = ("split", "colocated")
+_SIGNALS_S = 10.0
+_STEADY_REQUESTS = 2000
+_LONGEST_STEADY_S = 3600.0
+_ANSWERS = 10
+"""A steady trace lasts for at least so many answers, so that batches fill."""
+
+TRAFFIC, MODEL = "Traffic", "Model and worker"
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="A request log, an Azure or Mooncake trace, any log.", rich_help_panel=TRAFFIC
+    ),
+]
+Rate = Annotated[
+    float | None, typer.Option(help="Or: requests a second, at random.", rich_help_panel=TRAFFIC)
+]
+Lengths = Annotated[
+    str, typer.Option(metavar="N|p50=N,p95=N", help="Tokens, with --rate.", rich_help_panel=TRAFFIC)
+]
+Scale = Annotated[
+    float, typer.Option(help="Multiply the arrival rate: more users alike.", rich_help_panel=TRAFFIC)
+]
+Seed = Annotated[int, typer.Option(help="Of everything random.", rich_help_panel=TRAFFIC)]
+Target = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Running cluster whose workers have measured how fast they are; --model names one of several.",
+        rich_help_panel=MODEL,
+    ),
+]
+EnginePreset = Annotated[
+    str | None,
+    typer.Option(help="Or: simulated, h100-8b, h100x4-70b or h100x8-70b.", rich_help_panel=MODEL),
+]
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        help="Or: H100, H100-NVL, H200, B200, A100-80GB, A100-40GB, L40S, L4 or A10, with --model.",
+        rich_help_panel=MODEL,
+    ),
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|DIR|FILE", help="Model name, folder, or a config.json.", rich_help_panel=MODEL
+    ),
+]
+WeightDtype = Annotated[
+    str | None, typer.Option(help="bf16, fp16, fp32, fp8, int8 or int4.", rich_help_panel=MODEL)
+]
+GpusPerReplica = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=64, help="Default: 1, 2, 4 or 8, with the fewest GPUs in all.", rich_help_panel=MODEL
+    ),
+]
+Lane = Annotated[
+    float,
+    typer.Option(
+        min=0.001, max=10_000, help="GB/s of each GPU to other workers, for KV.", rich_help_panel=MODEL
+    ),
+]
+TtftMs = Annotated[
+    float, typer.Option("--ttft-ms", "--slo-ttft", min=0.001, max=3_600_000, help="Target, milliseconds.")
+]
+TpotMs = Annotated[
+    float, typer.Option("--tpot-ms", "--slo-tpot", min=0.001, max=3_600_000, help="Target, milliseconds.")
+]
+Goal = Annotated[float, typer.Option(help="Share of requests that shall keep to both targets.")]
+MaxReplicas = Annotated[int, typer.Option(help="Of both pools together, at most.")]
+Limit = Annotated[
+    float, typer.Option(min=1, max=86_400, metavar="SECONDS", help="For all replays together, about.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("plan")(plan)
+
+
+@dataclass(frozen=True, slots=True)
+class _GivenTraffic:
+    """The options that say what arrives. Exactly one of `trace` and `rate` is given."""
+
+    trace: Path | None
+    columns: str | None
+    rate: float | None
+    prompt_tokens: str
+    output_tokens: str
+    scale: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class _GivenWorker:
+    """The options that say what a worker is."""
+
+    model: str | None
+    weight_dtype: str | None
+    gpu: str | None
+    measured: EngineModel | None
+    """Of a running cluster, or a preset."""
+    gpus: int | None
+    lane_gb_per_s: float
+
+
+def plan(
+    trace: TraceFile = None,
+    columns: options.Columns = None,
+    rate: Rate = None,
+    prompt_tokens: Lengths = "1000",
+    output_tokens: Lengths = "200",
+    scale: Scale = 1.0,
+    seed: Seed = 0,
+    ttft_ms: TtftMs = 2000.0,
+    tpot_ms: TpotMs = 100.0,
+    goal: Goal = 0.95,
+    target: Target = None,
+    engine_preset: EnginePreset = None,
+    gpu: Gpu = None,
+    model: ModelName = None,
+    gpus_per_replica: GpusPerReplica = None,
+    weight_dtype: WeightDtype = None,
+    lane_gb_per_s: Lane = 25.0,
+    max_replicas: MaxReplicas = 256,
+    limit: Limit = 120.0,
+    as_json: options.AsJson = False,
+    api_key: options.ApiKey = None,
+    tls: options.TlsClient = None,
+    cluster_token_file: options.ClusterTokenFile = None,
+) -> None:
+    """Say whether a traffic wants split or colocated workers, and how many of each."""
+    from autoscaler.simulation.engine_model import preset
+    from autoscaler.simulation.scenario import Slo
+    from autoscaler.sizing.sizing import SizingTerms
+
+    if sum(given is not None for given in (target, engine_preset, gpu)) != 1:
+        message = "give one of --target (a running cluster), --engine-preset, or --gpu with --model"
+        raise InvalidArgumentError(message, field="gpu")
+    slo, terms = Slo(ttft_ms / 1e3, tpot_ms / 1e3), SizingTerms(goal, max_replicas, rate is not None, limit)
+    given = _GivenTraffic(trace, columns, rate, prompt_tokens, output_tokens, scale, seed)
+    traffic = _traffic(given, slo)
+    if target is not None:
+        signals = asyncio.run(_signals(target, api_key, tls, cluster_token_file, model or ""))
+        measured: EngineModel | None = _measured(signals)
+    else:
+        measured = None if engine_preset is None else preset(engine_preset)
+    worker = _GivenWorker(model, weight_dtype, gpu, measured, gpus_per_replica, lane_gb_per_s)
+    found = _planned(traffic, worker, terms, slo)
+    if as_json:
+        write_json(found)
+    else:
+        write(plan_text(found))
+
+
+async def _signals(
+    target: str, api_key: str | None, tls: Path | None, token_file: Path | None, model: str
+) -> scaling_pb2.GetSignalsResponse:
+    from splitserve.client.scaling_client import ScalingClient
+    from splitserve.rpc.credentials import ClusterCredentials, read_token
+    from splitserve.security.tls import client_files
+
+    security = ClusterCredentials(client_files(tls) if tls else None, read_token(token_file))
+    async with ScalingClient(target, _SIGNALS_S, security=security, api_key=api_key) as client:
+        return await client.signals(model)
+
+
+def _measured(signals: scaling_pb2.GetSignalsResponse) -> EngineModel:
+    from autoscaler.simulation.engine_model import measured_engine
+
+    served = [model for model in signals.models if model.workers]
+    if len(served) > 1:
+        names = ", ".join(model.model for model in served)
+        raise InvalidArgumentError(f"model: name one of those that are served: {names}", field="model")
+    return measured_engine(served[0].workers if served else [])
+
+
+def _planned(traffic: Trace, worker: _GivenWorker, terms: SizingTerms, slo: Slo) -> dict[str, Any]:
+    """What `--json` prints."""
+    from autoscaler.simulation.scenario import Scenario
+    from autoscaler.simulation.traces.scaling import busiest
+    from autoscaler.sizing.replica_choice import cheapest
+    from splitserve.config.coordinator import AdmissionConfig
+
+    longest = max(one.prompt_tokens + one.output_tokens for one in traffic.requests)
+    designs, model = _designs(worker, longest)
+    cut, notes = busiest(traffic, MOST_REQUESTS, designs[0].engine, slo.tpot_s), []
+    if len(cut.requests) < len(traffic.requests):
+        notes.append(f"of {len(traffic.requests)} requests the busiest {MOST_REQUESTS} in a row are replayed")
+    scenario = Scenario(cut, designs[0].engine, slo, admission=AdmissionConfig())
+    with shown_progress("plan", lines=False) as progress:
+
+        def tell(shape: ClusterShape) -> None:
+            progress(f"replayed {shape.name}", 0.5)
+
+        sized = cheapest(designs, scenario, terms, tell)
+    design, found = sized[0].design, sized[0].sizing
+    if found.out_of_time:
+        notes.append("the time was over before the search was (--limit): fewer replicas may do")
+    for kind, reached in (("split", found.split), ("colocated", found.colocated)):
+        closest = found.closest(kind)
+        if reached is None and closest is not None:
+            notes.append(f"{closest.candidate.name} comes closest of its kind, with {closest.attainment:.1%}")
+    scenario = dataclasses.replace(scenario, engine=design.engine)
+    return {
+        "best": "colocated" if found.best is found.colocated else "split",
+        "split": _cluster(found.split, scenario, design.gpus),
+        "colocated": _cluster(found.colocated, scenario, design.gpus),
+        "replica": {**asdict(design), "gpu": worker.gpu},
+        "other_replicas": [
+            {
+                "gpus_per_replica": other.design.gpus,
+                "name": other.sizing.best.candidate.name,
+                "gpus": other.gpus,
+            }
+            for other in sized[1:]
+        ],
+        "model": None if model is None else asdict(model),
+        "goal": terms.goal,
+        "slo": asdict(slo),
+        "traffic": _figures(cut),
+        "replays": len(found.replays),
+        "out_of_time": found.out_of_time,
+        "notes": notes,
+    }
+
+
+def _cluster(found: Prediction | None, scenario: Scenario, gpus: int) -> dict[str, Any] | None:
+    """A cluster, the GPUs that it takes, and the share of their time that the work of the trace takes."""
+    from autoscaler.simulation.traces.scaling import pool_work_s
+
+    if found is None:
+        return None
+    shape, length_s = found.candidate, max(scenario.trace.duration_s, 1e-3)
+    prefill_s, decode_s = pool_work_s(scenario.trace.requests, scenario.engine, scenario.slo.tpot_s)
+    if shape.both:
+        prefill_busy = decode_busy = (prefill_s + decode_s) / shape.both / length_s
+    else:
+        prefill_busy, decode_busy = prefill_s / shape.prefill / length_s, decode_s / shape.decode / length_s
+    return {
+        **found.to_json(),
+        "gpus": shape.workers * gpus,
+        "prefill_gpus": shape.prefill * gpus,
+        "decode_gpus": shape.decode * gpus,
+        "prefill_busy": prefill_busy,
+        "decode_busy": decode_busy,
+    }
+
+
+def _figures(trace: Trace) -> dict[str, float]:
+    count, length_s = len(trace.requests), max(trace.duration_s, 1e-3)
+    return {
+        "requests": count,
+        "requests_per_second": round(count / length_s, 4),
+        "mean_prompt_tokens": round(sum(one.prompt_tokens for one in trace.requests) / count, 1),
+        "mean_output_tokens": round(sum(one.output_tokens for one in trace.requests) / count, 1),
+    }
+
+
+def _traffic(given: _GivenTraffic, slo: Slo) -> Trace:
+    """The trace that is planned for."""
+    from autoscaler.simulation.traces.scaling import scaled
+    from autoscaler.simulation.traces.synthetic import LengthDistribution, steady
+    from autoscaler.simulation.traces.trace import load_trace
+
+    if (given.trace is None) == (given.rate is None):
+        raise InvalidArgumentError("give either --trace FILE or --rate R", field="trace")
+    for name, value in (("rate", given.rate), ("scale", given.scale)):
+        if value is not None and not (math.isfinite(value) and 0 < value <= 1e6):
+            raise InvalidArgumentError(
+                f"{name} must be above 0 and at most 1000000, not {value:g}", field=name
+            )
+    if given.trace is None and given.columns is not None:
+        raise InvalidArgumentError("columns: there is no --trace to read", field="columns")
+    if given.trace is not None:
+        trace = load_trace(given.trace, given.seed, options.column_map(given.columns))
+    else:
+        prompts = LengthDistribution.parse("prompt_tokens", given.prompt_tokens)
+        outputs = LengthDistribution.parse("output_tokens", given.output_tokens)
+        rate = given.rate or 0.0
+        trace = steady(rate, _steady_s(rate, outputs, slo), prompts, outputs, given.seed)
+    if given.scale != 1:
+        trace = scaled(trace, given.scale, given.seed)
+    if len(trace.requests) < 2:
+        raise InvalidArgumentError("trace: fewer than two requests say nothing of a rate", field="trace")
+    return trace
+
+
+def _steady_s(rate: float, outputs: LengthDistribution, slo: Slo) -> float:
+    from autoscaler.simulation.traces.trace import LONGEST_DAYS
+
+    median = math.exp(outputs.points[len(outputs.points) // 2][1])
+    wanted = max(60.0, _STEADY_REQUESTS / rate, _ANSWERS * (slo.ttft_s + median * slo.tpot_s))
+    most = min(10 * MOST_REQUESTS / rate, LONGEST_DAYS * 86_400)
+    return min(wanted, max(_LONGEST_STEADY_S, 20 / rate), max(60.0, MOST_REQUESTS / rate), most)
+
+
+def _designs(given: _GivenWorker, longest: int) -> tuple[list[ReplicaDesign], ModelShape | None]:
+    """The workers to choose from, and the model if its figures are used. `longest`: tokens of the longest request."""
+    from autoscaler.sizing.replica_choice import designs_of
+    from autoscaler.sizing.roofline import ReplicaDesign, design, gpu_class
+
+    model = None
+    if given.measured is not None:
+        designs = [ReplicaDesign(given.gpus or 1, given.measured)]
+    else:
+        gpu, model = gpu_class(given.gpu or ""), _model(given)
+        if given.gpus is not None:
+            designs = [design(model, gpu, given.gpus, given.lane_gb_per_s)]
+        else:
+            designs = designs_of(model, gpu, given.lane_gb_per_s, longest)
+    most = max(min(one.engine.context_tokens, one.engine.kv_capacity_tokens) for one in designs)
+    if longest > most:
+        message = f"trace: its longest request has {longest} tokens, a replica holds {most}"
+        raise FailedPreconditionError(message, reason="REQUEST_DOES_NOT_FIT", field="trace")
+    return designs, model
+
+
+def _model(given: _GivenWorker) -> ModelShape:
+    """The model's figures. May ask the hub for a config.json, as every command does."""
+    from autoscaler.sizing.model_shape import shape_of
+    from splitserve.models.model_files import read_object
+    from splitserve.models.sources import localize_model, resolve_model
+
+    if given.model is None:
+        raise InvalidArgumentError("give --model with --gpu", field="model")
+    path = Path(given.model).expanduser()
+    if path.suffix == ".json":
+        return shape_of(path.resolve().parent.name, read_object(path), given.weight_dtype)
+    source = resolve_model(given.model)
+    if source.gguf_file is not None or source.short_name == "simulated":
+        message = f"model: {given.model} has no config.json: give the folder or config.json of one that has"
+        raise InvalidArgumentError(message, field="model")
+    source = localize_model(source, weights=False)
+    config = read_object(Path(source.path) / "config.json")
+    return shape_of(source.short_name, config, given.weight_dtype)
+
+
+def plan_text(found: Mapping[str, Any]) -> str:
+    """The two clusters, what to take, and why. Plain when piped."""
+    from rich.table import Table
+
+    traffic, slo = found["traffic"], found["slo"]
+    table = Table(
+        title=f"{traffic['requests_per_second']:g} requests/s of {traffic['mean_prompt_tokens']:.0f} + "
+        f"{traffic['mean_output_tokens']:.0f} tokens, targets {slo['ttft_s'] * 1e3:g} ms TTFT, "
+        f"{slo['tpot_s'] * 1e3:g} ms TPOT"
+    )
+    table.add_column("cluster")
+    for heading in ("workers", "GPUs", "attained", "TTFT p95 ms", "TPOT p95 ms", "busy"):
+        table.add_column(heading, justify="right")
+    for kind in _KINDS:
+        if found[kind] is not None:
+            table.add_row(*_row(kind, found[kind]))
+    return drawn(table) + "".join(f"{line}\n" for line in _lines(found))
+
+
+def _row(kind: str, one: Mapping[str, Any]) -> Sequence[str]:
+    busy = f"{one['prefill_busy']:.0%}"
+    return [
+        kind,
+        one["name"],
+        f"{one['prefill_gpus']} + {one['decode_gpus']}" if kind == "split" else f"{one['gpus']}",
+        f"{one['attainment']:.1%}",
+        "" if one["ttft_p95_s"] is None else f"{one['ttft_p95_s'] * 1e3:.0f}",
+        "" if one["tpot_p95_s"] is None else f"{one['tpot_p95_s'] * 1e3:.1f}",
+        f"{busy} / {one['decode_busy']:.0%}" if kind == "split" else busy,
+    ]
+
+
+def _lines(found: Mapping[str, Any]) -> Iterator[str]:
+    best = found[found["best"]]
+    others = [found[kind] for kind in _KINDS if kind != found["best"] and found[kind] is not None]
+    if not others:
+        does = "was not seen to reach" if found["out_of_time"] else "does not reach"
+        why = f"the other kind {does} {found['goal']:.0%}"
+    elif others[0]["gpus"] > best["gpus"]:
+        why = f"{others[0]['name']} takes {others[0]['gpus']}"
+    else:
+        why = f"{others[0]['name']} takes as many, and is no better"
+    yield f"Take {best['name']}: {best['gpus']} GPUs; {why}."
+    yield f"Apply: {best['apply']}"
+    replica = found["replica"]
+    gpus = f"{replica['gpus']} x {replica['gpu'] or 'GPU'}"
+    kv_tokens = replica["engine"]["kv_capacity_tokens"]
+    if replica["weights_gb"] is not None:
+        yield (
+            f"A worker is {gpus}: weights {replica['weights_gb']:.1f} GB, workspace "
+            f"{replica['workspace_gb']:.1f} GB, KV {replica['kv_gb']:.1f} GB for {kv_tokens:,} tokens"
+        )
+    else:
+        yield f"A worker is {gpus}, as measured: {kv_tokens:,} tokens of KV"
+    for other in found["other_replicas"]:
+        yield f"Workers of {other['gpus_per_replica']} GPUs: {other['name']}, {other['gpus']} GPUs"
+    yield from (f"note: {note}" for note in found["notes"])

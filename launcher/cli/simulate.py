@@ -1,0 +1,286 @@
+"""`splitserve simulate`: scaling policies against a trace, on a virtual clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from launcher.cli import options
+from launcher.cli.output import drawn, shown_progress, write, write_json
+from splitserve.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from autoscaler.policies.policy_file import ScalingPolicy
+    from autoscaler.simulation.engine_model import EngineModel
+    from autoscaler.simulation.outcome import Outcome
+    from autoscaler.simulation.scenario import Scenario, Slo
+    from autoscaler.simulation.traces.trace import Trace
+    from splitserve.config.coordinator import AdmissionConfig
+
+SYNTHETIC_PANEL = "Synthetic traces"
+DEFAULT_TTFT_MS = 2000.0
+DEFAULT_TPOT_MS = 100.0
+
+TraceName = Annotated[
+    str,
+    typer.Option(
+        metavar="TRACE",
+        help="Request log, Azure CSV or Mooncake JSONL file, a log with --columns; or constant, ramp, burst, diurnal.",
+    ),
+]
+PolicyFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE", help="A scaling policy, YAML; several are compared. Default: `slo` in both pools."
+    ),
+]
+ColdStart = Annotated[
+    float, typer.Option(metavar="SECONDS", help="From the order of a replica until it is ready.")
+]
+ColdStartP95 = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Starts take their time by chance: log-normal with --cold-start as median, and this 95th percentile.",
+    ),
+]
+FailedStarts = Annotated[
+    float, typer.Option(metavar="SHARE", help="Share of starts that end instead of becoming ready.")
+]
+TtftTarget = Annotated[float | None, typer.Option(help="Target. Default: the first policy's, or 2000.")]
+TpotTarget = Annotated[float | None, typer.Option(help="Target. Default: the first policy's, or 100.")]
+PeakReplicas = Annotated[
+    float | None,
+    typer.Option(help="Scale the trace so that its busiest minute fills this number of replicas."),
+]
+Scale = Annotated[
+    float | None, typer.Option(help="Multiply the arrival rate instead; 1 is the trace as it is.")
+]
+EnginePreset = Annotated[
+    str, typer.Option(help="How fast a replica is: simulated, h100-8b, h100x4-70b or h100x8-70b.")
+]
+AdmissionMode = Annotated[
+    str,
+    typer.Option(help="queue: the coordinator's admission, with its defaults; off: requests go on at once."),
+]
+RoleMoves = Annotated[
+    bool,
+    typer.Option(
+        "--role-moves", help="Workers can take the other pool's role, as those of engine torch can."
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Rate = Annotated[float, typer.Option(help="Requests a second.", rich_help_panel=SYNTHETIC_PANEL)]
+PeakRate = Annotated[
+    float, typer.Option(help="Requests a second at the top.", rich_help_panel=SYNTHETIC_PANEL)
+]
+Duration = Annotated[float, typer.Option(metavar="SECONDS", help="Length.", rich_help_panel=SYNTHETIC_PANEL)]
+Burst = Annotated[
+    float, typer.Option(metavar="SECONDS", help="Length of a burst.", rich_help_panel=SYNTHETIC_PANEL)
+]
+MeanTokens = Annotated[int, typer.Option(help="Mean.", rich_help_panel=SYNTHETIC_PANEL)]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("simulate")(simulate)
+
+
+def simulate(
+    trace: TraceName,
+    columns: options.Columns = None,
+    policy: PolicyFiles = None,
+    as_json: options.AsJson = False,
+    cold_start: ColdStart = 60.0,
+    cold_start_p95: ColdStartP95 = None,
+    failed_starts: FailedStarts = 0.0,
+    ttft_ms: TtftTarget = None,
+    tpot_ms: TpotTarget = None,
+    peak_replicas: PeakReplicas = None,
+    scale: Scale = None,
+    engine_preset: EnginePreset = "simulated",
+    admission: AdmissionMode = "off",
+    role_moves: RoleMoves = False,
+    seed: Seed = 0,
+    rate: Rate = 2.0,
+    peak_rate: PeakRate = 8.0,
+    duration: Duration = 3600.0,
+    burst: Burst = 300.0,
+    prompt_tokens: MeanTokens = 1000,
+    output_tokens: MeanTokens = 200,
+) -> None:
+    """Replay a trace against scaling policies in simulated time."""
+    from autoscaler.simulation.engine_model import preset
+    from autoscaler.simulation.scenario import Scenario, StartTimes
+    from autoscaler.simulation.simulator import compare
+    from autoscaler.simulation.traces.synthetic import TraceShape
+
+    policies = _policies(policy, ttft_ms, tpot_ms, peak_replicas)
+    slo = _slo(next(iter(policies.values())), ttft_ms, tpot_ms)
+    starts = StartTimes(cold_start, cold_start_p95, failed_starts, seed)
+    engine, means = preset(engine_preset), (prompt_tokens, output_tokens)
+    loaded = _trace(
+        trace,
+        lambda kind: TraceShape(kind, rate, peak_rate, duration, burst, *means, seed=seed),
+        columns,
+        seed,
+    )
+    replayed = _scaled(loaded, scale, peak_replicas, engine, slo, seed)
+    scenario = Scenario(
+        replayed,
+        engine,
+        slo,
+        cold_start,
+        start_times=starts,
+        admission=_admission(admission),
+        changes_role=role_moves,
+    )
+    with shown_progress("simulate") as progress:
+        outcomes = compare(scenario, policies, progress)
+    if as_json:
+        write_json({"trace": replayed.name, "policies": [outcome.to_json() for outcome in outcomes]})
+    else:
+        write(_table(outcomes, scenario))
+
+
+def _policies(
+    paths: Sequence[Path] | None, ttft_ms: float | None, tpot_ms: float | None, peak: float | None
+) -> dict[str, ScalingPolicy]:
+    """The policies by name: that of the file, without its suffix where no two are alike."""
+    from autoscaler.policies.policy_file import load_policy
+
+    if not paths:
+        return {"policy": _default_policy(ttft_ms, tpot_ms, peak)}
+    stems = [path.stem for path in paths]
+    names = [path.stem if stems.count(path.stem) == 1 else str(path) for path in paths]
+    if len(set(names)) < len(names):
+        raise InvalidArgumentError("policy: the same file is given twice", field="policy")
+    return {name: load_policy(path) for name, path in zip(names, paths, strict=True)}
+
+
+def _default_policy(ttft_ms: float | None, tpot_ms: float | None, peak: float | None) -> ScalingPolicy:
+    """The kind `slo` with its defaults in both pools; where a trace is scaled up, twice the replicas that it fills."""
+    from autoscaler.policies.policy_file import PoolPolicy, parse_policy
+
+    ttft = DEFAULT_TTFT_MS if ttft_ms is None else ttft_ms
+    tpot = DEFAULT_TPOT_MS if tpot_ms is None else tpot_ms
+    peak = 0.0 if peak is None else peak
+    _check_above("ttft_ms", ttft)
+    _check_above("tpot_ms", tpot)
+    _check_above("peak_replicas", peak, least=0.0)
+    most = max(PoolPolicy.model_fields["max_replicas"].default, math.ceil(2 * peak))
+    pools = {"prefill": {"target_ms": ttft}, "decode": {"target_ms": tpot}}
+    return parse_policy({name: {"max_replicas": most, **pool} for name, pool in pools.items()})
+
+
+def _slo(policy: ScalingPolicy, ttft_ms: float | None, tpot_ms: float | None) -> Slo:
+    """The targets that are given, else those of the policy, else the defaults."""
+    from autoscaler.policies.policy_file import SloPool
+    from autoscaler.simulation.scenario import Slo
+
+    prefill, decode = policy.prefill, policy.decode
+    own_ttft = prefill.target_ms if isinstance(prefill, SloPool) else DEFAULT_TTFT_MS
+    own_tpot = decode.target_ms if isinstance(decode, SloPool) else DEFAULT_TPOT_MS
+    ttft = own_ttft if ttft_ms is None else ttft_ms
+    tpot = own_tpot if tpot_ms is None else tpot_ms
+    _check_above("ttft_ms", ttft)
+    _check_above("tpot_ms", tpot)
+    return Slo(ttft / 1e3, tpot / 1e3)
+
+
+def _trace(name: str, shape: Any, columns: str | None, seed: int) -> Trace:
+    """The synthetic trace of that kind, or the file of that name."""
+    from autoscaler.simulation.traces.synthetic import SYNTHETIC, synthetic
+    from autoscaler.simulation.traces.trace import load_trace
+
+    if name not in SYNTHETIC:
+        return load_trace(Path(name), seed, options.column_map(columns))
+    if columns is not None:
+        message = f"columns: trace {name} is made, and there is no file to read"
+        raise InvalidArgumentError(message, field="columns")
+    return synthetic(shape(name))
+
+
+def _scaled(
+    trace: Trace, scale: float | None, peak_replicas: float | None, engine: EngineModel, slo: Slo, seed: int
+) -> Trace:
+    """The trace as often as asked for. Raises InvalidArgumentError naming the option."""
+    from autoscaler.simulation.traces.scaling import scaled, scaled_to_peak
+
+    if peak_replicas is not None and scale is not None:
+        raise InvalidArgumentError("peak_replicas and scale exclude each other", field="scale")
+    if peak_replicas is not None:
+        _check_above("peak_replicas", peak_replicas)
+        return scaled_to_peak(trace, peak_replicas, engine, slo.tpot_s, seed)
+    if scale is None:
+        return trace
+    _check_above("scale", scale)
+    return scaled(trace, scale, seed)
+
+
+def _check_above(name: str, value: float, least: float | None = None) -> None:
+    """Raises InvalidArgumentError for a value that is not finite or below `least`; None: not above 0."""
+    if not math.isfinite(value) or value < 0 or (value == 0 and least is None):
+        bound = "above 0" if least is None else f"at least {least:g}"
+        raise InvalidArgumentError(f"{name} must be {bound}, not {value:g}", field=name)
+
+
+def _admission(mode: str) -> AdmissionConfig:
+    from pydantic import ValidationError
+
+    from splitserve.config.coordinator import AdmissionConfig
+
+    try:
+        return AdmissionConfig(mode=mode)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise InvalidArgumentError(
+            f"admission must be queue or off, not {mode!r}", field="admission"
+        ) from error
+
+
+def _table(outcomes: Sequence[Outcome], scenario: Scenario) -> str:
+    """One line a policy."""
+    from rich.table import Table
+
+    slo, trace = scenario.slo, scenario.trace
+    table = Table(
+        title=f"{trace.name}: {len(trace.requests):,} requests in {trace.duration_s / 60:.0f} min, "
+        f"cold start {scenario.starts}, "
+        f"targets {slo.ttft_s * 1e3:g} ms TTFT, {slo.tpot_s * 1e3:g} ms TPOT"
+    )
+    table.add_column("policy")
+    for heading in (
+        "attained",
+        "TTFT",
+        "TPOT",
+        "TTFT p50 / p95 s",
+        "TPOT p50 / p95 ms",
+        "replica-hours",
+        "most replicas",
+        "actions",
+        "failed",
+    ):
+        table.add_column(heading, justify="right")
+    for outcome in outcomes:
+        table.add_row(*_row(outcome, outcome.phases()))
+    return drawn(table)
+
+
+def _row(outcome: Outcome, phases: Mapping[str, Mapping[str, float]]) -> list[str]:
+    ttft, tpot = phases["ttft"], phases["tpot"]
+    return [
+        outcome.name,
+        f"{outcome.attainment:.2%}",
+        f"{outcome.attainment_ttft:.2%}",
+        f"{outcome.attainment_tpot:.2%}",
+        f"{ttft['p50']:.2f} / {ttft['p95']:.2f}" if ttft else "",
+        f"{tpot['p50'] * 1e3:.1f} / {tpot['p95'] * 1e3:.1f}" if tpot else "",
+        f"{outcome.total_replica_hours:.2f}",
+        str(outcome.peak_replicas),
+        str(sum(outcome.actions.values())),
+        str(outcome.failed_requests),
+    ]

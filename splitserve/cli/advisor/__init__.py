@@ -1,1 +1,0 @@
-"""`splitserve record` and `splitserve advise`. Read `record.py` first."""

@@ -1,1 +1,0 @@
-"""`splitserve simulate`, of one model and of several on one budget. Read `simulate.py` first."""

@@ -1,0 +1,308 @@
+"""The program of the process that grammars are compiled in: `python -m` this with two descriptors, see `main`.
+
+It loads the library and the model's vocabulary once, and then forks a process for each grammar. It never looks at a
+grammar itself, so it lives on whatever a grammar does to its own process. That one has bounds on its memory and on
+the CPU time of each answer; the kernel ends it beyond them.
+
+Frames on a grammar's socket are a length, uint32, and so many bytes. The process says HELLO, gets the grammar, says
+COMPILED or REFUSED, and then answers rows, the outputs of requests, in order. It ends when its socket is closed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import struct
+import sys
+from array import array
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from splitserve.grammars import schemas
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+HELLO, COMPILED, REFUSED = b"hello", b"compiled", b"refused "
+LENGTH = struct.Struct("<I")
+ROW = struct.Struct("<IB")
+"""A row's number, and what is asked or answered of it."""
+ASK, CLOSE = 0, 1
+"""The output goes on by these tokens, uint32, and what may follow is asked for; the row has ended."""
+MASK, COMPLETE, FAILED = 0, 1, 2
+"""What may follow, one bit a token; only the end can follow; why the output cannot be continued."""
+
+STEP_CPU_S = 0.25
+"""CPU time of an answer to a row, beside that of the tokens themselves."""
+TOKEN_CPU_S = 0.001
+MEMORY_BYTES = 96 * 2**20
+"""Memory that a grammar's process may have beside that of the library and the vocabulary."""
+STACK_BYTES = 128 * 2**20
+NICENESS = 10
+"""Rows without a grammar come first where cores are short."""
+
+_EMBEDDED = re.compile(r"(?:^(\w+)\[capture\]\s*:\s*)?%json\s*", re.MULTILINE)
+
+
+class GrammarRefusedError(Exception):
+    """Why a grammar does not compile."""
+
+
+def main(control: socket.socket, vocabulary: Any) -> None:
+    """Forks a process for each socket that comes by `control`, until that is closed.
+
+    `vocabulary`: the fields of `splitserve.grammars.processes.Vocabulary`; None to check grammars without one.
+    """
+    import jsonschema_rs  # noqa: F401 - here, so that the forked processes need not
+
+    tokenizer = tokenizer_of(vocabulary)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, most = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES if most < 0 else min(STACK_BYTES, most), most))
+    os.nice(NICENESS)
+    # The library writes to stderr before it aborts.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    gc.collect()
+    gc.freeze()
+    while True:
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not descriptors:
+            return
+        if _forked():
+            control.close()
+            try:
+                serve(socket.socket(fileno=descriptors[0]), tokenizer)
+            finally:
+                os._exit(0)
+        os.close(descriptors[0])
+
+
+def _forked() -> bool:
+    try:
+        return os.fork() == 0
+    except OSError:
+        return False  # no more processes: the socket is closed without a word
+
+
+def serve(channel: socket.socket, tokenizer: LLTokenizer | str | None) -> None:
+    """Compiles the grammar that comes by `channel` and answers its rows."""
+    bound_memory(MEMORY_BYTES)
+    frames = channel.makefile("rb")
+    _send(channel, HELLO)
+    asked = json.loads(_read(frames) or b"{}")
+    allow(asked["cpu_s"])
+    try:
+        if isinstance(tokenizer, str):
+            raise GrammarRefusedError(tokenizer)
+        grammar = LibraryGrammar(asked["kind"], asked["text"], tokenizer)
+    except (GrammarRefusedError, schemas.SchemaError, MemoryError) as error:
+        _send(channel, REFUSED + (str(error) or "it takes too much memory").encode())
+        return
+    allow(0)
+    _send(channel, COMPILED + grammar.eos.tobytes())
+    rows: dict[int, GrammarRow] = {}
+    while (frame := _read(frames)) is not None:
+        number, what = ROW.unpack_from(frame)
+        if what == CLOSE:
+            rows.pop(number, None)
+            continue
+        tokens = array("I", frame[ROW.size :])
+        allow(STEP_CPU_S + TOKEN_CPU_S * len(tokens))
+        row = rows.get(number) or rows.setdefault(number, GrammarRow(grammar))
+        status, answer = row.advance(tokens.tolist())
+        allow(0)
+        _send(channel, ROW.pack(number, status) + answer)
+
+
+def bound_memory(more_bytes: int) -> None:
+    """The process may take so much memory beside what it has."""
+    with open("/proc/self/statm") as pages:
+        used = int(pages.read().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (used + more_bytes, used + more_bytes))
+
+
+def allow(cpu_s: float) -> None:
+    """The kernel ends the process after so much more CPU time; 0: without a bound."""
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+
+
+def _send(channel: socket.socket, frame: bytes) -> None:
+    channel.sendall(LENGTH.pack(len(frame)) + frame)
+
+
+def _read(frames: BinaryIO) -> bytes | None:
+    head = frames.read(LENGTH.size)
+    return frames.read(*LENGTH.unpack(head)) if len(head) == LENGTH.size else None
+
+
+class LibraryGrammar:
+    """A grammar, compiled for a vocabulary or, without one, only checked."""
+
+    def __init__(self, kind: str, text: str, tokenizer: LLTokenizer | None) -> None:
+        """Raises GrammarRefusedError and SchemaError."""
+        from llguidance import LLMatcher as Matcher
+
+        self.checks: dict[str, schemas.Check] = {}
+        """Of the whole answer under "", of a part that the grammar captures under its name."""
+        self.eos = array("I", tokenizer.eos_tokens if tokenizer is not None else ())
+        source = self._source(kind, text)
+        if tokenizer is None:
+            wrong, messages = Matcher.validate_grammar_with_warnings(source, limits=_limits())
+            if wrong:
+                raise GrammarRefusedError(" ".join(messages))
+            return
+        self.tokenizer = tokenizer
+        self._prototype = Matcher(tokenizer, source, log_level=0, limits=_limits())
+        if not self._prototype.is_error():
+            # The first mask detects grammars that no token can begin, and fills the caches that all rows share.
+            self._prototype.compute_bitmask()
+        if self._prototype.is_error():
+            raise GrammarRefusedError(self._prototype.get_error() or self._prototype.stop_reason())
+
+    def matcher(self) -> LLMatcher:
+        """The state of an empty output."""
+        return self._prototype.deep_copy()
+
+    def only_end(self) -> bytes:
+        """The mask of the tokens that end an answer."""
+        mask = bytearray(-(-self.tokenizer.vocab_size // 32) * 4)
+        for token in self.eos:
+            mask[token // 8] |= 1 << token % 8
+        return bytes(mask)
+
+    def _source(self, kind: str, text: str) -> str:
+        from llguidance import LLMatcher as Matcher
+
+        match kind:
+            case "regex":
+                return Matcher.grammar_from_regex(text)
+            case "lark":
+                return Matcher.grammar_from_lark(self._with_schemas(text))
+            case "json_schema":
+                schema, self.checks[""] = schemas.prepared(json.loads(text))
+            case _:
+                schema = {"type": "object", "x-guidance": schemas.OPTIONS}
+        try:
+            return Matcher.grammar_from_json_schema(json.dumps(schema))
+        except ValueError as error:  # its parser is stricter than Python's
+            raise GrammarRefusedError(str(error)) from None
+
+    def _with_schemas(self, lark: str) -> str:
+        """A Lark grammar with its embedded schemas prepared. What is captured is checked; the rest must be exact."""
+        decoder, parts, end = json.JSONDecoder(), [], 0
+        while (start := _EMBEDDED.search(lark, end)) is not None:
+            parts.append(lark[end : start.end()])
+            end = start.end()
+            try:
+                schema, after = decoder.raw_decode(lark, end)
+            except (ValueError, RecursionError):
+                continue  # the library refuses it, too
+            if isinstance(schema, dict | bool):
+                name = start.group(1)
+                if name is None and isinstance(schema, dict):
+                    schema = {"x-guidance": schemas.STRICT, **schema}
+                schema, check = schemas.prepared(schema, name or "%json")
+                if name is not None:
+                    self.checks[name] = check
+                parts.append(json.dumps(schema))
+                end = after
+        return "".join([*parts, lark[end:]])
+
+
+class GrammarRow:
+    """The output of one request within a grammar."""
+
+    def __init__(self, grammar: LibraryGrammar) -> None:
+        self._grammar, self._matcher = grammar, grammar.matcher()
+        self._tokens: list[int] = []
+
+    def advance(self, tokens: list[int]) -> tuple[int, bytes]:
+        """Takes the next tokens; returns what may follow."""
+        matcher = self._matcher
+        if tokens and not matcher.consume_tokens(tokens):
+            return FAILED, self._error()
+        self._tokens += tokens
+        problem, final = "", False
+        if self._grammar.checks and matcher.is_accepting():
+            problem, final = self._problem()
+        if final:
+            return FAILED, problem.encode()
+        if matcher.is_stopped() and not matcher.is_error() and matcher.is_accepting() and not problem:
+            return COMPLETE, self._grammar.only_end()
+        mask = bytearray(matcher.compute_bitmask())
+        if matcher.is_error():
+            return FAILED, self._error()
+        if problem:  # the answer may not end here, but it may go on
+            for token in self._grammar.eos:
+                mask[token // 8] &= ~(1 << token % 8)
+            if not any(mask):
+                return FAILED, problem.encode()
+        return MASK, bytes(mask)
+
+    def _problem(self) -> tuple[str, bool]:
+        """Why the answer may not end here, empty if it may; and whether nothing that follows could mend it."""
+        checks, decoded = self._grammar.checks, self._grammar.tokenizer.decode_bytes
+        if (whole := checks.get("")) is not None:
+            return whole(decoded(self._tokens).decode(errors="replace")), False
+        for name, part in self._matcher.get_captures():
+            problem = checks[name](part.decode(errors="replace")) if name in checks else ""
+            if problem:
+                return f"{name}: {problem}", not decoded(self._tokens).endswith(part)
+        return "", False
+
+    def _error(self) -> bytes:
+        return (self._matcher.get_error() or self._matcher.stop_reason()).encode()
+
+
+def _limits() -> LLParserLimits:
+    """Cost limits of one grammar, in llguidance's units. Real schemas stay far below: 10,000 enum values or 500
+    optional properties pass."""
+    from llguidance import LLParserLimits as Limits
+
+    return Limits(
+        initial_lexer_fuel=400_000,
+        step_lexer_fuel=200_000,
+        step_max_items=10_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+class _Bytes:
+    """A vocabulary of bytes and an end of sequence, in the form that llguidance's `TokenizerWrapper` takes."""
+
+    def __init__(self, eos: int) -> None:
+        self.eos_token_id, self.bos_token_id = eos, None
+        self.tokens = (*(bytes([byte]) for byte in range(eos)), b"<eos>")
+        self.special_token_ids = (eos,)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def tokenizer_of(vocabulary: Any) -> LLTokenizer | str | None:
+    """The vocabulary for llguidance, or why it cannot be read. Takes 0.5 s of CPU time for 50,000 tokens."""
+    from llguidance import LLTokenizer as Tokenizer
+    from llguidance import TokenizerWrapper
+
+    if vocabulary is None:
+        return None
+    try:
+        if vocabulary["definition"] is None:
+            return Tokenizer(TokenizerWrapper(_Bytes(vocabulary["eos"][0])))
+        eos = vocabulary["eos"] or None
+        return Tokenizer(vocabulary["definition"], n_vocab=vocabulary["size"], eos_token=eos)
+    except ValueError as error:
+        return f"grammars are not supported for this model's tokenizer: {error}"
+
+
+if __name__ == "__main__":
+    with open(int(sys.argv[2]), "rb") as described:
+        described.seek(0)
+        given = json.load(described)
+    main(socket.socket(fileno=int(sys.argv[1])), given)

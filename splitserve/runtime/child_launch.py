@@ -1,0 +1,42 @@
+"""Executes a program that ends with its parent: `python launch.py PARENT_PID PROGRAM [ARGUMENT ...]`.
+
+With prctl(PR_SET_PDEATHSIG) Linux sends a signal when the parent dies, even by SIGKILL; the setting survives
+exec. Setting it here, between fork and exec, avoids a preexec function in the parent, which has threads and for
+which that would be unsafe. Imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PROGRAM = (sys.executable, "-m", "launcher")
+"""What each service is, before its arguments."""
+PR_SET_PDEATHSIG = 1
+
+
+def launcher() -> list[str]:
+    """The words before a command that is to end with this process."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid())]
+
+
+def main(arguments: list[str]) -> None:
+    """Executes the program; never returns."""
+    parent, command = int(arguments[0]), arguments[1:]
+    end_with_parent(parent)
+    os.execvp(command[0], command)
+
+
+def end_with_parent(parent: int) -> None:
+    """Lets Linux kill this process when its parent dies. Ends it now if `parent` is not its parent any more."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        # The parent may have died before the call.
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

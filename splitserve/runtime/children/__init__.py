@@ -1,1 +1,0 @@
-"""Processes that this one starts: how they begin, and how they end with it. Read `ending.py` first."""

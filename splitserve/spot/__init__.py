@@ -1,1 +1,0 @@
-"""Notices that a machine is taken away: spot, preemptible and low-priority machines. Read `watch.py` first."""

@@ -1,0 +1,297 @@
+"""Grammars that strangers send, over HTTP to real processes: served exactly or refused by name, and nothing ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from jsonschema import Draft202012Validator
+
+from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.waiting import PATIENCE_S
+
+LOWEST = -(2**63)
+CHAT = "/chat/completions"
+Body = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    setup = Cluster(
+        tmp_path_factory.mktemp("logs"), http=True, worker_options=["--simulated-step-s", "0.005"]
+    )
+    async with running(setup) as cluster:
+        yield cluster
+        await cluster.assert_no_leaks()
+
+
+@pytest.fixture
+async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=200)
+    async with httpx.AsyncClient(base_url=cluster.base_url, timeout=PATIENCE_S, limits=limits) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+async def nothing_ends(cluster: Cluster, http: httpx.AsyncClient) -> AsyncIterator[None]:
+    before = pids(cluster)
+    yield
+    assert pids(cluster) == before
+    answer = await http.post(CHAT, json=asked(5))
+    assert answer.status_code == 200
+
+
+def pids(cluster: Cluster) -> dict[str, int]:
+    return {name: each.pid for name, each in processes(cluster).items() if each.is_running()}
+
+
+def asked(max_tokens: int = 400, **fields: Any) -> Body:
+    messages = [{"role": "user", "content": "hi"}]
+    return {"model": "simulated", "messages": messages, "max_tokens": max_tokens, **fields}
+
+
+def formatted(schema: Any, *, strict: bool = False, **fields: Any) -> Body:
+    named = {"name": "x", "schema": schema, "strict": strict}
+    return asked(response_format={"type": "json_schema", "json_schema": named}, **fields)
+
+
+def tool(name: str, parameters: Any, **fields: Any) -> Body:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **fields}}
+
+
+async def refusal(http: httpx.AsyncClient, body: Body) -> Body:
+    answer = await http.post(CHAT, json=body)
+    assert answer.status_code == 400, answer.text
+    error: Body = answer.json()["error"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"type": "integer", "minimum": LOWEST, "maximum": LOWEST}, "maximum"),
+        ({"type": "integer", "minimum": LOWEST, "maximum": LOWEST + 1}, "maximum"),
+        ({"properties": {"n": {"type": "integer", "minimum": 2**63}}}, "properties.n.minimum"),
+        ({"const": 1234567890123456789}, "const"),
+        ({"enum": [9007199254740993]}, "enum[0]"),
+        ({"items": {"const": {"id": -(2**60)}}}, "items.const.id"),
+    ],
+)
+async def test_numbers_that_no_grammar_can_spell(http: httpx.AsyncClient, schema: Any, path: str) -> None:
+    error = await refusal(http, formatted(schema))
+    assert error["param"].startswith("response_format")
+    assert f"{path}: " in error["message"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": LOWEST, "maximum": 2**63 - 1},
+        {"type": "integer", "maximum": 9007199254740999},
+        {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0, "maximum": 9},
+            "uniqueItems": True,
+            "maxItems": 1,
+        },
+        {"type": "string", "format": "password", "maxLength": 9},
+        {"type": "string", "format": "uri-reference", "maxLength": 9},
+        {"type": "integer", "format": "int64", "minimum": 0, "maximum": 99},
+        {"type": "number", "multipleOf": 0.5, "minimum": 0, "maximum": 9},
+        {"type": "string", "pattern": "^(?!no)[a-z]{1,5}$", "maxLength": 5},
+        {"anyOf": [{"type": "string", "maxLength": 3}], "not": {"type": "integer"}},
+    ],
+)
+async def test_what_the_grammar_does_not_hold_is_checked_or_refused_under_strict(
+    http: httpx.AsyncClient, schema: Any
+) -> None:
+    answer = await http.post(CHAT, json=formatted(schema))
+    if answer.status_code == 200:
+        (choice,) = answer.json()["choices"]
+        assert choice["finish_reason"] in ("stop", "length")
+        if choice["finish_reason"] == "stop":
+            Draft202012Validator(schema).validate(json.loads(choice["message"]["content"]))
+    else:
+        assert "does not satisfy the schema" in answer.json()["error"]["message"]
+    if schema.get("multipleOf") != 0.5 and schema.get("format") != "int64":
+        error = await refusal(http, formatted(schema, strict=True))
+        assert "strict" in error["message"]
+
+
+async def test_an_answer_that_the_validator_refuses_ends_with_its_name(http: httpx.AsyncClient) -> None:
+    digits = {"type": "integer", "minimum": 1, "maximum": 1}
+    twice = {"type": "array", "items": digits, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+    error = await refusal(http, formatted(twice))
+    assert "unique" in error["message"]
+    assert error["code"] == "grammar_failed"
+
+
+async def test_one_bad_tool_of_many(http: httpx.AsyncClient) -> None:
+    fine = [tool(f"t{n}", {"type": "object", "properties": {"a": {"type": "integer"}}}) for n in range(36)]
+    bad = [
+        tool("names", {"type": "object", "propertyNames": {"pattern": "^a"}}),
+        tool("nothing", {"type": "object", "properties": {"a": {"not": {}}}}),
+        tool("ahead", {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)a"}}}),
+        tool("big", {"type": "object", "properties": {"a": {"minimum": LOWEST, "maximum": 2**63 - 1}}}),
+    ]
+    answer = await http.post(CHAT, json=asked(20, tools=fine + bad, tool_choice="auto"))
+    assert answer.status_code == 200, answer.text
+    crash = tool("crash", {"type": "object", "properties": {"a": {"minimum": LOWEST, "maximum": LOWEST}}})
+    error = await refusal(http, asked(20, tools=[*fine, crash]))
+    assert error["param"] == "tools"
+    assert "tools[36].function.parameters.properties.a.maximum: " in error["message"]
+
+
+HOSTILE: dict[str, Body] = {
+    "allOf of empty patterns": formatted({"allOf": [{"type": "string", "pattern": "a{0}"}] * 40}),
+    "growing patterns": formatted(
+        {"allOf": [{"type": "string", "pattern": f"(a|b)*c{{{n}}}"} for n in range(40)]}
+    ),
+    "prefixItems with multipleOf": formatted(
+        {
+            "type": "array",
+            "prefixItems": [{"type": "integer", "multipleOf": 10007 + 2 * n} for n in range(50)],
+        }
+    ),
+    "many properties": formatted(
+        {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(9000)}}
+    ),
+    "many patternProperties": formatted(
+        {"type": "object", "patternProperties": {f"^a{n}b$": {"type": "string"} for n in range(300)}}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_a_hostile_schema_is_answered_in_time_and_others_do_not_wait(
+    http: httpx.AsyncClient, name: str
+) -> None:
+    hostile = asyncio.create_task(http.post(CHAT, json=HOSTILE[name] | {"max_tokens": 20}))
+    took_s = []
+    for number in range(6):
+        began_s = time.monotonic()
+        answer = await http.post(CHAT, json=formatted({"const": number}))
+        took_s.append(time.monotonic() - began_s)
+        assert answer.json()["choices"][0]["message"]["content"] == str(number)
+    assert (await hostile).status_code in (200, 400)
+    assert min(took_s) < 1
+
+
+async def test_hostile_grammars_beside_plain_streams(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    await crowd(cluster, http, count=40, seed=1)
+
+
+@pytest.mark.slow
+async def test_five_hundred_hostile_grammars(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    await crowd(cluster, http, count=500, seed=2)
+
+
+async def crowd(cluster: Cluster, http: httpx.AsyncClient, count: int, seed: int) -> None:
+    """Hostile grammars from one client, eight plain streams, and one client with small schemas."""
+    # Written before: what the test itself computes would be in the gaps.
+    bodies = [json.dumps(body).encode() for body in hostile_bodies(random.Random(seed), count)]
+    before = memory(cluster)
+    done = asyncio.Event()
+    gaps: list[float] = []
+    took_s: list[float] = []
+
+    async def stream() -> None:
+        while not done.is_set():
+            body = asked(300, stream=True, ignore_eos=True)
+            async with http.stream("POST", CHAT, json=body) as lines:
+                last_s = None
+                async for line in lines.aiter_lines():
+                    if line.startswith("data: {"):
+                        now = time.monotonic()
+                        gaps.extend([now - last_s] if last_s is not None else [])
+                        last_s = now
+
+    async def small() -> None:
+        number = 0
+        while not done.is_set():
+            number += 1
+            began_s = time.monotonic()
+            answer = await http.post(CHAT, json=formatted({"const": {"number": number}}))
+            took_s.append(time.monotonic() - began_s)
+            assert answer.json()["choices"][0]["finish_reason"] == "stop"
+
+    at_once = asyncio.Semaphore(30)
+
+    async def hostile(body: bytes) -> int:
+        async with at_once:
+            headers = {"content-type": "application/json"}
+            return (await http.post(CHAT, content=body, headers=headers)).status_code
+
+    others = [asyncio.create_task(stream()) for _ in range(8)] + [asyncio.create_task(small())]
+    codes = await asyncio.gather(*map(hostile, bodies))
+    assert set(codes) <= {200, 400, 429}
+    done.set()
+    await asyncio.gather(*others)
+    grown = {name: size - before[name] for name, size in memory(cluster).items()}
+    print(f"\ngap {max(gaps):.3f} s, small {max(took_s):.3f} s, grown {grown}, codes {sorted(set(codes))}")
+    # What is aimed at is 0.25 s and 1 s; docs/roadmap.md has what was measured. This only says that nobody is held up.
+    assert max(gaps) < HELD_UP_S
+    assert max(took_s) < HELD_UP_S
+    assert max(grown.values()) < 300 * 2**20
+    deadline_s = time.monotonic() + 5 * SLOWNESS
+    while busy(cluster):
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.2)
+
+
+HELD_UP_S = 10.0
+SLOWNESS = 3.0
+"""The machine of the tests has two cores, which everything here shares, and runs other tests meanwhile."""
+
+
+def processes(cluster: Cluster) -> dict[str, psutil.Process]:
+    return {name: psutil.Process(member.process.pid) for name, member in cluster.members.items()}
+
+
+def memory(cluster: Cluster) -> dict[str, int]:
+    return {name: each.memory_info().rss for name, each in processes(cluster).items()}
+
+
+def busy(cluster: Cluster) -> bool:
+    """Whether a process of a grammar computes."""
+    children = [child for each in processes(cluster).values() for child in each.children(recursive=True)]
+    return any(child.cpu_percent(0.05) > 50 for child in children)
+
+
+def hostile_bodies(pick: random.Random, count: int) -> Iterator[Body]:
+    """So many different requests with hostile grammars."""
+    for number in range(count):
+        size = pick.choice([3, 30, 300])
+        kinds: list[Any] = [
+            {"allOf": [{"type": "string", "pattern": pick.choice(PATTERNS)} for _ in range(size)]},
+            {"type": "array", "prefixItems": [{"multipleOf": pick.randrange(10**6)} for _ in range(size)]},
+            {"type": "object", "properties": {f"p{number}_{n}": {} for n in range(30 * size)}},
+            {
+                "type": "object",
+                "patternProperties": {f"^{pick.choice('ab')}{n}.{{{n}}}$": {} for n in range(size)},
+            },
+            {"type": "integer", "minimum": pick.choice(EXTREMES), "maximum": pick.choice(EXTREMES)},
+            {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"items": {"$ref": "#/$defs/a"}}] * size}}},
+            {"enum": [f"{number} {'x' * pick.randrange(50)} {n}" for n in range(30 * size)]},
+            {"type": "string", "minLength": pick.randrange(10**6), "maxLength": 10 ** pick.randrange(7)},
+            {"type": "array", "minItems": pick.randrange(10**5), "items": {"type": "array", "minItems": 50}},
+            nested({"type": "object"}, pick.randrange(1, 400)),
+        ]
+        yield formatted({**pick.choice(kinds), "title": str(number)}, max_tokens=30)
+
+
+PATTERNS = ["a{0}", "(a|b)*c{50}", "(.*a){12}", "[^a]{3,3000}", "(a?){40}a{40}", ".*x.{30}", "(ab|a|b)*"]
+EXTREMES = [LOWEST, LOWEST + 1, -(2**53) - 1, -1, 0, 2**53 + 1, 2**63 - 1, 2**64, 1e300, -1e300, 0.1]
+
+
+def nested(schema: Any, depth: int) -> Any:
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema

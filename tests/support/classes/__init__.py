@@ -1,1 +1,0 @@
-"""Pools with classes for tests."""

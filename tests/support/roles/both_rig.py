@@ -1,0 +1,212 @@
+"""Engines with both ends of the transfer, connected both ways and stepped by hand: no gRPC, a clock that tests set."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from decode_worker.kv_consumer import KvConsumer, Outputs
+from decode_worker.requests import Granted, WaitingReservation
+from engine.core.engine import EngineRequest, StopParams
+from engine.core.engine_core import EngineCore
+from engine.core.model_runner import SamplingParams
+from engine.runner.simulated_runner import SimulatedRunner
+from engine.runner.structured_output import GrammarCompiler
+from kv_transfer.handoff.messages import KvTicket
+from kv_transfer.transports.transport import PollResult
+from prefill_worker.kv_producer import FirstTokenReady, KvProducer, PrefillEvent, engine_id
+from splitserve.config.engine import EngineConfig
+from splitserve.config.worker import WorkerConfig
+from splitserve.errors import SplitserveError
+from splitserve.models.hf_tokenizer import load_tokenizer
+from tests.support.engine.connector_pair import COORDINATOR, FREE_TIME, MAX_TOKENS, Clock
+from tests.support.engine.simulated_tokens import expected_tokens
+from tests.support.transfer.memory_transport import MemoryHub, MemoryTransport
+from worker.build import EngineParts, ServedAs
+from worker.connector import PairedConnector
+
+
+class CountingTransport(MemoryTransport):
+    """Counts its polls."""
+
+    polls = 0
+
+    def poll(self) -> PollResult:
+        self.polls += 1
+        return super().poll()
+
+
+class BothNode:
+    """The engine thread of one worker of role both."""
+
+    def __init__(self, name: str, engine: EngineConfig, hub: MemoryHub, clock: Clock, epoch: int) -> None:
+        self.name, self.clock = name, clock
+        self.events: dict[str, list[PrefillEvent]] = defaultdict(list)
+        self.outputs: Outputs = defaultdict(list)
+        config = WorkerConfig(worker_id=name, model="simulated", engine=engine)
+        runner, tokenizer = SimulatedRunner(engine), load_tokenizer("simulated")
+        self.transport = CountingTransport(hub)
+        endpoint = self.transport.register_memory(runner.kv_memory.region)
+        self.core = EngineCore(runner, engine, tokenizer, clock)
+        self.core.keep_prompt_room(True)
+        grammars, served = GrammarCompiler(tokenizer, runner.facts), ServedAs("simulated", "simulated")
+        parts = EngineParts(
+            self.core, runner.facts, runner.kv_memory, grammars, self.transport, endpoint, served, config
+        )
+        self.idle = 0
+        self.producer = KvProducer(parts, self._on_events, self._on_idle, token_first_s=0.0)
+        self.consumer = KvConsumer(parts, epoch, self._on_outputs, self._on_idle, polls=self.producer.polls)
+        self.connector = PairedConnector(parts, self.producer, self.consumer, self._on_idle)
+
+    @property
+    def agent_id(self) -> str:
+        return self.connector.endpoint.agent_id
+
+    def _on_idle(self) -> None:
+        self.idle += 1
+
+    def _on_events(self, events: list[tuple[str, PrefillEvent]]) -> None:
+        for name, event in events:
+            self.events[name].append(event)
+
+    def _on_outputs(self, outputs: Outputs) -> None:
+        for coordinator, batch in outputs.items():
+            self.outputs[coordinator].extend(batch)
+
+    def reserve(
+        self,
+        name: str,
+        prompt: list[int],
+        writer: str = "",
+        local: int = 0,
+        came_before_s: float = 0.0,
+        **fields: Any,
+    ) -> list[Granted | SplitserveError]:
+        """The answers; empty while the reservation waits. `came_before_s`: how long the engine took to look at it."""
+        answers: list[Granted | SplitserveError] = []
+        asked = self._request(f"{COORDINATOR}/{name}", prompt, prefill_only=False, **fields)
+        entry = WaitingReservation(
+            asked,
+            COORDINATOR,
+            writer,
+            self.clock.now - came_before_s,
+            answers.append,
+            local_prefill_tokens=local,
+        )
+        self.consumer.reserve(self.core, entry, self.clock.now)
+        return answers
+
+    def start(
+        self, name: str, prompt: list[int], ticket: KvTicket | None, number: int = 1, **fields: Any
+    ) -> None:
+        asked = self._request(engine_id(name, number), prompt, prefill_only=True, **fields)
+        self.producer.start(self.core, asked, ticket, self.clock.now)
+
+    def _request(self, name: str, prompt: list[int], *, prefill_only: bool, **fields: Any) -> EngineRequest:
+        stop = StopParams(max_tokens=fields.pop("max_tokens", MAX_TOKENS))
+        deadline_s = self.clock.now + 300
+        return EngineRequest(
+            name,
+            tuple(prompt),
+            SamplingParams(),
+            stop,
+            deadline_s=deadline_s,
+            prefill_only=prefill_only,
+            **fields,
+        )
+
+    def round(self) -> None:
+        """One iteration of the engine thread."""
+        self.connector.before_step(self.core, self.clock.now)
+        self.core.collect()
+        self._deliver()
+        if self.core.has_work():
+            self.core.begin_step()
+            self._deliver()
+            self.core.finish_step()
+        self._deliver()
+
+    def _deliver(self) -> None:
+        if (result := self.core.take_result()) is not None:
+            self.connector.after_step(self.core, result, self.clock.now)
+
+    def first_tokens(self, name: str, number: int = 1) -> list[int]:
+        """What the prompt's call has been told."""
+        events = self.events[engine_id(name, number)]
+        return [
+            token
+            for event in events
+            if isinstance(event, FirstTokenReady)
+            for token in event.output.token_ids
+        ]
+
+    def streamed(self, name: str) -> list[int]:
+        """The tokens that the coordinator's stream has brought."""
+        outputs = [output for output in self.outputs[COORDINATOR] if output.request_id == name]
+        return [token for output in outputs for token in output.delta.token_ids]
+
+    def failures(self, name: str) -> list[str]:
+        """The reasons with which a reservation has ended."""
+        outputs = [output for output in self.outputs[COORDINATOR] if output.request_id == name]
+        return [output.failure.reason for output in outputs if output.HasField("failure")]
+
+    def assert_empty(self) -> None:
+        load = self.core.load()
+        assert (load.reserved_blocks, load.quarantined_blocks, load.referenced_blocks) == (0, 0, 0)
+        assert load.free_blocks == load.total_blocks
+        assert load.running_requests == load.waiting_requests == 0
+        status = self.connector.status
+        assert (status.in_progress, status.transfers_in_flight, status.waiting_reservations) == (0, 0, 0)
+
+
+class BothRig:
+    """Two workers of role both, A and B, each connected to the other."""
+
+    def __init__(self, num_blocks: int = 64, max_step_tokens: int = 32, **engine: Any) -> None:
+        self.clock = Clock()
+        config = EngineConfig(
+            kind="simulated",
+            block_size_tokens=8,
+            num_blocks=num_blocks,
+            max_step_tokens=max_step_tokens,
+            **FREE_TIME,
+            **engine,
+        )
+        hub = MemoryHub()
+        self.a = BothNode("a", config, hub, self.clock, 77)
+        self.b = BothNode("b", config, hub, self.clock, 78)
+        self.a.producer.connect(self.b.connector.endpoint)
+        self.b.producer.connect(self.a.connector.endpoint)
+
+    def run(self, rounds: int = 60) -> None:
+        for _ in range(rounds):
+            self.a.round()
+            self.b.round()
+
+    def hand_off(self, sender: BothNode, receiver: BothNode, name: str, prompt: list[int]) -> KvTicket:
+        """Reserves at the one and starts the prompt at the other."""
+        ticket = ticket_of(receiver.reserve(name, prompt, sender.agent_id))
+        sender.start(name, prompt, ticket)
+        return ticket
+
+    def assert_empty(self) -> None:
+        self.a.assert_empty()
+        self.b.assert_empty()
+
+
+def ticket_of(answers: list[Granted | SplitserveError]) -> KvTicket:
+    """The ticket of a reservation that was granted at once."""
+    assert len(answers) == 1
+    assert isinstance(answers[0], Granted)
+    assert answers[0].ticket is not None
+    return answers[0].ticket
+
+
+def answer(sender: BothNode, receiver: BothNode, name: str) -> list[int]:
+    """The tokens of an answer whose prompt the one computed and the other went on with."""
+    return sender.first_tokens(name) + receiver.streamed(name)
+
+
+def expected(prompt: list[int]) -> list[int]:
+    """What the simulated model answers."""
+    return expected_tokens(prompt, MAX_TOKENS)

@@ -1,1 +1,0 @@
-"""An engine over tiers, and stores that fail."""

@@ -1,0 +1,154 @@
+"""Placement of local workers on cores and GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.cluster import cluster_specs
+from launcher.cluster import placement
+from launcher.cluster.child_process import ChildSpec
+from launcher.cluster.placement import GpuWish, Inventory, Place, machine_gpus, make_inventory
+from launcher.cluster.process_specs import worker_specs
+from splitserve.config.cluster import ClusterConfig
+from splitserve.config.engine import EngineConfig
+from splitserve.errors import (
+    ConfigError,
+    FailedPreconditionError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from splitserve.gpus.inventory import GpuInventory
+
+TWO = GpuInventory.of_groups([["0", "1"]])
+EIGHT = GpuInventory.of_groups([["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]])
+
+
+def inventory(workers: int = 4, gpus: GpuInventory | None = TWO) -> Inventory:
+    return make_inventory([0, 1, 2, 3], workers, pin_cores=True, gpus=gpus)
+
+
+def test_workers_have_cores_and_gpus_of_their_own() -> None:
+    machine = inventory()
+    assert [machine.take(name, "decode").gpus for name in "ab"] == [("0",), ("1",)]
+    with pytest.raises(ResourceExhaustedError, match="none of the 2 GPUs is free") as caught:
+        machine.take("c", "decode")
+    assert caught.value.reason == "NO_GPU"
+    assert machine.place_of("c") is None
+    machine.release_except({"b"})
+    assert machine.take("c", "prefill").gpus == ("0",)
+    assert sorted(cpu for name in "bc" for cpu in machine.place_of(name).share.cpus) == [0, 1]  # type: ignore[union-attr]
+
+
+def test_without_gpus_the_settings_decide() -> None:
+    assert inventory(gpus=None).take("a", "decode", 2).gpus is None
+
+
+def test_more_workers_than_shares_take_turns() -> None:
+    machine = inventory(workers=2, gpus=None)
+    assert [machine.take(name, "decode").share.cpus for name in "abc"] == [(0, 1), (2, 3), (0, 1)]
+
+
+def test_a_freed_share_is_taken_again() -> None:
+    machine = inventory(gpus=None)
+    for name in "abc":
+        machine.take(name, "decode")
+    machine.release("b")
+    assert machine.take("d", "decode").share.cpus == (1,)
+
+
+def options(config: ClusterConfig, gpus: GpuInventory, flag: str) -> list[str | None]:
+    """A worker option's value on each worker's command line."""
+    commands = [spec.command for spec in cluster_specs(config, [0, 1, 2], gpus=gpus)[1:]]
+    return [words[words.index(flag) + 1] if flag in words else None for words in commands]
+
+
+def test_up_gives_each_worker_its_gpus() -> None:
+    config = ClusterConfig(prefill=2, decode=3, decode_gpus=2, engine=EngineConfig(kind="vllm"))
+    assert options(config, EIGHT, "--gpus") == ["0", "1", "2,3", "4,5", "6,7"]
+    specs = cluster_specs(config, [0, 1, 2, 3, 4], gpus=EIGHT)
+    assert specs[3].layout == "cores 2, 1 thread, GPU 2,3"
+
+
+def test_workers_share_gpus_where_that_is_asked_for() -> None:
+    shared = GpuInventory.of_groups([["0"]], replicas_per_gpu=2)
+    config = ClusterConfig(replicas_per_gpu=2)
+    assert options(config, shared, "--gpus") == ["0", "0"]
+    assert options(config, shared, "--device-memory-share") == ["0.45", "0.45"]
+    with pytest.raises(ResourceExhaustedError, match="--replicas-per-gpu") as caught:
+        cluster_specs(ClusterConfig(), [0, 1], gpus=GpuInventory.of_groups([["0"]]))
+    assert (
+        "decode-0: none of the 1 GPUs is free; 1 prefill and 1 decode workers take 2" in caught.value.message
+    )
+
+
+def test_a_pool_without_gpus_computes_on_cpu() -> None:
+    config = ClusterConfig(prefill_gpus=0)
+    assert options(config, TWO, "--gpus") == [None, "0"]
+    assert options(config, TWO, "--device") == ["cpu", None]
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        (EngineConfig(kind="vllm", engine_args="-tp 4"), "decode_gpus is 2, but --tensor-parallel-size"),
+        (EngineConfig(), "decode_gpus is 2, but the torch engine computes on one GPU"),
+    ],
+)
+def test_a_size_that_differs_from_the_gpus_is_an_error(engine: EngineConfig, words: str) -> None:
+    prefill = 4 if engine.kind == "vllm" else 1
+    with pytest.raises(ConfigError, match=words) as caught:
+        cluster_specs(ClusterConfig(prefill_gpus=prefill, decode_gpus=2, engine=engine), [0], gpus=EIGHT)
+    assert caught.value.field == "decode_gpus"
+
+
+@pytest.mark.parametrize(("kind", "device"), [("simulated", "auto"), ("torch", "cpu"), ("torch", "cuda:1")])
+def test_no_gpus_are_looked_for_where_none_are_to_be_chosen(kind: str, device: str) -> None:
+    assert machine_gpus(kind, device).gpus == ()
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = placement.read_host_facts()
+    monkeypatch.setattr(placement, "read_host_facts", lambda: facts)
+    object.__setattr__(facts, "gpus", 4)
+    monkeypatch.setattr(placement, "_usable_gpus", lambda: 4)
+    groups = [["0", "1"], ["2", "3"]]
+    monkeypatch.setattr(placement, "driver_inventory", lambda per: GpuInventory.of_groups(groups, per))
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_the_machines_gpus_are_those_in_view() -> None:
+    assert machine_gpus("torch", "auto", 2, {}).capacity == 8
+    part = machine_gpus("vllm", "cuda", 1, {"CUDA_VISIBLE_DEVICES": "3,2,0"})
+    assert part.gpus == ("3", "2", "0")
+    assert part.links == {frozenset(("2", "3"))}
+    assert machine_gpus("torch", "auto", 1, {"CUDA_VISIBLE_DEVICES": ""}).gpus == ()
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_without_nvml_all_gpus_are_equally_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> GpuInventory:
+        raise UnavailableError("no package", reason="NO_NVML")
+
+    monkeypatch.setattr(placement, "driver_inventory", refuse)
+    assert machine_gpus("torch", "auto", 1, {}).gpus == ("0", "1", "2", "3")
+    assert machine_gpus("torch", "auto", 1, {"CUDA_VISIBLE_DEVICES": "2,1"}).gpus == ("2", "1")
+
+
+def test_the_first_workers_get_gpus_of_the_kind_of_their_class() -> None:
+    gpus = GpuInventory.listed("H100=0,1;L40S=2,3")
+    made: dict[str, tuple[str, ...] | None] = {}
+
+    def make(pool: str, name: str, place: Place) -> ChildSpec:
+        made[name] = place.gpus
+        return ChildSpec(name, "prefill", ())
+
+    where = make_inventory([0], 4, pin_cores=False, gpus=gpus)
+    worker_specs(
+        ClusterConfig(), where, make, {"prefill-0": GpuWish(1, "L40S"), "decode-0": GpuWish(1, "H100")}
+    )
+    assert made == {"prefill-0": ("2",), "decode-0": ("0",)}
+    with pytest.raises(FailedPreconditionError) as caught:
+        worker_specs(ClusterConfig(), inventory(), make, {"prefill-0": GpuWish(1, "L40S")})
+    assert caught.value.field == "gpu"
+    worker_specs(ClusterConfig(), inventory(gpus=GpuInventory()), make, {"prefill-0": GpuWish(1, "L40S")})
