@@ -56,7 +56,7 @@ test-all: setup model libraries ## All tests that need neither Docker nor a GPU,
 	$(SEARCHING) $(PYTEST) $(SIDE_BY_SIDE) -m 'not docker and not vllm and not short and not alone'
 	$(SEARCHING) $(PYTEST) $(ALONE) -m 'alone and not docker and not vllm'
 
-test-vllm: setup-vllm model ## The tests of `--engine vllm`, without the long ones; VLLM_VERSION=0.30: with the oldest one
+test-vllm: setup-vllm model ## The tests of `--engine vllm`, without the long ones; VLLM_VERSION: with another one
 	$(VLLM)/bin/python -m pytest $(SIDE_BY_SIDE) -m 'vllm and not slow' tests/integration/vllm
 
 test-vllm-all: setup-vllm model ## All tests of `--engine vllm`

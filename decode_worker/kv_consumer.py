@@ -93,6 +93,7 @@ class KvConsumer(KvConnector):
         `no_writer`: the coordinator knows that nobody writes its KV, so the blocks need no quarantine.
         """
         if self._waiting.remove(engine_id):
+            self._give_up_waiting(core, engine_id)
             return True
         alive = engine_id in self._requests
         if alive and self._requests[engine_id].is_local:
@@ -135,7 +136,6 @@ class KvConsumer(KvConnector):
         for agent_id, message in self.polls.take_notifications():
             self._on_notification(core, agent_id, message, now)
         self._apply(core, self._table.expire(now), silent=False)
-        self._waiting.expire(now)
         self._grant(core, now)
         self._flush(core)
         return self._table.awaited_writers > 0 or len(self._waiting) > 0 or self._transport.needs_poll
@@ -159,7 +159,14 @@ class KvConsumer(KvConnector):
                 self._give_up(core, output.request_id, error, now)
         self._flush(core)
 
+    def _give_up_waiting(self, core: Engine, engine_id: str) -> None:
+        """The engine may have begun to make room for a reservation that waits no more."""
+        if engine_id not in self._requests:
+            core.abort(engine_id)
+
     def _grant(self, core: Engine, now: float) -> None:
+        for engine_id in self._waiting.expire(now):
+            self._give_up_waiting(core, engine_id)
         load = core.load()
         state = (load.free_blocks, load.reserved_blocks, load.running_requests)
         self._waiting.grant(state, now, lambda entry: self._try_reserve(core, entry, now))
@@ -215,6 +222,7 @@ class KvConsumer(KvConnector):
             writer_agent_id=entry.writer_agent_id,
             verify_one_in=self._verifier.one_in,
             adapter_fingerprint=request.adapter_fingerprint,
+            group_blocks=blocks.group_blocks,
         )
         self._verifier.expect(number, blocks.block_ids)
         return ticket

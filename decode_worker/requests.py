@@ -113,12 +113,16 @@ class ReservationQueue:
         """Ids of the requests of one coordinator. Costs O(waiting)."""
         return [name for name, entries in self._by_id.items() if entries[0].coordinator_id == coordinator_id]
 
-    def expire(self, now: float) -> None:
-        """Removes the entries whose deadline has passed, with a DeadlineExceededError as reply."""
+    def expire(self, now: float) -> list[str]:
+        """Removes the entries whose deadline has passed, with a DeadlineExceededError as reply; returns the ids of
+        their requests."""
+        expired: list[str] = []
         while (first := self._deadlines.peek()) is not None and first[0] <= now:
             self._forget(first[1])
             message = "the deadline passed while waiting for KV blocks on the decode worker"
             first[1].reply(DeadlineExceededError(message))
+            expired.append(first[1].request.request_id)
+        return expired
 
     def grant(
         self, state: tuple[int, ...], now: float, try_reserve: Callable[[WaitingReservation], bool]
@@ -130,7 +134,6 @@ class ReservationQueue:
         """
         if not len(self._order) or state == self._tried_at:
             return
-        self.expire(now)
         for entry in offer_in_order(
             self._first(MAX_LOOKS),
             lambda entry: Offer.TAKEN if try_reserve(entry) else Offer.MISFIT,

@@ -308,6 +308,9 @@ class PeerLanes:
         self._policy = policy
         self._has_rdma = bool(rdma_devices())
         self._judged: dict[str, JudgedLane] = {}
+        self._own_probe_blocks = endpoint.memory.probe_blocks
+        self._unmeasured: set[str] = set()
+        """Peers to which nothing can be written but the KV of requests."""
 
     @property
     def measuring(self) -> bool:
@@ -315,13 +318,17 @@ class PeerLanes:
         return self._prober.active
 
     def connected(self, endpoint: TransferEndpoint) -> None:
-        """Adds a peer that was connected; its lane will be measured."""
-        self._judged.pop(endpoint.agent_id, None)
-        self._prober.add(endpoint)
+        """Adds a peer that was connected; its lane will be measured if both sides have blocks for it."""
+        self.lost(endpoint.agent_id)
+        if self._own_probe_blocks and endpoint.memory.probe_blocks:
+            self._prober.add(endpoint)
+        else:
+            self._unmeasured.add(endpoint.agent_id)
 
     def lost(self, agent_id: str) -> None:
         """Forgets a peer."""
         self._judged.pop(agent_id, None)
+        self._unmeasured.discard(agent_id)
         self._prober.forget(agent_id)
 
     def poll(self) -> PollResult:
@@ -332,8 +339,8 @@ class PeerLanes:
         return result
 
     def usable(self) -> frozenset[str]:
-        """Agent ids of the peers that are connected, measured and not refused."""
-        good = {agent_id for agent_id, judged in self._judged.items() if not judged.refused}
+        """Agent ids of the peers that are connected and not refused, and measured where they can be."""
+        good = self._unmeasured | {name for name, judged in self._judged.items() if not judged.refused}
         return self._transport.connected() & good
 
     def lanes(self) -> tuple[JudgedLane, ...]:

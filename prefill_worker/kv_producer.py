@@ -304,6 +304,7 @@ class KvProducer(KvConnector):
             is_last=first_token is not None,
             first_token=first_token,
             now=now,
+            group_blocks=progress.group_blocks,
         )
 
     def _on_output(self, core: Engine, output: RequestOutput, now: float) -> None:

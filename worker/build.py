@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import psutil
 
@@ -20,7 +20,6 @@ from engine.runner.structured_output import GrammarCompiler
 from kv_transfer.handoff.checksums import KvMemory
 from kv_transfer.transports import make_transport
 from kv_transfer.transports.regions import VRAM
-from kv_transfer.transports.sharded import ShardedTransport
 from kv_transfer.transports.transport import TransferEndpoint, Transport
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError, UnsupportedModelError
@@ -31,6 +30,11 @@ from splitserve.models.sources import localize_model, resolve_model
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.roles import ROLE_NUMBERS, RoleName
 from splitserve.v1 import generation_pb2, registry_pb2
+
+Post = Callable[[Callable[[Engine], object]], None]
+"""Runs a function on the engine thread, between two steps."""
+if TYPE_CHECKING:
+    from engine.vllm.sampling import VllmGrammars
 
 SIMULATED = "simulated"
 VLLM = "vllm"
@@ -56,7 +60,7 @@ class EngineParts:
     core: Engine
     facts: ModelFacts
     kv_memory: KvMemory
-    grammars: GrammarCompiler
+    grammars: GrammarCompiler | VllmGrammars
     """For the gRPC services, on the event loop."""
     transport: Transport
     endpoint: TransferEndpoint
@@ -95,14 +99,14 @@ class EngineParts:
         )
 
 
-def build_engine(config: WorkerConfig) -> EngineParts:
+def build_engine(config: WorkerConfig, post: Post) -> EngineParts:
     """Loads the weights, allocates the KV blocks and registers their memory. Takes as long as loading the weights.
 
     Raises ConfigError for a missing model and for settings that contradict each other, NotFoundError for an embedded
     model that is not fetched, UnsupportedModelError for one that the engine refuses.
     """
     clock = StartClock()
-    parts = _vllm(config, clock) if config.engine.kind == VLLM else _own(config, clock)
+    parts = _vllm(config, clock, post) if config.engine.kind == VLLM else _own(config, clock)
     return replace(parts, start=clock.ready())
 
 
@@ -166,10 +170,12 @@ def _torch(config: WorkerConfig, clock: StartClock) -> _Loaded:
     return runner, ServedAs(name, source.tokenizer_source), tokenizer
 
 
-def _vllm(config: WorkerConfig, clock: StartClock) -> EngineParts:
+def _vllm(config: WorkerConfig, clock: StartClock, post: Post) -> EngineParts:
     # Imported here, because few installations have vLLM.
     from engine.vllm.boot import start_vllm
 
+    if config.verify_kv not in ("auto", "off"):
+        raise ConfigError("verify_kv: vLLM's blocks are not read, so it must be off", field="verify_kv")
     source = localize_model(resolve_model(config.model))
     if source.gguf_file:
         raise UnsupportedModelError(f"model {config.model}: engine vllm reads no GGUF files")
@@ -177,17 +183,16 @@ def _vllm(config: WorkerConfig, clock: StartClock) -> EngineParts:
     clock.imported()
     vllm = start_vllm(config.engine, Path(source.path), config.transport)
     clock.loaded()
+    from engine.vllm.sampling import VllmGrammars
     from engine.vllm.vllm_engine import VllmEngine
 
-    grammars = GrammarCompiler(tokenizer, vllm.facts)
-    grammars.prepare()
     core = VllmEngine(vllm, config.engine, tokenizer)
-    kv_memory = KvMemory(vllm.memory, vllm.read_blocks)
-    own, ranks = make_transport(config.transport), vllm.ranks
-    transport = ShardedTransport(own, ranks.transports, ranks.endpoints) if ranks else ShardedTransport(own)
-    endpoint = replace(transport.register_memory(kv_memory.region), host_id=host_id())
+    core.start(post)
+    endpoint = replace(vllm.transport.endpoint, host_id=host_id())
+    kv_memory = KvMemory(endpoint.memory, lambda block_ids: [])
     served = ServedAs(config.served_model_name or source.short_name, source.tokenizer_source)
-    return EngineParts(core, vllm.facts, kv_memory, grammars, transport, endpoint, served, config)
+    config = config.model_copy(update={"verify_kv": "off"})
+    return EngineParts(core, vllm.facts, kv_memory, VllmGrammars(), vllm.transport, endpoint, served, config)
 
 
 _STAT = Path("/proc/self/stat")

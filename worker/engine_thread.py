@@ -21,6 +21,7 @@ from typing import Any, Generic, Literal, TypeVar
 from typing_extensions import override
 
 from engine.core.engine import Engine
+from kv_transfer.transports.transport import POLL_INTERVAL_S
 from splitserve.errors import BrokenInvariantError, UnavailableError
 from splitserve.logs import log_event
 from splitserve.runtime.process import leave_at_once
@@ -105,7 +106,7 @@ class EngineThread:
         factory: Callable[[], tuple[Engine, KvConnector]],
         *,
         name: str,
-        poll_interval_s: float = 0.0002,
+        poll_interval_s: float = POLL_INTERVAL_S,
         idle_poll_s: float = _MAX_SLEEP_S,
         hung_step_s: float = float("inf"),
     ) -> None:
@@ -114,9 +115,9 @@ class EngineThread:
         """Created by `start`. Fails with the exception that ended the loop; has a result after `stop`."""
         self._factory = factory
         self._connector: KvConnector
-        self._poll_interval_s = poll_interval_s
+        self.poll_interval_s = poll_interval_s
         self.idle_poll_s = idle_poll_s
-        """Set it by `factory` at the latest."""
+        """Set both by `factory` at the latest."""
         self._hung_step_s = hung_step_s
         self._calls: queue.SimpleQueue[_Call[Any]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -244,7 +245,7 @@ class EngineThread:
     def _sleep(self, core: Engine, *, polling: bool) -> None:
         timeout = min(core.next_deadline() - time.monotonic(), self.idle_poll_s)
         if polling:
-            timeout = min(timeout, self._poll_interval_s)
+            timeout = min(timeout, self.poll_interval_s)
         if timeout <= 0:
             return
         self._activity = None

@@ -128,8 +128,9 @@ class WorkerProcess:
         self._gpus = GpuMetrics(gpus_in_use(config))
 
     def _build(self) -> tuple[Engine, KvConnector]:
-        parts = build_engine(self.config)
+        parts = build_engine(self.config, self.engine.post)
         self.engine.idle_poll_s = idle_poll_s(self.config.transport, parts.endpoint.memory.memory_kind)
+        self.engine.poll_interval_s = parts.transport.poll_interval_s
         connector = self._make_connector(parts, self.epoch)
         parts.core.poll_while_computing(connector.polls.poll)
         if self.role.may_change:

@@ -7,7 +7,9 @@ import logging
 import math
 import random
 import sys
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from typing_extensions import override
 
@@ -20,6 +22,7 @@ from kv_transfer.transports.transport import Transport
 from launcher.cli.main import main
 from splitserve.logs import log_event
 from worker import build
+from worker.build import EngineParts
 
 
 class NoisyFit(LatencyFit):
@@ -41,6 +44,14 @@ def with_faults(plan: FaultPlan) -> None:
         log_event("worker.faults_on", level=logging.WARNING, planned=plan.model_dump(exclude_defaults=True))
         return FaultyTransport(make_transport(kind), plan)
 
+    def make_vllm(*arguments: Any) -> EngineParts:
+        parts = started(*arguments)
+        faulty = FaultyTransport(parts.transport, plan)
+        faulty.register_memory(parts.kv_memory.region)
+        return replace(parts, transport=faulty)
+
+    started = build._vllm
+    build._vllm = make_vllm  # type: ignore[assignment]
     build.make_transport = make_faulty  # type: ignore[attr-defined]
     if plan.step_noise:
         step_times.LatencyFit = partial(NoisyFit, plan)  # type: ignore[assignment, misc]

@@ -100,7 +100,7 @@ class FaultyTransport(Transport):
         self._plan = plan
         self._clock = clock
         self._memory: KvMemoryRegion | None = None
-        self._peers: dict[str, tuple[KvMemoryRegion, KvMemoryRegion]] = {}  # own and theirs
+        self._peers: dict[str, KvMemoryRegion] = {}
         self._held: list[_Held] = []
         self._arrivals: list[_Held] = []
         self._open: dict[int, _Write] = {}
@@ -119,8 +119,7 @@ class FaultyTransport(Transport):
     @override
     def connect(self, endpoint: TransferEndpoint) -> None:
         self._inner.connect(endpoint)
-        if self._memory is not None:
-            self._peers[endpoint.agent_id] = self._memory, endpoint.memory
+        self._peers[endpoint.agent_id] = endpoint.memory
 
     @override
     def disconnect(self, agent_id: str) -> None:
@@ -347,8 +346,9 @@ class FaultyTransport(Transport):
             self._completed.append(WriteResult(handle, why))
 
     def _require(self, agent_id: str) -> tuple[KvMemoryRegion, KvMemoryRegion]:
+        """The own memory and that of a connected peer."""
         if self._memory is None:
             raise FailedPreconditionError("no memory is registered")
         if agent_id not in self._inner.connected() or agent_id not in self._peers:
             raise unknown_peer(agent_id)
-        return self._peers[agent_id]
+        return self._memory, self._peers[agent_id]

@@ -90,7 +90,7 @@ class _Side:
 
     def prepared(self, peer: str | None, address: int, size: int, device_id: int) -> int:
         """`size` bytes of the peer's memory, or of its own for None, as one descriptor."""
-        return self.agent.prepare_blocks(peer, [address], size, size, 1, device_id, self.memory.memory_kind)
+        return self.agent.prepare_blocks(peer, address, size, 1, device_id, self.memory.memory_kind)
 
     def refresh(self, start: int, size: int) -> None:
         """Changes the bytes, so that they are as fresh as KV that was just computed."""

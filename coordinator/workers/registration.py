@@ -25,8 +25,6 @@ WORKER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 AGENT_ID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\Z")
 FINGERPRINT = re.compile(r"[0-9a-f]{64}\Z")
 TRANSPORTS = ("nixl", "ucx")
-MAX_RANK_METADATA_BYTES = 2**14
-MAX_LAYER_STRIDE = 2**48
 MAX_WAITING_TOKENS = 2**40
 MAX_MS = 1e9
 """Eleven days: the process may have been stopped for a weekend."""
@@ -219,11 +217,7 @@ def _check_endpoint(endpoint: TransferEndpoint) -> None:
     _matches("endpoint.agent_id", endpoint.agent_id, AGENT_ID, "a UUID of 36 characters")
     require(endpoint.transport in TRANSPORTS, "endpoint.transport", f"one of {', '.join(TRANSPORTS)}")
     between("endpoint.metadata (bytes)", len(endpoint.metadata), 1, MAX_METADATA_BYTES)
-    if endpoint.ranks:
-        require(endpoint.base_address == 0, "endpoint.base_address", "0 with ranks")
-        require(endpoint.layer_stride == 0, "endpoint.layer_stride", "0 with ranks")
-    else:
-        require(endpoint.base_address >= 1, "endpoint.base_address", "not 0")
+    require(endpoint.base_address >= 1, "endpoint.base_address", "not 0")
     between("endpoint.num_blocks", endpoint.num_blocks, 1, 2**31 - 1)
     between("endpoint.probe_blocks", endpoint.probe_blocks, 0, endpoint.num_blocks - 1)
     between("endpoint.host_id (characters)", len(endpoint.host_id), 0, MAX_HOST_ID_LENGTH)
@@ -233,49 +227,12 @@ def _check_endpoint(endpoint: TransferEndpoint) -> None:
     require(layout.dtype in DTYPE_BYTES, "endpoint.layout.dtype", f"one of {', '.join(DTYPE_BYTES)}")
     between("endpoint.layout.block_size_tokens", layout.block_size_tokens, 1, 1024)
     between("endpoint.layout.axis_order (characters)", len(layout.axis_order), 1, MAX_NAME)
-    between("endpoint.layout.tensor_parallel_size", layout.tensor_parallel_size, 1, 64)
     between("endpoint.layout.num_layers", layout.num_layers, 1, 1024)
     between("endpoint.layout.num_kv_heads", layout.num_kv_heads, 1, 1024)
     between("endpoint.layout.head_dim", layout.head_dim, 1, 4096)
     between("endpoint.layout.engine_version (characters)", len(layout.engine_version), 1, MAX_NAME)
     size = KvLayout.from_proto(layout).block_bytes
     require(endpoint.block_bytes == size, "endpoint.block_bytes", f"{size}, the size that the layout gives")
-    row = endpoint.num_blocks * (size // layout.num_layers)
-    if endpoint.layer_stride:
-        require(
-            endpoint.layer_stride >= row, "endpoint.layer_stride", f"0, or at least {row}, a layer's bytes"
-        )
-    _check_ranks(endpoint)
-
-
-def _check_ranks(endpoint: TransferEndpoint) -> None:
-    """Checks the parts of a pool that ranks hold. The size of their layout has been checked."""
-    size = endpoint.layout.tensor_parallel_size
-    heads = endpoint.layout.num_kv_heads
-    require(
-        heads % size == 0 or size % heads == 0,
-        "endpoint.layout.tensor_parallel_size",
-        f"a divisor or a multiple of {heads}, the number of KV heads",
-    )
-    require(
-        len(endpoint.ranks) == (size if size > 1 else 0),
-        "endpoint.ranks",
-        f"one for each of the {size} ranks of tensor_parallel_size" if size > 1 else "empty with one rank",
-    )
-    layout = KvLayout.from_proto(endpoint.layout)
-    row = endpoint.num_blocks * (layout.rank.block_bytes // layout.num_layers)
-    agent_ids = {endpoint.agent_id}
-    for rank in endpoint.ranks:
-        _matches("endpoint.ranks.agent_id", rank.agent_id, AGENT_ID, "a UUID of 36 characters")
-        agent_ids.add(rank.agent_id)
-        between("endpoint.ranks.metadata (bytes)", len(rank.metadata), 1, MAX_RANK_METADATA_BYTES)
-        require(rank.base_address >= 1, "endpoint.ranks.base_address", "not 0")
-        require(
-            rank.layer_stride == 0 or row <= rank.layer_stride <= MAX_LAYER_STRIDE,
-            "endpoint.ranks.layer_stride",
-            f"0, or {row}..{MAX_LAYER_STRIDE}, at least a layer's bytes",
-        )
-    require(len(agent_ids) == len(endpoint.ranks) + 1, "endpoint.ranks.agent_id", "each another one")
 
 
 def _matches(name: str, value: str, pattern: re.Pattern[str], bound: str) -> None:

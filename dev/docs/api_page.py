@@ -43,7 +43,7 @@ HEAD = """# API reference
 `make docs` writes this page from the protos and the Python client. The guides show how to use them:
 [gRPC and KServe](../guides/grpc-kserve.md), [OpenAI API](../guides/openai-api.md). [Security](../guides/security.md)
 says who may call what. Messages that are not listed here are described in `protos/splitserve/v1`. The protos between
-coordinator and workers (`prefill`, `decode`, `registry`, `kv_transfer`, `ranks`) are no interface for others.
+coordinator and workers (`prefill`, `decode`, `registry`, `kv_transfer`, `vllm`) are no interface for others.
 """
 MESSAGE, ENUM, SERVICE = 4, 5, 6
 """Field numbers of FileDescriptorProto, as source locations name them (google/protobuf/descriptor.proto)."""

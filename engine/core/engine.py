@@ -120,6 +120,8 @@ class ChunkProgress:
     end: int
     block_ids: list[int]
     cached_tokens: int
+    group_blocks: tuple[int, ...] = ()
+    """How many of `block_ids` belong to each group of layers; empty: all to one."""
 
 
 @dataclass(slots=True)
@@ -150,10 +152,12 @@ class ReservedBlocks:
     """Blocks reserved for KV that a peer will write: `block_ids`, in sequence order.
 
     The first one begins with token `cached_tokens`, a multiple of the block size; what is before it is cached here.
+    `group_blocks`: how many of them belong to each group of layers, one group after the other; empty: all to one.
     """
 
     block_ids: tuple[int, ...]
     cached_tokens: int
+    group_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,9 +267,10 @@ class Engine(ABC):
     def reserve(self, request: EngineRequest, reservation: int) -> ReservedBlocks | None:
         """Reserves blocks for the KV of all of `request.token_ids`, to be written by a peer.
 
-        None if there are not enough free blocks or no running slot now: try again later. Leading full blocks that are
-        cached here are shared; the others are owned by the request and, until `release_writer`, by the writer. Raises
-        like `add_request` for a request that can never fit.
+        None if there are not enough free blocks or no running slot now: try again later, or call `abort`, because the
+        engine may have begun to make room. Leading full blocks that are cached here are shared; the others are owned by
+        the request and, until `release_writer`, by the writer. Raises like `add_request` for a request that can never
+        fit.
         """
 
     @abstractmethod

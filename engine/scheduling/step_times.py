@@ -98,6 +98,11 @@ class StepMeter:
         """A step begins."""
         self._began_s = now if self._busy_since_s is None else self._busy_since_s
 
+    @property
+    def busy(self) -> bool:
+        """Whether the next step follows the last one at once."""
+        return self._busy_since_s is not None
+
     def rest(self) -> None:
         """The engine waits for something else: what passes is no part of the next step."""
         self._busy_since_s = None

@@ -1,43 +1,45 @@
-"""Starts vLLM in this process. Only this module and those that vLLM loads depend on vLLM's internals."""
+"""Starts vLLM in processes of its own. Only this folder depends on vLLM's internals."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.core.model_runner import ModelFacts
 from engine.kv_cache.block_pool import KvEventLog
 from engine.model.adapter import AdapterFiles, check_fits_base, folder_shapes, read_adapters
-from engine.vllm.bridge import VllmBridge, close_bridge, open_bridge
 from engine.vllm.options import (
     FIELD,
     checked_options,
     own_arguments,
+    ranks_of,
     read_options,
     reason_of,
     tensor_parallel_size,
 )
-from kv_transfer.handoff.checksums import BlockReader
-from kv_transfer.transports.regions import KvMemoryRegion
+from engine.vllm.processes import VllmProcesses
+from engine.vllm.transport import VllmTransport
+from kv_transfer.layout import KvLayout
+from kv_transfer.transports.regions import DRAM, VRAM, KvMemoryRegion
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError, SplitserveError, UnavailableError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from engine.vllm.adapters import LoadedAdapters
-    from engine.vllm.ranks.rank_group import RankGroup
+    from engine.vllm.prefix_events import PrefixEvents
 
-SUPPORTED = ("0.30", "0.31", "0.32")
+SUPPORTED = ("0.32",)
 """The minor versions of vLLM that the tests ran with. Its connector interface is marked experimental."""
-
-_HERE, _RANKS = "engine.vllm.plugins", "engine.vllm.ranks.rank_plugins"
-PLUGINS = f"{_HERE}:SplitserveConnector", f"{_HERE}:SamplingProcessor"
-RANK_PLUGINS = f"{_RANKS}:RankedConnector", f"{_RANKS}:RankSamplingProcessor"
-"""The connector and the logits processor that vLLM loads, with one rank and with several."""
+CONNECTOR = "engine.vllm.connector", "SplitserveConnector"
+FIRST_TOKENS = "engine.vllm.first_token:FirstTokens"
+FIRST_TOKENS_V2 = "engine.vllm.first_token_v2:FirstTokensV2"
+EVENTS_SOCKET = "events"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,49 +47,62 @@ class StartedVllm:
     """vLLM with its model loaded and its KV cache allocated."""
 
     engine: Any
-    """A `vllm.v1.engine.llm_engine.LLMEngine`, in this process."""
-    bridge: VllmBridge
+    """A `vllm.v1.engine.llm_engine.LLMEngine` whose engine core runs in a process of its own."""
+    processes: VllmProcesses
+    transport: VllmTransport
     facts: ModelFacts
-    memory: KvMemoryRegion
-    events: KvEventLog
-    read_blocks: BlockReader
-    """What the checksums of blocks are made from."""
-    ranks: RankGroup | None = None
-    """The processes that hold the KV; None: this one does."""
+    events: PrefixEvents
     adapters: LoadedAdapters | None = None
     """None: the worker has no adapters."""
+    _latest: list[Any] = field(default_factory=list)
+    """vLLM's `SchedulerStats` of its latest step, if there was one."""
 
     @property
-    def scheduler(self) -> Any:
-        """vLLM's scheduler."""
-        return self.engine.engine_core.engine_core.scheduler
+    def core(self) -> Any:
+        """The client of vLLM's engine core."""
+        return self.engine.engine_core
 
-    def free_blocks(self) -> int:
-        """Blocks that nobody uses; prefix-cached ones among them."""
-        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+    def used_share(self) -> float:
+        """The share of the KV cache that requests use, as vLLM said last."""
+        return float(self._latest[0].kv_cache_usage) if self._latest else 0.0
 
-    def block_table(self, vllm_id: str) -> list[int]:
-        """The blocks of a request that has any."""
-        return list(self.scheduler.kv_cache_manager.get_block_ids(vllm_id)[0])
+    def running_requests(self) -> int:
+        """The requests that vLLM's scheduler computes, as it said last."""
+        return int(self._latest[0].num_running_reqs) if self._latest else 0
+
+    def listen(self, take: Callable[[Any], None], wake: Callable[[], None]) -> None:
+        """Starts threads that pass vLLM's messages with outputs to `take`, and call `wake` when the transport has
+        something to poll. The message that says that vLLM has ended is an exception, raised where it is taken."""
+        self.transport.listen(wake)
+        threading.Thread(target=self._read, args=(take,), name="vllm-outputs", daemon=True).start()
 
     def close(self) -> None:
-        """Ends vLLM and forgets the bridge."""
-        self.engine.engine_core.shutdown()
-        if self.ranks is not None:
-            self.ranks.close()
-        close_bridge()
+        """Ends vLLM."""
+        self.core.shutdown()
+        self.processes.close()
+
+    def _read(self, take: Callable[[Any], None]) -> None:
+        while True:
+            try:
+                message = self.core.get_output()
+            except Exception as error:
+                take(error)
+                return
+            if message.scheduler_stats is not None:
+                self._latest[:] = [message.scheduler_stats]
+            if message.outputs:
+                take(message)
 
 
 def start_vllm(config: EngineConfig, folder: Path, transport: str) -> StartedVllm:
-    """Loads the model in `folder`; takes seconds. Call it on the engine thread, once a process.
+    """Loads the model in `folder`; takes seconds. Call it on the engine thread.
 
-    `transport`: by which ranks send KV. Raises UnavailableError (VLLM_MISSING) without a supported vLLM, ConfigError
-    for options that are refused, UnsupportedModelError for a model whose KV cannot be handed over or that vLLM does not
-    load.
+    Raises UnavailableError (VLLM_MISSING) without a supported vLLM, ConfigError for options that are refused,
+    UnsupportedModelError for a model whose KV cannot be handed over or that vLLM does not load.
     """
     size = tensor_parallel_size(config.engine_args)  # before vLLM's import, which takes seconds
-    if size > 1 and transport != "nixl":
-        raise ConfigError(f"transport: with several ranks it is nixl, not {transport}", field="transport")
+    if transport != "nixl":
+        raise ConfigError(f"transport: vLLM moves KV by nixl, not {transport}", field="transport")
     threads = config.threads or len(os.sched_getaffinity(0))
     prepare_environment(max(1, threads // size))
     version, on_cpu = _require_vllm()
@@ -100,25 +115,18 @@ def start_vllm(config: EngineConfig, folder: Path, transport: str) -> StartedVll
         base = folder_shapes(folder)
         for files in adapters.values():
             check_fits_base(files, base)
-    import torch
+    if on_cpu and ranks_of(args) == 1:  # its default is a process more, which spins while it is idle
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    torch.set_num_threads(threads)  # before vLLM forbids it
-    bridge = open_bridge()
-    ranks: RankGroup | None = None
+        args.distributed_executor_backend = UniProcExecutor
+    processes = VllmProcesses(ranks_of(args))
     try:
-        if size == 1:
-            return _started(_load(args, None, adapters, on_cpu), bridge, folder, version, adapters)
-        from engine.vllm.ranks.rank_group import RankGroup
-
-        ranks = RankGroup(size, transport)
-        with ranks.temporary_files():
-            engine = _load(args, ranks.connector_config, adapters, on_cpu)
-        ranks.join(bridge, int(engine.model_config.get_vocab_size()))
-        return _started(engine, bridge, folder, version, adapters, ranks)
+        with processes.temporary_files():
+            engine = _load(args, processes, adapters, on_cpu)
+        processes.join()
+        return _started(engine, processes, folder, version, adapters, on_cpu)
     except BaseException as error:
-        if ranks is not None:
-            ranks.close()
-        close_bridge()
+        processes.close()
         # vLLM raises whatever it is: also AttributeError and ImportError for options, Exception for a lost rank.
         if isinstance(error, SplitserveError) or not isinstance(error, Exception):
             raise
@@ -126,10 +134,8 @@ def start_vllm(config: EngineConfig, folder: Path, transport: str) -> StartedVll
 
 
 def prepare_environment(threads: int) -> None:
-    """Sets what vLLM and OpenMP read when they are loaded. The first three override what is set, the others do not."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the default with Triton; it takes other logits processors
+    """Sets what vLLM and OpenMP read when they are loaded. The first one overrides what is set, the others do not."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -155,68 +161,97 @@ def _require_vllm() -> tuple[str, bool]:
     return version, bool(current_platform.is_cpu())
 
 
-def _load(
-    args: Any, connector_config: Mapping[str, Any] | None, adapters: Mapping[str, AdapterFiles], on_cpu: bool
-) -> Any:
-    """vLLM's engine for its `EngineArgs`; each of several ranks is told `connector_config`."""
+def _load(args: Any, processes: VllmProcesses, adapters: Mapping[str, AdapterFiles], on_cpu: bool) -> Any:
+    """vLLM's engine for its `EngineArgs`."""
     from vllm.config import KVEventsConfig, KVTransferConfig
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    connector, processor = PLUGINS if connector_config is None else RANK_PLUGINS
+    from engine.vllm.connector import SOCKET_FIELD
+
+    module, name = CONNECTOR
     args.kv_transfer_config = KVTransferConfig(
-        kv_connector=connector.partition(":")[2],
-        kv_connector_module_path=connector.partition(":")[0],
+        kv_connector=name,
+        kv_connector_module_path=module,
         kv_role="kv_both",
-        kv_connector_extra_config=dict(connector_config or {}),
+        engine_id=str(uuid.uuid4()),
+        kv_buffer_device="cpu" if on_cpu else "cuda",
+        kv_connector_extra_config={SOCKET_FIELD: processes.socket_path, "num_threads": 0},
     )
-    args.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    args.logits_processors = [processor]
+    args.kv_events_config = KVEventsConfig(
+        enable_kv_cache_events=True, publisher="zmq", endpoint=_events_address(processes)
+    )
+    args.structured_outputs_config.backend = "guidance"
     if adapters:
         from engine.vllm.adapters import check_supported, keep_slot_empty
 
         check_supported(list(adapters.values()), args.max_lora_rank)
         if on_cpu:
             keep_slot_empty(args)
+    # Which model runner it is decides which logits processors it takes.
+    args.logits_processors = [FIRST_TOKENS]
+    settled = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if settled.model_config.is_hybrid or settled.model_config.is_attention_free:
+        raise UnsupportedModelError(
+            "engine vllm: a model with recurrent state cannot be handed over with its first token"
+        )
+    if settled.use_v2_model_runner:
+        args.logits_processors = [FIRST_TOKENS_V2]
+    elif settled.speculative_config is not None:
+        message = "vLLM's first model runner takes no first token of a handoff beside speculation"
+        raise ConfigError(f"{FIELD}: {message}", field=FIELD)
     return LLMEngine.from_engine_args(args)
+
+
+def _events_address(processes: VllmProcesses) -> str:
+    return f"ipc://{processes.folder / EVENTS_SOCKET}"
 
 
 def _started(
     engine: Any,
-    bridge: VllmBridge,
+    processes: VllmProcesses,
     folder: Path,
     version: str,
     adapters: Mapping[str, AdapterFiles],
-    ranks: RankGroup | None = None,
+    on_cpu: bool,
 ) -> StartedVllm:
     # Imported here: it needs vLLM, or torch.
-    from engine.vllm.kv_memory import block_order, fingerprint_of, kv_region, read_blocks, tied_tensors
-    from engine.vllm.plugins import PrefixEvents
+    from engine.vllm.model_files import DTYPE_NAMES, fingerprint_of, tied_tensors
+    from engine.vllm.prefix_events import PrefixEvents
 
-    scheduler, model = engine.engine_core.engine_core.scheduler, engine.model_config
-    if len(scheduler.kv_cache_config.kv_cache_groups) != 1:
-        raise UnsupportedModelError("engine vllm: models with several kinds of KV cannot be handed over")
-    config = model.hf_config
-    fingerprint = fingerprint_of(folder, config.to_dict(), tied_tensors(config))
-    if ranks is None:
-        order = block_order(engine.vllm_config, bridge.kv_caches)
-        memory = kv_region(bridge.kv_caches, fingerprint, order, f"vllm-{version}")
-    else:
-        memory = ranks.memory(fingerprint, int(model.get_total_num_kv_heads()))
-    # The last blocks are for lane probes: vLLM must never give them away.
-    pool = scheduler.kv_cache_manager.block_pool
-    for block in pool.blocks[memory.request_blocks :]:
-        pool.free_block_queue.remove(block)
-        block.ref_cnt = 1
-    events = KvEventLog()
-    scheduler.kv_event_publisher = PrefixEvents(events)
-    reader = partial(read_blocks, memory) if ranks is None else ranks.read_blocks
+    model, vllm = engine.model_config, engine.vllm_config
+    config, first = model.hf_config, processes.ranks[0]
+    kv_dtype = vllm.cache_config.cache_dtype
+    layout = KvLayout(
+        model_fingerprint=fingerprint_of(folder, config.to_dict(), tied_tensors(config)),
+        dtype=DTYPE_NAMES[model.dtype] if kv_dtype == "auto" else "uint8",
+        block_size_tokens=vllm.cache_config.block_size,
+        num_layers=model.get_total_num_hidden_layers(),
+        num_kv_heads=model.get_total_num_kv_heads(),
+        head_dim=model.get_head_size(),
+        axis_order=f"{first.axis_order},{kv_dtype}",
+        engine_version=f"vllm-{version}",
+    )
+    memory = KvMemoryRegion(
+        base_address=first.base_address,
+        num_blocks=vllm.cache_config.num_gpu_blocks,
+        layout=layout,
+        memory_kind=DRAM if on_cpu else VRAM,
+        device_index=first.device_index,
+    )
+    parallel = vllm.parallel_config
+    transport = VllmTransport(
+        processes, vllm.kv_transfer_config.engine_id, parallel.tensor_parallel_size, memory
+    )
+    events = PrefixEvents(KvEventLog())
+    events.follow(_events_address(processes))
     loaded = None
     if adapters:
         from engine.vllm.adapters import LoadedAdapters
 
         loaded = LoadedAdapters(adapters, engine)
     facts = replace(_facts(model), adapters={name: files.adapter for name, files in adapters.items()})
-    return StartedVllm(engine, bridge, facts, memory, events, reader, ranks, loaded)
+    return StartedVllm(engine, processes, transport, facts, events, loaded)
 
 
 def _facts(model: Any) -> ModelFacts:

@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from kv_transfer.layout import MAX_RANKS
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.gpus.worker_gpus import TENSOR_PARALLEL, value_given
 
+MAX_RANKS = 64
 CPU_BLOCK_MULTIPLE = 32
 """vLLM's attention on cpu packs keys and values of so many tokens."""
 DEFAULT_CPU_BYTES = 1 << 30
@@ -42,13 +42,10 @@ BY_SETTING = {
     "--lora-modules": "engine.adapters",
 }
 """Options that a setting of splitserve stands for."""
-_NO_SPECULATION = "vLLM samples what it speculates on itself, and takes no sampler of others then"
 REFUSED = {
     "--kv-transfer-config": "the handoff is splitserve's",
     "--kv-offloading-size": "the handoff is splitserve's",
     "--kv-events-config": "events of the prefix cache go to the coordinator",
-    "--kv-cache-dtype": "KV travels as the model's own type",
-    "--pipeline-parallel-size": "each rank holds all layers",
     "--data-parallel-size": "start more workers",
     "--data-parallel-rank": "start more workers",
     "--data-parallel-start-rank": "start more workers",
@@ -65,28 +62,20 @@ REFUSED = {
     "--worker-cls": "the handoff depends on vLLM's own",
     "--runner": "workers generate text",
     "--convert": "workers generate text",
-    "--speculative-config": _NO_SPECULATION,
-    "--spec-method": _NO_SPECULATION,
-    "--spec-model": _NO_SPECULATION,
-    "--spec-tokens": _NO_SPECULATION,
     "--diffusion-config": "tokens are sampled one after the other",
-    "--logits-processors": "tokens are sampled by splitserve's own",
-    "--watermark-config": "tokens are sampled by splitserve's own",
+    "--logits-processors": "the handoff's first token needs its own",
     "--scheduler-cls": "the handoff depends on vLLM's own scheduler",
-    "--async-scheduling": "the handoff needs the end of each step",
     "--config": "give the options themselves",
 }
 """Options that the handoff does not allow, and why."""
 REFUSED_VALUES = {("--load-format", "dummy"): "workers of a model have the weights of its files"}
 """As above, single values."""
 _SHORT = {
-    "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
     "-pcp": "--prefill-context-parallel-size",
     "-dcp": "--decode-context-parallel-size",
     "-n": "--nnodes",
     "-r": "--node-rank",
-    "-sc": "--speculative-config",
 }
 """What vLLM takes for the names above."""
 
@@ -101,7 +90,7 @@ def own_arguments(config: EngineConfig, model_path: str, *, on_cpu: bool) -> lis
         "--max-num-batched-tokens": str(step_tokens),
         "--max-num-seqs": str(min(config.max_running_requests, step_tokens)),
     }
-    flags = ["--skip-tokenizer-init", "--no-async-scheduling", "--disable-log-stats"]
+    flags: list[str] = []
     flags.append("--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching")
     if config.context_tokens is not None:
         arguments["--max-model-len"] = str(config.context_tokens)
@@ -162,6 +151,11 @@ def tensor_parallel_size(engine_args: str) -> int:
         message = f"{FIELD}: --tensor-parallel-size must be 1..{MAX_RANKS}, not {size[:20]!r}"
         raise ConfigError(message, field=FIELD)
     return int(size)
+
+
+def ranks_of(args: Any) -> int:
+    """The ranks of vLLM's `EngineArgs`, tensor-parallel and pipeline ones."""
+    return int(args.tensor_parallel_size * args.pipeline_parallel_size)
 
 
 def block_size_of(config: EngineConfig, *, on_cpu: bool) -> int:

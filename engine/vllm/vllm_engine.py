@@ -1,10 +1,11 @@
-"""An engine whose steps vLLM schedules and computes. Sampling, stops, text and the handoff stay splitserve's."""
+"""An engine whose steps vLLM schedules and computes, in processes of its own; text and the handoff are splitserve's."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from itertools import chain, zip_longest
+from typing import Any
 
 from typing_extensions import override
 
@@ -17,14 +18,16 @@ from engine.core.engine import (
     ReservedBlocks,
     StepResult,
 )
-from engine.core.output_processor import AfterAnswer, BegunStep, OutputProcessor, PendingResult
+from engine.core.model_runner import SampledToken
+from engine.core.output_processor import BegunStep, OutputProcessor, PendingResult
 from engine.core.sequence import Sequence, SequenceStatus
-from engine.runner.structured_output import MASK_WAIT_S
 from engine.scheduling.step_times import StepMeter, StepPart
 from engine.vllm.boot import StartedVllm
-from engine.vllm.bridge import VllmRow
-from engine.vllm.options import step_tokens_of
-from engine.vllm.rows import VllmRows
+from engine.vllm.connector import HELD_FIELD
+from engine.vllm.links import VllmEndedError
+from engine.vllm.options import reason_of, step_tokens_of
+from engine.vllm.rows import VllmRow, VllmRows
+from engine.vllm.sampling import sampled_tokens
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import (
     BrokenInvariantError,
@@ -33,17 +36,20 @@ from splitserve.errors import (
     NotFoundError,
     ResourceExhaustedError,
 )
-from splitserve.generation.kv_blocks import blocks_for
+from splitserve.generation.kv_blocks import extend_block_hashes
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.queues import LazyHeap
+from splitserve.v1 import vllm_pb2 as pb
+
+SCHEDULED = 2
+"""vLLM's `EngineCoreEventType.SCHEDULED`."""
+SILENT_TIMES = 10.0
+"""vLLM may say nothing for so many times `hung_step_s` while requests run."""
 
 
 class VllmEngine(Engine):
-    """Drives a vLLM engine of this process, one step at a time.
-
-    A reservation runs a step: only then does vLLM give blocks to a request. The step also computes whatever else is to
-    be computed; its outputs come with the next `take_result`.
-    """
+    """Hands requests to vLLM, and takes what it computes: a step here is one message of vLLM's, however many steps of
+    vLLM's passed before it."""
 
     def __init__(
         self,
@@ -57,29 +63,38 @@ class VllmEngine(Engine):
         self._max_waiting = config.max_waiting_requests
         self.max_step_tokens = step_tokens_of(config)
         self._max_running = min(config.max_running_requests, self.max_step_tokens)
-        self.kv_events = vllm.events
-        self._block_size = vllm.memory.layout.block_size_tokens
-        # Block 0 stands for no block at vLLM.
-        self._total_blocks = vllm.memory.request_blocks - 1
-        pool_tokens = self._total_blocks * self._block_size
-        self._limits = RequestLimits.of(vllm.facts, config.context_tokens, pool_tokens)
+        self.kv_events = vllm.events.log
+        memory = vllm.transport.endpoint.memory
+        self._block_size = memory.layout.block_size_tokens
+        self._total_blocks = memory.num_blocks
+        # vLLM starts only where its pool holds one request of its longest context.
+        context = vllm.facts.context_tokens
+        self._limits = RequestLimits.of(vllm.facts, config.context_tokens, context)
+        self._silent_s = SILENT_TIMES * config.hung_step_s
+        self._heard_s = clock()
         self._rows = VllmRows(vllm, config.max_bypasses)
         self._deadlines: LazyHeap[float, Sequence] = LazyHeap()
         self._meter = StepMeter()
         self.step_totals = self._meter.totals
-        self._changed = False
-        """Whether the next step may do something that the last one could not."""
-        self._begun = False
+        self._messages: list[Any] = []
+        """vLLM's messages that have not been taken in."""
+        self._awaiting = False
+        """What the ranks know of whether peers may be writing."""
         self._pending = PendingResult(tokenizer, self._end_if_live, late=False)
-        self._awaiting: dict[Sequence, AfterAnswer] = {}
-        """Sequences whose grammar has yet to take their last token, and what follows then."""
         self._outputs = OutputProcessor(
             self._block_size,
             lambda sequence: None,
             self._limits,
             self._pending,
             self._end,
-            self._awaiting.__setitem__,
+            lambda sequence, then: None,  # no sequence has a grammar here
+        )
+        vllm.transport.on_scheduler = self._on_scheduler
+
+    def start(self, post: Callable[[Callable[[Engine], object]], None]) -> None:
+        """Takes vLLM's messages from now on. `post` runs a function on the engine thread."""
+        self._vllm.listen(
+            lambda message: post(lambda core: self._messages.append(message)), lambda: post(lambda core: None)
         )
 
     @override
@@ -107,32 +122,26 @@ class VllmEngine(Engine):
     def release_held(self, request_id: str) -> bool:
         if self._rows.find(request_id) is not None:
             raise BrokenInvariantError(f"{request_id} has not ended")
-        released = self._rows.release_held(request_id)
-        self._changed |= released
-        return released
+        return self._rows.release_held(request_id)
 
     @override
     def reserve(self, request: EngineRequest, reservation: int) -> ReservedBlocks | None:
+        """vLLM gives blocks in a step of its own: None until it has, and its slot is taken from the first call on."""
+        row = self._rows.find(request.request_id)
+        if row is not None and row.request is request and row.sequence.status is SequenceStatus.WAITING:
+            if row.reserved is not None:
+                self._rows.grant(row, reservation)
+                self._say_awaiting()
+            return row.reserved
         self._check(request)
         if request.prefill_only:
             raise BrokenInvariantError("a reservation is for decoding")
         if self._rows.knows_reservation(reservation):
             raise BrokenInvariantError(f"reservation {reservation} is in use")
         # vLLM counts no slot for a request that waits for KV, but needs one to admit it.
-        if len(self._rows.live) >= self._max_running:
-            return None
-        if blocks_for(len(request.token_ids), self._block_size) > self._vllm.free_blocks():
-            return None
-        row = self._enter(request, awaits_kv=True)
-        if self._rows.waits_for_room(row):
-            self._end(row.sequence)
-            return None
-        self._run_step()
-        if row.reserved is None:  # vLLM gave its blocks or its tokens to others
-            self._end(row.sequence)
-            return None
-        self._rows.reserve(row, reservation)
-        return row.reserved
+        if len(self._rows.live) < self._max_running:
+            self._enter(request, awaits_kv=True)
+        return None
 
     @override
     def keep_prompt_room(self, keeps: bool) -> None:
@@ -141,54 +150,61 @@ class VllmEngine(Engine):
 
     @override
     def cached_tokens(self, request: EngineRequest) -> int:
-        """Always 0: vLLM tells of a hit only when it schedules the request."""
-        return 0
+        hashes: list[bytes] = []
+        whole = (len(request.token_ids) - 1) // self._block_size
+        extend_block_hashes(hashes, request.token_ids, self._block_size, request.cache_salt, whole)
+        return self._vllm.events.cached_blocks(hashes) * self._block_size
 
     @override
     def admit(self, reservation: int, first_token_id: int) -> RequestOutput | None:
-        """The next step computes the prompt's last position once more, and vLLM takes the first token there."""
-        self._require_no_step()
+        """vLLM computes the prompt's last position once more, and chooses the first token there."""
         self._limits.check_first_token(first_token_id)
-        row = self._rows.admit(reservation)
+        row = self._rows.admit(reservation, first_token_id)
         if row is None:
             raise NotFoundError(f"reservation {reservation} is not live", reason="RESERVATION_NOT_LIVE")
         sequence = row.sequence
         sequence.status = SequenceStatus.RUNNING
         sequence.num_computed = len(sequence.tokens)
-        self._changed = True
-        output = self._outputs.append_given(sequence, first_token_id)
-        result = StepResult([output] if output is not None else [])
-        self._settle(result)
-        return result.outputs[0] if result.outputs else None
+        self._heard_s = self._clock()
+        return self._outputs.append_given(sequence, first_token_id)
 
     @override
     def release_writer(self, reservation: int) -> bool:
         released = self._rows.release_writer(reservation)
-        self._changed |= released
+        self._say_awaiting()
         return released
 
     @override
     def has_work(self) -> bool:
-        if self._rows.must_report or (self._changed and self._rows.has_unreserved):
-            return True
-        return self.next_deadline() <= self._clock()
+        return bool(self._messages) or self.next_deadline() <= self._clock()
 
     @override
     def next_deadline(self) -> float:
         first = self._deadlines.peek()
-        return float("inf") if first is None else first[0]
+        due_s = float("inf") if first is None else first[0]
+        return min(due_s, self._heard_s + self._silent_s) if self._runs() else due_s
 
     @override
     def begin_step(self, computing: Callable[[float | None], None] = lambda expected_s: None) -> None:
-        """The step itself is computed by `finish_step`."""
-        self._require_no_step()
-        self._begun = True
-        computing(None)
+        """Computed elsewhere."""
 
     @override
     def finish_step(self) -> None:
-        self._begun = False
-        self._run_step()
+        """Takes in what vLLM has said. Raises BrokenInvariantError if it has said nothing for too long."""
+        now, result = self._clock(), self._pending.take() or StepResult()
+        messages, self._messages = self._messages, []
+        if messages:
+            self._heard_s = now
+        elif self._runs() and now >= self._heard_s + self._silent_s:
+            raise BrokenInvariantError(f"vLLM has said nothing for {self._silent_s:.0f} s")
+        self._outputs.expire(self._deadlines, now, result)
+        for message in messages:
+            if isinstance(message, Exception):
+                raise VllmEndedError(f"vLLM has ended: {reason_of(message)}") from message
+            self._take(message, result)
+        for row, error in self._rows.give_parked() if self._rows.has_parked else ():
+            self._outputs.fail(row.sequence, error.reason, error.message, result)
+        self._pending.put(result)
 
     @property
     @override
@@ -204,19 +220,20 @@ class VllmEngine(Engine):
         """Costs O(live requests)."""
         sequences = [row.sequence for row in self._rows.live]
         waiting = [sequence for sequence in sequences if sequence.status is SequenceStatus.WAITING]
-        running = [sequence for sequence in sequences if sequence.status is SequenceStatus.RUNNING]
-        prompts = sum(sequence.remaining for sequence in running if sequence.remaining > 1)
-        free = self._vllm.free_blocks()
+        decoding = sum(sequence.status is SequenceStatus.RUNNING for sequence in sequences)
+        # A prompt that vLLM computes is waiting here until its first token has come.
+        begun = min(len(waiting), max(0, self._vllm.running_requests() - decoding))
+        used = round(self._vllm.used_share() * self._total_blocks)
         reserved, quarantined = self._rows.reserved_blocks()
         return EngineLoad(
-            waiting_requests=len(waiting),
-            running_requests=len(running),
-            waiting_tokens=sum(sequence.remaining for sequence in waiting) + prompts,
+            waiting_requests=len(waiting) - begun,
+            running_requests=decoding + begun,
+            waiting_tokens=sum(sequence.remaining for sequence in waiting),
             total_blocks=self._total_blocks,
-            free_blocks=free,
+            free_blocks=max(0, self._total_blocks - max(used, reserved + quarantined)),
             reserved_blocks=reserved,
             quarantined_blocks=quarantined,
-            referenced_blocks=max(0, self._total_blocks - free - reserved - quarantined),
+            referenced_blocks=max(0, used - reserved - quarantined),
             latency=self._meter.latency.model,
         )
 
@@ -224,60 +241,87 @@ class VllmEngine(Engine):
     def close(self) -> None:
         self._vllm.close()
 
-    def _run_step(self) -> None:
-        """Runs a step of vLLM and adds its result to the one that was not taken yet."""
-        began_s, earlier = self._clock(), self._pending.take()
-        self._meter.begin(began_s)
-        result = StepResult()
-        self._outputs.expire(self._deadlines, began_s, result)
-        for row, error in self._rows.give_parked():
-            self._outputs.fail(row.sequence, error.reason, error.message, result)
-        reported = self._rows.must_report
-        ended = self._rows.step()
-        scheduled = [row for row in self._vllm.bridge.scheduled if row.sequence.request_id in self._rows]
-        for row in scheduled:
-            self._start(row, result)
-        self._meter.expect([StepPart(row.sequence.num_computed, row.num_new) for row in scheduled])
-        result.scheduled_tokens = sum(row.num_new for row in scheduled)
-        self._changed = bool(scheduled) or reported  # what was reported is acted on in the next step
-        for row in scheduled:
-            if row.failure is not None:
-                self._outputs.fail(row.sequence, row.failure.reason, row.failure.message, result)
-        # The first token of a handoff is vLLM's now, too; it was an output before.
-        advanced = [row for row in scheduled if row.failure is None and not row.was_given]
-        tokens = [row.sampled for row in advanced]
-        step = BegunStep(began_s, {row.sequence: row.num_new for row in advanced}, result, lambda: tokens)
-        self._outputs.process(step)
-        self._settle(result)
-        for row in self._rows.lost(ended):
-            self._outputs.fail(row.sequence, "INTERNAL", "vLLM ended the request", result)
-        result.duration_s = self._clock() - began_s
-        self._pending.put(result if earlier is None else _merged(earlier, result))
-        self._meter.end(began_s + result.duration_s, more=self.has_work())
+    def _runs(self) -> bool:
+        return any(row.sequence.status is SequenceStatus.RUNNING for row in self._rows.live)
 
-    def _settle(self, result: StepResult) -> None:
-        """Waits for the grammars: vLLM computes all of its rows in the next step."""
-        deadline_s = time.monotonic() + MASK_WAIT_S
-        while self._awaiting:
-            sequence, then = self._awaiting.popitem()
-            with suppress(BaseException):  # the sequence fails by it below
-                if sequence.matcher is not None:
-                    sequence.matcher.wait(max(0.0, deadline_s - time.monotonic()))
-            self._outputs.follow(sequence, then, result)
+    def _on_scheduler(self, event: pb.VllmEvent) -> None:
+        if event.WhichOneof("kind") == "allocated":
+            self._rows.allocated(event.allocated)
+        else:
+            self._rows.ended(event.ended)
 
-    def _start(self, row: VllmRow, result: StepResult) -> None:
-        """Notes where a scheduled sequence stands, before its tokens are applied."""
-        sequence = row.sequence
+    def _take(self, message: Any, result: StepResult) -> None:
+        """Applies a message of vLLM's: the tokens of one of its steps."""
+        advanced: dict[Sequence, list[SampledToken]] = {}
+        parts: list[StepPart] = []
+        began_s = float("inf")
+        for output in message.outputs:
+            row = self._rows.at_vllm(output.request_id)
+            if row is None:
+                continue
+            if (held := (output.kv_transfer_params or {}).get(HELD_FIELD)) is not None and not row.over:
+                row.held = tuple(map(tuple, held))
+                row.sequence.block_ids = list(chain(*held))
+            if row.over:
+                continue
+            began_s = min(began_s, self._start(row, output, parts, result))
+            tokens = sampled_tokens(output)
+            if tokens and row.given is not None:
+                # The first token of a handoff is vLLM's now, too; it was an output before.
+                row.given = None
+                del tokens[0]
+            advanced[row.sequence] = tokens
+        self._measure(parts, began_s, message.timestamp, result)
+        self._advance(advanced, result)
+        for output in message.outputs:
+            row = self._rows.at_vllm(output.request_id)
+            if output.finished and row is not None and not row.over:
+                self._outputs.fail(row.sequence, "INTERNAL", "vLLM ended the request", result)
+
+    def _start(self, row: VllmRow, output: Any, parts: list[StepPart], result: StepResult) -> float:
+        """Notes what a step has computed of a sequence; returns when vLLM began with it, infinity if it had begun."""
+        sequence, began_s = row.sequence, float("inf")
+        context, new = len(sequence.tokens) - 1, 1
         sequence.status = SequenceStatus.RUNNING
         if not sequence.started:
             sequence.started = True
-            sequence.cached_tokens = 0 if row.reserved else sequence.num_computed
+            began_s = min(
+                (event.timestamp for event in output.events or () if event.type == SCHEDULED), default=began_s
+            )
+            stats = output.prefill_stats
+            if not row.awaits_kv:
+                sequence.cached_tokens = stats.num_cached_tokens if stats is not None else 0
+                context, new = sequence.cached_tokens, len(sequence.tokens) - sequence.cached_tokens
             result.started[sequence.request_id] = sequence.cached_tokens
-        if sequence.request.prefill_only:
-            sequence.block_ids = self._vllm.block_table(row.vllm_id)
+        parts.append(StepPart(context, new))
+        return began_s
+
+    def _measure(self, parts: list[StepPart], began_s: float, ended_s: float, result: StepResult) -> None:
+        result.scheduled_tokens += sum(part.new_tokens for part in parts)
+        if began_s < ended_s:
+            result.duration_s = max(result.duration_s, self._clock() - began_s)
+        self._meter.begin(min(began_s, ended_s))
+        # The first decode steps after a pause began nobody knows when.
+        self._meter.expect(parts if began_s < ended_s or self._meter.busy else ())
+        self._meter.end(ended_s, more=bool(parts))
+
+    def _advance(self, advanced: dict[Sequence, list[SampledToken]], result: StepResult) -> None:
+        """Applies tokens, of each sequence the first one, then the second ones of speculation, and so on."""
+        for wave in zip_longest(*advanced.values()):
+            tokens: dict[Sequence, SampledToken] = {
+                sequence: token for sequence, token in zip(advanced, wave, strict=True) if token is not None
+            }
+            alive = {s: token for s, token in tokens.items() if s.status is SequenceStatus.RUNNING}
+            new = {sequence: sequence.remaining for sequence in alive}
+            step = BegunStep(0.0, new, result, lambda alive=alive: list(alive.values()))  # type: ignore[misc]
+            self._outputs.process(step)
+        for progress in result.progress:
+            row = self._rows.find_held(progress.request_id)
+            if row is not None and row.held is not None:
+                progress.block_ids = row.sequence.block_ids
+                progress.group_blocks = tuple(map(len, row.held))
 
     def _check(self, request: EngineRequest) -> None:
-        self._require_no_step()
         if request.request_id in self._rows or self._pending.holds(request.request_id):
             raise InvalidArgumentError(
                 f"request {request.request_id} is in progress here",
@@ -290,32 +334,21 @@ class VllmEngine(Engine):
         row = self._rows.add(request, awaits_kv=awaits_kv)
         if request.deadline_s != float("inf"):
             self._deadlines.push(request.deadline_s, row.sequence)
-        self._changed = True
         return row
 
     def _end(self, sequence: Sequence) -> None:
         """Removes a live sequence everywhere; its blocks are freed unless they must be held."""
         self._deadlines.discard(sequence)
-        sequence.close_matcher()
         self._rows.end(sequence)
-        self._changed = True
 
     def _end_if_live(self, sequence: Sequence) -> None:
         row = self._rows.find(sequence.request_id)
         if row is not None and row.sequence is sequence:
             self._end(sequence)
 
-    def _require_no_step(self) -> None:
-        if self._begun:
-            raise BrokenInvariantError("a step is under way")
-
-
-def _merged(earlier: StepResult, later: StepResult) -> StepResult:
-    """Two steps' results as one; the duration is the later step's."""
-    return StepResult(
-        earlier.outputs + later.outputs,
-        earlier.progress + later.progress,
-        earlier.started | later.started,
-        earlier.scheduled_tokens + later.scheduled_tokens,
-        later.duration_s,
-    )
+    def _say_awaiting(self) -> None:
+        """Ranks look for notifications all the time while peers may be writing."""
+        awaiting = self._rows.may_be_written
+        if awaiting != self._awaiting:
+            self._awaiting = awaiting
+            self._vllm.processes.command(pb.VllmCommand(awaiting=awaiting))

@@ -17,6 +17,7 @@ from splitserve.v1 import kv_transfer_pb2 as pb
 MAX_TIME_TO_LIVE_S = 24 * 3600.0
 MAX_AGENT_ID_LENGTH = 64
 FINGERPRINT_LENGTH = 64
+MAX_GROUPS = 64
 
 WRITE_GRACE_S = 5.0
 """A writer posts nothing after its ticket's deadline. Within this many seconds its earlier writes are done,
@@ -42,6 +43,8 @@ class KvTicket:
     writer_agent_id: str = ""
     verify_one_in: int = 0
     adapter_fingerprint: str = ""
+    group_blocks: tuple[int, ...] = ()
+    """How many of `block_indices` belong to each group of layers; empty: all to one."""
 
     def to_proto(self, now: float) -> pb.KvTicket:
         """The wire form with the time remaining at `now`. Raises DeadlineExceededError if none is left."""
@@ -58,6 +61,7 @@ class KvTicket:
             writer_agent_id=self.writer_agent_id,
             verify_one_in=self.verify_one_in,
             adapter_fingerprint=self.adapter_fingerprint,
+            group_blocks=self.group_blocks,
         )
         message.time_to_live.FromNanoseconds(max(1, int(left_s * 1e9)))
         return message
@@ -85,6 +89,9 @@ class KvTicket:
             "adapter_fingerprint",
             f"empty or {FINGERPRINT_LENGTH} characters",
         )
+        groups = message.group_blocks
+        _require(not groups or sum(groups) == count, "group_blocks", f"{count} together, or empty")
+        _require(len(groups) <= MAX_GROUPS, "group_blocks", f"at most {MAX_GROUPS}")
         _require(0 < left_s <= MAX_TIME_TO_LIVE_S, "time_to_live", "above 0 and at most 24 h")
         return cls(
             decode_agent_id=message.decode_agent_id,
@@ -97,6 +104,7 @@ class KvTicket:
             writer_agent_id=message.writer_agent_id,
             verify_one_in=message.verify_one_in,
             adapter_fingerprint=message.adapter_fingerprint,
+            group_blocks=tuple(groups),
         )
 
     def require_writer(self, agent_id: str) -> None:

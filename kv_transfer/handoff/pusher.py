@@ -223,20 +223,26 @@ class KvPusher:
         is_last: bool,
         first_token: int | None,
         now: float,
+        group_blocks: Sequence[int] = (),
     ) -> None:
         """KV of tokens [0, `end_tokens`) is final in `block_ids`, the sequence's whole block table.
 
         Posts the blocks that became full. With `is_last`, posts all remaining blocks and the completion with
         `first_token`, which is then required. Ended and unknown requests are ignored. The blocks must not
-        change until the terminal event.
+        change until the terminal event. Groups of layers with blocks of their own (`group_blocks` as in
+        `ChunkProgress`) are sent whole with the last chunk.
         """
         push = self._pushes.get(request_id)
         if push is None or push.stopped or push.last_chunk_s is not None:
             return
         # The ticket covers the prompt's blocks after those that the decode worker has cached.
         ticket, size = push.ticket, self._block_tokens
-        wanted, cached = len(ticket.block_indices), ticket.cached_tokens // size
         self._runnable[request_id] = push
+        if group_blocks:
+            if is_last:
+                self._take_groups(push, block_ids, group_blocks, first_token, now)
+            return
+        wanted, cached = len(ticket.block_indices), ticket.cached_tokens // size
         push.block_table = block_ids[cached : cached + wanted]
         filled = blocks_for(end_tokens, size)
         final = filled if is_last else end_tokens // size
@@ -257,6 +263,34 @@ class KvPusher:
                 self._digest_ready_blocks(push)
             except BaseException as error:
                 push.failure = _transfer_error(error, request_id)
+        self._advance(push, now)
+
+    def _take_groups(
+        self,
+        push: Push,
+        block_ids: Sequence[int],
+        group_blocks: Sequence[int],
+        first_token: int | None,
+        now: float,
+    ) -> None:
+        """All KV is final: of each group, its last blocks are those that the ticket asks for."""
+        wanted = push.ticket.group_blocks
+        if len(wanted) != len(group_blocks) or any(
+            more > held for more, held in zip(wanted, group_blocks, strict=True)
+        ):
+            push.failure = InvalidArgumentError(
+                f"the ticket asks for {list(wanted)} blocks of the groups of layers, here are {list(group_blocks)}",
+                reason="TICKET_MISMATCH",
+                field="ticket.group_blocks",
+            )
+        else:
+            table: list[int] = []
+            end = 0
+            for count, held in zip(wanted, group_blocks, strict=True):
+                end += held
+                table += block_ids[end - count : end]
+            push.block_table, push.ready_blocks = table, len(table)
+            push.last_chunk_s, push.first_token = now, first_token
         self._advance(push, now)
 
     def abort(self, request_id: str) -> None:
@@ -336,8 +370,12 @@ class KvPusher:
             return
         ticket, before = push.ticket, self._transport.descriptors_posted
         part = slice(push.posted_blocks, push.ready_blocks)
-        handle = self._transport.write(
-            ticket.decode_agent_id, push.block_table[part], ticket.block_indices[part], notification
+        handle = self._transport.write_groups(
+            ticket.decode_agent_id,
+            push.block_table[part],
+            ticket.block_indices[part],
+            ticket.group_blocks,
+            notification,
         )
         descriptors = self._transport.descriptors_posted - before
         push.descriptors += descriptors

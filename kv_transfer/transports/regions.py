@@ -1,9 +1,9 @@
-"""Registered memory of KV blocks, as each transport addresses it: rows of pieces, and runs of blocks."""
+"""Registered memory of KV blocks, as each transport addresses it: blocks, and runs of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kv_transfer.layout import KvLayout
 from splitserve.errors import InvalidArgumentError
@@ -17,9 +17,7 @@ _MAX_BLOCKS = 2**31 - 1
 class KvMemoryRegion:
     """One registered range of memory that holds a worker's KV blocks.
 
-    A block is one contiguous piece with all its layers, or, with `layer_stride`, one piece for each layer of the
-    layout: the pieces of one layer lie behind each other in a row of `num_blocks`, and row l begins at
-    `base_address + l * layer_stride`, in bytes.
+    A block is one contiguous piece with all its layers, and block b begins at `base_address + b * block_bytes`.
 
     `base_address` is a byte address in this process's (or device's) address space; `memory_kind` is "DRAM" or
     "VRAM"; `device_index` is 0 for DRAM. The last `probe_blocks` of the `num_blocks` are never given to requests:
@@ -32,40 +30,11 @@ class KvMemoryRegion:
     memory_kind: str = DRAM
     device_index: int = 0
     probe_blocks: int = 0
-    layer_stride: int = 0
-    piece_stride: int = 0
-    """Bytes between the starts of two pieces of a row. 0: they touch."""
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """The addresses of the rows of pieces: one row of whole blocks, or one for each layer."""
-        count = self.layout.num_layers if self.layer_stride else 1
-        return tuple(self.base_address + row * self.layer_stride for row in range(count))
-
-    @property
-    def piece_bytes(self) -> int:
-        """Bytes of a block in one row."""
-        return self.layout.block_bytes // (self.layout.num_layers if self.layer_stride else 1)
-
-    @property
-    def stride(self) -> int:
-        """Bytes between the starts of two pieces of a row."""
-        return self.piece_stride or self.piece_bytes
 
     @property
     def span_bytes(self) -> int:
-        """Bytes from `base_address` to the end of the last row."""
-        return self.rows[-1] - self.base_address + (self.num_blocks - 1) * self.stride + self.piece_bytes
-
-    def heads(self, first: int, count: int) -> KvMemoryRegion:
-        """The part that holds `count` KV heads of each piece from `first` on. Heads must be outermost in a piece."""
-        head_bytes = self.piece_bytes // self.layout.num_kv_heads
-        return replace(
-            self,
-            base_address=self.base_address + first * head_bytes,
-            layout=replace(self.layout, num_kv_heads=count),
-            piece_stride=self.stride,
-        )
+        """Bytes of all blocks."""
+        return self.num_blocks * self.layout.block_bytes
 
     @property
     def request_blocks(self) -> int:
@@ -83,20 +52,8 @@ def check_memory(memory: KvMemoryRegion) -> None:
         raise InvalidArgumentError(
             "probe_blocks must be 0 or more and below num_blocks", field="probe_blocks"
         )
-    row = memory.num_blocks * memory.stride
-    if memory.layer_stride and (
-        memory.layer_stride < row or memory.layout.block_bytes % memory.layout.num_layers
-    ):
-        raise InvalidArgumentError(
-            f"layer_stride must be 0, or at least {row} with layers of equal size", field="layer_stride"
-        )
     if memory.memory_kind not in MEMORY_KINDS:
         raise InvalidArgumentError(f"memory_kind must be one of {MEMORY_KINDS}", field="memory_kind")
-
-
-def pieces_touch(mine: KvMemoryRegion, theirs: KvMemoryRegion) -> bool:
-    """Whether neighbouring blocks are contiguous on both sides."""
-    return mine.stride == mine.piece_bytes and theirs.stride == theirs.piece_bytes
 
 
 def check_blocks(local: Sequence[int], local_count: int, remote: Sequence[int], remote_count: int) -> None:
@@ -138,10 +95,3 @@ def merge_runs(local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> lis
     if length:
         runs.append(Run(local_start, remote_start, length))
     return runs
-
-
-def count_descriptors(
-    local_blocks: Sequence[int], remote_blocks: Sequence[int], rows: int, *, touching: bool
-) -> int:
-    """Descriptors of a write of `rows` rows: one a run and row, or one a block and row unless blocks are `touching`."""
-    return rows * (len(merge_runs(local_blocks, remote_blocks)) if touching else len(local_blocks))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kv_transfer.layout import KvLayout
@@ -33,6 +33,7 @@ from splitserve.v1 import kv_transfer_pb2 as pb
 P = TypeVar("P")
 
 MAX_METADATA_BYTES = 2**20
+POLL_INTERVAL_S = 0.0002
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,7 @@ class TransferEndpoint:
     transport: str
     metadata: bytes
     memory: KvMemoryRegion
-    """The whole pool. With `ranks` it has no address."""
     host_id: str = ""
-    ranks: tuple[TransferEndpoint, ...] = ()
-    """The parts of a pool that several tensor-parallel ranks hold, in order of rank. Each is its rank's alone."""
 
     def to_proto(self) -> pb.TransferEndpoint:
         """The wire form."""
@@ -62,18 +60,6 @@ class TransferEndpoint:
             layout=self.memory.layout.to_proto(),
             probe_blocks=self.memory.probe_blocks,
             host_id=self.host_id,
-            layer_stride=self.memory.layer_stride,
-            ranks=[rank.to_rank_proto() for rank in self.ranks],
-        )
-
-    def to_rank_proto(self) -> pb.RankEndpoint:
-        """The wire form of one of the `ranks` of an endpoint."""
-        return pb.RankEndpoint(
-            agent_id=self.agent_id,
-            metadata=self.metadata,
-            base_address=self.memory.base_address,
-            layer_stride=self.memory.layer_stride,
-            device_index=self.memory.device_index,
         )
 
     @classmethod
@@ -86,25 +72,8 @@ class TransferEndpoint:
             memory_kind=message.memory_kind,
             device_index=message.device_index,
             probe_blocks=message.probe_blocks,
-            layer_stride=message.layer_stride,
         )
-        ranks = tuple(
-            cls(
-                rank.agent_id,
-                message.transport,
-                rank.metadata,
-                replace(
-                    memory,
-                    layout=memory.layout.rank,
-                    base_address=rank.base_address,
-                    layer_stride=rank.layer_stride,
-                    device_index=rank.device_index,
-                ),
-                message.host_id,
-            )
-            for rank in message.ranks
-        )
-        return cls(message.agent_id, message.transport, message.metadata, memory, message.host_id, ranks)
+        return cls(message.agent_id, message.transport, message.metadata, memory, message.host_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +115,6 @@ class Transport(ABC):
         reached.
         """
 
-    def connect_part(self, endpoint: TransferEndpoint, own: KvMemoryRegion | None) -> None:
-        """Makes a peer's memory writable from `own` alone, a part of the registered memory with the same blocks.
-
-        `endpoint.memory` is a part of the same shape of the peer's. None: the peer takes notifications only. Otherwise
-        as `connect`. Raises FailedPreconditionError where the transport writes whole blocks only.
-        """
-        raise FailedPreconditionError(f"transport {self.kind} writes whole blocks only", field="ranks")
-
     @abstractmethod
     def disconnect(self, agent_id: str) -> None:
         """Ends this side's writes to a peer, and posts no more. Unknown ids are ignored."""
@@ -184,6 +145,18 @@ class Transport(ABC):
         doubt.
         """
 
+    def write_groups(
+        self,
+        agent_id: str,
+        local_blocks: Sequence[int],
+        remote_blocks: Sequence[int],
+        group_blocks: Sequence[int],
+        notification: bytes | None = None,
+    ) -> int:
+        """As `write`, for an engine whose groups of layers have blocks of their own: `group_blocks` says how many of
+        the blocks belong to each group, one after the other; empty: all to one."""
+        return self.write(agent_id, local_blocks, remote_blocks, notification)
+
     @abstractmethod
     def notify(self, agent_id: str, notification: bytes) -> None:
         """Sends a notification without a write. Raises TransferError for an unknown peer."""
@@ -200,6 +173,11 @@ class Transport(ABC):
     @abstractmethod
     def descriptors_posted(self) -> int:
         """Number of write descriptors posted so far, after merging runs that are contiguous on both sides."""
+
+    @property
+    def poll_interval_s(self) -> float:
+        """Longest time in seconds between two polls while anything is awaited."""
+        return POLL_INTERVAL_S
 
     @property
     def needs_poll(self) -> bool:
@@ -235,18 +213,6 @@ def check_endpoint(mine: TransferEndpoint, theirs: TransferEndpoint) -> None:
     """
     check_agent(mine, theirs)
     mine.memory.layout.require_fits(theirs.memory.layout, who=f"agent {theirs.agent_id}")
-    if theirs.ranks or theirs.memory.layout.tensor_parallel_size != 1:
-        raise FailedPreconditionError(
-            f"the KV of agent {theirs.agent_id} lies in several ranks, here in one piece",
-            reason="LAYOUT_MISMATCH",
-            field="ranks",
-        )
-    if bool(mine.memory.layer_stride) != bool(theirs.memory.layer_stride):
-        raise FailedPreconditionError(
-            f"blocks of agent {theirs.agent_id} lie in one piece and those here layer by layer, or the other way round",
-            reason="LAYOUT_MISMATCH",
-            field="layer_stride",
-        )
     check_memory(theirs.memory)
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fsplitserve/v1/kv_transfer.proto\x12\rsplitserve.v1\x1a\x1egoogle/protobuf/duration.proto\"\xe1\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x19\n\x11\x62lock_size_tokens\x18\x03 \x01(\r\x12\x12\n\naxis_order\x18\x04 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x07 \x01(\r\x12\x10\n\x08head_dim\x18\x08 \x01(\r\x12\x16\n\x0e\x65ngine_version\x18\t \x01(\tJ\x04\x08\n\x10\x0bJ\x04\x08\x0b\x10\x0c\"\xc5\x02\n\x10TransferEndpoint\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08metadata\x18\x03 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x04 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x13\n\x0bmemory_kind\x18\x07 \x01(\t\x12\x14\n\x0c\x64\x65vice_index\x18\x08 \x01(\r\x12\'\n\x06layout\x18\t \x01(\x0b\x32\x17.splitserve.v1.KvLayout\x12\x14\n\x0cprobe_blocks\x18\n \x01(\r\x12\x0f\n\x07host_id\x18\x0b \x01(\t\x12\x14\n\x0clayer_stride\x18\x0c \x01(\x04\x12*\n\x05ranks\x18\r \x03(\x0b\x32\x1b.splitserve.v1.RankEndpoint\"t\n\x0cRankEndpoint\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x03 \x01(\x04\x12\x14\n\x0clayer_stride\x18\x04 \x01(\x04\x12\x14\n\x0c\x64\x65vice_index\x18\x05 \x01(\r\"\x8c\x02\n\x08KvTicket\x12\x17\n\x0f\x64\x65\x63ode_agent_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x13\n\x0breservation\x18\x03 \x01(\x04\x12\x19\n\rblock_indices\x18\x04 \x03(\rB\x02\x10\x01\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x13\n\x0btotal_bytes\x18\x06 \x01(\x04\x12/\n\x0ctime_to_live\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0fwriter_agent_id\x18\x08 \x01(\t\x12\x15\n\rverify_one_in\x18\t \x01(\r\x12\x1b\n\x13\x61\x64\x61pter_fingerprint\x18\n \x01(\t\"\x84\x01\n\x0cKvCompletion\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x13\n\x0breservation\x18\x02 \x01(\x04\x12\x15\n\rwritten_bytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x66irst_token_id\x18\x04 \x01(\r\x12\x15\n\tchecksums\x18\x05 \x03(\x06\x42\x02\x10\x01J\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\"/\n\tKvDrained\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x13\n\x0breservation\x18\x02 \x01(\x04\"x\n\x0eKvNotification\x12\x31\n\ncompletion\x18\x01 \x01(\x0b\x32\x1b.splitserve.v1.KvCompletionH\x00\x12+\n\x07\x64rained\x18\x02 \x01(\x0b\x32\x18.splitserve.v1.KvDrainedH\x00\x42\x06\n\x04kindB\x1cZ\x1asplitserve/v1;splitservev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fsplitserve/v1/kv_transfer.proto\x12\rsplitserve.v1\x1a\x1egoogle/protobuf/duration.proto\"\xc9\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x19\n\x11\x62lock_size_tokens\x18\x03 \x01(\r\x12\x12\n\naxis_order\x18\x04 \x01(\t\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x07 \x01(\r\x12\x10\n\x08head_dim\x18\x08 \x01(\r\x12\x16\n\x0e\x65ngine_version\x18\t \x01(\tJ\x04\x08\x05\x10\x06J\x04\x08\n\x10\x0bJ\x04\x08\x0b\x10\x0c\"\x8f\x02\n\x10TransferEndpoint\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08metadata\x18\x03 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x04 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x13\n\x0bmemory_kind\x18\x07 \x01(\t\x12\x14\n\x0c\x64\x65vice_index\x18\x08 \x01(\r\x12\'\n\x06layout\x18\t \x01(\x0b\x32\x17.splitserve.v1.KvLayout\x12\x14\n\x0cprobe_blocks\x18\n \x01(\r\x12\x0f\n\x07host_id\x18\x0b \x01(\tJ\x04\x08\x0c\x10\rJ\x04\x08\r\x10\x0e\"\xa6\x02\n\x08KvTicket\x12\x17\n\x0f\x64\x65\x63ode_agent_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x13\n\x0breservation\x18\x03 \x01(\x04\x12\x19\n\rblock_indices\x18\x04 \x03(\rB\x02\x10\x01\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x13\n\x0btotal_bytes\x18\x06 \x01(\x04\x12/\n\x0ctime_to_live\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0fwriter_agent_id\x18\x08 \x01(\t\x12\x15\n\rverify_one_in\x18\t \x01(\r\x12\x1b\n\x13\x61\x64\x61pter_fingerprint\x18\n \x01(\t\x12\x18\n\x0cgroup_blocks\x18\x0b \x03(\rB\x02\x10\x01\"\x84\x01\n\x0cKvCompletion\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x13\n\x0breservation\x18\x02 \x01(\x04\x12\x15\n\rwritten_bytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x66irst_token_id\x18\x04 \x01(\r\x12\x15\n\tchecksums\x18\x05 \x03(\x06\x42\x02\x10\x01J\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\"/\n\tKvDrained\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x13\n\x0breservation\x18\x02 \x01(\x04\"x\n\x0eKvNotification\x12\x31\n\ncompletion\x18\x01 \x01(\x0b\x32\x1b.splitserve.v1.KvCompletionH\x00\x12+\n\x07\x64rained\x18\x02 \x01(\x0b\x32\x18.splitserve.v1.KvDrainedH\x00\x42\x06\n\x04kindB\x1cZ\x1asplitserve/v1;splitservev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,20 +35,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'Z\032splitserve/v1;splitservev1'
   _globals['_KVTICKET'].fields_by_name['block_indices']._loaded_options = None
   _globals['_KVTICKET'].fields_by_name['block_indices']._serialized_options = b'\020\001'
+  _globals['_KVTICKET'].fields_by_name['group_blocks']._loaded_options = None
+  _globals['_KVTICKET'].fields_by_name['group_blocks']._serialized_options = b'\020\001'
   _globals['_KVCOMPLETION'].fields_by_name['checksums']._loaded_options = None
   _globals['_KVCOMPLETION'].fields_by_name['checksums']._serialized_options = b'\020\001'
   _globals['_KVLAYOUT']._serialized_start=83
-  _globals['_KVLAYOUT']._serialized_end=308
-  _globals['_TRANSFERENDPOINT']._serialized_start=311
-  _globals['_TRANSFERENDPOINT']._serialized_end=636
-  _globals['_RANKENDPOINT']._serialized_start=638
-  _globals['_RANKENDPOINT']._serialized_end=754
-  _globals['_KVTICKET']._serialized_start=757
-  _globals['_KVTICKET']._serialized_end=1025
-  _globals['_KVCOMPLETION']._serialized_start=1028
-  _globals['_KVCOMPLETION']._serialized_end=1160
-  _globals['_KVDRAINED']._serialized_start=1162
-  _globals['_KVDRAINED']._serialized_end=1209
-  _globals['_KVNOTIFICATION']._serialized_start=1211
-  _globals['_KVNOTIFICATION']._serialized_end=1331
+  _globals['_KVLAYOUT']._serialized_end=284
+  _globals['_TRANSFERENDPOINT']._serialized_start=287
+  _globals['_TRANSFERENDPOINT']._serialized_end=558
+  _globals['_KVTICKET']._serialized_start=561
+  _globals['_KVTICKET']._serialized_end=855
+  _globals['_KVCOMPLETION']._serialized_start=858
+  _globals['_KVCOMPLETION']._serialized_end=990
+  _globals['_KVDRAINED']._serialized_start=992
+  _globals['_KVDRAINED']._serialized_end=1039
+  _globals['_KVNOTIFICATION']._serialized_start=1041
+  _globals['_KVNOTIFICATION']._serialized_end=1161
 # @@protoc_insertion_point(module_scope)

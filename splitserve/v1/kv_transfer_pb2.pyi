@@ -24,8 +24,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class KvLayout(_message.Message):
     """How KV blocks lie in memory and which weights filled them. Two workers may hand KV to each other
-    only when every field is equal, but for tensor_parallel_size where axis_order allows it; otherwise registration is refused,
-    naming the first field.
+    only when every field is equal; otherwise registration is refused, naming the first field.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -34,7 +33,6 @@ class KvLayout(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_TOKENS_FIELD_NUMBER: _builtins.int
     AXIS_ORDER_FIELD_NUMBER: _builtins.int
-    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
     NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
     HEAD_DIM_FIELD_NUMBER: _builtins.int
@@ -48,13 +46,8 @@ class KvLayout(_message.Message):
     block_size_tokens: _builtins.int
     """Tokens in one block. Range 1..1024. Required."""
     axis_order: _builtins.str
-    """Order of the axes inside one block, outermost first, for example "layer,kv,head,token,dim". Required. Where it
-    contains ":layer,block,head", each head of a layer's piece is one contiguous range, opaque inside, and workers of
-    different tensor_parallel_size may hand KV to each other. At most 128 characters.
-    """
-    tensor_parallel_size: _builtins.int
-    """Tensor-parallel ranks that share one sequence's KV. Range 1..64; it divides num_kv_heads or is a multiple of it.
-    Required.
+    """Order of the axes inside one block, outermost first, for example "layer,kv,head,token,dim"; with engine vllm, which
+    kernels read the blocks. Required, at most 128 characters.
     """
     num_layers: _builtins.int
     """Attention layers whose KV is stored. Range 1..1024. Required."""
@@ -71,7 +64,6 @@ class KvLayout(_message.Message):
         dtype: _builtins.str = ...,
         block_size_tokens: _builtins.int = ...,
         axis_order: _builtins.str = ...,
-        tensor_parallel_size: _builtins.int = ...,
         num_layers: _builtins.int = ...,
         num_kv_heads: _builtins.int = ...,
         head_dim: _builtins.int = ...,
@@ -79,7 +71,7 @@ class KvLayout(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size_tokens", b"block_size_tokens", "dtype", b"dtype", "engine_version", b"engine_version", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size_tokens", b"block_size_tokens", "dtype", b"dtype", "engine_version", b"engine_version", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -102,8 +94,6 @@ class TransferEndpoint(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     PROBE_BLOCKS_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
-    LAYER_STRIDE_FIELD_NUMBER: _builtins.int
-    RANKS_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
     """Agent id, a UUID made at boot (36 characters). Required. Never reused."""
     transport: _builtins.str
@@ -111,11 +101,9 @@ class TransferEndpoint(_message.Message):
     metadata: _builtins.bytes
     """Opaque connection data of the transport (NIXL agent metadata). At most 1 MiB. Required for "nixl"."""
     base_address: _builtins.int
-    """Start of the registered KV pool in the owner's address space, in bytes. Required, never 0 for "nixl". Default 0 with
-    ranks.
-    """
+    """Start of the registered KV pool in the owner's address space, in bytes. Required, never 0."""
     block_bytes: _builtins.int
-    """Size of one block with all its layers, in bytes, each head counted once. Range 1..2^32. Required."""
+    """Size of one block with all its layers, in bytes. Range 1..2^32. Required."""
     num_blocks: _builtins.int
     """Blocks in the pool. Range 1..2^31-1. Required."""
     memory_kind: _builtins.str
@@ -130,21 +118,9 @@ class TransferEndpoint(_message.Message):
     """Equal for all processes of one machine (the kernel's boot id), so that a peer knows what lane to expect. At most
     64 characters. Empty if unknown.
     """
-    layer_stride: _builtins.int
-    """Bytes between the starts of two layers. Each layer then has a row of num_blocks pieces, block_bytes / layout.num_layers
-    bytes each, and block b is the b-th piece of every row; block_bytes is the sum of its pieces. At least one row.
-    Default 0: a block is one contiguous piece with all its layers.
-    """
     @_builtins.property
     def layout(self) -> Global___KvLayout:
         """How the pool is laid out. Required."""
-
-    @_builtins.property
-    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankEndpoint]:
-        """Where the KV of each tensor-parallel rank lies, in order of rank: layout.tensor_parallel_size of them, each with
-        num_blocks blocks. agent_id and metadata are then those of an agent that takes notifications alone, base_address,
-        device_index and layer_stride are 0. Default none: the worker is one rank, and the fields above are its own.
-        """
 
     def __init__(
         self,
@@ -160,56 +136,14 @@ class TransferEndpoint(_message.Message):
         layout: Global___KvLayout | None = ...,
         probe_blocks: _builtins.int = ...,
         host_id: _builtins.str = ...,
-        layer_stride: _builtins.int = ...,
-        ranks: _abc.Iterable[Global___RankEndpoint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "base_address", b"base_address", "block_bytes", b"block_bytes", "device_index", b"device_index", "host_id", b"host_id", "layer_stride", b"layer_stride", "layout", b"layout", "memory_kind", b"memory_kind", "metadata", b"metadata", "num_blocks", b"num_blocks", "probe_blocks", b"probe_blocks", "ranks", b"ranks", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "base_address", b"base_address", "block_bytes", b"block_bytes", "device_index", b"device_index", "host_id", b"host_id", "layout", b"layout", "memory_kind", b"memory_kind", "metadata", b"metadata", "num_blocks", b"num_blocks", "probe_blocks", b"probe_blocks", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TransferEndpoint: _TypeAlias = TransferEndpoint  # noqa: Y015
-
-@_typing.final
-class RankEndpoint(_message.Message):
-    """Where the part of a worker's KV that one tensor-parallel rank holds can be reached. Rank r of R holds the KV heads
-    [r * num_kv_heads / R, (r + 1) * num_kv_heads / R), or head r * num_kv_heads / R where there are fewer heads than ranks.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    AGENT_ID_FIELD_NUMBER: _builtins.int
-    METADATA_FIELD_NUMBER: _builtins.int
-    BASE_ADDRESS_FIELD_NUMBER: _builtins.int
-    LAYER_STRIDE_FIELD_NUMBER: _builtins.int
-    DEVICE_INDEX_FIELD_NUMBER: _builtins.int
-    agent_id: _builtins.str
-    """Agent id of the rank, a UUID made at boot (36 characters). Required, different from all others of the endpoint."""
-    metadata: _builtins.bytes
-    """Opaque connection data of the transport. At most 16 KiB. Required for "nixl"."""
-    base_address: _builtins.int
-    """Start of the rank's KV in its own address space, in bytes. Required, never 0."""
-    layer_stride: _builtins.int
-    """As TransferEndpoint.layer_stride, with pieces that hold the rank's heads. Default 0."""
-    device_index: _builtins.int
-    """Device index of the rank's KV. Default 0 (also for DRAM)."""
-    def __init__(
-        self,
-        *,
-        agent_id: _builtins.str = ...,
-        metadata: _builtins.bytes = ...,
-        base_address: _builtins.int = ...,
-        layer_stride: _builtins.int = ...,
-        device_index: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "base_address", b"base_address", "device_index", b"device_index", "layer_stride", b"layer_stride", "metadata", b"metadata"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RankEndpoint: _TypeAlias = RankEndpoint  # noqa: Y015
 
 @_typing.final
 class KvTicket(_message.Message):
@@ -227,6 +161,7 @@ class KvTicket(_message.Message):
     WRITER_AGENT_ID_FIELD_NUMBER: _builtins.int
     VERIFY_ONE_IN_FIELD_NUMBER: _builtins.int
     ADAPTER_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    GROUP_BLOCKS_FIELD_NUMBER: _builtins.int
     decode_agent_id: _builtins.str
     """Agent id of the decode worker that owns the blocks. Required. Unknown to the writer: FAILED_PRECONDITION."""
     epoch: _builtins.int
@@ -255,6 +190,12 @@ class KvTicket(_message.Message):
     def time_to_live(self) -> _duration_pb2.Duration:
         """Time left in which the ticket may be used, counted from receipt. Range (0, 24 h]. Required."""
 
+    @_builtins.property
+    def group_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many of block_indices belong to each group of layers, for engines whose layers differ in what KV they keep; each
+        group has the last blocks of the sequence. Their sum is len(block_indices). Default: one group.
+        """
+
     def __init__(
         self,
         *,
@@ -268,10 +209,11 @@ class KvTicket(_message.Message):
         writer_agent_id: _builtins.str = ...,
         verify_one_in: _builtins.int = ...,
         adapter_fingerprint: _builtins.str = ...,
+        group_blocks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time_to_live", b"time_to_live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_fingerprint", b"adapter_fingerprint", "block_indices", b"block_indices", "cached_tokens", b"cached_tokens", "decode_agent_id", b"decode_agent_id", "epoch", b"epoch", "reservation", b"reservation", "time_to_live", b"time_to_live", "total_bytes", b"total_bytes", "verify_one_in", b"verify_one_in", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_fingerprint", b"adapter_fingerprint", "block_indices", b"block_indices", "cached_tokens", b"cached_tokens", "decode_agent_id", b"decode_agent_id", "epoch", b"epoch", "group_blocks", b"group_blocks", "reservation", b"reservation", "time_to_live", b"time_to_live", "total_bytes", b"total_bytes", "verify_one_in", b"verify_one_in", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

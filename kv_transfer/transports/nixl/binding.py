@@ -29,7 +29,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -128,23 +127,14 @@ class NixlAgent:
         self._call("remove a peer", self._agent.invalidateRemoteMD, agent_id)
 
     def prepare_blocks(
-        self,
-        peer: str | None,
-        rows: Sequence[int],
-        size: int,
-        stride: int,
-        count: int,
-        device: int,
-        memory_kind: str,
+        self, peer: str | None, address: int, size: int, count: int, device: int, memory_kind: str
     ) -> int:
-        """Prepares a descriptor list: for each address in `rows`, `count` pieces of `size` bytes, every `stride` bytes.
+        """Prepares a descriptor list of `count` blocks of `size` bytes, one behind the other from `address` on.
 
         `peer`: whose memory; None for local memory. A strided row (address, length, device, stride, count) describes
-        all pieces: 0.05 ms for a million of them, against 90 ms with one row per piece.
+        all blocks: 0.05 ms for a million of them, against 90 ms with one row per block.
         """
-        strided: npt.NDArray[np.uint64] = np.array(
-            [[address, size, device, stride, count] for address in rows], dtype=np.uint64
-        )
+        strided: npt.NDArray[np.uint64] = np.array([[address, size, device, size, count]], dtype=np.uint64)
         owner = self._nixl.NIXL_INIT_AGENT if peer is None else peer
         kind = self._memory_kinds[memory_kind]
         return int(self._call("prepare descriptors", self._agent.prepXferDlist, owner, kind, strided))

@@ -30,27 +30,18 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from typing_extensions import override
 
 from kv_transfer.transports.nixl.binding import NixlAgent, PeerLostError, load_nixl
-from kv_transfer.transports.regions import (
-    DRAM,
-    KvMemoryRegion,
-    check_blocks,
-    check_memory,
-    count_descriptors,
-    pieces_touch,
-)
+from kv_transfer.transports.regions import DRAM, KvMemoryRegion, check_blocks, check_memory, merge_runs
 from kv_transfer.transports.transport import (
     PollResult,
     TransferEndpoint,
     Transport,
     WriteResult,
-    check_agent,
     check_endpoint,
     check_notification,
     connected_peer,
@@ -65,33 +56,10 @@ _MAX_FENCED = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class _Blocks:
-    """All blocks of a region as a descriptor list of NIXL."""
-
-    handle: int = 0
-    count: int = 0
-    rows: int = 0
-    """Descriptors of one block."""
-
-    def indices(self, blocks: Sequence[int]) -> npt.NDArray[np.int32]:
-        """The entries of blocks, row by row: int32 `[rows * blocks]`."""
-        entries = np.array(blocks, dtype=np.int32)
-        starts = np.arange(self.rows, dtype=np.int32)[:, None] * np.int32(self.count)
-        return (starts + entries).ravel()
-
-
-_NO_BLOCKS = _Blocks()
-
-
-@dataclass(frozen=True, slots=True)
 class _Peer:
-    theirs: _Blocks = _NO_BLOCKS
-    own: _Blocks = _NO_BLOCKS
-    """The own blocks, or the part of them, that are written there."""
-    lists: tuple[int, ...] = ()
-    """The descriptor lists that were made for this peer."""
-    touching: bool = True
-    """Whether neighbouring blocks can be merged."""
+    num_blocks: int
+    blocks: int
+    """Handle of NIXL's descriptor list of the peer's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +82,7 @@ class NixlTransport(Transport):
         self._closed = False
         self._endpoint: TransferEndpoint | None = None
         self._regions: object = None
-        self._blocks = _NO_BLOCKS
+        self._blocks = 0
         self._peers: dict[str, _Peer] = {}
         self._fenced: dict[str, None] = {}
         self._flights: dict[int, _WriteInFlight] = {}
@@ -145,51 +113,23 @@ class NixlTransport(Transport):
     @override
     def connect(self, endpoint: TransferEndpoint) -> None:
         """Loads the peer's metadata; the peer need not be running yet."""
-        if not self._known(endpoint):
-            check_endpoint(mine := registered(self._endpoint), endpoint)
-            self._connect(endpoint, (mine.memory, endpoint.memory))
-
-    @override
-    def connect_part(self, endpoint: TransferEndpoint, own: KvMemoryRegion | None) -> None:
-        if self._known(endpoint):
+        peer_id, memory = endpoint.agent_id, endpoint.memory
+        self._fenced.pop(peer_id, None)
+        if peer_id in self._peers:
             return
-        mine = registered(self._endpoint)
-        if own is None:
-            check_agent(mine, endpoint)
-            self._connect(endpoint, None)
-        else:
-            check_endpoint(replace(mine, memory=own), endpoint)
-            self._connect(endpoint, (own, endpoint.memory))
-
-    def _known(self, endpoint: TransferEndpoint) -> bool:
-        """Whether a peer is connected already. It is refused no longer."""
-        self._fenced.pop(endpoint.agent_id, None)
-        return endpoint.agent_id in self._peers
-
-    def _connect(
-        self, endpoint: TransferEndpoint, sides: tuple[KvMemoryRegion, KvMemoryRegion] | None
-    ) -> None:
-        """Connects a peer. `sides`: what is written and where to; None: it takes notifications only."""
-        peer_id, agent = endpoint.agent_id, self._require_agent()
+        check_endpoint(registered(self._endpoint), endpoint)
+        agent = self._require_agent()
         named = agent.add_peer(endpoint.metadata)
         try:
             if named != peer_id:
                 raise TransferError(f"the metadata of agent {peer_id} is another agent's")
-            peer = self._prepare(agent, peer_id, *sides) if sides is not None else _Peer()
+            blocks = _prepare_blocks(agent, peer_id, memory)
             agent.send(peer_id, _HELLO)
         except TransferError:
             if named not in self._peers:
                 agent.remove_peer(named)
             raise
-        self._peers[peer_id] = peer
-
-    def _prepare(self, agent: NixlAgent, peer_id: str, own: KvMemoryRegion, theirs: KvMemoryRegion) -> _Peer:
-        """The descriptor lists of both sides. Peers that are written whole blocks share the one of this side."""
-        remote = _prepare_blocks(agent, peer_id, theirs)
-        if own == registered(self._endpoint).memory:
-            return _Peer(remote, self._blocks, (remote.handle,))
-        local = _prepare_blocks(agent, None, own)
-        return _Peer(remote, local, (local.handle, remote.handle), pieces_touch(own, theirs))
+        self._peers[peer_id] = _Peer(memory.num_blocks, blocks)
 
     @override
     def disconnect(self, agent_id: str) -> None:
@@ -221,11 +161,11 @@ class NixlTransport(Transport):
         NIXL does not say which lane a write took, so every failure of a posted one leaves it in doubt.
         """
         peer, agent = connected_peer(self._peers, agent_id), self._require_agent()
-        own, theirs = peer.own, peer.theirs
-        check_blocks(local_blocks, own.count, remote_blocks, theirs.count)
+        own = registered(self._endpoint).memory
+        check_blocks(local_blocks, own.num_blocks, remote_blocks, peer.num_blocks)
         check_notification(notification)
-        local, remote = own.indices(local_blocks), theirs.indices(remote_blocks)
-        request = agent.make_write(own.handle, local, theirs.handle, remote, notification or b"")
+        local, remote = (np.array(blocks, dtype=np.int32) for blocks in (local_blocks, remote_blocks))
+        request = agent.make_write(self._blocks, local, peer.blocks, remote, notification or b"")
         handle = self._next_handle
         self._next_handle += 1
         try:
@@ -235,7 +175,7 @@ class NixlTransport(Transport):
             self._completed.append(WriteResult(handle, error.message, in_doubt=True))
             self._end(agent_id, request, error)
             return handle
-        self._descriptors += count_descriptors(local_blocks, remote_blocks, own.rows, touching=peer.touching)
+        self._descriptors += len(merge_runs(local_blocks, remote_blocks))
         if completed:
             self._release(request)
             self._completed.append(WriteResult(handle))
@@ -280,7 +220,7 @@ class NixlTransport(Transport):
         self._agent = None
         try:
             if self._endpoint is not None:
-                agent.release_blocks(self._blocks.handle)
+                agent.release_blocks(self._blocks)
                 agent.deregister(self._regions)
         except TransferError as error:
             _log.warning("transport.close_incomplete: %s", error)
@@ -317,8 +257,7 @@ class NixlTransport(Transport):
             self._completed.append(WriteResult(handle, why, in_doubt=True))
         agent = self._require_agent()
         try:
-            for blocks in peer.lists:
-                agent.release_blocks(blocks)
+            agent.release_blocks(peer.blocks)
             agent.remove_peer(agent_id)
         except TransferError as error:
             _log.warning("transport.peer_not_removed: agent_id=%s %s", agent_id, error)
@@ -335,9 +274,9 @@ class NixlTransport(Transport):
         return self._agent
 
 
-def _prepare_blocks(agent: NixlAgent, peer: str | None, memory: KvMemoryRegion) -> _Blocks:
-    """A descriptor list of all blocks of a region, row by row."""
-    rows, count = memory.rows, memory.num_blocks
-    device, kind = memory.device_index, memory.memory_kind
-    handle = agent.prepare_blocks(peer, rows, memory.piece_bytes, memory.stride, count, device, kind)
-    return _Blocks(handle, count, len(rows))
+def _prepare_blocks(agent: NixlAgent, peer: str | None, memory: KvMemoryRegion) -> int:
+    """A descriptor list of all blocks of a region."""
+    size, count = memory.layout.block_bytes, memory.num_blocks
+    return agent.prepare_blocks(
+        peer, memory.base_address, size, count, memory.device_index, memory.memory_kind
+    )

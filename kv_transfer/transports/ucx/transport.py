@@ -123,11 +123,6 @@ class UcxTransport(Transport):
         if self._endpoint is not None:
             raise FailedPreconditionError("the memory is registered already")
         check_memory(memory)
-        if memory.layer_stride:
-            raise FailedPreconditionError(
-                "transport ucx moves blocks in one piece only, not layer by layer; use nixl",
-                field="layer_stride",
-            )
         self._memory = RegionBytes(memory)
         self._receiver = UcxReceiver(
             self._agent_id, self._require_worker(), self._inbox, self._memory, self._partings, self._clock

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -38,7 +37,6 @@ LAYOUTS: list[tuple[str, dict[str, Any], int]] = [
     ("dtype", {"dtype": "float32"}, 1024),
     ("block_size_tokens", {"block_size_tokens": 24}, 384),
     ("axis_order", {"axis_order": "kv,layer,head,token,dim"}, 256),
-    ("tensor_parallel_size", {"tensor_parallel_size": 2}, 256),
     ("num_layers", {"num_layers": 2}, 512),
     ("num_kv_heads", {"num_kv_heads": 2}, 512),
     ("head_dim", {"head_dim": 16}, 512),
@@ -55,10 +53,6 @@ async def test_an_unequal_layout_is_refused_naming_the_field(
     for name, value in changed.items():
         setattr(endpoint.layout, name, value)
     endpoint.block_bytes = block_bytes
-    if endpoint.layout.tensor_parallel_size > 1:
-        endpoint.base_address = 0
-        for number in range(endpoint.layout.tensor_parallel_size):
-            endpoint.ranks.add(agent_id=str(uuid.UUID(int=number + 1)), metadata=b"m", base_address=4096)
     request = registry_pb2.RegisterRequest(
         worker_id="odd",
         epoch=1,

@@ -76,7 +76,7 @@ async def test_answers_follow_the_quantized_weights(method: str, tmp_path: Path)
         engine="vllm",
         prefill=1,
         decode=1,
-        worker_options=[*options, "--verify-kv", "all"],
+        worker_options=options,
     )
     tokens = load_tokenizer(str(checkpoint)).encode(sentences(40, seed=5))
     async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=300) as client:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from engine.core.engine import EngineRequest, RequestOutput, StopParams
+from engine.core.engine import EngineRequest, ReservedBlocks, StopParams
 from engine.core.model_runner import SamplingParams
 from engine.kv_cache.block_pool import KvEventReader
 from splitserve.client import AsyncClient
 from splitserve.config.engine import EngineConfig
-from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError, FailedPreconditionError, NotFoundError
 from splitserve.generation.kv_blocks import block_keys, chain_salt, keys_of
 from splitserve.models.hf_tokenizer import load_tokenizer
@@ -26,8 +25,8 @@ from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import Reading, decoding_worker
 from tests.support.engine.reference import Reference
 from tests.support.engine.tiny_models import make_tiny_model
+from tests.support.engine.vllm_rig import VllmRig
 from tests.support.lora import make_adapter, merged
-from worker.build import EngineParts, build_engine
 
 BLOCK, CHUNK, MAX_TOKENS, ROOM = 32, 64, 12, 2
 NAMES = ("red", "blue", "green")
@@ -69,12 +68,8 @@ def prompts(models: Models) -> list[list[int]]:
     return [tokens[start : start + 70] for start in range(0, 700, 70)]
 
 
-@dataclass
-class Engine:
-    """An engine with room for two adapters, stepped until it has nothing to do."""
-
-    parts: EngineParts
-    outputs: dict[str, list[RequestOutput]] = field(default_factory=dict)
+class Engine(VllmRig):
+    """With room for two adapters."""
 
     def ask(
         self, request_id: str, name: str, prompt: Sequence[int], count: int = MAX_TOKENS
@@ -85,27 +80,18 @@ class Engine:
         return replace(request, cache_salt=chain_salt(b"tenant", adapter))
 
     def add(self, request_id: str, name: str, prompt: Sequence[int], count: int = MAX_TOKENS) -> None:
-        self.parts.core.add_request(self.ask(request_id, name, prompt, count))
+        self.core.add_request(self.ask(request_id, name, prompt, count))
 
-    def step(self) -> None:
-        self.parts.core.begin_step()
-        self.parts.core.finish_step()
-        result = self.parts.core.take_result()
-        for output in result.outputs if result else ():
-            self.outputs.setdefault(output.request_id, []).append(output)
+    def reserved(self, request: EngineRequest, number: int) -> ReservedBlocks:
+        granted: list[ReservedBlocks] = []
 
-    def run(self) -> None:
-        while self.parts.core.has_work():
-            self.step()
+        def ask() -> bool:
+            if (blocks := self.core.reserve(request, number)) is not None:
+                granted.append(blocks)
+            return bool(granted)
 
-    def tokens(self, request_id: str) -> list[int]:
-        return [token for output in self.outputs[request_id] for token in output.token_ids]
-
-    def assert_empty(self) -> None:
-        self.run()
-        load = self.parts.core.load()
-        assert load.free_blocks == load.total_blocks, load
-        assert (load.running_requests, load.waiting_requests, load.reserved_blocks) == (0, 0, 0)
+        self.until(ask, "no blocks")
+        return granted[0]
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +107,9 @@ def engine(models: Models) -> Iterator[Engine]:
         adapters=models.adapters,
         engine_args=f"--max-loras {ROOM}",
     )
-    parts = build_engine(WorkerConfig(worker_id="w", model=str(models.base), engine=settings))
-    yield Engine(parts)
-    parts.transport.close()
-    parts.core.close()
+    rig = VllmRig.of(str(models.base), settings)
+    yield Engine(rig.parts, rig.posted)
+    rig.close()
 
 
 def test_base_and_adapters_in_one_batch(engine: Engine, models: Models, prompts: list[list[int]]) -> None:
@@ -144,19 +129,17 @@ def test_no_block_is_shared_between_base_and_adapters(
     engine: Engine, models: Models, prompts: list[list[int]]
 ) -> None:
     """And the coordinator knows each block under the name that it looks for."""
-    core, prompt = engine.parts.core, prompts[2]
+    core, prompt = engine.core, prompts[2]
     for number, name in enumerate((BASE, "red", "blue"), start=1):
         request = engine.ask(f"reserved-{name}", name, prompt)
-        reserved = core.reserve(request, number)
-        assert reserved is not None
+        reserved = engine.reserved(request, number)
         assert reserved.cached_tokens == 0, name
         core.abort(request.request_id)
         core.release_writer(number)
         engine.add(f"cached-{name}", name, prompt)
         engine.run()
         assert engine.tokens(f"cached-{name}") == models.greedy(name, prompt)
-        again = core.reserve(engine.ask(f"again-{name}", name, prompt), number + 10)
-        assert again is not None
+        again = engine.reserved(engine.ask(f"again-{name}", name, prompt), number + 10)
         assert again.cached_tokens == 2 * BLOCK, name
         core.abort(f"again-{name}")
         core.release_writer(number + 10)
@@ -167,22 +150,22 @@ def test_no_block_is_shared_between_base_and_adapters(
 
 
 def test_an_adapter_without_room_waits(engine: Engine, models: Models, prompts: list[list[int]]) -> None:
-    core = engine.parts.core
+    core = engine.core
     engine.add("long-red", "red", prompts[3], 40)
     engine.add("long-blue", "blue", prompts[3], 20)
     engine.add("green", "green", prompts[3])
     engine.add("left", "green", prompts[4])
-    engine.step()
+    engine.until(lambda: "long-red" in engine.outputs, "it does not begin")
     assert core.load().waiting_requests >= 2
-    assert core.reserve(engine.ask("reserved", "green", prompts[5]), 50) is None
+    assert core.reserve(engine.ask("early", "green", prompts[5]), 50) is None
+    assert core.abort("early")
     assert core.abort("left")
     engine.run()
     for request_id, count in (("long-red", 40), ("long-blue", 20), ("green", MAX_TOKENS)):
         name = request_id.removeprefix("long-")
         assert engine.tokens(request_id) == models.greedy(name, prompts[3], count), name
     assert "left" not in engine.outputs
-    reserved = core.reserve(engine.ask("reserved", "green", prompts[5]), 50)
-    assert reserved is not None
+    engine.reserved(engine.ask("reserved", "green", prompts[5]), 50)
     core.abort("reserved")
     core.release_writer(50)
     engine.assert_empty()
@@ -214,7 +197,7 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_own_requests_alone(
     engine: Engine, models: Models, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     """Its files are another adapter's now; at the time of the request, and when room for it is found later."""
-    core, folder = engine.parts.core, models.adapters["green"]
+    core, folder = engine.core, models.adapters["green"]
     for name in ("red", "blue"):  # unloads it
         engine.add(f"loads-{name}", name, prompts[6])
     engine.run()
@@ -274,8 +257,6 @@ async def cluster(models: Models, tmp_path: Path, request: pytest.FixtureRequest
         "0.1",
         "--lease",
         "5",
-        "--verify-kv",
-        "all",
     ]
     setup = Cluster(
         tmp_path,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.vllm.boot import PLUGINS
+from engine.vllm.boot import FIRST_TOKENS
 from engine.vllm.options import BY_SETTING, REFUSED, checked_options, own_arguments
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
@@ -64,5 +64,5 @@ def test_vllm_takes_no_sampler_of_others_beside_speculation() -> None:
 
     with pytest.raises(ValueError, match="not supported when speculative decoding is enabled"):
         build_logitsprocs(
-            SimpleNamespace(speculative_config=object()), torch.device("cpu"), False, False, [PLUGINS[1]]
+            SimpleNamespace(speculative_config=object()), torch.device("cpu"), False, False, [FIRST_TOKENS]
         )

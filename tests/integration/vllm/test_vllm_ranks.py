@@ -21,7 +21,7 @@ from tests.support.engine.tiny_models import make_tiny_model
 
 BLOCK, CHUNK, MAX_TOKENS = 32, 64, 6
 TWO_RANKS = "--engine-args=--tensor-parallel-size 2"
-LEFT_BEHIND = ("splitserve-ranks-*", "vllm_dist_*", "????????-????-????-????-????????????")
+LEFT_BEHIND = ("splitserve-vllm-*", "vllm_dist_*", "????????-????-????-????-????????????")
 """The last ones are vLLM's sockets."""
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -51,7 +51,7 @@ def leftovers(scratch: Path) -> set[Path]:
 async def cluster(model: str, tmp_path: Path) -> AsyncIterator[Cluster]:
     """A coordinator; the tests start its workers. Temporary files have a folder of their own: others run beside it."""
     options = ["--dtype", "float32", "--context-tokens", "512", "--max-step-tokens", str(CHUNK)]
-    options += ["--kv-memory-bytes", "30000000", "--heartbeat", "0.1", "--lease", "5", "--verify-kv", "all"]
+    options += ["--kv-memory-bytes", "30000000", "--heartbeat", "0.1", "--lease", "5"]
     # A short name: it is part of those of sockets.
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         scratch = Path(name)
@@ -63,7 +63,6 @@ async def cluster(model: str, tmp_path: Path) -> AsyncIterator[Cluster]:
             decode=0,
             worker_options=options,
             environment={"TMPDIR": name},
-            fresh=True,
         )
         before = leftovers(scratch)
         async with running(setup) as cluster:
@@ -72,9 +71,9 @@ async def cluster(model: str, tmp_path: Path) -> AsyncIterator[Cluster]:
 
 
 def ranks_of(cluster: Cluster, name: str) -> list[psutil.Process]:
-    children = psutil.Process(cluster.members[name].process.pid).children()
-    others = ("resource_tracker", "splitserve.grammars")
-    return [child for child in children if not any(name in " ".join(child.cmdline()) for name in others)]
+    """vLLM's engine core, and its ranks if they are processes of their own."""
+    children = psutil.Process(cluster.members[name].process.pid).children(recursive=True)
+    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
@@ -85,7 +84,7 @@ async def test_greedy_tokens_equal_transformers(
     cluster.add_worker("prefill", "prefill-0", *([TWO_RANKS] if prefill == 2 else []))
     cluster.add_worker("decode", "decode-0", *([TWO_RANKS] if decode == 2 else []))
     await cluster.wait_ready(prefill=1, decode=1)
-    assert len(ranks_of(cluster, "decode-0")) == (2 if decode == 2 else 0)
+    assert len(ranks_of(cluster, "decode-0")) == (3 if decode == 2 else 1)
     prompts = {length: text_tokens[length : 2 * length] for length in (1, 31, 32, 33, 64, 65, 97, 130)}
     prompts[95] = prompts[130][:BLOCK] + text_tokens[: 95 - BLOCK]
     async with AsyncClient(cluster.target, timeout_s=300) as client:
@@ -113,19 +112,19 @@ async def test_greedy_tokens_equal_transformers(
 async def test_a_killed_rank_ends_its_worker_and_the_stream_goes_on(
     cluster: Cluster, text_tokens: list[int]
 ) -> None:
-    sampled = {"max_tokens": 60, "ignore_eos": True, "temperature": 1.0, "seed": 11}
+    greedy = {"max_tokens": 60, "ignore_eos": True, "temperature": 0.0}
     cluster.add_worker("prefill", "prefill-0")
     for name in ("decode-0", "decode-1"):
         cluster.add_worker("decode", name, TWO_RANKS)
     await cluster.wait_ready(prefill=1, decode=2)
     async with AsyncClient(cluster.target, timeout_s=300) as client:
-        undisturbed = await client.generate(text_tokens[50:120], **sampled)
+        undisturbed = await client.generate(text_tokens[50:120], **greedy)
         await cluster.assert_no_leaks()
-        reading = Reading(client, text_tokens[50:120], **sampled)
+        reading = Reading(client, text_tokens[50:120], **greedy)
         await reading.got(5)
         busy = await decoding_worker(cluster)
         ranks = ranks_of(cluster, busy)
-        ranks[1].kill()
+        ranks[-1].kill()
         answer = await reading.task
         assert answer.token_ids == undisturbed.token_ids
         cluster.members[busy].process.wait(timeout=60)

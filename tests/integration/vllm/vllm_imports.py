@@ -6,7 +6,7 @@ from importlib import import_module
 
 from engine.vllm.boot import prepare_environment
 
-NAMES = ("adapters", "kv_memory", "options", "plugins", "vllm_engine")
+NAMES = ("adapters", "model_files", "options", "prefix_events", "vllm_engine")
 
 prepare_environment(1)  # vLLM reads some of it when it is loaded
 for name in (

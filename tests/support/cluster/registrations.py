@@ -18,7 +18,6 @@ def layout(**changed: Any) -> kv_transfer_pb2.KvLayout:
         "dtype": "float32",
         "block_size_tokens": BLOCK_SIZE,
         "axis_order": "layer,kv,head,token,dim",
-        "tensor_parallel_size": 1,
         "num_layers": 2,
         "num_kv_heads": 2,
         "head_dim": 8,
@@ -41,11 +40,6 @@ def registration(
     **layout_changes: Any,
 ) -> registry_pb2.RegisterRequest:
     shape = layout(**layout_changes)
-    size = shape.tensor_parallel_size
-    ranks = [
-        kv_transfer_pb2.RankEndpoint(agent_id=str(uuid.uuid4()), metadata=b"m", base_address=4096)
-        for _ in range(size if 1 < size <= 64 else 0)
-    ]
     return registry_pb2.RegisterRequest(
         worker_id=worker_id,
         epoch=epoch,
@@ -61,12 +55,11 @@ def registration(
             agent_id=str(uuid.uuid4()),
             transport=transport,
             metadata=b"m",
-            base_address=0 if ranks else 4096,
+            base_address=4096,
             block_bytes=KvLayout.from_proto(shape).block_bytes,
             num_blocks=128,
             memory_kind="DRAM",
             layout=shape,
-            ranks=ranks,
         ),
         max_step_tokens=2048,
         max_running_requests=64,

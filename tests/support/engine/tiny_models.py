@@ -158,6 +158,59 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "gpt_neo": _config("GPTNeoConfig", num_layers=2, num_heads=4, attention_types=[[["global"], 2]]),
 }
 
+# What engine vllm serves beside: of sizes that vLLM's kernels on cpu take.
+_FOR_VLLM: dict[str, Any] = _WIDE | {"num_hidden_layers": 4, "head_dim": 64, "max_position_embeddings": 512}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+VLLM_FAMILIES: dict[str, Callable[[], Any]] = {
+    "vllm_qwen3": _config("Qwen3Config", **_FOR_VLLM),
+    "vllm_qwen3_moe": _config(
+        "Qwen3MoeConfig", **_FOR_VLLM, **_EXPERTS, num_experts=8, decoder_sparse_step=1
+    ),
+    "vllm_mixtral": _config("MixtralConfig", **_FOR_VLLM, num_local_experts=4, num_experts_per_tok=2),
+    "vllm_glm4_moe": _config(
+        "Glm4MoeConfig",
+        **_FOR_VLLM,
+        **_EXPERTS,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+    "vllm_gemma3": _config(
+        "Gemma3TextConfig",
+        **_FOR_VLLM,
+        sliding_window=64,
+        layer_types=_ALTERNATING * 2,
+        query_pre_attn_scalar=64,
+        tie_word_embeddings=False,
+    ),
+    "vllm_gpt_oss": _config(
+        "GptOssConfig",
+        **_FOR_VLLM,
+        sliding_window=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    "vllm_deepseek_v3": _config(
+        "DeepseekV3Config",
+        **{name: value for name, value in _FOR_VLLM.items() if name != "head_dim"},
+        **_EXPERTS,
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=64,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+    ),
+}
+
 # What tensor-parallel ranks can share out: four KV heads, of a size that vLLM's kernels take.
 SHARED_OUT: dict[str, Callable[[], Any]] = {
     "llama_4_heads": _config("LlamaConfig", hidden_size=128, intermediate_size=192, num_key_value_heads=4),
@@ -176,7 +229,7 @@ def make_tiny_model(family: str, folder: Path) -> Path:
     try:
         torch.manual_seed(20240)
         model = AutoModelForCausalLM.from_config(
-            (FAMILIES | OTHERS | REFUSED | SHARED_OUT)[family](), dtype=torch.float32
+            (FAMILIES | OTHERS | REFUSED | SHARED_OUT | VLLM_FAMILIES)[family](), dtype=torch.float32
         )
     finally:
         torch.random.set_rng_state(state)

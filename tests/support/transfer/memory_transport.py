@@ -11,25 +11,17 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from typing_extensions import override
 
-from kv_transfer.transports.regions import (
-    KvMemoryRegion,
-    Run,
-    check_blocks,
-    check_memory,
-    merge_runs,
-    pieces_touch,
-)
+from kv_transfer.transports.regions import KvMemoryRegion, Run, check_blocks, check_memory, merge_runs
 from kv_transfer.transports.transport import (
     PollResult,
     TransferEndpoint,
     Transport,
     WriteResult,
-    check_agent,
     check_endpoint,
     check_notification,
     connected_peer,
@@ -85,10 +77,7 @@ class MemoryHub:
         notification: bytes | None,
         sides: _Sides,
     ) -> str | None:
-        """Copies runs of blocks, then queues the notification. Returns the problem, or None on success.
-
-        Runs longer than a block need blocks that touch.
-        """
+        """Copies runs of blocks, then queues the notification. Returns the problem, or None on success."""
         with self._lock:
             target = self._members.get(to)
             if sender not in self._members or target is None or sender in target.fenced:
@@ -111,10 +100,9 @@ class MemoryHub:
 
 
 def _copy(mine: KvMemoryRegion, theirs: KvMemoryRegion, run: Run) -> None:
-    """Copies a run in all rows."""
-    size = run.length * theirs.piece_bytes
-    for source, target in zip(mine.rows, theirs.rows, strict=True):
-        ctypes.memmove(target + run.remote * theirs.stride, source + run.local * mine.stride, size)
+    size = theirs.layout.block_bytes
+    target, source = theirs.base_address + run.remote * size, mine.base_address + run.local * size
+    ctypes.memmove(target, source, run.length * size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,33 +140,13 @@ class MemoryTransport(Transport):
 
     @override
     def connect(self, endpoint: TransferEndpoint) -> None:
-        if not self._known(endpoint):
-            check_endpoint(mine := registered(self._endpoint), endpoint)
-            self._connect(endpoint, (mine.memory, endpoint.memory))
-
-    @override
-    def connect_part(self, endpoint: TransferEndpoint, own: KvMemoryRegion | None) -> None:
-        if self._known(endpoint):
-            return
-        mine = registered(self._endpoint)
-        if own is None:
-            check_agent(mine, endpoint)
-            self._connect(endpoint, (mine.memory, replace(endpoint.memory, num_blocks=0)))
-        else:
-            check_endpoint(replace(mine, memory=own), endpoint)
-            self._connect(endpoint, (own, endpoint.memory))
-
-    def _known(self, endpoint: TransferEndpoint) -> bool:
-        """Whether a peer is connected already; it is refused no longer then."""
-        if endpoint.agent_id in self._peers:
-            self._hub.set_fence(self._agent_id, endpoint.agent_id, closed=False)
-        return endpoint.agent_id in self._peers
-
-    def _connect(self, endpoint: TransferEndpoint, sides: _Sides) -> None:
-        if not self._hub.present(endpoint.agent_id):
-            raise TransferError(f"agent {endpoint.agent_id} cannot be reached")
+        if endpoint.agent_id not in self._peers:
+            mine = registered(self._endpoint)
+            check_endpoint(mine, endpoint)
+            if not self._hub.present(endpoint.agent_id):
+                raise TransferError(f"agent {endpoint.agent_id} cannot be reached")
+            self._peers[endpoint.agent_id] = mine.memory, endpoint.memory
         self._hub.set_fence(self._agent_id, endpoint.agent_id, closed=False)
-        self._peers[endpoint.agent_id] = sides
 
     @override
     def disconnect(self, agent_id: str) -> None:
@@ -207,11 +175,9 @@ class MemoryTransport(Transport):
         check_blocks(local_blocks, own.num_blocks, remote_blocks, theirs.num_blocks)
         check_notification(notification)
         runs = merge_runs(local_blocks, remote_blocks)
-        if not pieces_touch(own, theirs):
-            runs = [Run(*pair, 1) for pair in zip(local_blocks, remote_blocks, strict=True)]
         handle = self._next_handle
         self._next_handle += 1
-        self._descriptors += len(runs) * len(own.rows)
+        self._descriptors += len(runs)
         self._pending.append(_PendingWrite(handle, agent_id, runs, notification, (own, theirs)))
         return handle
 

@@ -80,7 +80,7 @@ def test_expired_reservations_get_an_error() -> None:
     replies = Replies()
     queue.add(entry("late", deadline_s=5.0, replies=replies))
     queue.add(entry("early", deadline_s=50.0))
-    queue.expire(5.0)
+    assert queue.expire(5.0) == ["late"]
     assert [type(answer) for answer in replies] == [DeadlineExceededError]
     assert len(queue) == 1
 

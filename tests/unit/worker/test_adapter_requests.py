@@ -74,5 +74,5 @@ def test_a_fingerprint_of_another_length_is_refused() -> None:
 def test_the_torch_engine_takes_no_adapters() -> None:
     settings = EngineConfig(kind="torch", adapters={"red": Path("red")})
     with pytest.raises(ConfigError, match="only engine vllm") as caught:
-        build_engine(WorkerConfig(worker_id="w", model="nothing", engine=settings))
+        build_engine(WorkerConfig(worker_id="w", model="nothing", engine=settings), lambda call: None)
     assert caught.value.field == "engine.adapters"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -120,7 +119,6 @@ def test_a_change_log_names_all_changed_workers() -> None:
         ("num_layers", 3),
         ("num_kv_heads", 4),
         ("head_dim", 16),
-        ("tensor_parallel_size", 2),
         ("engine_version", "2"),
     ],
 )
@@ -193,7 +191,6 @@ def _set(path: str, value: object) -> Damage:
         ("endpoint.block_bytes", 1),
         ("endpoint.num_blocks", 0),
         ("endpoint.probe_blocks", 2**30),
-        ("endpoint.layer_stride", 1),
         ("endpoint.host_id", "h" * 65),
         ("endpoint.memory_kind", "TAPE"),
         ("endpoint.layout.model_fingerprint", "ab"),
@@ -220,56 +217,6 @@ def test_every_field_has_its_bound(field: str, value: object) -> None:
         registry.register(request, 0.0)
     assert caught.value.field == field
     assert registry.snapshot().workers == ()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("layout.tensor_parallel_size", 3),
-        ("layout.tensor_parallel_size", 65),
-        ("base_address", 1),
-        ("layer_stride", 1 << 20),
-        ("ranks.agent_id", "not-a-uuid"),
-        ("ranks.agent_id", "same"),
-        ("ranks.metadata", b"x" * (2**14 + 1)),
-        ("ranks.base_address", 0),
-        ("ranks.layer_stride", 1),
-        ("ranks.layer_stride", 2**48 + 1),
-        ("ranks", 1),
-        ("ranks", 0),
-    ],
-)
-def test_every_field_of_a_rank_has_its_bound(field: str, value: Any) -> None:
-    registry = Registry(5.0)
-    request = registration("d0", DECODE, tensor_parallel_size=2)
-    endpoint = request.endpoint
-    if field == "ranks":
-        del endpoint.ranks[value:]
-        endpoint.base_address = 0 if endpoint.ranks else 4096
-    elif field.startswith("ranks."):
-        value = endpoint.agent_id if value == "same" else value
-        setattr(endpoint.ranks[1], field.removeprefix("ranks."), value)
-    else:
-        _set(f"endpoint.{field}", value)(request)
-    with pytest.raises(InvalidArgumentError) as caught:
-        registry.register(request, 0.0)
-    assert caught.value.field == f"endpoint.{field}"
-
-
-def test_one_rank_has_no_list_of_ranks() -> None:
-    request = registration("d0", DECODE)
-    request.endpoint.ranks.add(agent_id=request.endpoint.agent_id, base_address=1)
-    request.endpoint.base_address = 0
-    with pytest.raises(InvalidArgumentError, match="empty with one rank"):
-        Registry(5.0).register(request, 0.0)
-
-
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)])
-def test_tensor_parallel_sizes_may_differ_where_heads_are_outermost(prefill: int, decode: int) -> None:
-    registry, order = Registry(5.0), "anything:layer,block,head"
-    for name, pool, size in (("p0", PREFILL, prefill), ("d0", DECODE, decode)):
-        registry.register(registration(name, pool, tensor_parallel_size=size, axis_order=order), 0.0)
-    assert len(registry.snapshot().workers) == 2
 
 
 def test_an_endpoint_needs_metadata_and_an_address() -> None:

@@ -79,12 +79,12 @@ def test_options_are_words_of_a_shell() -> None:
     [
         ("--block-size 64", "--block-size is set by engine.block_size_tokens"),
         ("--max_num_seqs=3", "--max-num-seqs is set by engine.max_running_requests"),
-        ("-pp=2", "--pipeline-parallel-size is refused: each rank holds all layers"),
-        ("-sc '{}'", "--speculative-config is refused"),
-        ("--spec_method ngram", "--spec-method is refused"),
+        ("-dp=2", "--data-parallel-size is refused: start more workers"),
+        ("--prefill-context-parallel-size 2", "--prefill-context-parallel-size is refused"),
+        ("--scheduler_cls x", "--scheduler-cls is refused"),
         ("-dcp 2", "--decode-context-parallel-size is refused"),
         ("--kv-offloading-size 1", "--kv-offloading-size is refused: the handoff is splitserve's"),
-        ("--seed 1 --speculative-config '{}'", "--speculative-config is refused"),
+        ("--seed 1 --diffusion-config x", "--diffusion-config is refused"),
         ("--kv-transfer-config.kv_role x", "--kv-transfer-config is refused"),
         ("--enable-lora", "--enable-lora is set by engine.adapters"),
         ("--lora-modules a=b", "--lora-modules is set by engine.adapters"),
@@ -102,12 +102,12 @@ def test_refused_options_are_named(given: str, named: str) -> None:
     [
         ({"nnodes": 2}, "--nnodes is refused: a worker is on one machine"),
         ({"max_num_seqs": 3}, "--max-num-seqs is set by engine.max_running_requests"),
-        ({"speculative_config": {"method": "ngram"}}, "--speculative-config is refused"),
+        ({"kv_events_config": {"x": 1}}, "--kv-events-config is refused"),
         ({"load_format": "dummy"}, "--load-format dummy is refused"),
     ],
 )
 def test_what_vllm_read_under_another_spelling_is_refused(changed: dict[str, Any], named: str) -> None:
-    own = {"nnodes": 1, "max_num_seqs": 64, "speculative_config": None, "load_format": "auto", "seed": 0}
+    own = {"nnodes": 1, "max_num_seqs": 64, "kv_events_config": None, "load_format": "auto", "seed": 0}
     require_own(own, own | {"seed": 3})
     with pytest.raises(ConfigError, match=named) as raised:
         require_own(own, own | changed)

@@ -91,6 +91,30 @@ def test_cached_blocks_are_not_sent() -> None:
     assert (transport.writes[1].local, transport.writes[1].remote) == ((43, 44), (100, 101))
 
 
+def test_groups_of_layers_are_sent_whole_and_each_gives_its_last_blocks() -> None:
+    ticket = replace(a_ticket(blocks=5), group_blocks=(3, 2))
+    pusher, transport = a_pusher(ticket)
+    held = [40, 41, 42, 43, 50, 51]
+    pusher.on_progress("r", 2 * SIZE, held, False, None, now=1.0, group_blocks=(4, 2))
+    assert transport.writes == {}
+    pusher.on_progress("r", 4 * SIZE, held, True, 17, now=1.0, group_blocks=(4, 2))
+    assert transport.writes[1].local == (41, 42, 43, 50, 51)
+    assert transport.writes[1].remote == ticket.block_indices
+    transport.end_all()
+    assert [type(event) for event in pusher.poll(2.0, transport.poll().writes)] == [PushDone]
+    assert completions(transport) == [WriteCompletion(9, 5, 5 * LAYOUT.block_bytes, 17)]
+
+
+@pytest.mark.parametrize("held", [(3,), (2, 2), (3, 1), (3, 2, 1)])
+def test_a_ticket_for_other_groups_is_refused(held: tuple[int, ...]) -> None:
+    pusher, transport = a_pusher(replace(a_ticket(blocks=5), group_blocks=(3, 2)))
+    pusher.on_progress("r", 4 * SIZE, TABLE[: sum(held)], True, 17, now=1.0, group_blocks=held)
+    (event,) = pusher.poll(1.0, transport.poll().writes)
+    assert isinstance(event, PushFailed)
+    assert event.reason == "TICKET_MISMATCH"
+    assert (transport.writes, drained(transport)) == ({}, [Drained(9, 5)])
+
+
 def test_nothing_to_write_is_a_bare_completion() -> None:
     pusher, transport = a_pusher(a_ticket(blocks=0, cached=2))
     pusher.on_progress("r", 2 * SIZE, TABLE[:2], True, 8, now=1.0)

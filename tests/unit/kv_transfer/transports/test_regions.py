@@ -1,17 +1,14 @@
-"""Rows of registered memory, and merging of block pairs into runs."""
+"""Merging of block pairs into runs."""
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.transports.regions import KvMemoryRegion, Run, merge_runs
-from tests.support.engine.numpy_pool import LAYOUT
+from kv_transfer.transports.regions import Run, merge_runs
 
 PAIRS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=40)
 
@@ -39,20 +36,3 @@ def test_empty_and_unequal() -> None:
     assert merge_runs([], []) == []
     with pytest.raises(ValueError, match="shorter"):
         merge_runs([1, 2], [1])
-
-
-@pytest.mark.parametrize("layered", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_the_rows_of_all_shares_of_heads_cover_the_memory_once(layered: bool, count: int) -> None:
-    """Whole, and layer by layer for each share of the heads, as tensor-parallel ranks have them."""
-    heads, blocks = 4, 3
-    layout = replace(LAYOUT, num_kv_heads=heads)
-    stride = blocks * layout.block_bytes // layout.num_layers if layered else 0
-    region = KvMemoryRegion(4096, blocks, layout, layer_stride=stride)
-    parts = [region.heads(first, count) for first in range(0, heads, count)] if layered else [region]
-    seen: Counter[int] = Counter()
-    for part in parts:
-        for row in part.rows:
-            for start in (row + block * part.stride for block in range(part.num_blocks)):
-                seen.update(range(start, start + part.piece_bytes))
-    assert seen == Counter(range(4096, 4096 + blocks * layout.block_bytes))

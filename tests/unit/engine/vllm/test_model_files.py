@@ -1,4 +1,4 @@
-"""KV in rows, one a layer, as a memory region; needs no vLLM."""
+"""What names a model towards peers; needs no vLLM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import xxhash
 from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
@@ -17,14 +16,9 @@ from transformers import (
 )
 
 from engine.model.loaded_model import model_fingerprint
-from engine.vllm.kv_memory import (
-    CPU_BACKEND,
+from engine.vllm.model_files import (
     FileTensors,
     fingerprint_of,
-    head_digests,
-    kv_region,
-    order_of,
-    read_blocks,
     tied_tensors,
 )
 from splitserve.errors import UnsupportedModelError
@@ -37,38 +31,6 @@ def folder(tmp_path: Path) -> Path:
     save_file({"a": torch.ones(2, 3)}, str(tmp_path / "model-1.safetensors"))
     save_file({"b": torch.zeros(4)}, str(tmp_path / "model-2.safetensors"))
     return tmp_path
-
-
-def test_a_region_of_rows() -> None:
-    pool = torch.arange(LAYERS * BLOCKS * HEADS * TOKENS * WIDTH, dtype=torch.float32)
-    layers = pool.view(LAYERS, BLOCKS, HEADS, TOKENS, WIDTH)
-    memory = kv_region({str(n): layers[n] for n in range(LAYERS)}, "print", "order", "v")
-    layout = memory.layout
-    assert (layout.num_layers, layout.num_kv_heads, layout.head_dim) == (LAYERS, HEADS, WIDTH // 2)
-    assert (layout.block_size_tokens, layout.dtype, layout.axis_order) == (TOKENS, "float32", "order")
-    assert layout.block_bytes == layers[:, 0].nbytes
-    assert memory.piece_bytes == layers[0, 0].nbytes
-    assert memory.span_bytes == pool.nbytes
-    assert memory.rows == tuple(layers[n].data_ptr() for n in range(LAYERS))
-    assert layout.model_fingerprint == "print"
-    heads = [layers[:, 3, head].contiguous().numpy().tobytes() for head in range(HEADS)]
-    assert head_digests(memory, [3]) == [[xxhash.xxh3_64_intdigest(head) for head in heads]]
-    assert len(read_blocks(memory, [3, 0])[0]) == HEADS * 8
-
-
-def test_orders_are_named_by_who_reads_them() -> None:
-    assert order_of(CPU_BACKEND, "amx") == "vllm:cpu_attn,amx:layer,block,head"
-    assert order_of(CPU_BACKEND, "vec") == "vllm:cpu_attn,vec:layer,block,head"
-    assert order_of("FLASH_ATTN", "") == "vllm:flash_attn:layer,block,head"
-
-
-def test_other_shapes_are_refused() -> None:
-    layers = torch.zeros(LAYERS, BLOCKS, HEADS, TOKENS, WIDTH)
-    uneven = {"0": layers[0], "1": layers[1], "2": torch.zeros(BLOCKS, HEADS, TOKENS, WIDTH)}
-    unequal = {"0": layers[0], "1": layers[1][:, :1]}
-    for tensors in (uneven, unequal, {"0": layers[0].double()}, {"0": layers[0][0]}):
-        with pytest.raises(UnsupportedModelError):
-            kv_region(tensors, "print", "order", "v")
 
 
 def test_fingerprints_follow_weights_and_settings(folder: Path) -> None:

@@ -1,1 +1,0 @@
-"""vLLM with tensor parallelism: ranks are child processes that hold KV. Read `rank_group.py` first."""
