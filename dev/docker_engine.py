@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dev.system import debian
+
 PACKAGES = ("docker.io", "docker-compose", "debootstrap", "iptables")
 START_S = 60.0
 STOP_S = 60.0
@@ -50,10 +52,8 @@ def install_missing(*, base_image_needed: bool) -> None:
             "(as root this command does it itself); elsewhere see https://docs.docker.com/engine/install/"
         )
     print(f"installing {', '.join(PACKAGES)}", flush=True)
-    quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    subprocess.run(["apt-get", "update", "-qq"], check=True, env=quiet, stdout=subprocess.DEVNULL)
-    command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]
-    subprocess.run(command, check=True, env=quiet, stdout=subprocess.DEVNULL)
+    if why := debian.install(*PACKAGES):
+        raise SystemExit(why)
 
 
 @contextmanager

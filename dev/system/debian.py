@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 LOCK = Path(__file__).parents[2] / "build/debian.lock"
-FETCH_S = 240.0
+LOCK_S = 120
+FETCH_S = 300.0
 
 
 def install(*packages: str) -> str:
@@ -21,7 +22,9 @@ def install(*packages: str) -> str:
     processes."""
     if shutil.which("apt-get") is None or os.geteuid() != 0:
         return "there is no apt-get here, or this is not root"
-    command = ("apt-get", "install", "--yes", "-qq", "--no-install-recommends", *packages)
+    # Another program, such as unattended upgrades, may hold the package manager's lock for a while.
+    wait = f"DPkg::Lock::Timeout={LOCK_S}"
+    command = ("apt-get", "install", "--yes", "-qq", "--no-install-recommends", "-o", wait, *packages)
     LOCK.parent.mkdir(exist_ok=True)
     with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests that run side by side
