@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -30,8 +31,9 @@ from splitserve.runtime.child_launch import launcher
 from splitserve.runtime.fair_lane import FairLane
 from splitserve.v1 import generation_pb2
 
-QUICK_CPU_S, QUICK_AT_ONCE = 0.05, 4
-SLOW_CPU_S, SLOW_AT_ONCE = 1.0, 1
+QUICK_CPU_S, SLOW_CPU_S = 0.05, 1.0
+QUICK_AT_ONCE = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
+"""At most half of the cores: of grammars that share a core, the smallest waits for all others."""
 MAX_WAITING = 64
 """Grammars of one tenant that wait for a lane."""
 BUSY = "GRAMMARS_BUSY"
@@ -122,7 +124,7 @@ class GrammarProcesses:
         self._vocabulary = vocabulary
         self._control: socket.socket | None = None
         self._parent: subprocess.Popen[bytes] | None = None
-        self._quick, self._slow = (FairLane(n, MAX_WAITING, BUSY) for n in (QUICK_AT_ONCE, SLOW_AT_ONCE))
+        self._quick, self._slow = (FairLane(n, MAX_WAITING, BUSY) for n in (QUICK_AT_ONCE, 1))
         self._verdicts: OrderedDict[bytes, InvalidArgumentError | None] = OrderedDict()
         self._checks: SharedCalls[None] = SharedCalls()
 
@@ -208,7 +210,9 @@ class GrammarProcesses:
                 connection.close()
                 raise _busy("the process that compiles grammars is not there") from None
         kind = grammar.WhichOneof("kind")
-        asked = {"kind": kind, "text": str(getattr(grammar, kind or "")), "cpu_s": cpu_s}
+        niceness = child.SLOW_NICENESS if cpu_s > QUICK_CPU_S else 0
+        text = str(getattr(grammar, kind or ""))
+        asked = {"kind": kind, "text": text, "cpu_s": cpu_s, "niceness": niceness}
         connection.send(json.dumps(asked).encode())
         return connection
 

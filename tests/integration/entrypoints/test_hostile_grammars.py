@@ -6,7 +6,9 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from itertools import count
 from typing import Any
 
 import httpx
@@ -14,6 +16,8 @@ import psutil
 import pytest
 from jsonschema import Draft202012Validator
 
+from splitserve.errors import InvalidArgumentError
+from tests.support.clients.patient import PatientClient
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
 
@@ -184,61 +188,109 @@ async def test_a_hostile_schema_is_answered_in_time_and_others_do_not_wait(
     assert min(took_s) < 1
 
 
+@pytest.mark.alone
 async def test_hostile_grammars_beside_plain_streams(cluster: Cluster, http: httpx.AsyncClient) -> None:
-    await crowd(cluster, http, count=40, seed=1)
+    await crowd(cluster, http, hostile_posts(http, count=40, seed=1))
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 async def test_five_hundred_hostile_grammars(cluster: Cluster, http: httpx.AsyncClient) -> None:
-    await crowd(cluster, http, count=500, seed=2)
+    await crowd(cluster, http, hostile_posts(http, count=500, seed=2))
 
 
-async def crowd(cluster: Cluster, http: httpx.AsyncClient, count: int, seed: int) -> None:
-    """Hostile grammars from one client, eight plain streams, and one client with small schemas."""
+@pytest.mark.alone
+async def test_ambiguous_grammars_beside_plain_streams(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    """Each letter of an answer multiplies the ways to read it."""
+
+    async def ambiguous(client: PatientClient) -> int:
+        try:
+            answer = await client.generate("hi", lark="start: s\ns: s s | A\nA: /[a-z]/", max_tokens=100)
+        except InvalidArgumentError as error:
+            return 400 if error.reason == "GRAMMAR_FAILED" else 500
+        return 200 if answer.text.isalpha() else 500
+
+    async with PatientClient(cluster.target) as client:
+        await crowd(cluster, http, [ambiguous(client) for _ in range(60)], at_once=60)
+
+
+def hostile_posts(http: httpx.AsyncClient, count: int, seed: int) -> list[Coroutine[Any, Any, int]]:
+    """So many hostile grammars to be sent."""
+    headers = {"content-type": "application/json"}
+
+    async def post(body: bytes) -> int:
+        return (await http.post(CHAT, content=body, headers=headers)).status_code
+
     # Written before: what the test itself computes would be in the gaps.
-    bodies = [json.dumps(body).encode() for body in hostile_bodies(random.Random(seed), count)]
-    before = memory(cluster)
-    done = asyncio.Event()
-    gaps: list[float] = []
-    took_s: list[float] = []
+    return [post(json.dumps(body).encode()) for body in hostile_bodies(random.Random(seed), count)]
 
-    async def stream() -> None:
-        while not done.is_set():
+
+class Bystanders:
+    """Eight plain streams, and one client with small schemas, until cancelled."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self._http = http
+        self.gaps_s: list[float] = []
+        self.small_s: list[float] = []
+        """How long the small schemas took."""
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(8):
+                group.create_task(self._stream())
+            group.create_task(self._small())
+
+    async def worst(self, of: int) -> tuple[float, float]:
+        """The longest gap of a stream and the slowest of at least so many small schemas since the last call."""
+        while len(self.small_s) < of:  # noqa: ASYNC110 - they are many
+            await asyncio.sleep(0.05)
+        worst = max(self.gaps_s), max(self.small_s)
+        self.gaps_s.clear()
+        self.small_s.clear()
+        return worst
+
+    async def _stream(self) -> None:
+        while True:
             body = asked(300, stream=True, ignore_eos=True)
-            async with http.stream("POST", CHAT, json=body) as lines:
+            async with self._http.stream("POST", CHAT, json=body) as lines:
                 last_s = None
                 async for line in lines.aiter_lines():
                     if line.startswith("data: {"):
-                        now = time.monotonic()
-                        gaps.extend([now - last_s] if last_s is not None else [])
-                        last_s = now
+                        now_s = time.monotonic()
+                        self.gaps_s.extend([now_s - last_s] if last_s is not None else [])
+                        last_s = now_s
 
-    async def small() -> None:
-        number = 0
-        while not done.is_set():
-            number += 1
+    async def _small(self) -> None:
+        for number in count():
             began_s = time.monotonic()
-            answer = await http.post(CHAT, json=formatted({"const": {"number": number}}))
-            took_s.append(time.monotonic() - began_s)
+            answer = await self._http.post(CHAT, json=formatted({"const": {"number": number}}))
+            self.small_s.append(time.monotonic() - began_s)
             assert answer.json()["choices"][0]["finish_reason"] == "stop"
 
-    at_once = asyncio.Semaphore(30)
 
-    async def hostile(body: bytes) -> int:
-        async with at_once:
-            headers = {"content-type": "application/json"}
-            return (await http.post(CHAT, content=body, headers=headers)).status_code
+async def crowd(
+    cluster: Cluster, http: httpx.AsyncClient, hostile: list[Coroutine[Any, Any, int]], at_once: int = 30
+) -> None:
+    """Sends what is hostile beside bystanders; each answers its status."""
+    before = memory(cluster)
+    bystanders, turn = Bystanders(http), asyncio.Semaphore(at_once)
 
-    others = [asyncio.create_task(stream()) for _ in range(8)] + [asyncio.create_task(small())]
-    codes = await asyncio.gather(*map(hostile, bodies))
-    assert set(codes) <= {200, 400, 429}
-    done.set()
-    await asyncio.gather(*others)
+    async def send(request: Coroutine[Any, Any, int]) -> int:
+        async with turn:
+            return await request
+
+    async with asyncio.TaskGroup() as group:
+        others = group.create_task(bystanders.run())
+        plain_gap_s, plain_small_s = await bystanders.worst(of=ALONE)
+        codes = await asyncio.gather(*map(send, hostile))
+        gap_s, small_s = await bystanders.worst(of=1)
+        others.cancel()
     grown = {name: size - before[name] for name, size in memory(cluster).items()}
-    print(f"\ngap {max(gaps):.3f} s, small {max(took_s):.3f} s, grown {grown}, codes {sorted(set(codes))}")
-    # What is aimed at is 0.25 s and 1 s; docs/roadmap.md has what was measured. This only says that nobody is held up.
-    assert max(gaps) < HELD_UP_S
-    assert max(took_s) < HELD_UP_S
+    print(f"\ngap {gap_s:.3f} s (alone {plain_gap_s:.3f}), small {small_s:.3f} s (alone {plain_small_s:.3f})")
+    print(f"grown {grown}, codes {Counter(codes)}")
+    assert set(codes) <= {200, 400, 429}
+    assert gap_s < max(GAP_S, SLOWNESS * plain_gap_s)
+    assert small_s < max(SMALL_S, SLOWNESS * plain_small_s)
     assert max(grown.values()) < 300 * 2**20
     deadline_s = time.monotonic() + 5 * SLOWNESS
     while busy(cluster):
@@ -246,8 +298,10 @@ async def crowd(cluster: Cluster, http: httpx.AsyncClient, count: int, seed: int
         await asyncio.sleep(0.2)
 
 
-HELD_UP_S = 10.0
-SLOWNESS = 3.0
+GAP_S, SMALL_S = 0.25, 1.0
+ALONE = 15
+"""Small schemas before the hostile ones, to see how the machine is: the bounds hold on one that is free."""
+SLOWNESS = 5.0
 """The machine of the tests has two cores, which everything here shares, and runs other tests meanwhile."""
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from splitserve.errors import InvalidArgumentError, ResourceExhaustedError
+from splitserve.grammars.child import NICENESS, SESSION_NICENESS, SLOW_NICENESS
 from splitserve.grammars.forms import MAX_GRAMMAR_BYTES, check_grammar
 from splitserve.grammars.processes import SLOW_CPU_S, Connection, GrammarProcesses
 from splitserve.v1.generation_pb2 import Grammar
@@ -261,6 +265,29 @@ async def test_the_child_process_is_started_again(compiler: GrammarProcesses) ->
     before.wait()
     await compiler.check(FINE[2])
     assert compiler._parent.pid != before.pid
+
+
+async def test_all_others_on_the_machine_come_first(compiler: GrammarProcesses) -> None:
+    """Also those of other sessions, between which Linux shares the cores out first."""
+    await compiler.check(FINE[0])
+    assert compiler._parent is not None
+    pid = compiler._parent.pid
+    assert os.getsid(pid) == pid
+    assert psutil.Process(pid).nice() == NICENESS
+    assert niceness_of_session(pid) in (SESSION_NICENESS, None)
+    slow = compiler.begin(FINE[0], SLOW_CPU_S)
+    while len(slow.receive()) < 1:
+        await slow.readable()
+    forked = psutil.Process(pid).children()
+    assert {each.nice() for each in forked} <= {NICENESS, NICENESS + SLOW_NICENESS}
+    slow.close()
+
+
+def niceness_of_session(pid: int) -> int | None:
+    """None where the kernel, or the container, has none."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/autogroup").read_text().rpartition(" ")[2])
+    return None
 
 
 async def test_nothing_can_be_forked(compiler: GrammarProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
