@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
+from dev.system import debian
 from splitserve.errors import UnavailableError
 
 PACKAGE = "prometheus"
 FOLDER = Path(__file__).parents[2] / "build/prometheus"
-FETCH_S = 240.0
 
 
 def prometheus_folder() -> Path:
@@ -24,9 +22,7 @@ def prometheus_folder() -> Path:
     installed = shutil.which("promtool")
     if installed and shutil.which("prometheus"):
         return Path(installed).parent
-    FOLDER.parent.mkdir(exist_ok=True)
-    with (FOLDER.parent / "prometheus.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # tests that run side by side
+    with debian.locked():  # tests that run side by side
         if not FOLDER.exists():
             _unpack()
     return FOLDER / "usr/bin"
@@ -37,28 +33,16 @@ def _unpack() -> None:
         raise _missing("there is no apt-get here")
     with tempfile.TemporaryDirectory(dir=FOLDER.parent) as name:
         here = Path(name)
-        why = _download(here)
+        download = ("apt-get", "download", "-qq", PACKAGE)
+        why = debian.run(*download, folder=here)
         if why and os.geteuid() == 0:
             # A fresh container has no lists of packages.
-            why = _run(here, "apt-get", "update", "-qq") or _download(here)
+            why = debian.run("apt-get", "update", "-qq") or debian.run(*download, folder=here)
         if not why:
-            why = _run(here, "dpkg", "--extract", str(next(here.glob("*.deb"))), "unpacked")
+            why = debian.run("dpkg", "--extract", str(next(here.glob("*.deb"))), "unpacked", folder=here)
         if why:
             raise _missing(why)
         (here / "unpacked").rename(FOLDER)
-
-
-def _download(here: Path) -> str:
-    return _run(here, "apt-get", "download", "-qq", PACKAGE)
-
-
-def _run(here: Path, *command: str) -> str:
-    """Runs a command in that folder; why it failed, or an empty text where it did not."""
-    try:
-        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=FETCH_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{command[0]}: {error}"
-    return "" if done.returncode == 0 else f"{' '.join(command)}: {done.stderr.strip()[-300:]}"
 
 
 def _missing(why: str) -> UnavailableError:

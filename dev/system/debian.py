@@ -10,6 +10,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 LOCK = Path(__file__).parents[2] / "build/debian.lock"
@@ -25,19 +27,32 @@ def install(*packages: str) -> str:
     # Another program, such as unattended upgrades, may hold the package manager's lock for a while.
     wait = f"DPkg::Lock::Timeout={LOCK_S}"
     command = ("apt-get", "install", "--yes", "-qq", "--no-install-recommends", "-o", wait, *packages)
+    with locked():
+        # A fresh container has no lists of packages.
+        return run(*command) and (run("apt-get", "update", "-qq") or run(*command))
+
+
+@contextmanager
+def locked() -> Iterator[None]:
+    """Keeps other processes of this checkout from the package manager, which fails where two use it at once."""
     LOCK.parent.mkdir(exist_ok=True)
     with LOCK.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # tests that run side by side
-        # A fresh container has no lists of packages.
-        return _run(*command) and (_run("apt-get", "update", "-qq") or _run(*command))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
-def _run(*command: str) -> str:
-    """Runs a command; why it failed, or an empty text where it did not."""
+def run(*command: str, folder: Path | None = None) -> str:
+    """Runs a command, in `folder` if given; why it failed, or an empty text where it did not."""
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=FETCH_S, check=False, env=environment
+            command,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=FETCH_S,
+            check=False,
+            env=environment,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{command[0]}: {error}"
