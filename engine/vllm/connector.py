@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import torch
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -58,6 +59,8 @@ BUSY_POLL_S = 0.0005
 IDLE_POLL_S = 0.1
 PART = b"-"
 """The notification of a write that is a part of a handoff: it says nothing."""
+TAKEN_BACK = 4
+"""What vLLM subtracts from a generator's offset to take a draw back."""
 _SET_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 _ENDED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -180,6 +183,22 @@ class SchedulerSide(NixlPushConnectorScheduler):
         self._link.close()
 
 
+class RewindingGenerator(torch.Generator):
+    """A request's generator on cpu. For each chunk of a prompt but the last one vLLM draws a token, drops it, and takes
+    the draw back by the generator's offset. PyTorch's generators have offsets on GPUs only; without them a seed and a
+    prompt of two chunks end vLLM. All draws that are taken back are before the answer's first one."""
+
+    @override
+    def get_offset(self) -> int:
+        """Of the draw that is taken back next."""
+        return TAKEN_BACK
+
+    @override
+    def set_offset(self, offset: int) -> None:
+        """Goes back to where the seed begins. A preempted answer is a fresh draw from there on."""
+        self.manual_seed(self.initial_seed())
+
+
 class RankSide(NixlPushConnectorWorker):
     """In each rank: a thread carries out the worker's commands and passes on what NIXL brings."""
 
@@ -191,6 +210,8 @@ class RankSide(NixlPushConnectorWorker):
             super().__init__(vllm_config, engine_id, kv_cache_config)
         finally:
             base_worker.nixl_agent_config = config
+        if current_platform.is_cpu():
+            torch.Generator = RewindingGenerator
         self._socket = _socket_of(vllm_config)
         self._link: VllmLink | None = None
         self._lock = threading.Lock()

@@ -47,7 +47,9 @@ class VllmRow:
     given: int | None = None
     """The first token that the peer sampled, until vLLM has repeated it."""
     held: tuple[tuple[int, ...], ...] | None = None
-    """The blocks that vLLM keeps for a peer, group by group."""
+    """The blocks that vLLM keeps for a peer, group by group, as its output names them."""
+    kept: bool = False
+    """vLLM keeps its blocks until it is told that they were sent. Known before `held` where the output is read late."""
     sent: bool = False
     """vLLM has been told that they were sent."""
     over: bool = False
@@ -60,7 +62,7 @@ class VllmRow:
     @property
     def owes_nothing(self) -> bool:
         """Whether vLLM needs to be told nothing more of it, and will tell nothing more."""
-        return self.gone and (self.received or self.reserved is None) and (self.sent or self.held is None)
+        return self.gone and (self.received or self.reserved is None) and (self.sent or not self.kept)
 
 
 class VllmRows:
@@ -155,6 +157,8 @@ class VllmRows:
             self._held[sequence.request_id] = row
             return
         sequence.status = SequenceStatus.ENDED
+        if row.kept:
+            self._report_sent(row)
         self._report_unwritten(row)
         self._forget_if_done(row)
 
@@ -219,9 +223,8 @@ class VllmRows:
     def ended(self, event: pb.VllmEnded) -> None:
         """vLLM has ended a request. One whose blocks it keeps although it was given up here is let go."""
         row = self._at_vllm[event.request_id]
-        row.gone = True
-        if event.held and row.over and row.held is None:
-            row.held = ()
+        row.gone, row.kept = True, event.held
+        if row.kept and row.over and row.held is None:
             self._report_sent(row)
         self._forget_if_done(row)
 

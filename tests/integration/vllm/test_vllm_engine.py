@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,8 @@ from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.v1 import generation_pb2
 from tests.support.clients.text import sentences
 from tests.support.engine.reference import Reference
-from tests.support.engine.vllm_rig import VllmRig
+from tests.support.engine.vllm_rig import POLL_S, VllmRig
+from tests.support.waiting import PATIENCE_S
 
 BLOCK, CHUNK, MAX_TOKENS = 32, 64, 6
 GREEDY = SamplingParams(temperature=0.0)
@@ -159,6 +161,14 @@ def test_a_prompt_that_is_left_frees_its_blocks(rig: VllmRig, text_tokens: list[
     core.add_request(asked("left at its end", text_tokens[:100], prefill_only=True))
     rig.run()
     assert core.release_held("left at its end")
+    rig.assert_empty()
+    core.add_request(asked("left with its output unread", text_tokens[:40], prefill_only=True))
+    # vLLM's scheduler says that it has ended, and its output comes: two calls for the engine thread.
+    deadline_s = time.monotonic() + PATIENCE_S
+    while rig.posted.qsize() < 2 and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+    rig.parts.transport.poll()
+    assert core.abort("left with its output unread")
     rig.assert_empty()
 
 

@@ -191,7 +191,15 @@ VLLM_FAMILIES: dict[str, Callable[[], Any]] = {
         sliding_window=64,
         num_local_experts=4,
         num_experts_per_tok=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
     ),
     "vllm_deepseek_v3": _config(
         "DeepseekV3Config",
