@@ -49,8 +49,14 @@ def up(settings: ClusterConfig, log_dir: Path | None = None) -> None:
 
     Raises UnavailableError or FailedPreconditionError for a port that is taken, ConfigError without the model.
     """
+    from launcher.cluster.placement import with_default_engine
     from launcher.cluster.process_specs import check_workers
 
+    named = settings.engine.kind
+    settings = with_default_engine(settings)
+    if settings.engine.kind != named:
+        why = f"this machine has GPUs and vLLM (--engine {named} for splitserve's own)"
+        print(f"engine {settings.engine.kind}: {why}", file=sys.stderr, flush=True)
     check_workers(settings)
     settings.check_own_security()
     for setting, why in settings.idle_settings().items():

@@ -9,6 +9,8 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from splitserve.config.gpu_list import gpu_names
 from splitserve.errors import InvalidArgumentError, UnavailableError
@@ -18,6 +20,9 @@ from splitserve.gpus.placement import GpuUse, choose_gpus
 from splitserve.gpus.worker_gpus import VISIBLE_VARIABLE
 from splitserve.host_facts import read_host_facts
 from splitserve.logs import log_event
+
+if TYPE_CHECKING:
+    from splitserve.config.cluster import ClusterConfig
 
 PROBE_S = 60.0
 _PROBE = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
@@ -116,6 +121,15 @@ def machine_gpus(
         names = [str(number) for number in range(usable)] if limited is None else gpu_names(limited)
         return GpuInventory.of_groups([names], replicas_per_gpu)
     return inventory if limited is None else inventory.restricted_to(gpu_names(limited))
+
+
+def with_default_engine(config: ClusterConfig) -> ClusterConfig:
+    """The settings with engine vllm where they name no engine, this machine has GPUs and vLLM is installed."""
+    engine = config.engine
+    chosen = "kind" in engine.model_fields_set or engine.device == "cpu" or config.workers is not None
+    if chosen or not read_host_facts().gpus or find_spec("vllm") is None:
+        return config
+    return config.model_copy(update={"engine": engine.model_copy(update={"kind": "vllm"})})
 
 
 def _usable_gpus() -> int:

@@ -59,9 +59,8 @@ class EngineConfig(Settings):
     """The engine of a worker."""
 
     kind: Annotated[Literal["torch", "vllm", "simulated"], Option(flag="engine", tier="basic")] = "torch"
-    """Kind of engine. `vllm`: vLLM computes, see docs/guides/models-and-engines.md. `simulated` takes
-    predictable time and needs no weights;
-    it is for tests of everything else."""
+    """Kind of engine. `vllm`: vLLM computes, see docs/guides/models-and-engines.md; the default of `up` on a machine
+    with GPUs and vLLM. `simulated` takes predictable time and needs no weights; it is for tests of everything else."""
     engine_args: str = ""
     """vLLM's own options, in one string; see docs/guides/models-and-engines.md for those that are refused."""
     adapters: Annotated[Adapters, Option(flag="adapter", metavar="NAME=FOLDER")] = Field(default_factory=dict)

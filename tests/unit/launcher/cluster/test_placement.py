@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bench.cluster import cluster_specs
 from launcher.cluster import placement
 from launcher.cluster.child_process import ChildSpec
-from launcher.cluster.placement import GpuWish, Inventory, Place, machine_gpus, make_inventory
+from launcher.cluster.placement import (
+    GpuWish,
+    Inventory,
+    Place,
+    machine_gpus,
+    make_inventory,
+    with_default_engine,
+)
 from launcher.cluster.process_specs import worker_specs
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.engine import EngineConfig
@@ -18,6 +27,7 @@ from splitserve.errors import (
     UnavailableError,
 )
 from splitserve.gpus.inventory import GpuInventory
+from splitserve.host_facts import read_host_facts
 
 TWO = GpuInventory.of_groups([["0", "1"]])
 EIGHT = GpuInventory.of_groups([["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]])
@@ -123,6 +133,25 @@ def test_the_machines_gpus_are_those_in_view() -> None:
     assert part.gpus == ("3", "2", "0")
     assert part.links == {frozenset(("2", "3"))}
     assert machine_gpus("torch", "auto", 1, {"CUDA_VISIBLE_DEVICES": ""}).gpus == ()
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_vllm_computes_on_gpus_where_it_is_installed_and_no_engine_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, named = ClusterConfig(model="m"), ClusterConfig(model="m", engine=EngineConfig(kind="torch"))
+    assert with_default_engine(plain).engine.kind == "torch"  # vLLM is not here
+    monkeypatch.setattr(placement, "find_spec", lambda name: name)
+    assert with_default_engine(plain).engine.kind == "vllm"
+    for config in (
+        named,
+        ClusterConfig(model="m", engine=EngineConfig(device="cpu")),
+        ClusterConfig(model="m", workers=2),
+        ClusterConfig(model="simulated"),
+    ):
+        assert with_default_engine(config) is config
+    monkeypatch.setattr(placement, "read_host_facts", lambda: replace(read_host_facts(), gpus=0))
+    assert with_default_engine(plain) is plain
 
 
 @pytest.mark.usefixtures("four_gpus")
