@@ -7,17 +7,24 @@ import http.client
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+import yaml
+
+from splitserve.addresses import claim_port
 
 HOST = "127.0.0.1"
 READY_POLL_S = 0.5
 HEALTH_TIMEOUT_S = 2.0
 END_S = 20.0
 LOG_TAIL_LINES = 30
+CLUSTER_READY_S = 300.0
 
 
 class ServerProcess:
@@ -55,6 +62,18 @@ class ServerProcess:
             return [server, *server.children(recursive=True)]
         return []
 
+    def pause(self) -> None:
+        """Stops all of its processes where they are (SIGSTOP), so that they use no core."""
+        for process in self.family():
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+
+    def resume(self) -> None:
+        """Lets all of its processes go on (SIGCONT)."""
+        for process in self.family():
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
     def stop(self, number: signal.Signals = signal.SIGINT) -> None:
         """Asks the server to end; what is left of it and its children after that, or END_S, is killed."""
         family = self.family()[1:]
@@ -68,6 +87,35 @@ class ServerProcess:
         with suppress(ProcessLookupError):  # children that its end made orphans
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+@dataclass(frozen=True)
+class RunningCluster:
+    """splitserve as `splitserve up` runs it, and its ports."""
+
+    server: ServerProcess
+    http_port: int
+    grpc_port: int
+
+
+@asynccontextmanager
+async def running_up(settings: Mapping[str, Any], name: str, log_dir: Path) -> AsyncIterator[RunningCluster]:
+    """Runs `splitserve up` with these settings of a cluster's file until the block ends; file and log go to `log_dir`.
+
+    Raises RuntimeError with the end of the log when it does not become ready.
+    """
+    http_port, grpc_port = claim_port(HOST, 0), claim_port(HOST, 0)
+    file = log_dir / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(dict(settings)))
+    command = [sys.executable, "-m", "launcher", "up", "--config", str(file)]
+    command += ["--grpc-port", str(grpc_port), "--http-port", str(http_port), "--drain", "0"]
+    server = ServerProcess(command, log_dir / f"{name}.log")
+    try:
+        await server.wait_ready(http_port, "/ready", CLUSTER_READY_S)
+        yield RunningCluster(server, http_port, grpc_port)
+    finally:
+        server.resume()
+        server.stop(signal.SIGTERM)
 
 
 def answers_ok(host: str, port: int, path: str) -> bool:

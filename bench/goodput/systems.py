@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from autoscaler.simulation.scenario import Slo
 from bench.asking import HIGHEST_TOKEN
 from bench.goodput.wire import ServedAt
 from bench.peers.vllm_server import Layout, running_colocated, running_pair
-from bench.server_process import HOST, ServerProcess
+from bench.server_process import running_up
 from launcher.cluster.placement import available_cores
-from splitserve.addresses import claim_port
 from splitserve.models.sources import resolve_model
 
-READY_S = 300.0
 SIMULATED_MODEL, SIMULATED_VOCABULARY = "simulated", 257
 
 
@@ -104,18 +98,9 @@ async def served(name: str, options: ServingOptions) -> AsyncIterator[ServedAt]:
 
 @asynccontextmanager
 async def _own(name: str, system: OwnSystem, options: ServingOptions) -> AsyncIterator[ServedAt]:
-    grpc_port, http_port = claim_port(HOST, 0), claim_port(HOST, 0)
     settings = own_settings(system, options, len(available_cores()))
-    file = options.log_dir / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(settings))
-    command = [sys.executable, "-m", "launcher", "up", "--config", str(file)]
-    command += ["--grpc-port", str(grpc_port), "--http-port", str(http_port), "--drain", "0"]
-    server = ServerProcess(command, options.log_dir / f"{name}.log")
-    try:
-        await server.wait_ready(http_port, "/ready", READY_S)
-        yield ServedAt(http_port, names_targets=system.targets)
-    finally:
-        server.stop(signal.SIGTERM)
+    async with running_up(settings, name, options.log_dir) as cluster:
+        yield ServedAt(cluster.http_port, names_targets=system.targets)
 
 
 def own_settings(system: OwnSystem, options: ServingOptions, cores: int) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Client of a vLLM prefill/decode pair: two calls per request, as vLLM documents them for NixlConnector.
+"""Client of a vLLM prefill/decode pair: two calls per request. No process stands between client and servers.
 
-The prefill server gets the prompt with `max_tokens` 1 and `do_remote_decode`; its answer holds the parameters with
-which the decode server, which gets the same prompt, pulls the KV. No process stands between client and servers.
+The prefill server gets the prompt with `max_tokens` 1 and `do_remote_decode`. With NixlConnector its answer holds the
+parameters with which the decode server, which gets the same prompt, pulls the KV. With NixlPushConnector the decode
+server is asked first, under the same `X-Request-Id`, and gives its blocks to the prefill server, which writes there.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +36,18 @@ class PairAnswer:
 class VllmPair:
     """One connection to each server, for one request at a time."""
 
-    def __init__(self, host: str, prefill_port: int, decode_port: int, model: str) -> None:
+    def __init__(
+        self,
+        host: str,
+        prefill_port: int,
+        decode_port: int,
+        model: str,
+        pushes: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`pushes`: what the decode server is told of a prefill server that pushes; None where decode pulls."""
         self._prefill = http.client.HTTPConnection(host, prefill_port, timeout=TIMEOUT_S)
         self._decode = http.client.HTTPConnection(host, decode_port, timeout=TIMEOUT_S)
-        self._model = model
+        self._model, self._pushes = model, pushes
 
     def generate(self, prompt: Sequence[int], max_tokens: int) -> PairAnswer:
         """Greedy, exactly `max_tokens` tokens. Raises RuntimeError when a server refuses or fails."""
@@ -53,14 +63,21 @@ class VllmPair:
         self.close()
         self._prefill.connect()
         self._decode.connect()
+        name = {"X-Request-Id": uuid.uuid4().hex}
+        decoded = {**body, "max_tokens": max_tokens, "stream": True}
         start = time.perf_counter()
-        reply = _post(self._prefill, {**body, "max_tokens": 1, "kv_transfer_params": wish})
-        params = json.loads(reply.read())["kv_transfer_params"]
+        if self._pushes is not None:
+            peer = {"do_remote_prefill": True, "do_remote_decode": False, **self._pushes}
+            peer["remote_request_id"] = name["X-Request-Id"]
+            _send(self._decode, {**decoded, "kv_transfer_params": peer}, name)
+        _send(self._prefill, {**body, "max_tokens": 1, "kv_transfer_params": wish}, name)
+        params = json.loads(_reply(self._prefill).read()).get("kv_transfer_params")
         prefilled_s = time.perf_counter() - start
-        body |= {"max_tokens": max_tokens, "stream": True, "kv_transfer_params": params}
+        if self._pushes is None:
+            _send(self._decode, {**decoded, "kv_transfer_params": params}, name)
         token_s: list[float] = []
         token_ids: list[int] = []
-        for event in _events(_post(self._decode, body)):
+        for event in _events(_reply(self._decode)):
             if "error" in event:
                 raise RuntimeError(f"vLLM failed: {event['error']}")
             new = event["choices"][0].get("token_ids") or []
@@ -86,8 +103,11 @@ class VllmPair:
         self._decode.close()
 
 
-def _post(connection: http.client.HTTPConnection, body: dict[str, Any]) -> http.client.HTTPResponse:
-    connection.request("POST", PATH, json.dumps(body).encode(), HEADERS)
+def _send(connection: http.client.HTTPConnection, body: dict[str, Any], name: Mapping[str, str]) -> None:
+    connection.request("POST", PATH, json.dumps(body).encode(), {**HEADERS, **name})
+
+
+def _reply(connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
     reply = connection.getresponse()
     if reply.status != http.HTTPStatus.OK:
         raise RuntimeError(f"vLLM answered {reply.status}: {reply.read().decode(errors='replace')}")

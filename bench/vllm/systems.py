@@ -1,0 +1,97 @@
+"""splitserve's pair with engine vllm and one vLLM server, side by side: one serves while the other stands still."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.goodput.wire import ServedAt
+from bench.peers.vllm_server import Layout, running_colocated
+from bench.server_process import ServerProcess, running_up
+
+OWN, VLLM = "splitserve", "vllm"
+DECODE_WORKER = "decode-0"
+
+
+@dataclass(frozen=True)
+class System:
+    """A running system. `parts`: its processes whose CPU time is told apart, by name."""
+
+    name: str
+    at: ServedAt
+    server: ServerProcess
+    parts: Mapping[str, Sequence[psutil.Process]]
+
+    def cpu_s(self) -> dict[str, float]:
+        """The CPU time of each part since its start, user and system, seconds."""
+        return {
+            part: sum(sum(process.cpu_times()[:2]) for process in processes)
+            for part, processes in self.parts.items()
+        }
+
+
+@asynccontextmanager
+async def both_systems(layout: Layout) -> AsyncIterator[Sequence[System]]:
+    """Runs both, each with its decode compute on the second of the layout's cores; all standing still at first."""
+    alone = Layout(
+        layout.environment,
+        layout.model,
+        layout.log_dir,
+        (layout.cores[1], layout.cores[1]),
+        eager=layout.eager,
+    )
+    async with running_up(own_settings(layout.model), OWN, layout.log_dir) as cluster:
+        cluster.server.pause()
+        async with running_colocated(alone) as server:
+            server.pause()
+            try:
+                yield (
+                    System(
+                        OWN, ServedAt(cluster.http_port), cluster.server, own_parts(cluster.server.family())
+                    ),
+                    System(VLLM, ServedAt(server.port, layout.model), server, vllm_parts(server.family())),
+                )
+            finally:
+                server.resume()
+
+
+def own_settings(model: str) -> dict[str, Any]:
+    """The cluster's file: one prefill and one decode worker, each on a core of its own where there are two."""
+    return {
+        "model": model,
+        "prefill": 1,
+        "decode": 1,
+        "engine": {"kind": "vllm", "dtype": "bfloat16"},
+        "coordinator": {"local_prefill": "never"},
+    }
+
+
+def own_parts(family: Sequence[psutil.Process]) -> dict[str, Sequence[psutil.Process]]:
+    """`front`: the decode worker, `engine`: what it has started, `coordinator`."""
+    front = _with_arguments(family, lambda words: DECODE_WORKER in words)
+    coordinator = _with_arguments(family, lambda words: "coordinator" in words)
+    return {"front": [front], "engine": front.children(recursive=True), "coordinator": [coordinator]}
+
+
+def vllm_parts(family: Sequence[psutil.Process]) -> dict[str, Sequence[psutil.Process]]:
+    """`front`: the API server, `engine`: what it has started."""
+    front, *engine = family
+    return {"front": [front], "engine": engine}
+
+
+def layout_of(
+    environment: Path, model: str, log_dir: Path, cores: Sequence[int], *, push: bool = False
+) -> Layout:
+    """Prefill on the first core, decode on the last; without compilation, as splitserve runs vLLM on CPU."""
+    return Layout(environment, model, log_dir, (cores[:1], cores[-1:]), eager=True, push=push)
+
+
+def _with_arguments(
+    family: Sequence[psutil.Process], wanted: Callable[[Sequence[str]], bool]
+) -> psutil.Process:
+    return next(process for process in family if wanted(process.cmdline()))
