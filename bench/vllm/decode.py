@@ -13,7 +13,7 @@ from bench.machine import OtherLoad
 from bench.peers.vllm_server import Layout
 from bench.vllm.models import MeasuredModel
 from bench.vllm.rows import DecodeCase, TurnPair
-from bench.vllm.streams import PROMPT_TOKENS, Turn, run_turn, wake
+from bench.vllm.streams import PROMPT_TOKENS, DecodeTurn, run_turn, wake
 from bench.vllm.systems import System, both_systems
 
 
@@ -65,7 +65,7 @@ async def decode_turns(
 
 async def _turn(
     system: System, case: DecodeCase, output_tokens: int, numbers: random.Random, prompts_seed: int
-) -> Turn:
+) -> DecodeTurn:
     prompt_numbers = random.Random(prompts_seed)
     prompts = [random_prompt(prompt_numbers, PROMPT_TOKENS) for _ in range(case.streams)]
     try:

@@ -14,7 +14,7 @@ from bench.machine import OtherLoad
 from bench.peers.vllm_pair import SETTLE_S, Times, VllmPairTurn, ask_splitserve, ask_vllm
 from bench.peers.vllm_server import Layout, RunningPair, running_pair
 from bench.server_process import HOST, RunningCluster, running_up
-from bench.vllm.rows import HandoffRow, handoff_row
+from bench.vllm.rows import PushHandoffRow, handoff_row
 from bench.vllm.systems import OWN, own_settings
 from splitserve.addresses import join_address
 from splitserve.client import AsyncClient
@@ -26,7 +26,7 @@ Answer = tuple[Times, tuple[int, ...]]
 
 async def handoff_rows(
     layout: Layout, lengths: Sequence[int], repeats: int, seed: int, tell: Console
-) -> list[HandoffRow]:
+) -> list[PushHandoffRow]:
     """Runs both pairs and measures every length; the first one of a pair of turns changes from repeat to repeat."""
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(running_up(own_settings(layout.model), OWN, layout.log_dir))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from rich.table import Table
 
 from bench.peers.vllm_pair import VllmPairTurn
-from bench.vllm.streams import Turn
+from bench.vllm.streams import DecodeTurn
 
 T = TypeVar("T")
 
@@ -29,8 +29,8 @@ class DecodeCase:
 class TurnPair:
     """Both systems with the same prompts, one right after the other. `other_load`: share of all cores, 0..1."""
 
-    own: Turn
-    vllm: Turn
+    own: DecodeTurn
+    vllm: DecodeTurn
     other_load: float
 
 
@@ -71,7 +71,7 @@ class CpuRow:
 
 
 @dataclass(frozen=True)
-class HandoffRow:
+class PushHandoffRow:
     """Milliseconds of one request through splitserve's pair and vLLM's push pair; ratios as above."""
 
     prompt_tokens: int
@@ -118,7 +118,7 @@ def cpu_row(case: DecodeCase, turns: Sequence[TurnPair]) -> CpuRow:
     )
 
 
-def handoff_row(prompt_tokens: int, turns: Sequence[VllmPairTurn]) -> HandoffRow:
+def handoff_row(prompt_tokens: int, turns: Sequence[VllmPairTurn]) -> PushHandoffRow:
     """Medians of the turns, as of `decode_row`. `equal_tokens` is a mean."""
 
     def own_second(turn: VllmPairTurn) -> float:
@@ -128,7 +128,7 @@ def handoff_row(prompt_tokens: int, turns: Sequence[VllmPairTurn]) -> HandoffRow
         # vLLM's decode server repeats the first token.
         return turn.vllm.handoff_ms + turn.vllm.second_ms
 
-    return HandoffRow(
+    return PushHandoffRow(
         prompt_tokens=prompt_tokens,
         repeats=len(turns),
         second_token_ms=_middle(turns, own_second),

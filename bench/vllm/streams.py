@@ -46,7 +46,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Turn:
+class DecodeTurn:
     """What one system did while all streams decoded. `cpu_us`: microseconds a token, by part."""
 
     tpot_ms: float
@@ -67,7 +67,7 @@ class KeptChunks(list[Chunk]):
         self.began.set()
 
 
-def turn_of(streams: Sequence[Stream], first: Look, last: Look) -> Turn:
+def turn_of(streams: Sequence[Stream], first: Look, last: Look) -> DecodeTurn:
     """The figures between two looks. Raises RuntimeError where some stream had no two events between them."""
     tokens, tpots_s = 0.0, []
     for stream in streams:
@@ -77,12 +77,12 @@ def turn_of(streams: Sequence[Stream], first: Look, last: Look) -> Turn:
         tokens += len(times) * stream.tokens_per_event
         tpots_s.append((times[-1] - times[0]) / ((len(times) - 1) * stream.tokens_per_event))
     cpu_us = {part: (last.cpu_s[part] - spent_s) / tokens * 1e6 for part, spent_s in first.cpu_s.items()}
-    return Turn(median(tpots_s) * 1e3, tokens / (last.at_s - first.at_s), cpu_us)
+    return DecodeTurn(median(tpots_s) * 1e3, tokens / (last.at_s - first.at_s), cpu_us)
 
 
 async def run_turn(
     system: System, prompts: Sequence[Sequence[int]], output_tokens: int, temperature: float
-) -> Turn:
+) -> DecodeTurn:
     """All prompts at once. The system must be awake. Raises RuntimeError for an answer that is not complete."""
     loop = asyncio.get_running_loop()
     chunks = [KeptChunks() for _ in prompts]

@@ -6,7 +6,7 @@ import pytest
 
 from bench.peers.vllm_pair import Times, VllmPairTurn
 from bench.vllm.rows import DecodeCase, TurnPair, cpu_row, decode_row, handoff_row, table
-from bench.vllm.streams import Look, Stream, Turn, turn_of
+from bench.vllm.streams import DecodeTurn, Look, Stream, turn_of
 
 CASE = DecodeCase("tiny-128k", 128_256, 2, 0.8)
 FIRST, LAST = Look(1.0, {"front": 5.0, "engine": 8.0}), Look(2.0, {"front": 5.5, "engine": 9.0})
@@ -57,5 +57,7 @@ def test_the_second_token_of_vllms_pair_is_counted_from_the_prefill_servers_answ
     assert table("Handoff", [row]).row_count == 1
 
 
-def _turn(tpot_ms: float) -> Turn:
-    return Turn(tpot_ms, 1e3 / tpot_ms, {"front": tpot_ms, "engine": 2 * tpot_ms, "coordinator": 3 * tpot_ms})
+def _turn(tpot_ms: float) -> DecodeTurn:
+    return DecodeTurn(
+        tpot_ms, 1e3 / tpot_ms, {"front": tpot_ms, "engine": 2 * tpot_ms, "coordinator": 3 * tpot_ms}
+    )
