@@ -24,6 +24,7 @@ import argparse
 import asyncio
 import json
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -50,6 +51,7 @@ LENGTHS = (128, 512, 1000)
 REPEATS = 3
 HANDOFF_REPEATS = 9
 OUTPUT_TOKENS = 192
+EXIT_STOPPED = 130
 TITLES = {"rows": "Decode", "cpu": "CPU", "handoff": "Handoff"}
 
 
@@ -115,8 +117,19 @@ async def measure(options: argparse.Namespace, log_dir: Path, tell: Console) -> 
     return found
 
 
+async def _until_stopped(options: argparse.Namespace, log_dir: Path, tell: Console) -> dict[str, list[Any]]:
+    """As `measure`. SIGINT and SIGTERM end it with all servers, which would stand still for ever. Raises
+    CancelledError then."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    return await measure(options, log_dir, tell)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Progress goes to stderr; the tables, or one JSON object with `--json`, to stdout."""
+    """Progress goes to stderr; the tables, or one JSON object with `--json`, to stdout. Exit code 1 if a system failed,
+    130 if stopped by a signal."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
     machine, tell = this_machine(), Console(stderr=True)
@@ -124,10 +137,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log_dir = options.log_dir or Path(logs)
         log_dir.mkdir(parents=True, exist_ok=True)
         try:
-            found = asyncio.run(measure(options, log_dir, tell))
-        except (SplitserveError, RuntimeError) as error:
+            found = asyncio.run(_until_stopped(options, log_dir, tell))
+        except (SplitserveError, RuntimeError, OSError) as error:
             tell.print(f"bench.vllm: {error}", style="red")
             return 1
+        except asyncio.CancelledError:
+            tell.print("stopped")
+            return EXIT_STOPPED
     command = shlex.join(["python", "-m", "bench.vllm", *arguments])
     content = {part: [asdict(row) for row in rows] for part, rows in found.items()}
     text = json.dumps(report("vllm", command, machine, **content), indent=2)
