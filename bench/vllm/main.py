@@ -6,7 +6,7 @@ vLLM's, the median of those of neighbours in time; all else are medians over the
 without compilation. All times are taken at the client.
 
 * decode: splitserve's pair, one prefill and one decode worker, the decode worker with all its processes on one core,
-  beside one vLLM server that computes on that core; its API server may use all. Both are asked over HTTP by the same
+  beside one vLLM server whose engine has that core; its API server may use all cores. Both are asked over HTTP by the same
   client, prompts of 16 tokens. TPOT is the median over the streams of their mean time between tokens, throughput the
   tokens a second of all streams; both while all streams decode, from the last first token to the first end.
 * cpu: CPU time a token in that same time, with the most streams: `front` is the decode worker without the processes
@@ -28,7 +28,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,11 @@ from rich.console import Console
 
 from bench.machine import report, this_machine
 from bench.option_values import positive_whole, whole_number
+from bench.peers.vllm_server import Layout
 from bench.vllm.decode import DecodePlan, decode_turns
 from bench.vllm.handoff import handoff_rows
 from bench.vllm.models import NAMES, SMALL, measured_model
 from bench.vllm.rows import cpu_row, decode_row, table
-from bench.vllm.systems import layout_of
 from launcher.cluster.placement import available_cores
 from splitserve.errors import SplitserveError
 
@@ -74,6 +74,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--environment", type=Path, default=Path(sys.prefix), help="vLLM's; default: this Python's"
     )
+    parser.add_argument(
+        "--vllm-whole-server",
+        action="store_true",
+        help="in decode and cpu, vLLM's API server on that core too",
+    )
     parser.add_argument("--log-dir", type=Path, help="keep the servers' logs there")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write that object to a file, too")
@@ -87,10 +92,23 @@ def _parts(text: str) -> tuple[str, ...]:
     return parts
 
 
+def _layout(options: argparse.Namespace, model: str, log_dir: Path) -> Layout:
+    """Prefill on the first core, decode on the last; without compilation, as splitserve runs vLLM on CPU."""
+    cores = available_cores()
+    return Layout(
+        options.environment,
+        model,
+        log_dir,
+        (cores[:1], cores[-1:]),
+        eager=True,
+        whole_server=options.vllm_whole_server,
+    )
+
+
 async def measure(options: argparse.Namespace, log_dir: Path, tell: Console) -> dict[str, list[Any]]:
     """The rows of the wanted parts, by their names in the report."""
     found: dict[str, list[Any]] = {}
-    cores, most = available_cores(), max(options.streams)
+    most = max(options.streams)
     plan = DecodePlan(
         options.streams if "decode" in options.parts else [most],
         options.temperatures,
@@ -101,7 +119,7 @@ async def measure(options: argparse.Namespace, log_dir: Path, tell: Console) -> 
     with tempfile.TemporaryDirectory(prefix="bench-vllm-models-") as folder:
         for name in options.models if {"decode", "cpu"} & set(options.parts) else ():
             model = measured_model(name, Path(folder))
-            layout = layout_of(options.environment, model.path, log_dir, cores)
+            layout = _layout(options, model.path, log_dir)
             turns = await decode_turns(model, layout, plan, tell)
             if "decode" in options.parts:
                 found.setdefault("rows", []).extend(decode_row(case, pairs) for case, pairs in turns.items())
@@ -110,7 +128,7 @@ async def measure(options: argparse.Namespace, log_dir: Path, tell: Console) -> 
                 found.setdefault("cpu", []).extend(cpu_row(case, pairs) for case, pairs in with_most.items())
         if "handoff" in options.parts:
             path = measured_model(SMALL, Path(folder)).path
-            layout = layout_of(options.environment, path, log_dir, cores, push=True)
+            layout = replace(_layout(options, path, log_dir), push=True, whole_server=False)
             found["handoff"] = await handoff_rows(
                 layout, options.lengths, options.handoff_repeats, options.seed, tell
             )

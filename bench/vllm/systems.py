@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from bench.cluster import pin
 from bench.goodput.wire import ServedAt
 from bench.peers.vllm_server import Layout, running_colocated
 from bench.server_process import ServerProcess, running_up
@@ -37,17 +38,20 @@ class System:
 
 @asynccontextmanager
 async def both_systems(layout: Layout) -> AsyncIterator[Sequence[System]]:
-    """Runs both, each with its decode compute on the second of the layout's cores; all standing still at first."""
+    """Runs both, each with its decode engine on the second of the layout's cores; all standing still at first."""
     alone = Layout(
         layout.environment,
         layout.model,
         layout.log_dir,
         (layout.cores[1], layout.cores[1]),
         eager=layout.eager,
+        whole_server=layout.whole_server,
     )
     async with running_up(own_settings(layout.model), OWN, layout.log_dir) as cluster:
         cluster.server.pause()
         async with running_colocated(alone) as server:
+            for process in server.family()[1:]:
+                pin(process.pid, layout.cores[1][0])
             server.pause()
             try:
                 yield (
@@ -82,13 +86,6 @@ def vllm_parts(family: Sequence[psutil.Process]) -> dict[str, Sequence[psutil.Pr
     """`front`: the API server, `engine`: what it has started."""
     front, *engine = family
     return {"front": [front], "engine": engine}
-
-
-def layout_of(
-    environment: Path, model: str, log_dir: Path, cores: Sequence[int], *, push: bool = False
-) -> Layout:
-    """Prefill on the first core, decode on the last; without compilation, as splitserve runs vLLM on CPU."""
-    return Layout(environment, model, log_dir, (cores[:1], cores[-1:]), eager=True, push=push)
 
 
 def _with_arguments(
