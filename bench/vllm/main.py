@@ -6,12 +6,12 @@ vLLM's, the median of those of neighbours in time; all else are medians over the
 without compilation. All times are taken at the client.
 
 * decode: splitserve's pair, one prefill and one decode worker, the decode worker with all its processes on one core,
-  beside one vLLM server whose engine has that core; its API server may use all cores. Both are asked over HTTP by the same
-  client, prompts of 16 tokens. TPOT is the median over the streams of their mean time between tokens, throughput the
-  tokens a second of all streams; both while all streams decode, from the last first token to the first end.
+  beside one vLLM server whose engine has that core; its API server may use all cores. Both are asked over HTTP by the
+  same client, prompts of 16 tokens. TPOT is the median over the streams of their mean time between tokens, throughput
+  the tokens a second of all streams; both while all streams decode, from the last first token to the first end.
 * cpu: CPU time a token in that same time, with the most streams: `front` is the decode worker without the processes
-  that it has started, and vLLM's API server likewise; `engine` is what they have started. The coordinator makes text
-  and HTTP of splitserve's tokens, which vLLM's API server does itself.
+  that it has started, and vLLM's API server likewise; `engine` is what they have started. The coordinator speaks HTTP
+  for splitserve's workers, which vLLM's API server does itself.
 * handoff: beside two vLLM servers with NixlPushConnector, a core each. The client asks decode first and then prefill,
   under one X-Request-Id, without a proxy; splitserve's coordinator is on the way. `second_token`: from prefill's
   first token, as the client learns of it, to the second token. `ttft`: to the first token of the stream, which at
