@@ -274,8 +274,10 @@ class VllmEngine(Engine):
         self._measure(parts, began_s, message.timestamp, result)
         self._advance(advanced, result)
         for output in message.outputs:
+            if not output.finished:
+                continue
             row = self._rows.at_vllm(output.request_id)
-            if output.finished and row is not None and not row.over:
+            if row is not None and not row.over:
                 self._outputs.fail(row.sequence, "INTERNAL", "vLLM ended the request", result)
 
     def _start(self, row: VllmRow, output: Any, parts: list[StepPart], result: StepResult) -> float:
@@ -308,10 +310,11 @@ class VllmEngine(Engine):
     def _advance(self, advanced: dict[Sequence, list[SampledToken]], result: StepResult) -> None:
         """Applies tokens, of each sequence the first one, then the second ones of speculation, and so on."""
         for wave in zip_longest(*advanced.values()):
-            tokens: dict[Sequence, SampledToken] = {
-                sequence: token for sequence, token in zip(advanced, wave, strict=True) if token is not None
+            alive = {
+                sequence: token
+                for sequence, token in zip(advanced, wave, strict=True)
+                if token is not None and sequence.status is SequenceStatus.RUNNING
             }
-            alive = {s: token for s, token in tokens.items() if s.status is SequenceStatus.RUNNING}
             new = {sequence: sequence.remaining for sequence in alive}
             step = BegunStep(0.0, new, result, lambda alive=alive: list(alive.values()))  # type: ignore[misc]
             self._outputs.process(step)
