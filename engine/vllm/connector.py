@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 import torch
 from typing_extensions import override
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
@@ -59,6 +60,7 @@ BUSY_POLL_S = 0.0005
 IDLE_POLL_S = 0.1
 PART = b"-"
 """The notification of a write that is a part of a handoff: it says nothing."""
+YIELD_S = 0.0001
 TAKEN_BACK = 4
 """What vLLM subtracts from a generator's offset to take a draw back."""
 _SET_DEATH_SIGNAL = 1
@@ -74,6 +76,9 @@ class SplitserveConnector(NixlPushConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
         _die_with_parent()
+        if current_platform.is_cpu():
+            # Processes of vLLM's wait for each other by yielding, which keeps others off the cores that compute.
+            shm_broadcast.sched_yield = partial(time.sleep, YIELD_S)
         self.connector_scheduler = self.connector_worker = None
         if role is KVConnectorRole.SCHEDULER:
             self.connector_scheduler = SchedulerSide(vllm_config, self.engine_id, kv_cache_config)
@@ -206,10 +211,13 @@ class RankSide(NixlPushConnectorWorker):
         # vLLM's settings give NIXL a progress thread, which takes a core for itself: the thread below polls.
         config = base_worker.nixl_agent_config
         base_worker.nixl_agent_config = partial(config, enable_prog_thread=False)
+        cores = os.sched_getaffinity(0)
         try:
             super().__init__(vllm_config, engine_id, kv_cache_config)
         finally:
             base_worker.nixl_agent_config = config
+            # On cpu vLLM pins this thread, which computes, to the last core that it sees, in all of its processes.
+            os.sched_setaffinity(0, cores)
         if current_platform.is_cpu():
             torch.Generator = RewindingGenerator
         self._socket = _socket_of(vllm_config)

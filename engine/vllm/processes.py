@@ -53,7 +53,7 @@ class VllmProcesses:
         too: vLLM leaves one behind that its ranks meet at, and sockets when they are killed."""
         before, tempfile.tempdir = tempfile.tempdir, str(self.folder)
         try:
-            with environment_with({SOCKETS_VARIABLE: str(self.folder)}):
+            with environment_with({SOCKETS_VARIABLE: str(self.folder), "TMPDIR": str(self.folder)}):
                 yield
         finally:
             tempfile.tempdir = before
