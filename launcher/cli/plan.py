@@ -335,7 +335,7 @@ def _steady_s(rate: float, outputs: LengthDistribution, slo: Slo) -> float:
 def _designs(given: _GivenWorker, longest: int) -> tuple[list[ReplicaDesign], ModelShape | None]:
     """The workers to choose from, and the model if its figures are used. `longest`: tokens of the longest request."""
     from autoscaler.sizing.replica_choice import designs_of
-    from autoscaler.sizing.roofline import ReplicaDesign, design, gpu_class
+    from autoscaler.sizing.roofline import ReplicaDesign, gpu_class, replica_design
 
     model = None
     if given.measured is not None:
@@ -343,7 +343,7 @@ def _designs(given: _GivenWorker, longest: int) -> tuple[list[ReplicaDesign], Mo
     else:
         gpu, model = gpu_class(given.gpu or ""), _model(given)
         if given.gpus is not None:
-            designs = [design(model, gpu, given.gpus, given.lane_gb_per_s)]
+            designs = [replica_design(model, gpu, given.gpus, given.lane_gb_per_s)]
         else:
             designs = designs_of(model, gpu, given.lane_gb_per_s, longest)
     most = max(min(one.engine.context_tokens, one.engine.kv_capacity_tokens) for one in designs)
