@@ -111,7 +111,7 @@ class SimulatedRegistry:
             block_bytes=KV_BLOCK_TOKENS * self._engine.kv_bytes_per_token,
             host_id="simulated",
         )
-        self.loads.add(worker)
+        self.loads.take_role(worker)
         self._tell_cache(replica, worker)
         self._workers[replica.name] = dataclasses.replace(worker, prefix_slot=self.index.slot_of(worker.key))
 
