@@ -41,14 +41,15 @@ from splitserve.runtime.waiting import within
 from splitserve.v1 import scaling_pb2
 
 CHANGE_ROLE_S = 60.0
-"""How long a worker that was told to change its role counts in its new pool before it says that it has changed."""
+"""How long a worker that was told to change its role counts in the new pool although it does not report the role
+yet."""
 
 
 class Rotation(Protocol):
     """Tells the coordinators which workers are on standby, and which roles they have."""
 
     async def apply(self, where: PlannedRotation, decisions: Sequence[scaling_pb2.PoolDecision]) -> None:
-        """Puts replicas where they are to be; `decisions` say why, for people. Called at every tick. Raises
+        """Puts replicas where the plan wants them; `decisions` explain it to people. Called at every tick. Raises
         SplitserveError."""
 
 
@@ -79,7 +80,7 @@ class PolicyChange:
     decide: Decide
     settings: LoopSettings
     carry: Callable[[Memory], Memory]
-    """The memory of the policy before, as far as the new one can go on from it."""
+    """Turns the earlier policy's memory into the new policy's, as far as it applies."""
 
 
 @dataclass(slots=True)
@@ -93,24 +94,25 @@ class ControlLoop:
     actuator: Actuator | None
     settings: LoopSettings
     lease: Lease | None = None
-    """Without one nobody else may scale the same replicas."""
+    """None: no other autoscaler may scale the same replicas."""
     changed_policy: Callable[[], PolicyChange | None] = lambda: None
-    """Asked before each tick. Raises ConfigError for a file that cannot be taken, once for each of its versions."""
+    """Called before each tick. Raises ConfigError, once for each version of the policy file that is wrong."""
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep
-    """Between ticks while a pool is at zero: it may end sooner, when requests wait for workers."""
+    """Waits between ticks while a pool is at zero; may end sooner, when requests wait for workers."""
     rest: Callable[[float], Awaitable[None]] = asyncio.sleep
-    """Between all others."""
+    """Waits between all other ticks."""
     status: LoopStatus = field(default_factory=LoopStatus)
     journal: DecisionJournal = field(default_factory=DecisionJournal)
     memory: Memory = None
-    """The policy's, between ticks. What outlives a restart is put here before the first one."""
+    """The policy's memory between ticks."""
     _starts: StartWatch = field(default_factory=StartWatch)
     _own_names: frozenset[str] = frozenset()
     """Names that the actuator has listed, and that are still registered."""
     _started_for: Mapping[str, PoolName] = field(default_factory=dict)
-    """The pool that the actuator has each replica in. Its worker may have taken the other role since."""
+    """By name: the pool in which the actuator lists the replica. Its worker may have taken the other role since."""
     _changing_roles: dict[str, tuple[PoolName, float]] = field(default_factory=dict)
-    """By name: the pool whose role a worker was told to take and has not taken yet, and until when that is believed."""
+    """Workers that were told to change their roles and have not reported it yet, by name: the new pool, and until when
+    they count there."""
     _now_s: float = 0.0
     """When the last snapshot was taken."""
     _last_plan: ScalingPlan | None = None
@@ -125,8 +127,8 @@ class ControlLoop:
             await (self.pause if at_zero else self.rest)(left_s)
 
     async def tick(self) -> None:
-        """One round. Errors that a later round may not have are logged, not raised. While the policy fails, what its
-        last plan wants is started where it is missing."""
+        """One round. Errors that a later round may not meet are logged, not raised. While the policy fails, replicas
+        that its last plan wants and that are missing are started."""
         self._take_policy()
         if self.lease is not None and self._would_act:
             await self.lease.renew()
@@ -155,12 +157,12 @@ class ControlLoop:
             self._log_decision(plan, pools, actions)
         await self._carry_out(plan, pools, actions)
         if decided is not None:
-            # Last, so that what is kept for people delays nothing that has been decided.
+            # Last, so that the journal, which people read, delays no action.
             self.journal.enter(snapshot, decisions_of(plan, pools, actions), acted)
 
     async def _decided(self, snapshot: Snapshot) -> ScalingPlan | None:
-        """The plan, made on a thread: a forecast may take seconds. None for a policy that raises: counts are kept, and
-        a mended one is taken at the next tick."""
+        """The plan, made on a thread: a forecast may take seconds. None when the policy raises: the counts are kept
+        until a later tick decides."""
         try:
             plan, self.memory = await asyncio.to_thread(self.decide, self.memory, snapshot)
         except Exception as error:
@@ -176,7 +178,7 @@ class ControlLoop:
         assert self.actuator is not None
         await self._tidy(self.actuator)
         for action in actions:
-            if self._may_act:  # an action may take long: the lease is looked at before each one
+            if self._may_act:  # checked before each action: the lease may end during a long one
                 await self._act(self.actuator, plan, action)
 
     @property
@@ -217,39 +219,34 @@ class ControlLoop:
         if self.actuator is None:
             seen = [(pool, replica.name) for pool in POOLS for replica in snapshot.pool(pool).replicas]
             return [ActualReplica(name, pool, False, 0.0) for pool, name in seen]
-        there = await within(self.settings.observe_s, self.actuator.replicas(), "list replicas")
+        listed = await within(self.settings.observe_s, self.actuator.replicas(), "list replicas")
         self.status.hosts = dict(self.actuator.hosts)
-        self._started_for = {replica.name: replica.pool for replica in there}
-        known = {r.name for pool in POOLS for r in snapshot.pool(pool).replicas if r.registered}
-        kept = counted(there, known)
-        # Those that were given up are missed on purpose: that is no failed start.
-        self._starts.told_to_end(list({replica.name for replica in there} - {r.name for r in kept}))
+        self._started_for = {replica.name: replica.pool for replica in listed}
+        registered = {r.name for pool in POOLS for r in snapshot.pool(pool).replicas if r.registered}
+        kept = counted(listed, registered)
+        # A given-up replica is left out on purpose: that is no failed start.
+        self._starts.told_to_end(list(self._started_for.keys() - {replica.name for replica in kept}))
         ours = [replica for replica in kept if replica.name not in snapshot.foreign]
         return by_role(ours, snapshot.roles)
 
     def _pools(
         self, snapshot: Snapshot, actual: Sequence[ActualReplica]
     ) -> dict[PoolName, tuple[ReplicaView, ...]]:
-        seen = {pool: snapshot.pool(pool).replicas for pool in POOLS}
-        known = {replica.name: replica for pool in POOLS for replica in seen[pool]}
-        # The coordinators know a replica for a while after it has died: that is not somebody else's.
+        known = {replica.name: replica for pool in POOLS for replica in snapshot.pool(pool).replicas}
+        # The coordinators know a replica for a while after it has died. It remains one of ours meanwhile.
         registered = {name for name, replica in known.items() if replica.registered}
         self._own_names = frozenset(replica.name for replica in actual) | (self._own_names & registered)
         actual = by_role(actual, {name: pool for name, (pool, _) in self._changing_roles.items()})
-        return {
-            pool: members(
-                pool,
-                actual,
-                known,
-                [
-                    replica
-                    for replica in seen[pool]
-                    if replica.registered
-                    and (replica.both or not (replica.ours or replica.name in self._own_names))
-                ],
-            )
+        others = {
+            pool: [
+                replica
+                for replica in snapshot.pool(pool).replicas
+                if replica.registered
+                and (replica.both or not (replica.ours or replica.name in self._own_names))
+            ]
             for pool in POOLS
         }
+        return {pool: members(pool, actual, known, others[pool]) for pool in POOLS}
 
     async def _rotate(
         self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
@@ -287,8 +284,8 @@ class ControlLoop:
                 case Drain(pool, names):
                     self._starts.told_to_end(names)
                     for home in POOLS:
-                        if there := [name for name in names if self._started_for.get(name, pool) == home]:
-                            stopped = actuator.stop(home, there, self.settings.drain_s[pool])
+                        if of_home := [name for name in names if self._started_for.get(name, pool) == home]:
+                            stopped = actuator.stop(home, of_home, self.settings.drain_s[pool])
                             await within(self.settings.act_s, stopped, "stop")
                 case Activate() | Rest() | ChangeRole():
                     return
@@ -320,17 +317,14 @@ class ControlLoop:
 
     def _acted(self, plan: ScalingPlan, action: Action) -> None:
         self.status.actions[action_word(action)] += 1
-        match action:
-            case Start(count=count):
-                what: dict[str, Any] = {"count": count}
-            case Drain(names=names):
-                what = {"names": list(names)}
-            case Activate(name=name) | Rest(name=name) | ChangeRole(name=name):
-                what = {"names": [name]}
-        reason = plan.pool(action.pool).reason
-        log_event("scaling.acted", pool=action.pool, action=action_word(action), reason=reason, **what)
+        fields: dict[str, Any] = {"pool": action.pool, "action": action_word(action)}
+        if isinstance(action, Start):
+            fields["count"] = action.count
+        else:
+            fields["names"] = list(action.names)
+        log_event("scaling.acted", reason=plan.pool(action.pool).reason, **fields)
 
     def _failed(self, hop: str, error: SplitserveError, **where: str) -> None:
         self.status.errors[hop] += 1
-        what = {"hop": hop, "error": error.message, "error_reason": error.reason}
-        log_event("scaling.failed", level=logging.WARNING, **what, **where)
+        fields = {"hop": hop, "error": error.message, "error_reason": error.reason}
+        log_event("scaling.failed", level=logging.WARNING, **fields, **where)

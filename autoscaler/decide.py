@@ -1,4 +1,4 @@
-"""Makes a `Decide` function of a policy file: each pool's recommendation, `behavior`, then the joint plan. Pure."""
+"""Makes the `Decide` function of a policy file: each pool's recommendation, `behavior`, then the joint plan. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PoolState:
     """Memory of one pool."""
 
     desired: int | None = None
-    """Desired replicas of the last plan that was carried out."""
+    """Desired replicas of the last plan; None before the first, and while plans are not carried out."""
     behavior: BehaviorMemory = field(default_factory=BehaviorMemory)
     policy: Any = None
     """The policy's own memory."""
@@ -51,9 +51,9 @@ class PlanMemory:
 
 
 def make_decide(policy: ScalingPolicy, functions: Mapping[str, Recommend] | None = None) -> Decide:
-    """The decider of this policy. Stateless: it takes the memory and returns the next one.
+    """The `Decide` function of this policy. It keeps no state: it takes the memory and returns the next one.
 
-    `functions`: functions of pools of the kind `custom`; those that are not given are loaded. Raises ConfigError.
+    `functions`: the functions of pools of kind `custom`, by pool; missing ones are loaded. Raises ConfigError.
     """
     given = functions or {}
     recommend_p = given.get("prefill") or recommender(policy.prefill, "prefill")
@@ -125,13 +125,13 @@ def _only_schedule(memory: None, snapshot: Snapshot, status: PoolStatus) -> tupl
 
 
 def status_of(pool: AnyPool, name: PoolName, desired: int | None, snapshot: Snapshot) -> PoolStatus:
-    """The pool's status. `desired` is the last plan's. Without one, and while plans are not carried out, the replicas
-    that exist less the standbys count as desired."""
+    """The pool's status. `desired` is the last plan's count. Before the first plan, and while plans are not carried
+    out, the existing replicas less the standbys count as desired."""
     states = Counter(replica.state for replica in snapshot.pool(name).replicas)
     ready, starting = states[ReplicaState.READY], states[ReplicaState.STARTING]
     existing = max(ready, ready + starting + states[ReplicaState.STANDBY] - pool.warm_standby)
     if desired is None and snapshot.acting:
-        # Those whose machines are taken away were wanted until now, and are to be replaced.
+        # Preempted replicas were wanted until now, and are to be replaced.
         existing += states[ReplicaState.PREEMPTED]
     if desired is None or not snapshot.acting:
         return PoolStatus(existing, ready, starting, existing)
@@ -161,7 +161,7 @@ def _propose(
         wanted, cause = status.current, "silent_coordinator"
         reason = f"a coordinator does not answer: no scaling down; {reason}"
     if memory.desired is None and not memory.behavior.recommendations:
-        # As an HPA does, so that a restart does not discard the stabilization before it.
+        # As an HPA does: after a restart the current count is the first recommendation to stabilize by.
         memory = replace(memory, behavior=BehaviorMemory(((snapshot.now_s, status.current),)))
     limits, now_s = pool.limits(cold_start_s(pool, name, snapshot)), snapshot.now_s
     counted, behavior = follow(
@@ -180,7 +180,7 @@ def _recorded(
     pool: AnyPool, name: PoolName, memory: PoolState, plan: PoolPlan, current: int, snapshot: Snapshot
 ) -> PoolState:
     limits = pool.limits(cold_start_s(pool, name, snapshot))
-    # A plan that is not carried out changes nothing that rates of change could be limited by.
+    # A plan that is not carried out adds no replicas, so it does not count against the rates of change.
     added = plan.desired - current if snapshot.acting else 0
     behavior = record_change(limits, memory.behavior, snapshot.now_s, added)
     return PoolState(plan.desired if snapshot.acting else None, behavior, memory.policy)

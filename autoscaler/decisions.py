@@ -1,5 +1,5 @@
-"""The last decisions of the control loop and their reasons, for people: on a page beside the metrics, which
-`splitserve autoscaler explain` reads, and in the form in which the coordinators get them."""
+"""The last decisions of the control loop and their reasons: as a page beside the metrics, which `splitserve autoscaler
+explain` shows, and as the messages that the coordinators get."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from autoscaler.plan import ScalingPlan
-from autoscaler.reconcile import Action, Activate, ChangeRole, Drain, ReplicaView, Rest, Start
+from autoscaler.reconcile import Action, ChangeRole, ReplicaView, Start, action_word, in_state
 from autoscaler.snapshot import POOLS, PoolName, ReplicaState, Snapshot
 from splitserve.v1 import registry_pb2, scaling_pb2
 
 DECISIONS_PATH = "/decisions"
-"""Where the page is, beside the metrics."""
+"""The page's path on the metrics port."""
 MOST_DECISIONS = 240
 MAX_REASON_CHARACTERS = 1024
 MAX_ACTIONS, MAX_ACTION_CHARACTERS = 16, 200
@@ -26,22 +26,23 @@ class DecisionJournal:
     """Written by the control loop. `decisions`, oldest first, is replaced as a whole, so any thread may read it."""
 
     decisions: tuple[Mapping[str, Any], ...] = ()
-    """As the page has them."""
+    """JSON objects, as the page shows them."""
     _count: int = 0
-    """Since the process started."""
+    """Decisions since the process started."""
 
     def enter(self, snapshot: Snapshot, decided: Sequence[scaling_pb2.PoolDecision], acted: bool) -> None:
-        """Keeps what was decided for the pools in order of POOLS. `acted` is False in a dry run, and while another
+        """Keeps a decision; `decided` has its pools in order of POOLS. `acted` is False in a dry run, and while another
         autoscaler holds the lease."""
         self._count += 1
-        made = {
+        pools = zip(POOLS, decided, strict=True)
+        decision = {
             "number": self._count,
             "time": datetime.fromtimestamp(snapshot.wall_s, UTC).isoformat(timespec="milliseconds"),
             "acted": acted,
             "complete": snapshot.complete,
-            "pools": {name: _entry(one, name, snapshot) for name, one in zip(POOLS, decided, strict=True)},
+            "pools": {name: _entry(of_pool, name, snapshot) for name, of_pool in pools},
         }
-        self.decisions = (*self.decisions, made)[-MOST_DECISIONS:]
+        self.decisions = (*self.decisions, decision)[-MOST_DECISIONS:]
 
     def document(self) -> dict[str, Any]:
         """The page: the latest decision first."""
@@ -62,8 +63,8 @@ def _entry(decided: scaling_pb2.PoolDecision, name: PoolName, snapshot: Snapshot
 
 
 def inputs_of(name: PoolName, snapshot: Snapshot) -> dict[str, float | None]:
-    """The signals that a pool was decided by; rates over the snapshot's window. None: not measured."""
-    recent = [b for b in snapshot.arrivals if b.start_s + b.length_s > snapshot.now_s - snapshot.window_s]
+    """The signals that decided a pool's count; rates over the snapshot's window. None: not measured."""
+    recent = snapshot.arrivals_of_last(snapshot.window_s)
     length_s = sum(bucket.length_s for bucket in recent)
 
     def per_s(amounts: Iterable[float]) -> float | None:
@@ -72,8 +73,8 @@ def inputs_of(name: PoolName, snapshot: Snapshot) -> dict[str, float | None]:
     if name == "prefill":
         prefill, latency = snapshot.prefill, snapshot.prefill.latency
         return {
-            "requests_per_s": per_s(b.requests for b in recent),
-            "uncached_tokens_per_s": per_s(b.uncached_tokens for b in recent),
+            "requests_per_s": per_s(bucket.requests for bucket in recent),
+            "uncached_tokens_per_s": per_s(bucket.uncached_tokens for bucket in recent),
             "backlog_tokens": float(prefill.backlog_tokens),
             "replica_tokens_per_s": prefill.tokens_per_s,
             "latency_p95_s": latency.percentile(95) if latency else None,
@@ -81,7 +82,7 @@ def inputs_of(name: PoolName, snapshot: Snapshot) -> dict[str, float | None]:
         }
     decode, tpot = snapshot.decode, snapshot.decode.tpot
     return {
-        "output_tokens_per_s": per_s(b.output_tokens for b in recent),
+        "output_tokens_per_s": per_s(bucket.output_tokens for bucket in recent),
         "running_requests": float(decode.running_requests),
         "waiting_reservations": float(decode.waiting_reservations),
         "context_tokens": float(decode.context_tokens),
@@ -99,7 +100,7 @@ def decisions_of(
 
 
 def _decision(
-    plan: ScalingPlan, pool: PoolName, there: Sequence[ReplicaView], actions: Sequence[Action]
+    plan: ScalingPlan, pool: PoolName, replicas: Sequence[ReplicaView], actions: Sequence[Action]
 ) -> scaling_pb2.PoolDecision:
     wanted = plan.pool(pool)
     texts = [text for action in actions if action.pool == pool for text in action_texts(action)]
@@ -107,8 +108,8 @@ def _decision(
         pool=_POOLS[pool],
         desired=wanted.desired,
         standby=wanted.standby,
-        ready=sum(one.state is ReplicaState.READY for one in there),
-        starting=sum(one.state is ReplicaState.STARTING for one in there),
+        ready=len(in_state(replicas, ReplicaState.READY)),
+        starting=len(in_state(replicas, ReplicaState.STARTING)),
         cause=wanted.cause,
         reason=wanted.reason[:MAX_REASON_CHARACTERS],
         next_actions=[text[:MAX_ACTION_CHARACTERS] for text in texts[:MAX_ACTIONS]],
@@ -120,11 +121,6 @@ def action_texts(action: Action) -> list[str]:
     match action:
         case Start(count=count):
             return [f"start {count}"]
-        case Drain(names=names):
-            return [f"drain {name}" for name in names]
-        case Activate(name=name):
-            return [f"activate {name}"]
-        case Rest(name=name):
-            return [f"rest {name}"]
         case ChangeRole(name=name):
             return [f"give {name} this pool's role, which takes no cold start"]
+    return [f"{action_word(action)} {name}" for name in action.names]

@@ -1,9 +1,9 @@
-"""The lease: of several autoscalers one acts, the others observe and take over when its lease ends.
+"""The lease: of several autoscalers one acts. The others observe, and one takes over when the lease ends.
 
-The coordinators grant it, a majority of them; of an even number the first address, in alphabetical order, counts twice.
-So all autoscalers must be given the same addresses. A lease counts from before it was asked for, by this machine's
-monotonic clock, which a stopped process does not stop: what wakes up late sees that its lease is over. Each coordinator
-gives a fencing number of its own, without which it takes no plan while the lease is in force.
+A majority of the coordinators grants the lease. With an even number of them the first address in alphabetical order has
+two votes, so all autoscalers must get the same addresses. A lease runs from the moment before the request for it, by
+the monotonic clock, which goes on while a process is stopped: a process that wakes up late sees that its lease is over.
+Each coordinator gives a fencing number of its own, and accepts no plan without it while the lease is in force.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Lease:
         self._until_s = 0.0
         self._was_held: bool | None = None
         self.other = ""
-        """Who holds it, where this is known to be another."""
+        """The holder, if it is known to be another autoscaler; else empty."""
 
     @property
     def held(self) -> bool:
@@ -48,7 +48,7 @@ class Lease:
         return self._numbers.get(target, 0)
 
     def lose(self) -> None:
-        """A coordinator says that it is over."""
+        """Ends the lease here, because a coordinator says that it is over."""
         self._until_s = 0.0
 
     async def renew(self) -> bool:
@@ -57,9 +57,10 @@ class Lease:
         answers = await asyncio.gather(*(self._ask(client, self._valid_s, held) for client in self._clients))
         granted = [answer is not None and answer.granted for answer in answers]
         for client, answer in zip(self._clients, answers, strict=True):
-            if answer is not None:  # else it may have been granted, and what was before still is
+            if answer is not None:  # without an answer the earlier number may still be valid
                 self._numbers[client.target] = answer.number if answer.granted else 0
-        others = [a.holder for a in answers if a is not None and a.holder and a.holder != self.holder]
+        holders = [answer.holder for answer in answers if answer is not None]
+        others = [holder for holder in holders if holder not in ("", self.holder)]
         self.other = others[0] if others else ""
         if self._is_majority(granted):
             self._until_s = asked_s + self._valid_s
@@ -71,7 +72,7 @@ class Lease:
         return self.held
 
     async def release(self) -> None:
-        """Gives it up, so that another need not wait for its end."""
+        """Gives the lease up, so that another autoscaler need not wait for its end."""
         self._until_s, self._numbers = 0.0, {}
         await asyncio.gather(*(self._ask(client, 0.0, False) for client in self._clients))
 
@@ -84,7 +85,7 @@ class Lease:
     async def _ask(
         self, client: ScalingClient, valid_s: float, held: bool
     ) -> scaling_pb2.AcquireLeaseResponse | None:
-        number = self._numbers.get(client.target, 0) if held else 0
+        number = self.number_at(client.target) if held else 0
         try:
             return await client.acquire_lease(self.holder, valid_s=valid_s, model=self._model, number=number)
         except SplitserveError as error:

@@ -10,7 +10,7 @@ from typing import get_args
 from prometheus_client.core import Metric
 
 from autoscaler.plan import Cause, ScalingPlan
-from autoscaler.reconcile import ReplicaView
+from autoscaler.reconcile import ReplicaView, in_state
 from autoscaler.snapshot import POOLS, DecodeSignals, PoolName, PrefillSignals, ReplicaState, Snapshot
 from splitserve.metrics import counter, counters, gauge, gauges
 
@@ -27,25 +27,25 @@ class LoopStatus:
     standby: Mapping[PoolName, int] = field(default_factory=dict)
     actual: Mapping[PoolName, Mapping[ReplicaState, int]] = field(default_factory=dict)
     causes: Mapping[PoolName, Cause] = field(default_factory=dict)
-    """What decided each pool's count last."""
+    """Why each pool has its last count."""
     actions: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     """By hop: observation, each kind of action, and the policy."""
     holds_lease: bool = True
     policy_is_current: bool = True
-    """False while the policy file cannot be taken and the one before is in force."""
+    """False while the policy file is wrong and its last right version is in force."""
     policy_reloads: int = 0
     failed_starts: Mapping[PoolName, int] = field(default_factory=dict)
     pauses_s: Mapping[PoolName, float] = field(default_factory=dict)
     cold_starts_s: Mapping[PoolName, Mapping[str, float]] = field(default_factory=dict)
-    """The phases of each pool's cold starts as far as they are known."""
+    """Seconds of each known phase of a pool's cold starts."""
     hosts: Mapping[str, bool] = field(default_factory=dict)
     """Whether each of several hosts answers."""
 
     def starts(
         self, failed: Mapping[PoolName, int], pauses_s: Mapping[PoolName, float], snapshot: Snapshot
     ) -> None:
-        """Records failed starts since the process started, for how long nothing is ordered, and what starts take."""
+        """Records the failed starts since the process started, the pauses after them, and the phases of cold starts."""
         self.failed_starts, self.pauses_s = dict(failed), dict(pauses_s)
         self.cold_starts_s = {pool: _cold_start_s(snapshot.pool(pool)) for pool in POOLS}
 
@@ -56,8 +56,7 @@ class LoopStatus:
         self.standby = {pool: plan.pool(pool).standby for pool in POOLS}
         self.causes = {pool: plan.pool(pool).cause for pool in POOLS}
         self.actual = {
-            pool: {state: sum(m.state is state for m in pools[pool]) for state in ReplicaState}
-            for pool in POOLS
+            pool: {state: len(in_state(pools[pool], state)) for state in ReplicaState} for pool in POOLS
         }
 
 
@@ -142,9 +141,9 @@ def loop_metrics(status: LoopStatus) -> list[Metric]:
 
 
 def _cold_start_s(signals: PrefillSignals | DecodeSignals) -> dict[str, float]:
-    """Phases of a pool's cold starts, seconds. What replicas do not see themselves is `schedule`."""
+    """Phases of a pool's cold starts, seconds. `schedule` is the part that replicas do not measure themselves."""
     start, took_s = signals.start, signals.cold_start_s
     if start is None:
         return {}
-    seen = {"process": start.process_s, "weights": start.weights_s, "warm_up": start.warm_up_s}
-    return seen if took_s is None else {"schedule": max(0.0, took_s - start.total_s), **seen}
+    phases = {"process": start.process_s, "weights": start.weights_s, "warm_up": start.warm_up_s}
+    return phases if took_s is None else {"schedule": max(0.0, took_s - start.total_s), **phases}

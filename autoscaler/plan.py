@@ -18,8 +18,7 @@ Cause = Literal[
     "to_zero",
 ]
 """What decided a count last: the pool's policy, its schedule, a coordinator that does not answer, the pool's bounds and
-`behavior`, the GPU budget, requests that wait for the first workers, or that
-there were none for long."""
+`behavior`, the GPU budget, requests that wait for the first workers, or a long time without requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +30,13 @@ class PoolPlan:
     reason: str = ""
     """One line for operators."""
     error: str = ""
-    """What the pool's policy failed with."""
+    """The error of the pool's policy; empty while it works."""
     cause: Cause = "policy"
 
     @property
     def given_up(self) -> bool:
-        """Whether nobody has asked for anything for so long that the pool is given up: what still starts ends, too.
-        Else, where the coordinators see no replica at all, they may have just restarted, and nothing is drained."""
+        """Whether the pool goes to zero because there were no requests for long: starting replicas end, too. In all
+        other cases no starting replica is drained: coordinators that see no replica may have just restarted."""
         return self.cause == "to_zero"
 
 
@@ -48,7 +47,7 @@ class ScalingPlan:
     prefill: PoolPlan
     decode: PoolPlan
     one_shape: bool = False
-    """Whether a replica of one pool has the GPUs that one of the other needs, so that it may take the other's role."""
+    """Whether replicas of both pools have the same GPUs, so that they may take each other's role."""
 
     def pool(self, name: PoolName) -> PoolPlan:
         """The plan of one pool."""
@@ -61,12 +60,12 @@ class ScalingPlan:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What it decides, without the reasons."""
+        """The counts, without the reasons."""
         return self.prefill.desired, self.prefill.standby, self.decode.desired, self.decode.standby
 
 
 Memory = Any
-"""A decider's memory between decisions: an immutable value of its own type; None at first."""
+"""What a `Decide` function remembers between decisions: an immutable value of its own type; None at first."""
 
 Decide = Callable[[Memory, Snapshot], tuple[ScalingPlan, Memory]]
-"""A policy: pure, so that the simulator replays what production runs. It reads no clock and does no I/O."""
+"""Makes the plan. Pure: it reads no clock and does no I/O, so the simulator replays what production runs."""

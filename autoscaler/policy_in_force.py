@@ -1,4 +1,4 @@
-"""The policy file while the autoscaler runs: read again when it changes, without losing what was learned."""
+"""The policy file while the autoscaler runs. It is read again when it changes; the policy's memory is kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoscaler.decide import carried, make_decide
 from autoscaler.policies.custom import bounded_functions, loaded_functions
 from autoscaler.policies.policy_file import ScalingPolicy, SloPool, named_files, policy_in, read_policy_file
 from autoscaler.policies.recommendation import Recommend
-from autoscaler.reconcile import Bounds
+from autoscaler.reconcile import bounds_of
 from autoscaler.signals.observer import DEFAULT_HISTORY_S, Observer
 from autoscaler.start_watch import start_limits
 from splitserve.errors import ConfigError
@@ -27,7 +27,7 @@ class LoadedPolicy:
 
     rules: ScalingPolicy
     functions: Mapping[str, Recommend]
-    """Of pools of the kind `custom`, by pool."""
+    """The functions of pools of kind `custom`, by pool."""
 
 
 class PolicyFile:
@@ -38,14 +38,14 @@ class PolicyFile:
         self.path = path
         self._value: LoadedPolicy | None = None
         self._named: list[Path] = []
-        """Files that the version that was read last names, also one that was refused."""
+        """Files of code that the last version names, also a refused version."""
         self.files = ReloadedFiles("policy", lambda: [path, *self._named], self._load, self._adopt)
-        """To be followed by a `FileWatcher`."""
+        """A `FileWatcher` follows these files."""
         self.files.start()
         self.polled = self.value
-        """The one that `poll` gave last."""
-        self._refused = 0
-        """The number of the refused version that `poll` told; 0 once a right one has followed."""
+        """The value that `poll` returned last."""
+        self._reported_refusal = 0
+        """The number of the refused version that `poll` has reported; 0 once a right version has followed."""
 
     @property
     def value(self) -> LoadedPolicy:
@@ -54,23 +54,24 @@ class PolicyFile:
         return self._value
 
     def poll(self) -> LoadedPolicy | None:
-        """The value if another one was read since the last call, or the same again in place of one that was refused;
-        else None.
+        """The value, if it changed since the last call or if a refused version has been corrected; else None.
 
-        Raises ConfigError, once for each version of the files that was refused and is still there; `value` stays.
+        Raises ConfigError, once for each refused version of the files; `value` stays.
         """
-        refused, told = self.files.outcomes["rejected"] if self.files.rejected else 0, self._refused
-        self._refused = refused
-        if refused and refused != told:
+        refusal, reported = (
+            self.files.outcomes["rejected"] if self.files.rejected else 0,
+            self._reported_refusal,
+        )
+        self._reported_refusal = refusal
+        if refusal and refusal != reported:
             raise ConfigError(self.files.problem, field="policy")
-        mended = told and not refused
-        if self.value is self.polled and not mended:
+        corrected = reported and not refusal
+        if self.value is self.polled and not corrected:
             return None
         self.polled = self.value
         return self.value
 
     def _load(self) -> LoadedPolicy:
-        """Where it names other files than before, these count as changed meanwhile: once more, with their stamps."""
         file = read_policy_file(self.path)
         self._named = sorted(set(named_files(file)))
         rules = policy_in(file)
@@ -78,17 +79,18 @@ class PolicyFile:
             return LoadedPolicy(rules, loaded_functions(rules))
 
     def _adopt(self, policy: LoadedPolicy) -> None:
-        # The same rules again, a file that was touched, leave decisions under way alone. Code may have changed.
+        # A touched file with the same rules changes nothing. A function's code may have changed, so it is taken.
         if self._value is None or policy.functions or policy.rules != self._value.rules:
             self._value = policy
 
 
 def loop_settings(policy: ScalingPolicy, given: LoopSettings) -> LoopSettings:
-    """The loop's settings under a policy. `given` has what is not the policy's; its interval wins unless it is 0."""
+    """The loop's settings under a policy. `given` has all settings that are not the policy's; its interval comes before
+    the policy's, unless it is 0."""
     pools = policy.pools
     return replace(
         given,
-        bounds={name: Bounds(pool.min_replicas, pool.max_replicas) for name, pool in pools.items()},
+        bounds=bounds_of(policy),
         drain_s={name: pool.drain_s for name, pool in pools.items()},
         shapes={name: ReplicaShape(pool.gpus_per_replica, pool.gpu) for name, pool in pools.items()},
         starts=start_limits(policy),
@@ -105,7 +107,7 @@ class PolicyInForce:
     given: LoopSettings
 
     def first(self) -> PolicyChange:
-        """The policy at the start. The file's may be newer: `poll` gives it."""
+        """The policy at the start. If the file has changed since, the next `poll` returns the newer one."""
         return self._change(self.file.polled, self.file.polled)
 
     @property

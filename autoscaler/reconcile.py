@@ -1,8 +1,8 @@
 """Compares a plan with the replicas that exist and returns the actions. Pure and level-triggered.
 
 Every tick starts from the observed replicas, never from earlier actions: a failed action is decided again, and a
-restarted autoscaler continues where the last one stopped. Ordered replicas that do not exist yet count, so nothing
-is started twice.
+restarted autoscaler continues where the last one stopped. Ordered replicas that do not exist yet count, so none is
+started twice.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.plan import ScalingPlan
+from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.snapshot import OTHER_POOL, POOLS, PoolName, Replica, ReplicaState
 
 
@@ -23,28 +24,17 @@ class Bounds:
     max: int
 
 
+def bounds_of(policy: ScalingPolicy) -> dict[PoolName, Bounds]:
+    """Minimum and maximum of both pools."""
+    return {name: Bounds(pool.min_replicas, pool.max_replicas) for name, pool in policy.pools.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """Order `count` more replicas."""
 
     pool: PoolName
     count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Activate:
-    """Take a warm standby into rotation."""
-
-    pool: PoolName
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """Take a replica out of rotation and keep it as a warm standby."""
-
-    pool: PoolName
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +45,28 @@ class Drain:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ChangeRole:
-    """Give a worker of the other pool this pool's role."""
+@dataclass(frozen=True)
+class _OneReplica:
+    """An action on one replica."""
 
     pool: PoolName
     name: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+
+class Activate(_OneReplica):
+    """Take a warm standby into rotation."""
+
+
+class Rest(_OneReplica):
+    """Take a replica out of rotation and keep it as a warm standby."""
+
+
+class ChangeRole(_OneReplica):
+    """Give a worker of the other pool this pool's role."""
 
 
 _COMING = (ReplicaState.READY, ReplicaState.STANDBY, ReplicaState.STARTING)
@@ -81,7 +87,7 @@ class ReplicaView:
     load: float
     created_wall_s: float
     ours: bool = True
-    """Whether the actuator has it, and its role is of one pool. Others are capacity; nothing is done to them."""
+    """Whether the actuator lists it and it serves one pool. Other replicas count as capacity and are left alone."""
     can_change_role: bool = False
     """Whether it can take the other pool's role while it runs."""
 
@@ -94,8 +100,8 @@ def members(
 ) -> tuple[ReplicaView, ...]:
     """The replicas of one pool. The actuator says which exist, the coordinators in which state they are.
 
-    `others` are registered workers that the actuator does not have, as those of another host, and workers with both
-    roles: they count, and are left alone.
+    `others` are registered workers that the actuator does not list, such as those of another host, and workers of role
+    `both`: they count as capacity and are left alone.
     """
     views = [ReplicaView(other.name, other.state, other.load, 0.0, False) for other in others]
     for replica in actual:
@@ -119,10 +125,10 @@ def reconcile(
 ) -> tuple[Action, ...]:
     """Actions that bring both pools to the plan. Idempotent: once they have taken effect there are none.
 
-    Replicas that are preempted do not count, so they are replaced at once, whatever `behavior` says of the number.
-    In `paused` pools nothing is ordered and no overdue replica replaced, because the last ones failed. Where one pool
-    has more in rotation than it shall, and the other less, standby and starting ones counted, workers take the other
-    role before anything is started or drained: that takes no cold start.
+    Preempted replicas do not count, so each is replaced at once, whatever `behavior` says of the number. In `paused`
+    pools no replica is ordered and no overdue one is replaced, because the last ones failed. When one pool has more
+    replicas in rotation than planned, and the other has too few, standby and starting ones counted, workers take the
+    other role before any is started or drained: that takes no cold start.
     """
     goals = {pool: min(max(plan.pool(pool).desired, bounds[pool].min), bounds[pool].max) for pool in POOLS}
     actions: list[Action] = []
@@ -134,32 +140,30 @@ def reconcile(
         serving = len(in_state(others, ReplicaState.READY))
         spare = len(in_state(others, ReplicaState.STANDBY))
         coming = len(in_state(others, ReplicaState.STARTING))
-        # What the workers of others leave to do.
-        desired -= serving + min(coming, max(0, desired - serving))
-        standby = max(0, wanted.standby) - spare
+        # Workers that are not ours serve a part of the count.
+        desired = max(0, desired - serving - min(coming, max(0, desired - serving)))
+        standby = max(0, wanted.standby - spare)
         ours = [member for member in pools[pool] if member.ours]
-        actions += _reconcile_pool(
-            pool, max(0, desired), max(0, standby), ours, pool in paused, wanted.given_up
-        )
+        actions += _reconcile_pool(pool, desired, standby, ours, pool in paused, wanted.given_up)
     return tuple(actions)
 
 
 def _change_roles(
     goals: Mapping[PoolName, int], pools: Mapping[PoolName, Sequence[ReplicaView]], actions: list[Action]
 ) -> Mapping[PoolName, Sequence[ReplicaView]]:
-    """Decides which workers change roles, and adds an action for each. Returns the pools as they are then; the total
-    stays."""
+    """Decides which workers change roles, and adds an action for each. Returns the pools after these actions."""
     after = {pool: list(pools[pool]) for pool in POOLS}
     for pool in POOLS:
         other = OTHER_POOL[pool]
         while sum(member.state in _COMING for member in after[pool]) < goals[pool]:
             ready = in_state(after[other], ReplicaState.READY)
-            able = sorted((one for one in ready if one.ours and one.can_change_role), key=least_loaded)
+            able = [member for member in ready if member.ours and member.can_change_role]
             if not able or len(ready) <= goals[other]:
                 break
-            actions.append(ChangeRole(pool, able[0].name))
-            after[other].remove(able[0])
-            after[pool].append(able[0])
+            moved = min(able, key=least_loaded)
+            actions.append(ChangeRole(pool, moved.name))
+            after[other].remove(moved)
+            after[pool].append(moved)
     return after
 
 
@@ -167,17 +171,17 @@ def _reconcile_pool(
     pool: PoolName,
     desired: int,
     standby: int,
-    there: Sequence[ReplicaView],
+    replicas: Sequence[ReplicaView],
     paused: bool,
     given_up: bool,
 ) -> list[Action]:
     actions: list[Action] = []
-    ready = sorted(in_state(there, ReplicaState.READY), key=least_loaded)
-    resting = sorted(in_state(there, ReplicaState.STANDBY), key=oldest)
-    starting = sorted(in_state(there, ReplicaState.STARTING), key=oldest)
-    overdue = sorted(in_state(there, ReplicaState.OVERDUE), key=oldest)
-    preempted = in_state(there, ReplicaState.PREEMPTED)
-    draining = in_state(there, ReplicaState.DRAINING)
+    ready = sorted(in_state(replicas, ReplicaState.READY), key=least_loaded)
+    resting = sorted(in_state(replicas, ReplicaState.STANDBY), key=oldest)
+    starting = sorted(in_state(replicas, ReplicaState.STARTING), key=oldest)
+    overdue = sorted(in_state(replicas, ReplicaState.OVERDUE), key=oldest)
+    preempted = in_state(replicas, ReplicaState.PREEMPTED)
+    draining = in_state(replicas, ReplicaState.DRAINING)
     # A standby serves at once; a starting replica replaces it later.
     while resting and len(ready) < desired:
         ready.append(resting.pop(0))
@@ -185,7 +189,7 @@ def _reconcile_pool(
     while len(ready) > desired and len(resting) < standby:
         resting.append(ready.pop(0))
         actions.append(Rest(pool, resting[-1].name))
-    # Overdue ones hold the place of their replacements, which come one by one.
+    # An overdue replica holds the place of its replacement. One is replaced at a time.
     surplus = len(ready) + len(resting) + len(starting) + len(overdue) - desired - standby
     if surplus < 0 and not paused:
         actions.append(Start(pool, -surplus))
@@ -193,7 +197,7 @@ def _reconcile_pool(
         actions.append(Drain(pool, (overdue[0].name,)))
     elif surplus > 0 and not draining and (ready or resting or (starting and given_up)):
         actions.append(Drain(pool, (_superfluous(ready, resting, starting, standby).name,)))
-    # Once they have nothing left: a drain has a deadline of its own, which may be before their machines end.
+    # Only without requests: the deadline of a drain may come before the machine ends.
     if empty := tuple(member.name for member in preempted if not member.load):
         actions.append(Drain(pool, empty))
     return actions
@@ -215,7 +219,8 @@ def _superfluous(
 
 @dataclass(frozen=True, slots=True)
 class PlannedRotation:
-    """Where the coordinators are to have replicas of our own, by name. One that starts or ends is where it was put."""
+    """Where the coordinators are to put our own replicas, by name. A replica that starts or ends is in none of
+    these."""
 
     standby: frozenset[str] = frozenset()
     active: frozenset[str] = frozenset()
@@ -226,7 +231,7 @@ class PlannedRotation:
 def planned_rotation(
     pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
 ) -> PlannedRotation:
-    """Where everything is once the actions have been carried out."""
+    """Where our replicas are once the actions have been carried out."""
     ours = [member for pool in POOLS for member in pools[pool] if member.ours]
     standby = {member.name for member in in_state(ours, ReplicaState.STANDBY)}
     active = {member.name for member in in_state(ours, ReplicaState.READY)}
@@ -253,17 +258,16 @@ def planned_rotation(
     return PlannedRotation(frozenset(standby), frozenset(active), roles)
 
 
-def in_state(there: Sequence[ReplicaView], state: ReplicaState) -> list[ReplicaView]:
-    """Those in this state, in the same order."""
-    return [member for member in there if member.state is state]
+def in_state(replicas: Sequence[ReplicaView], state: ReplicaState) -> list[ReplicaView]:
+    """The replicas in this state, in the same order."""
+    return [member for member in replicas if member.state is state]
 
 
 def least_loaded(member: ReplicaView) -> tuple[float, float, str]:
-    """Sorts the one to drain first to the front."""
-    # Ties: the youngest first, its prefix cache holds least.
+    """Sort key: the least loaded first, then the youngest, whose prefix cache holds least."""
     return member.load, -member.created_wall_s, member.name
 
 
 def oldest(member: ReplicaView) -> tuple[float, str]:
-    """Sorts by age."""
+    """Sort key: the oldest first."""
     return member.created_wall_s, member.name

@@ -37,7 +37,7 @@ PLAN_INTERVALS = 4
 """A plan stays valid for this many missed ticks."""
 LEAST_PLAN_S = 30.0
 LEASE_INTERVALS = 3
-"""A lease lasts this many intervals at least, so that its holder renews it in time."""
+"""A lease lasts at least this many intervals, so that its holder renews it in time."""
 
 
 @asynccontextmanager
@@ -57,8 +57,10 @@ async def control_loop(
     """A connected control loop; the caller runs it and closes the actuator. With `lease_s` it acts only
     while it holds the coordinators' lease, which it gives up at the end."""
     async with AsyncExitStack() as stack:
-        made = (ScalingClient(target, security=security, api_key=api_key) for target in coordinators)
-        clients = [await stack.enter_async_context(client) for client in made]
+        clients = [
+            await stack.enter_async_context(ScalingClient(target, security=security, api_key=api_key))
+            for target in coordinators
+        ]
         listing: dict[str, Any] = {} if actuator is None else {"replicas": actuator.replicas}
         if actuator is not None and actuator.proves_end and not dry_run:
             listing["on_ended"] = partial(report_ended, clients)
@@ -141,8 +143,8 @@ async def serve(config: AutoscalerConfig) -> None:
 
 @asynccontextmanager
 async def closed_first(actuator: Actuator | None, loop: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
-    """`loop`, which ends after the actuator is closed. An order under way is then over before the lease ends; another
-    autoscaler that takes the lease would not see the order."""
+    """`loop`, which ends only after the actuator is closed. So an order under way is over before the lease ends:
+    another autoscaler that takes the lease would not see the order."""
     async with AsyncExitStack() as stack:
         closing = await stack.enter_async_context(AsyncExitStack())
         if actuator is not None:
@@ -179,10 +181,10 @@ def _plan_s(settings: LoopSettings) -> float:
 
 
 class CoordinatorRotation:
-    """A `Rotation` over one client per coordinator; clients are not closed here. A failure does not stop the rest.
+    """A `Rotation` over one client per coordinator; the caller closes the clients. One failure does not stop the rest.
 
     A plan expires after `valid_s` seconds: if the autoscaler dies, its standbys serve again. With `lease` each plan
-    carries the fencing number that its coordinator gave. `on_demand` gives the models whose workers are started when
+    carries the fencing number that its coordinator gave. `on_demand` returns the models whose workers are started when
     requests wait for them.
     """
 
@@ -200,8 +202,8 @@ class CoordinatorRotation:
     async def apply(self, where: PlannedRotation, decisions: Sequence[scaling_pb2.PoolDecision] = ()) -> None:
         """Tells every coordinator.
 
-        Raises FailedPreconditionError (STALE_LEASE) when a coordinator says that another may act, and
-        UnavailableError naming the coordinators that could not be reached."""
+        Raises FailedPreconditionError (STALE_LEASE) when a coordinator says that another autoscaler holds the lease,
+        and UnavailableError naming the coordinators that could not be reached."""
         models = self._on_demand()
         calls = [self._apply_to(client, where, decisions, models) for client in self._clients]
         failed = [error for error in await asyncio.gather(*calls) if error]
@@ -234,7 +236,7 @@ class CoordinatorRotation:
 
 
 async def report_ended(clients: Sequence[ScalingClient], boots: Sequence[tuple[str, int]]) -> None:
-    """Says that the processes of these boots, (worker id, epoch), have ended. Failures are logged, not raised."""
+    """Reports the boots, (worker id, epoch), whose processes have ended. Failures are logged, not raised."""
     answers = await asyncio.gather(
         *(client.report_ended(boots) for client in clients), return_exceptions=True
     )

@@ -31,13 +31,13 @@ class ReplicaState(enum.Enum):
     DRAINING = "draining"
     """Finishes its requests, takes no new ones."""
     PREEMPTED = "preempted"
-    """As draining, and its machine is taken away: it is replaced now, not when it has gone."""
+    """Its machine is taken away. It takes no new requests and is replaced now, not once it has gone."""
     OVERDUE = "overdue"
     """Starting for longer than its deadline: no capacity, to be replaced. See `start_watch.py`."""
 
 
 LEAVING = (ReplicaState.DRAINING, ReplicaState.PREEMPTED)
-"""What takes nothing new and will be gone."""
+"""States of a replica that takes no new requests and will be gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class Replica:
     registered: bool = True
     """Whether a coordinator knows it."""
     ours: bool = True
-    """Whether the actuator made or adopted it. Others are capacity, but are never started, moved or ended."""
+    """Whether the actuator started or adopted it. Other replicas are capacity that no plan starts, moves or ends."""
     both: bool = False
-    """Whether its role is `both`: it is listed in both pools, and is capacity that no plan starts, moves or ends."""
+    """Whether its role is `both`. It is listed in both pools as capacity that no plan starts, moves or ends."""
     can_change_role: bool = False
     """Whether it can take the other pool's role while it runs."""
 
@@ -69,12 +69,12 @@ class ArrivalBucket:
     requests: int
     prompt_tokens: int
     uncached_tokens: int
-    """Prompt tokens that prefill workers have to compute, as estimated at arrival: without those that are cached, and
-    without the prompts that decode workers compute."""
+    """Prompt tokens that prefill workers have to compute, as estimated at arrival: neither cached nor left to decode
+    workers."""
     output_tokens: float
     """Expected from the lengths of earlier answers, not measured."""
     local_requests: int = 0
-    """Of `requests`, those whose prompt a decode worker computes."""
+    """Requests, of `requests`, whose prompt a decode worker computes."""
 
     @property
     def prefill_requests(self) -> int:
@@ -84,7 +84,7 @@ class ArrivalBucket:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStart:
-    """The phases of a replica's start that itself sees, in seconds: medians over the replicas of a pool."""
+    """The phases of a start that a replica measures itself, in seconds: medians over the replicas of a pool."""
 
     process_s: float
     """From the start of its process until its code is imported."""
@@ -93,7 +93,7 @@ class ReplicaStart:
 
     @property
     def total_s(self) -> float:
-        """Without schedule, image and connecting, which a replica does not see."""
+        """All phases that a replica measures: neither scheduling nor pulling the image nor connecting to peers."""
         return self.process_s + self.weights_s + self.warm_up_s
 
 
@@ -112,7 +112,7 @@ class PrefillSignals:
     cold_start_s: float | None = None
     """Measured time from the order of a replica until it was ready, seconds."""
     start: ReplicaStart | None = None
-    """The part of it that present replicas have measured themselves."""
+    """The phases of starts that present replicas have measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +139,8 @@ class DecodeSignals:
 
 
 def lead_s(signals: PrefillSignals | DecodeSignals, given_s: float) -> float:
-    """The cold start to plan with, seconds: the measured one; before that the policy's own, and no less than present
-    replicas say of theirs."""
+    """The cold start to plan with, seconds: the measured one; before any is measured the policy's `given_s`, but no
+    less than the phases that present replicas report."""
     reported_s = signals.start.total_s if signals.start is not None else 0.0
     return signals.cold_start_s or max(given_s, reported_s)
 
@@ -150,7 +150,7 @@ class LinkSignals:
     """The handoff of KV from prefill to decode."""
 
     gb_per_s: float | None = None
-    """Of one prefill replica's lane, GB/s (10^9 bytes)."""
+    """Speed of one prefill replica's lane, 10^9 bytes a second."""
     kv_bytes_per_token: int | None = None
     transfer: Histogram | None = None
 
@@ -169,20 +169,20 @@ class Snapshot:
     wall_s: float = 0.0
     """Seconds since the epoch, for schedules and seasons."""
     complete: bool = True
-    """False while a coordinator does not answer. Its last figures are kept for a while, then missing: never a reason
-    to scale down."""
+    """False while a coordinator does not answer. Its last figures are kept for a while and are missing afterwards,
+    which is never a reason to scale down."""
     gpu_inventory: int | None = None
-    """GPUs that the actuator may give to its replicas, used ones included; None where it gives none."""
+    """GPUs that the actuator may give to its replicas, used ones included; None where it assigns no GPUs."""
     acting: bool = True
-    """False while plans are not carried out (dry run, another autoscaler holds the lease): only what exists counts."""
+    """False while plans are not carried out (dry run, another autoscaler holds the lease)."""
     waiting_for_workers: int = 0
     """Requests that wait at the coordinators because a pool has no worker that takes them."""
     in_progress: int = 0
-    """All requests between arrival and end at the coordinators, these included."""
+    """All requests between arrival and end at the coordinators, waiting ones included."""
     model_known: bool = True
-    """False before any coordinator knows the model: none has had a worker of it, or was told of it."""
+    """False until a coordinator knows the model, from a worker or from an autoscaler."""
     foreign: frozenset[str] = frozenset()
-    """Registered workers of other models. Nothing else in the snapshot says anything about them."""
+    """Names of other models' workers. All other fields leave these workers out."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Further exported metrics by name, for `target` policies; None while unknown."""
 
@@ -190,9 +190,13 @@ class Snapshot:
         """The signals of one pool."""
         return self.prefill if name == "prefill" else self.decode
 
+    def arrivals_of_last(self, span_s: float) -> list[ArrivalBucket]:
+        """The buckets that reach into the last `span_s` seconds, oldest first."""
+        return [bucket for bucket in self.arrivals if bucket.start_s + bucket.length_s > self.now_s - span_s]
+
     @property
     def roles(self) -> Mapping[str, PoolName]:
-        """The pool that each registered worker serves by its role, by name; without those that serve both."""
+        """The pool of each registered worker, by name. Workers of role `both` are left out."""
         return {
             replica.name: pool
             for pool in POOLS

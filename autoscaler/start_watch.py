@@ -1,11 +1,11 @@
-"""Watches replicas from their order until they have proven themselves: deadlines, failed starts, back-off.
+"""Watches replicas from their order until they have been up for one cold start: deadlines, failed starts, back-off.
 
-A replica that starts for longer than its deadline is `OVERDUE`: no capacity, an alarm, replaced. One that ends before
-it has been up for one cold start is a failed start. After each failed start the next order of its pool waits longer;
-so it does where machines are taken away before that. No I/O but the log; time is that of the snapshots.
+A replica that starts for longer than its deadline is `OVERDUE`: it is no capacity, is logged and replaced. A replica
+that ends before it has been up for one cold start is a failed start. After each failed start the next order of its pool
+waits longer; likewise after a machine is taken away before that. No I/O but the log; time is that of the snapshots.
 
-The time before this process began does not count, nor any in which the start could not be judged: while a coordinator
-or its host does not answer, and, for a registered replica, while the other pool has none that it could connect to.
+The time before this process began does not count, nor the time in which a start cannot be judged: while a coordinator
+or the replica's host does not answer, and while the other pool has no replica to which a registered one could connect.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from splitserve.logs import log_event
 MAX_PAUSE_S = 600.0
 """Longest pause between two orders of a pool whose replicas fail."""
 MAX_DOUBLINGS = 4
-"""Each failed start doubles the next deadline, so many times at most: what takes longer than thought comes up."""
+"""Each failed start doubles the next deadline, at most this many times, so that slow starts succeed in the end."""
 _UP = (ReplicaState.READY, ReplicaState.STANDBY)
 
 
@@ -32,12 +32,12 @@ class StartLimits:
     """One pool's limits."""
 
     cold_start_s: float = 60.0
-    """By the policy file. The measured one counts where it is longer."""
+    """From the policy file. A measured one counts instead if it is longer."""
     deadline_cold_starts: float = 5.0
 
 
 def start_limits(policy: ScalingPolicy) -> Mapping[PoolName, StartLimits]:
-    """Those of both pools of a policy file."""
+    """The limits of both pools of a policy file."""
     return {
         name: StartLimits(pool.cold_start_s, pool.start_deadline_cold_starts)
         for name, pool in policy.pools.items()
@@ -45,9 +45,10 @@ def start_limits(policy: ScalingPolicy) -> Mapping[PoolName, StartLimits]:
 
 
 def cold_starts(snapshot: Snapshot, limits: Mapping[PoolName, StartLimits]) -> Mapping[PoolName, float]:
-    """Seconds that a start takes in each pool: as measured, or by the policy file where that is longer."""
+    """Seconds that a start takes in each pool: the measured time or the policy file's, whichever is longer."""
     return {
-        pool: max(snapshot.pool(pool).cold_start_s or 0.0, one.cold_start_s) for pool, one in limits.items()
+        pool: max(snapshot.pool(pool).cold_start_s or 0.0, of_pool.cold_start_s)
+        for pool, of_pool in limits.items()
     }
 
 
@@ -62,10 +63,11 @@ class _Life:
     up_s: float | None = None
     overdue: bool = False
     failed: bool = False
-    """It has ended before it had proven itself, and was started again under its name: one failure, however often."""
+    """It ended before it was proven, and was started again under its name. Counted as one failure, however often."""
     proven: bool = False
+    """It has been up for one cold start."""
     ending: bool = False
-    """Told to end: its end is no failure."""
+    """It was told to end: its end is no failure."""
     preempted: bool = False
     """Its machine is taken away: its end is no failure either."""
 
@@ -77,14 +79,14 @@ class _Life:
 
 @dataclass(slots=True)
 class _Row:
-    """Starts of one pool that came to nothing, one after the other."""
+    """Consecutive starts of one pool that failed or were preempted."""
 
     length: int = 0
     paused_until_s: float = 0.0
 
 
 class StartWatch:
-    """All replicas of the actuator. Memory is bounded by their number."""
+    """Watches all replicas of the actuator. Memory is bounded by their number."""
 
     def __init__(self, log: Callable[..., None] = log_event) -> None:
         self._log = log
@@ -93,7 +95,8 @@ class StartWatch:
         self._rows: dict[PoolName, _Row] = defaultdict(_Row)
         self._lives: dict[str, _Life] = {}
         self._adopts = True
-        """At the first look: what is there was ordered by another one, at an unknown time."""
+        """True until the first look: replicas that exist by then were ordered by another process, at an unknown
+        time."""
 
     def look(
         self, snapshot: Snapshot, actual: Sequence[ActualReplica], limits: Mapping[PoolName, StartLimits]
@@ -101,7 +104,7 @@ class StartWatch:
         """The snapshot with overdue replicas marked."""
         seen = {pool: snapshot.pool(pool).replicas for pool in POOLS}
         up = {pool: any(replica.state in _UP for replica in seen[pool]) for pool in POOLS}
-        # Starts that came to nothing, once a pool, with the reason. Those whose machines are taken away did not fail.
+        # By pool, the reason of one failed start and of one start whose machine is taken away, which is no failure.
         failed: dict[PoolName, str] = {}
         taken: dict[PoolName, str] = {}
         for life in self._ended(actual):
@@ -132,8 +135,8 @@ class StartWatch:
                 if self._became_overdue(replica.name, life, snapshot.now_s, deadline_s, excused):
                     failed[life.pool] = f"not ready within {deadline_s:.0f} s"
         self._adopts = False
-        for pool, why in (taken | failed).items():
-            self._fail(pool, why, snapshot.now_s, cold[pool], counts=pool in failed)
+        for pool, reason in (taken | failed).items():
+            self._fail(pool, reason, snapshot.now_s, cold[pool], counts=pool in failed)
         return replace(
             snapshot,
             prefill=replace(snapshot.prefill, replicas=self._marked(seen["prefill"])),
@@ -141,7 +144,7 @@ class StartWatch:
         )
 
     def told_to_end(self, names: Sequence[str]) -> None:
-        """These replicas end because they were told to."""
+        """Notes that these replicas were told to end: their end is no failure."""
         for name in names:
             if life := self._lives.get(name):
                 life.ending = True
@@ -155,9 +158,9 @@ class StartWatch:
         return frozenset(pool for pool, row in self._rows.items() if row.paused_until_s > now_s)
 
     def _ended(self, actual: Sequence[ActualReplica]) -> list[_Life]:
-        """Forgets the replicas that are gone; those that had not proven themselves and were not told to end."""
-        here = {replica.name for replica in actual}
-        gone = [self._lives.pop(name) for name in list(self._lives) if name not in here]
+        """Forgets the replicas that are gone. Returns those whose end is a failed start."""
+        names = {replica.name for replica in actual}
+        gone = [self._lives.pop(name) for name in list(self._lives) if name not in names]
         return [life for life in gone if life.may_fail and not life.placeholder]
 
     def _life(self, replica: ActualReplica, failed: dict[PoolName, str]) -> _Life:
@@ -176,10 +179,10 @@ class StartWatch:
         life.ending = life.ending or replica.stopping
         return life
 
-    def _came_up(self, life: _Life, found: Replica, now_s: float, cold_s: float) -> None:
+    def _came_up(self, life: _Life, replica: Replica, now_s: float, cold_s: float) -> None:
         life.starting_s, life.overdue = None, False
         if life.up_s is None:
-            life.up_s = min(found.since_s, now_s)
+            life.up_s = min(replica.since_s, now_s)
         if not life.proven and now_s - life.up_s >= cold_s:
             life.proven, life.failed = True, False
             self._rows.pop(life.pool, None)
@@ -202,8 +205,8 @@ class StartWatch:
         )
         return True
 
-    def _fail(self, pool: PoolName, why: str, now_s: float, cold_s: float, *, counts: bool) -> None:
-        """Another one of a row, which `counts` as a failed start or not. The first costs no pause."""
+    def _fail(self, pool: PoolName, reason: str, now_s: float, cold_s: float, *, counts: bool) -> None:
+        """Extends the pool's row by a start, which `counts` as failed or was preempted. The first adds no pause."""
         self.failed_starts[pool] += counts
         row = self._rows[pool]
         row.length += 1
@@ -215,7 +218,7 @@ class StartWatch:
             "replica.failed_start" if counts else "replica.preempted_at_once",
             level=logging.WARNING,
             pool=pool,
-            why=why,
+            why=reason,
             in_a_row=row.length,
             pause_s=round(pause_s, 1),
         )

@@ -141,18 +141,18 @@ TRANSITIONS: Mapping[tuple[AttemptState, AttemptEvent], AttemptState] = MappingP
 )
 
 MAX_FRUITLESS_ATTEMPTS = 3
-"""Attempts of one request that may fail in a row without a token. A long answer may lose a worker as often as it makes
-progress in between; only its deadline bounds the attempts in sum."""
+"""Attempts of one request that may fail in a row without a token. An answer that makes progress may lose any number of
+workers; only its deadline bounds all its attempts."""
 
 
 def fruitless_attempts(before: int, tokens: int, reason: str = "") -> int:
-    """Failed attempts in a row without a token, after `before` of them and one more that brought `tokens` and ended
-    for `reason`."""
+    """Failed attempts in a row without a token, after `before` of them and one more with `tokens` that ended for
+    `reason`."""
     return 0 if tokens else before + (reason not in NO_FAILURES)
 
 
 def after(state: AttemptState, event: AttemptEvent) -> AttemptState:
-    """The state that follows on an event. Raises SplitserveError (ILLEGAL_TRANSITION) for an event out of place."""
+    """The state after an event. Raises SplitserveError (ILLEGAL_TRANSITION) for an event that the state cannot take."""
     next_state = TRANSITIONS.get((state, event))
     if next_state is None:
         message = f"an attempt that is {state.value} cannot take the event {event.value!r}"
@@ -161,10 +161,10 @@ def after(state: AttemptState, event: AttemptEvent) -> AttemptState:
 
 
 class DecodeRelease(enum.Enum):
-    """What the decode worker must be told when an attempt is closed."""
+    """What to tell the decode worker when an attempt is closed."""
 
     NOTHING = "nothing"
-    """It holds nothing for the attempt."""
+    """The worker holds nothing for the attempt."""
     WITH_WRITER = "with writer"
     """A prefill worker may write: quarantine the blocks."""
     NO_WRITER = "no writer"
@@ -197,9 +197,9 @@ class Attempt:
     """Call `reserve`, `start_prefill`, `next_delta` until it returns None, `settle`; `close` in any case.
 
     Worker failures are raised as SplitserveError; `events.state.attempt.suspect` then names the worker at fault.
-    `local_prefill_tokens` is how many prompt tokens, at most, the decode worker may compute itself; `targets` is what
-    both are to serve the request with, from now on. `output` gets what comes from decode while `next_delta` waits, as
-    long as it is ready and nothing but tokens comes; these deltas count as sent and are not returned.
+    `local_prefill_tokens`: the most prompt tokens that the decode worker may compute itself. `targets`: the targets of
+    the request from now on, for both workers. While `next_delta` waits, deltas from the decode worker go directly to
+    `output`, as long as it is ready and the worker sends only tokens; these deltas count as sent and are not returned.
     """
 
     def __init__(
@@ -225,20 +225,20 @@ class Attempt:
         self._prefill_task: asyncio.Task[None] | None = None
         self._pending: deque[generation_pb2.OutputDelta] = deque()
         self._decodes = False
-        """Whether the decode worker has sent output, after which its outputs change nothing here."""
+        """Whether the decode worker has sent output. Its later outputs do not change the state, unless they end it."""
         self._written = False
         """Whether the transfer report has come."""
         self._output = output
         self._reader = None if output is None else partial(copy_context().run, self._pass_on)
         self._broken: Exception | None = None
-        """What `_pass_on` has raised; `next_delta` raises it."""
+        """The error of `_pass_on`; `next_delta` raises it."""
         self._failure: WorkerFailed | None = None
         """Raised once all output that arrived before it has been taken."""
         self._attached = ExitStack()
         for client in dict.fromkeys((prefill, decode)):
             if client is not None:
-                here = client.attached(self.attempt_id, self._collector, decodes=client is decode)
-                self._attached.enter_context(here)
+                attached = client.attached(self.attempt_id, self._collector, decodes=client is decode)
+                self._attached.enter_context(attached)
 
     async def reserve(self) -> None:
         """Reserves KV blocks on the decode worker, if the answer needs one, and keeps the ticket.
@@ -279,7 +279,7 @@ class Attempt:
         reserve_s = time.monotonic() - started_s
         report = self._record.report
         report.reserve_ms = reserve_s * 1e3
-        # A local prefill's wait is in its own figure, with that for its first step.
+        # The wait of a local prefill is in its own figure, together with the wait for its first step.
         self._events.emit(RequestObserver.reserve_ended, reserve_s if response.HasField("ticket") else 0.0)
         if response.HasField("ticket"):
             self._enter(AttemptEvent.TICKET)
@@ -346,7 +346,7 @@ class Attempt:
 
     async def settle(self) -> None:
         """Waits up to HANDOFF_REPORT_WAIT_S for an outstanding transfer report. Call after the last delta."""
-        if self.state is AttemptState.SETTLING:  # the answer is complete without it, too
+        if self.state is AttemptState.SETTLING:  # the answer is complete even without the report
             await wait_own_time(self._reported, HANDOFF_REPORT_WAIT_S)
 
     async def _reported(self) -> None:
@@ -357,7 +357,7 @@ class Attempt:
     def close(self) -> None:
         """Cancels the attempt on both workers unless they have finished with it. Never blocks."""
         self._attached.close()
-        self._reader = None  # refers to this attempt, which would be garbage in a cycle
+        self._reader = None  # it refers to this attempt, which would form a reference cycle
         if self._prefill_task is not None:
             self._prefill_task.cancel()
         release = release_of(self.state, prefill_called=self._prefill_task is not None, written=self._written)
@@ -402,7 +402,7 @@ class Attempt:
             self._failure = WorkerFailed(self._decode.worker.key, error)
 
     def _pass_on(self) -> bool:
-        """Sends what has come without waking the task that waits in `next_delta`. False: that has to go on."""
+        """Sends new output without waking the task that waits in `next_delta`. False: the task has to go on."""
         output, before, pending = self._output, self.state, self._pending
         assert output is not None
         try:

@@ -1,6 +1,6 @@
 """The life of a request. Read `RequestFlow._serve` first: reserve, prefill, stream, resume.
 
-`InputProcessor` turns a client's request into an InferenceRequest: model resolved, fields checked, prompt tokenized.
+`InputProcessor` makes an InferenceRequest of a client's request: model resolved, fields checked, prompt tokenized.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
+
+from typing_extensions import override
 
 from coordinator.admission.controller import CapacityAdmission
 from coordinator.attempt import MAX_FRUITLESS_ATTEMPTS, Attempt, fruitless_attempts, is_retryable
@@ -34,7 +37,7 @@ from coordinator.request.inference_request import (
     resolved_targets,
     timeout_s,
 )
-from coordinator.request.observer import RequestEvents, RequestObserver
+from coordinator.request.observer import RequestControl, RequestEvents, RequestObserver
 from coordinator.request.sending import Output
 from coordinator.request.state import Estimates, RequestState
 from coordinator.routing.pair_selector import PairSelector
@@ -54,41 +57,33 @@ from splitserve.models.tokenizer import TooManyTokensError
 from splitserve.v1 import generation_pb2, inference_pb2
 
 
+@dataclass(eq=False)
 class RequestFlow:
     """Serves requests on the registered workers.
 
-    `quotas` are asked before a prompt is tokenized, and again before a request counts as demand; `admission` after it.
-    `observers` are told of every request, after its own.
+    `quotas` are checked before a prompt is tokenized and before a request counts as demand, `admission` after that.
+    `observers` are told of every request, after the request's own observers.
     """
 
-    def __init__(
-        self,
-        config: CoordinatorConfig,
-        registry: Registry,
-        router: Router,
-        clients: WorkerClients,
-        inputs: InputProcessor,
-        background: BackgroundTasks,
-        stats: RequestStats,
-        estimates: Estimates,
-        breakers: CircuitBreakerRegistry,
-        records: RecordKeeper,
-        admission: CapacityAdmission,
-        quotas: Quotas | None = None,
-        observers: Sequence[RequestObserver] = (),
-    ) -> None:
-        self._config = config
-        self._inputs = inputs
-        self._clients = clients
-        self._background = background
-        self._stats = stats
-        self._estimates, self._breakers = estimates, breakers
-        self._admission, self._quotas = admission, quotas
-        self._loads = registry.loads
-        self._pairs = PairSelector(config, registry, router, stats.set_without_pair)
-        self._records = records
-        kept = (records,) if records.enabled else ()
-        self._observers: Sequence[RequestObserver] = (*kept, *observers)
+    config: CoordinatorConfig
+    registry: Registry
+    router: Router
+    clients: WorkerClients
+    inputs: InputProcessor
+    background: BackgroundTasks
+    stats: RequestStats
+    estimates: Estimates
+    breakers: CircuitBreakerRegistry
+    records: RecordKeeper
+    admission: CapacityAdmission
+    quotas: Quotas | None = None
+    observers: Sequence[RequestObserver] = ()
+
+    def __post_init__(self) -> None:
+        self._loads = self.registry.loads
+        self._pairs = PairSelector(self.config, self.registry, self.router, self.stats.set_without_pair)
+        if self.records.enabled:
+            self.observers = (self.records, *self.observers)
 
     async def generate(
         self,
@@ -106,18 +101,18 @@ class RequestFlow:
         trace_id = trace.context.trace_id if trace is not None else ""
         with log_context(request_id=request_id, trace_id=trace_id), ExitStack() as stack:
             try:
-                left_s = timeout_s(request, self._config.request_timeout_s, call_left_s)
+                left_s = timeout_s(request, self.config.request_timeout_s, call_left_s)
                 async with asyncio.timeout(left_s) as timer:
                     deadline_s = received_s + left_s
                     try:
                         quota = None
-                        if self._quotas is not None:
-                            quota = stack.enter_context(self._quotas.entered(request, caller))
-                        inference_request = await self._inputs.process(
+                        if self.quotas is not None:
+                            quota = stack.enter_context(self.quotas.entered(request, caller))
+                        inference_request = await self.inputs.process(
                             request, caller, request_id, received_s, deadline_s, trace
                         )
                     except (SplitserveError, asyncio.CancelledError) as error:
-                        self._records.refused(
+                        self.records.refused(
                             request_id, request.model, caller.tenant, received_s, error, trace
                         )
                         raise
@@ -147,40 +142,40 @@ class RequestFlow:
                 await attempt.reserve()  # the decode worker sets KV blocks aside and returns a ticket
                 attempt.start_prefill()  # the prefill worker writes KV to the decode worker under that ticket
                 self._pairs.prompt_begun(state)
-                self._admission.freed(state)
+                self.admission.freed(state)
                 while (delta := await attempt.next_delta()) is not None:
                     first = state.first_token_s is None
                     events.sent(delta, time.monotonic())  # first token from prefill, the rest from decode
                     started = state.started() if first else None
                     await output.send(inference_pb2.GenerateResponse(delta=delta, started=started))
                 await attempt.settle()
-                self._breakers.attempt_completed(state)
+                self.breakers.attempt_completed(state)
             except SplitserveError as error:
                 events.attempt_failed(error)
-                self._breakers.attempt_failed(state, error)
+                self.breakers.attempt_failed(state, error)
                 self._resume_or_raise(state, error)  # the next attempt starts from prompt + tokens sent
             finally:
                 attempt.close()  # cancels prefill and aborts decode unless they have already finished
                 events.attempt_ended()
                 self._loads.attempt_ended(state.flight)
-                self._breakers.attempt_ended(state)
-        self._estimates.learn(state)
+                self.breakers.attempt_ended(state)
+        self.estimates.learn(state)
         events.completed()
         done = state.done()
-        _log_completed(done)  # first: who has the last message may end the call before `send` returns
+        _log_completed(done)  # before the last message: the client may end the call before `send` returns
         await output.send(inference_pb2.GenerateResponse(done=done))
 
     def _events_of(self, request: InferenceRequest) -> RequestEvents:
         now = time.monotonic()
-        state = RequestState.of(request, self._estimates.of(request, now), now)
-        return RequestEvents(state, (StatsRecorder(self._stats), *self._observers))
+        state = RequestState.of(request, self.estimates.of(request, now), now)
+        return RequestEvents(state, (StatsRecorder(self.stats), *self.observers))
 
     async def _admit(self, events: RequestEvents, quota: RequestQuota | None) -> None:
         if quota is not None:
             quota.charge_prompt(events.state.request)
-        events.control = _Control(events.state, self._loads, self._breakers, self._admission, quota)
+        events.control = _Control(events.state, self._loads, self.breakers, self.admission, quota)
         events.emit(RequestObserver.arrived)  # requests over quota are not demand to scale for
-        await self._admission.admit(events)
+        await self.admission.admit(events)
         events.admitted(time.monotonic())
 
     async def _next_attempt(self, events: RequestEvents, output: Output) -> Attempt:
@@ -189,11 +184,11 @@ class RequestFlow:
         local_tokens = self._pairs.place(state, pair)  # who of both computes the prompt
         events.routed(pair.prefill, pair.decode, pair.cost.cached_tokens, time.monotonic(), pair.candidates)
         self._pairs.account(state, pair, local_tokens)  # it is work of theirs now
-        self._breakers.attempt_began(state)
-        prefill = self._clients.client_for(pair.prefill)
-        decode = self._clients.client_for(pair.decode) if pair.decode else None
+        self.breakers.attempt_began(state)
+        prefill = self.clients.client_for(pair.prefill)
+        decode = self.clients.client_for(pair.decode) if pair.decode else None
         targets = state.targets_left(time.monotonic())
-        return Attempt(events, prefill, decode, self._background, local_tokens, targets, output)
+        return Attempt(events, prefill, decode, self.background, local_tokens, targets, output)
 
     def _resume_or_raise(self, state: RequestState, error: SplitserveError) -> None:
         if len(state.token_ids) >= state.request.max_tokens:
@@ -222,41 +217,35 @@ class RequestFlow:
         )
 
 
-class _Control:
-    """The RequestControl of one request: the account of work, then those who read it, then its tenant's quota."""
+@dataclass(eq=False, slots=True)
+class _Control(RequestControl):
+    """Updates the account of work first, then admission and breakers, which read it, then the tenant's quota."""
 
-    __slots__ = ("_admission", "_breakers", "_loads", "_quota", "_state")
+    state: RequestState
+    loads: WorkerLoads
+    breakers: CircuitBreakerRegistry
+    admission: CapacityAdmission
+    quota: RequestQuota | None
 
-    def __init__(
-        self,
-        state: RequestState,
-        loads: WorkerLoads,
-        breakers: CircuitBreakerRegistry,
-        admission: CapacityAdmission,
-        quota: RequestQuota | None,
-    ) -> None:
-        self._state, self._loads, self._breakers = state, loads, breakers
-        self._admission, self._quota = admission, quota
-
+    @override
     def output_sent(self, tokens: int) -> None:
-        """Counts output. The first tokens free capacity for prompts."""
-        first = self._loads.output(self._state.flight, tokens)
-        self._admission.output_sent(self._state, tokens, first)
-        self._breakers.output_sent(self._state)
-        if self._quota is not None:
-            self._quota.output_sent(tokens)
+        first = self.loads.output(self.state.flight, tokens)  # the first tokens free capacity for prompts
+        self.admission.output_sent(self.state, tokens, first)
+        self.breakers.output_sent(self.state)
+        if self.quota is not None:
+            self.quota.output_sent(tokens)
 
+    @override
     def decoded(self) -> None:
-        """The place on the decode worker is free."""
-        self._loads.decoded(self._state.flight)
-        self._admission.freed(self._state)
+        self.loads.decoded(self.state.flight)
+        self.admission.freed(self.state)
 
+    @override
     def ended(self, error: BaseException | None) -> None:
-        """Whatever the request still holds is free."""
-        self._loads.ended(self._state.flight)
-        self._admission.ended(self._state)
-        if self._quota is not None:
-            self._quota.ended(error)
+        self.loads.ended(self.state.flight)
+        self.admission.ended(self.state)
+        if self.quota is not None:
+            self.quota.ended(error)
 
 
 def _too_late(state: RequestState | None, left_s: float) -> DeadlineExceededError:
@@ -285,22 +274,15 @@ def _log_completed(done: inference_pb2.GenerationDone) -> None:
 SEED_BITS = 63
 
 
+@dataclass(eq=False, slots=True)
 class InputProcessor:
-    """Resolves the model, validates and tokenizes."""
+    """Resolves the model of a request, validates its fields and tokenizes its prompt."""
 
-    def __init__(
-        self,
-        config: CoordinatorConfig,
-        registry: Registry,
-        routes: ModelRoutes,
-        tokenizers: PromptTokenizers,
-        grammars: GrammarProcesses,
-    ) -> None:
-        self._config = config
-        self._registry = registry
-        self._routes = routes
-        self._tokenizers = tokenizers
-        self._grammars = grammars
+    config: CoordinatorConfig
+    registry: Registry
+    routes: ModelRoutes
+    tokenizers: PromptTokenizers
+    grammars: GrammarProcesses
 
     async def process(
         self,
@@ -320,11 +302,11 @@ class InputProcessor:
         check_request(request, model)
         targets, slo_ttft_s = self._targets(request, caller)
         if request.sampling.HasField("grammar"):
-            await self._grammars.check(request.sampling.grammar, caller.tenant)
-        block_size = model.block_size_tokens if self._config.routing == "prefix" else 0
+            await self.grammars.check(request.sampling.grammar, caller.tenant)
+        block_size = model.block_size_tokens if self.config.routing == "prefix" else 0
         prompt_field = f"prompt.{request.WhichOneof('prompt')}"
         try:
-            prompt = await self._tokenizers.encode_named(
+            prompt = await self.tokenizers.encode_named(
                 model.tokenizer_source,
                 request,
                 block_size,
@@ -363,26 +345,23 @@ class InputProcessor:
     def _targets(
         self, request: inference_pb2.GenerateRequest, caller: Caller
     ) -> tuple[RequestTargets | None, float | None]:
-        """The targets that request, tenant or settings name, and the TTFT target in seconds; None where nobody does."""
-        settings = self._config.admission
-        named = caller.targets or settings.ttft_slo_s or settings.tpot_slo_s
-        if not (named or request.HasField("ttft_ms") or request.HasField("tpot_ms")):
+        """As `resolved_targets`; (None, None) if neither request nor tenant nor settings name a target."""
+        settings = self.config.admission
+        has_targets = caller.targets or settings.ttft_slo_s or settings.tpot_slo_s
+        if not (has_targets or request.HasField("ttft_ms") or request.HasField("tpot_ms")):
             return None, None
         return resolved_targets(request, caller, settings)
 
     async def _find_model(self, request: inference_pb2.GenerateRequest, key: str, caller: Caller) -> Found:
         """Resolves a public name; `key` selects among the models of a route. Waits for the first worker if needed."""
         name, served = request.model, request.resume.served_model
-        wait_s = self._config.no_worker_wait_s
+        wait_s = self.config.no_worker_wait_s
         resolved: Found | None = None
-        if await self._registry.wait_until(self._registry.known_models, wait_s):
-            routes = self._routes
-            resolved = await self._registry.wait_until(
-                lambda: (
-                    routes.find_served(name, served, caller) if served else routes.find(name, key, caller)
-                ),
-                wait_s,
-            )
+        if await self.registry.wait_until(self.registry.known_models, wait_s):
+            find = partial(self.routes.find_served, name, served, caller)
+            if not served:
+                find = partial(self.routes.find, name, key, caller)
+            resolved = await self.registry.wait_until(find, wait_s)
         if resolved is None:
             message = "no prefill and no decode worker has registered"
             raise UnavailableError(message, reason="NO_WORKER", retry_after_s=RETRY_AFTER_S)

@@ -148,7 +148,7 @@ class Coordinator:
         self._add_services()
 
     def _page_endpoints(self) -> PageEndpoints | None:
-        """The page at `/`; None where it is off. Raises ConfigError for a credential that cannot be used."""
+        """The page at `/`; None if it is off. Raises ConfigError for a credential that cannot be used."""
         if self.config.page == "off" or self.config.http_port is None:
             return None
         return PageEndpoints(
@@ -216,7 +216,7 @@ class Coordinator:
         add_ScalingServiceServicer_to_server(self.scaling, server)
 
     def background_loops(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
-        """What runs beside the servers for as long as they do, by name."""
+        """The loops that run as long as the servers, by name."""
         return {
             "clients": self.clients.run,
             "failure_detector": self.failure_detector.run,
@@ -234,12 +234,14 @@ class Coordinator:
     async def expire_silent_workers(self) -> None:
         """Drops workers that miss the heartbeat timeout, until cancelled.
 
-        A coordinator that was stopped for a while has not heard its workers; they have not been silent.
+        Time in which this process did not run does not count: it could not hear its workers.
         """
-        every_s = min(1.25, self.config.heartbeat_timeout_s / 4)  # a plan ends at such a look, too
+        pause_s = min(
+            1.25, self.config.heartbeat_timeout_s / 4
+        )  # short, since `expire` ends scaling plans, too
         while True:
-            due_s = time.monotonic() + every_s
-            await asyncio.sleep(every_s)
+            due_s = time.monotonic() + pause_s
+            await asyncio.sleep(pause_s)
             now = time.monotonic()
             self.registry.expire(now, absent_s=max(0.0, now - due_s))
 
@@ -292,9 +294,9 @@ class Coordinator:
         """Ends running requests, lets their aborts reach the workers, stops the server. Idempotent."""
         self.api.end_all()
         await _set_within(self.api.idle, CLEANUP_GRACE_S)
-        # A server that stops cancels handlers, also those that have yet to send the status of a request that has ended.
+        # A server that stops cancels handlers, also handlers that still have to send the status of an ended request.
         await _set_within(self.server.open_rpcs.none_open, STATUS_GRACE_S)
-        # Before the server: stopping it breaks the report streams, which drops the workers and their clients.
+        # Before the server stops: that breaks the report streams, which drops the workers and their clients.
         await self.background.close(CLEANUP_GRACE_S)
         await self.server.stop()
         if self.request_log is not None:
@@ -324,17 +326,17 @@ async def running_coordinator(
         coordinator = Coordinator(config, load, router, coordinator_id, spans)
         tls = coordinator.access.security.server_tls
         with serving_metrics(coordinator.metrics, config.host, config.metrics_port, tls):
-            async with _serving(coordinator, config):
+            async with _serving(coordinator):
                 yield coordinator
 
 
 @asynccontextmanager
-async def _serving(coordinator: Coordinator, config: CoordinatorConfig) -> AsyncIterator[None]:
+async def _serving(coordinator: Coordinator) -> AsyncIterator[None]:
     try:
         coordinator.grammars.start()
         await coordinator.listen()
         async with coordinator.serving_http(), AsyncExitStack() as ends:
-            # No TaskGroup: it would wait without limit for a loop that does not end.
+            # A TaskGroup would wait without limit for a loop that does not end.
             run, loops = coordinator.loops.run, coordinator.background_loops().items()
             tasks = [asyncio.create_task(run(name, loop), name=name) for name, loop in loops]
             ends.push_async_callback(end_tasks, tasks)

@@ -16,9 +16,9 @@ class Presence(enum.Enum):
     HERE = "here"
     """It was seen just now."""
     UNKNOWN = "unknown"
-    """Its host does not answer: it was there when the host last did, and keeps its place."""
+    """Its host does not answer. The host's last answer listed the replica, which keeps its place."""
     GIVEN_UP = "given up"
-    """Its host has not answered for so long that others may take its place. It may still run."""
+    """Its host has not answered for so long that another replica may take its place. It may still run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class ActualReplica:
 
     name: str
     pool: PoolName
-    """To an actuator the pool that it was started for, whatever role it has now."""
+    """An actuator gives the pool that the replica was started for, whatever its worker's role is now."""
     stopping: bool
     """It is draining and has not ended yet."""
     created_wall_s: float
@@ -35,19 +35,24 @@ class ActualReplica:
     gpu: str | None = None
     """The GPU assigned to it, or several with commas between."""
     placeholder: bool = False
-    """Ordered and not made yet: it will vanish, and another name stand in its place."""
+    """Ordered, but not created yet. The replica that is created will have another name."""
     host: str = ""
     """The host that it runs on, where there are several."""
     presence: Presence = Presence.HERE
 
 
 def counted(replicas: Iterable[ActualReplica], registered: Collection[str]) -> list[ActualReplica]:
-    """Without those that were given up, unless the coordinators still see them: they serve."""
-    return [r for r in replicas if r.presence is not Presence.GIVEN_UP or r.name in registered]
+    """The replicas that count: all but the given-up ones. A given-up one that is still `registered` serves and
+    counts."""
+    return [
+        replica
+        for replica in replicas
+        if replica.presence is not Presence.GIVEN_UP or replica.name in registered
+    ]
 
 
 def by_role(replicas: Iterable[ActualReplica], roles: Mapping[str, PoolName]) -> list[ActualReplica]:
-    """The replicas in the pools of their roles. Those that nobody has seen yet stay where they were started."""
+    """The replicas, each in the pool of its worker's role. One that is missing in `roles` keeps its pool."""
     return [replace(replica, pool=roles.get(replica.name, replica.pool)) for replica in replicas]
 
 
@@ -70,39 +75,40 @@ class Actuator(ABC):
     """
 
     proves_end = False
-    """Whether the process of a replica that is listed no more has certainly ended; the coordinators are told then."""
+    """Whether a replica that is no longer listed has certainly ended. The coordinators are told of it in that case."""
 
     @abstractmethod
     async def replicas(self) -> tuple[ActualReplica, ...]:
-        """All replicas that exist now, in order of their names, without those that ended. Changes nothing."""
+        """All replicas that exist now, in order of their names. Ended ones are left out. Changes nothing."""
 
     async def tidy(self) -> None:
-        """Removes what is left of replicas that ended, and kills those that overran their drain, as the latest list had
-        them. For who may act; what fails is tried again after the next list, and holds nothing else up."""
+        """Removes what ended replicas left behind, and kills replicas that overran their drain, both as of the latest
+        call of `replicas`. Only an autoscaler that may act calls it. A replica for which it fails delays no other, and
+        is tried again after the next list."""
         return
 
     @property
     def gpu_inventory(self) -> int | None:
-        """GPUs that it may give to replicas, used ones included; None where it gives none out."""
+        """GPUs that the actuator may give to replicas, used ones included; None where it assigns no GPUs."""
         return None
 
     @property
     def hosts(self) -> Mapping[str, bool]:
-        """Whether each host answered when it was last asked; empty where there is only one."""
+        """Whether each host answered when it was last asked; empty with a single host."""
         return {}
 
     @abstractmethod
     async def start(self, pool: PoolName, count: int, shape: ReplicaShape = ONE_GPU) -> None:
         """Creates replicas; returns once they are ordered.
 
-        Raises ResourceExhaustedError (NO_GPU) when the inventory has not `shape.gpus` GPUs for the next one; those
-        before it stay ordered. Raises FailedPreconditionError (GPU_KIND, field `gpu`) where no GPU of the inventory is
-        of its kind."""
+        Raises ResourceExhaustedError (NO_GPU) when `shape.gpus` GPUs are not free for the next replica; the replicas
+        before it stay ordered. Raises FailedPreconditionError (GPU_KIND, field `gpu`) when the inventory has no GPU of
+        the kind `shape.gpu`."""
 
     @abstractmethod
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
-        """Tells these replicas of a pool to drain and to end within `drain_s` seconds; returns at once. What is still
-        there after the deadline is killed. Names that do not exist are ignored."""
+        """Tells these replicas of a pool to drain and to end within `drain_s` seconds; returns at once. A replica that
+        still runs after the deadline is killed. Names that do not exist are ignored."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -115,9 +121,9 @@ class Room:
 
     replicas: int
     reason: str = ""
-    """Without room: NO_GPU, GPU_KIND, NO_ROOM, NO_TEMPLATE, NO_IMAGE or NO_MODEL."""
+    """Why there is no room: NO_GPU, GPU_KIND, NO_ROOM, NO_TEMPLATE, NO_IMAGE or NO_MODEL."""
     why: str = ""
-    """The same for people."""
+    """The reason as a sentence."""
     linked: int = 0
     """NVLink pairs inside the next replica."""
 
@@ -127,4 +133,4 @@ class RoomActuator(Actuator):
 
     @abstractmethod
     async def room(self, pool: PoolName, shape: ReplicaShape) -> Room:
-        """Room for such replicas of this pool. Raises SplitserveError where the host does not answer."""
+        """Room for replicas of this pool and shape. Raises SplitserveError when the host does not answer."""

@@ -47,26 +47,27 @@ from splitserve.gpus.worker_gpus import check_command, environment_of
 from splitserve.logs import log_event
 
 MAX_DRAIN_S = 86_400.0
-"""As a policy may say. A name that was written by a wall clock far ahead is believed no longer."""
+"""The longest drain of a policy. A container's name may hold a later deadline, written by a wall clock that was ahead;
+this bounds it."""
 LOG_LINES = 20
 """Log lines of a failed replica that are copied to the autoscaler's log before its container is removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What a container's inspection says once and for all."""
+    """What inspecting a container shows, as far as it never changes."""
 
     name: str
-    """Of its worker."""
+    """The worker's id."""
     gpus: tuple[str, ...]
     ports: tuple[int, ...]
 
 
 class DockerActuator(RoomActuator):
-    """Scales the pools of one compose project. `gpus` are those that replicas may use; without any they need none.
+    """Scales the pools of one compose project. `gpus` are the GPUs that replicas may use; empty: replicas need none.
 
-    With `model` only containers whose label `splitserve.model` says so are replicas; nothing is done to the others.
-    `limits` are for one host of several.
+    With `model`, only containers with this label `splitserve.model` are replicas; other containers are left alone.
+    `limits` are given when this host is one of several.
     """
 
     proves_end = True  # the Engine lists a container until its processes have ended
@@ -87,17 +88,17 @@ class DockerActuator(RoomActuator):
         self._ask_gpus = limits.ask_gpus if limits is not None else None
         self._has_own_gpus = self._ask_gpus is not None
         self._taken_by_others = 0
-        """How much of the inventory's capacity replicas of other models have."""
+        """GPUs of the inventory that replicas of other models use, counted as its `capacity` counts."""
         self._facts: dict[str, _Facts] = {}
-        """By container id; they never change."""
+        """By container id."""
         self._drain_ends: dict[str, float] = {}
-        """By container id, on the monotonic clock: a wall clock that is set meanwhile neither kills nor spares any."""
+        """Drain deadlines by container id, on the monotonic clock: setting the wall clock moves none of them."""
         self._ended: list[Container] = []
-        """What the latest list had to remove, without templates."""
+        """Containers that had ended at the latest list, without templates; `tidy` removes them."""
         self._overrun: list[Container] = []
-        """What it had to kill."""
+        """Containers past their drain deadline at the latest list; `tidy` kills them."""
         self._stuck: set[str] = set()
-        """Ids of those that the Engine did not remove or kill when it was told to."""
+        """Ids of containers that the Engine failed to remove or kill."""
 
     @override
     async def replicas(self) -> tuple[ActualReplica, ...]:
@@ -111,17 +112,14 @@ class DockerActuator(RoomActuator):
     @property
     @override
     def gpu_inventory(self) -> int | None:
-        """Without the GPUs that replicas of other models have."""
+        """GPUs that replicas of other models use are left out."""
         return max(0, self._gpus.capacity - self._taken_by_others) if self._gpus.gpus else None
 
     @override
     async def start(self, pool: PoolName, count: int, shape: ReplicaShape = ONE_GPU) -> None:
         """Raises FailedPreconditionError (NO_TEMPLATE) for a pool without any container, ConfigError
         (field `gpus_per_replica`) for more GPUs than the worker's engine computes on."""
-        await self._engine.call(
-            f"start {pool}",
-            lambda client: self._start(client, pool, count, shape),
-        )
+        await self._engine.call(f"start {pool}", lambda client: self._start(client, pool, count, shape))
 
     @override
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
@@ -133,21 +131,22 @@ class DockerActuator(RoomActuator):
 
     @override
     async def close(self) -> None:
-        """Replicas stay."""
+        """Replicas keep running."""
         await self._engine.close()
 
     def _look(self, client: APIClient) -> tuple[ActualReplica, ...]:
-        if self._ask_gpus is not None and (asked := self._ask_gpus(client)) is not None:
-            self._gpus, self._ask_gpus = asked, None
+        if self._ask_gpus is not None and (inventory := self._ask_gpus(client)) is not None:
+            self._gpus, self._ask_gpus = inventory, None
         living = []
-        everything = self._containers(client)
-        self._facts = {c.id: self._facts[c.id] for c in everything if c.id in self._facts}
-        self._drain_ends = {c.id: self._drain_ends[c.id] for c in everything if c.id in self._drain_ends}
-        self._stuck &= {container.id for container in everything}
+        containers = self._containers(client)
+        ids = {container.id for container in containers}
+        self._facts = {id_: facts for id_, facts in self._facts.items() if id_ in ids}
+        self._drain_ends = {id_: end_s for id_, end_s in self._drain_ends.items() if id_ in ids}
+        self._stuck &= ids
         if self._gpus.gpus and self._model:
-            others = [container for container in everything if container.model != self._model]
+            others = [container for container in containers if container.model != self._model]
             self._taken_by_others = taken(self._gpus, self._uses(client, others))
-        for container in self._living(self._ours(everything)):
+        for container in self._living(self._ours(containers)):
             if (facts := self._facts_of(client, container)) is not None:
                 stopping, gpu = container.drain_until_s is not None, ",".join(facts.gpus) or None
                 living.append(
@@ -156,7 +155,7 @@ class DockerActuator(RoomActuator):
         return tuple(sorted(living, key=lambda replica: replica.name))
 
     def _ours(self, containers: Sequence[Container]) -> list[Container]:
-        return [c for c in containers if not self._model or c.model == self._model]
+        return [container for container in containers if self._model in ("", container.model)]
 
     def _containers(self, client: APIClient) -> list[Container]:
         labels = [f"{PROJECT_LABEL}={self._project}", POOL_LABEL]
@@ -167,7 +166,7 @@ class DockerActuator(RoomActuator):
         ]
 
     def _living(self, containers: Sequence[Container]) -> list[Container]:
-        """Running containers. Notes what is to be tidied: ended ones, and those past their drain deadline."""
+        """Running containers. Notes what `tidy` has to do: ended containers, and those past their drain deadline."""
         living, self._ended = [], []
         for pool in POOLS:
             members = [container for container in containers if container.pool == pool]
@@ -182,7 +181,7 @@ class DockerActuator(RoomActuator):
         return living
 
     def _tidy(self, client: APIClient) -> None:
-        """What the Engine refuses for one container is no reason to leave the others."""
+        """Goes on with the other containers when the Engine refuses one."""
         for container in self._ended:
             with self._unless_stuck(container):
                 self._remove(client, container)
@@ -195,17 +194,17 @@ class DockerActuator(RoomActuator):
 
     @contextmanager
     def _unless_stuck(self, container: Container) -> Iterator[None]:
-        """Says once that the Engine could not do what it was told."""
+        """Logs once a container that the Engine fails to remove or kill."""
         try:
             yield
         except APIError as error:
             if container.id not in self._stuck:
                 self._stuck.add(container.id)
-                what = {"container": container.name, "pool": container.pool, "error": str(error)}
-                log_event("replica.stuck", level=logging.WARNING, **what)
+                fields = {"container": container.name, "pool": container.pool, "error": str(error)}
+                log_event("replica.stuck", level=logging.WARNING, **fields)
 
     def _has_overrun(self, container: Container) -> bool:
-        """Whether a container is past its drain deadline: that which this process set, else that in its name."""
+        """Whether a container is past its drain deadline: the one that this process set, else the one in its name."""
         if container.drain_until_s is None:
             return False
         left_s = min(container.drain_until_s - time.time(), MAX_DRAIN_S)
@@ -277,14 +276,16 @@ class DockerActuator(RoomActuator):
     def _seat(
         self, client: APIClient, inspected: dict[str, Any], containers: Sequence[Container]
     ) -> Seat | None:
-        """Ended containers hold their ports too: compose may start them again."""
+        """The ports of ended containers count as used: compose may start these containers again."""
         if self._limits is None or not has_host_network(inspected):
             return None
         facts = [self._facts_of(client, container) for container in containers]
-        return choose_seat(self._limits.network, {port for one in facts if one for port in one.ports})
+        used = {port for known in facts if known is not None for port in known.ports}
+        return choose_seat(self._limits.network, used)
 
     def _uses(self, client: APIClient, containers: Sequence[Container]) -> list[GpuUse]:
-        """Who has which GPUs, draining ones included: read anew each time, so that a restart changes nothing."""
+        """The GPUs of each living container, draining ones included. Read anew each time, so a restart loses
+        nothing."""
         living = [
             (container.pool, self._facts_of(client, container))
             for container in containers
@@ -294,13 +295,13 @@ class DockerActuator(RoomActuator):
 
     def _create(self, client: APIClient, name: str, inspected: dict[str, Any], body: dict[str, Any]) -> None:
         create: Any = client.create_container_from_config  # not in the stubs
-        made = create(body, name)["Id"]
+        container_id = create(body, name)["Id"]
         try:
             for network, endpoint in further_networks(inspected).items():
-                client.connect_container_to_network(made, network, aliases=endpoint["Aliases"])
-            client.start(made)
+                client.connect_container_to_network(container_id, network, aliases=endpoint["Aliases"])
+            client.start(container_id)
         except BaseException:
-            client.remove_container(made, v=True, force=True)
+            client.remove_container(container_id, v=True, force=True)
             raise
 
     def _stop(self, client: APIClient, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
@@ -313,7 +314,7 @@ class DockerActuator(RoomActuator):
             if container.state == "created":
                 self._remove(client, container)
                 continue
-            # Signal before renaming: a renamed container without the signal would only wait to be killed.
+            # The signal comes before the new name: a renamed container without it would only wait to be killed.
             signal = client.inspect_container(container.id)["Config"].get("StopSignal") or "SIGTERM"
             with may_be_gone():
                 client.kill(container.id, signal)

@@ -19,10 +19,10 @@ from splitserve.runtime.call_thread import CallThread
 T = TypeVar("T")
 
 CLOSE_S = 5.0
-"""How long the end of the process waits for a call under way: an order is a few short requests."""
+"""How long the end of the process waits for a call under way, which is a few short requests."""
 
 UNREACHABLE = "DOCKER_UNREACHABLE"
-"""The Engine gave no answer, so whether it did what was asked is not known."""
+"""The Engine gave no answer. Whether it carried out the request is unknown."""
 
 
 def engine_of_environment(timeout_s: float) -> APIClient:
@@ -41,7 +41,7 @@ def may_be_gone() -> Iterator[None]:
 
 
 def last_lines(client: APIClient, container: str, lines: int) -> str:
-    """The end of a container's log. Not every logging driver can be read: then it says so."""
+    """The end of a container's log; a note where the container's logging driver cannot be read."""
     try:
         return client.logs(container, tail=lines).decode(errors="replace")
     except APIError as error:
@@ -49,9 +49,10 @@ def last_lines(client: APIClient, container: str, lines: int) -> str:
 
 
 class DockerEngine:
-    """One Engine, by default that of the environment. `connect` takes the deadline of one request, seconds.
+    """One Engine, by default the one of the environment. `connect` takes the deadline of one request, in seconds;
+    `let_go` ends what `connect` began.
 
-    One thread runs all calls in order: a call whose caller has given up still ends before the next one starts, so calls
+    One thread runs all calls in order: a call whose caller has given up still ends before the next one starts. So calls
     never interleave. After a lost connection the next call opens a new one.
     """
 
@@ -71,8 +72,8 @@ class DockerEngine:
     async def call(self, what: str, work: Callable[[APIClient], T]) -> T:
         """The result of `work`, which may be several requests.
 
-        Raises UnavailableError with the Engine's own words (DOCKER) or without an answer of it (DOCKER_UNREACHABLE), or
-        DeadlineExceededError. A SplitserveError of `work` comes as it is.
+        Raises UnavailableError with the Engine's error (DOCKER) or because the Engine did not answer
+        (DOCKER_UNREACHABLE), or DeadlineExceededError. A SplitserveError of `work` is passed on.
         """
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -82,7 +83,7 @@ class DockerEngine:
             raise DeadlineExceededError(message) from None
 
     async def close(self) -> None:
-        """Closes the connection. Queued calls are cancelled; one under way has CLOSE_S seconds to end."""
+        """Closes the connection. Queued calls are cancelled; a call under way has CLOSE_S seconds to end."""
         await self._thread.close(CLOSE_S)
         await asyncio.to_thread(self._let_go)
 
@@ -97,7 +98,7 @@ class DockerEngine:
             self._client = None
             raise UnavailableError(f"docker: {what}: {error}", reason=UNREACHABLE) from error
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            # What answers is no Docker Engine, or an odd one: that ends neither the loop nor the other hosts.
+            # Something else than a Docker Engine answered. The control loop and the other hosts go on.
             self._client = None
             message = f"docker: {what}: not an answer of a Docker Engine: {error!r}"
             raise UnavailableError(message, reason=UNREACHABLE) from error

@@ -1,4 +1,4 @@
-"""Whether one more replica of a pool can be started on a Docker host, and if not, why."""
+"""Whether a Docker host can start one more replica of a pool, and if not, why."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ class HostLimits:
     """What one host of several gives to replicas."""
 
     network: HostNetwork
-    """For containers that have the host's network."""
+    """For containers that use the host's network."""
     max_replicas: int | None = None
-    """Where it has no GPUs to give out."""
+    """The limit on a host without GPUs."""
     ask_gpus: GpusOf | None = None
 
 
 def readiness(client: APIClient, project: str, template: dict[str, Any] | None, pool: str) -> Room | None:
-    """Why no replica can be started like this inspected container (None: there is none); None if it can."""
+    """Why no copy of the inspected container `template` can be started; None: it can. A missing template is a
+    reason."""
     if template is None:
         return Room(
             0, "NO_TEMPLATE", f"no container of the pool {pool} to copy; `docker compose up` makes one"
@@ -61,23 +62,24 @@ def free_room(
     inventory: GpuInventory,
     uses: Sequence[GpuUse],
     pool: str,
-    gpus_each: int,
-    most: int | None,
+    gpus_per_replica: int,
+    max_replicas: int | None,
     kind: str = "",
 ) -> Room:
-    """Room by GPUs, of this kind; without any by `most` replicas (None: as many as there may be) less those that are
-    there."""
-    if not inventory.gpus or not gpus_each:
-        left = None if most is None else most - len(uses)
-        if left is not None and left <= 0:
-            return Room(0, "NO_ROOM", f"it has {len(uses)} of at most {most} replicas")
-        return Room(left if left is not None else 1)
+    """Room by free GPUs of this kind. Where replicas get no GPUs: `max_replicas` (None: no limit) less those in
+    `uses`."""
+    if not inventory.gpus or not gpus_per_replica:
+        if max_replicas is None:
+            return Room(1)
+        if len(uses) >= max_replicas:
+            return Room(0, "NO_ROOM", f"it has {len(uses)} of at most {max_replicas} replicas")
+        return Room(max_replicas - len(uses))
     try:
         inventory = inventory.of_kind(kind)
-        chosen = choose_gpus(inventory, uses, pool, gpus_each, kind)
+        chosen = choose_gpus(inventory, uses, pool, gpus_per_replica, kind)
     except ResourceExhaustedError as error:
         return Room(0, "NO_GPU", error.message)
     except FailedPreconditionError as error:
         return Room(0, error.reason, error.message)
     linked = sum(frozenset(pair) in inventory.links for pair in combinations(chosen, 2))
-    return Room((inventory.capacity - taken(inventory, uses)) // gpus_each, linked=linked)
+    return Room((inventory.capacity - taken(inventory, uses)) // gpus_per_replica, linked=linked)

@@ -1,7 +1,7 @@
-"""Docker containers as replicas: reading their state, and copying one as a template, with GPUs and, on its host's
-network, ports, address and name of its own. Pure.
+"""Docker containers as replicas: reads their state, and makes a copy of one. The copy has its own GPUs and, on the
+host's network, its own ports, address and name. Pure.
 
-A worker with the host's network takes these from its environment; `compose/entrypoint.sh` passes on what is not there.
+A worker on the host's network reads address and ports from its environment; `compose/entrypoint.sh` passes on the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ POOL_LABEL = "splitserve.pool"
 MODEL_LABEL = "splitserve.model"
 """The served model, where several models share a project."""
 ORDERED_LABEL = "splitserve.ordered-by"
-"""On containers that the autoscaler made."""
+"""On containers that the autoscaler created."""
 PROJECT_LABEL = "com.docker.compose.project"
 SERVICE_LABEL = "com.docker.compose.service"
 NUMBER_LABEL = "com.docker.compose.container-number"
@@ -34,7 +34,7 @@ ENDED_STATES = frozenset({"exited", "dead"})
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """One container of a pool. Labels cannot change, but the name can: it carries the drain deadline."""
+    """One container of a pool. Its name carries the drain deadline: Docker can change names, but not labels."""
 
     id: str
     name: str
@@ -44,11 +44,11 @@ class Container:
     state: str
     created_wall_s: float
     ordered: bool
-    """The autoscaler made it."""
+    """The autoscaler created it."""
     drain_until_s: float | None
     """Seconds since the epoch; None while it does not drain."""
     model: str = ""
-    """By its label; empty without one."""
+    """From its label; empty without one."""
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> Self | None:
@@ -74,7 +74,7 @@ class Container:
 
     @property
     def gone(self) -> bool:
-        """It has ended, or was created but never started, by an autoscaler that ended in between."""
+        """It has ended, or an autoscaler created it and ended before starting it."""
         return self.state in ENDED_STATES or (self.ordered and self.state == "created")
 
     def draining_name(self, until_wall_s: float) -> str:
@@ -83,12 +83,12 @@ class Container:
 
 
 def worker_id(inspected: Mapping[str, Any], pool: PoolName) -> str:
-    """The name under which a container's worker registers, as the image's entry point makes it."""
+    """The id under which a container's worker registers, as the image's entry point builds it."""
     return f"{pool}-{inspected['Config']['Hostname']}"
 
 
 def command_of(inspected: Mapping[str, Any]) -> Sequence[str]:
-    """The words that a container's entry point is given."""
+    """The arguments of a container's entry point."""
     return inspected["Config"].get("Cmd") or ()
 
 
@@ -101,8 +101,8 @@ def replica_name(template_name: str, project: str, service: str, number: int) ->
 def replica_body(
     inspected: Mapping[str, Any], number: int, gpus: Sequence[str], seat: Seat | None = None
 ) -> dict[str, Any]:
-    """The body of the request that creates a replica like the inspected container, on these GPUs (none: as it is), and
-    with the host's network on this seat.
+    """The body of the request that creates a replica like the inspected container, with these GPUs (empty: those of the
+    inspected one) and, on the host's network, with this seat.
 
     Everything is copied except what must be unique: number, host name, addresses and published ports. The restart
     policy is `no`: the autoscaler replaces it.
@@ -164,8 +164,8 @@ def gpus_of(inspected: Mapping[str, Any]) -> tuple[str, ...]:
 def give_gpus(config: dict[str, Any], host: dict[str, Any], gpus: Sequence[str]) -> None:
     """Gives a container's copy these GPUs, in its label and its worker's setting.
 
-    A template that sees all GPUs stays so, since `cuda_ipc` needs the others in view. One that was given its GPUs by
-    their ids sees its own alone; Docker then numbers them from 0.
+    The copy of a template that sees all GPUs sees all of them too, since `cuda_ipc` needs to see its peer's. The copy
+    of a template that was given its GPUs by their ids sees its own alone; Docker then numbers them from 0.
     """
     isolated = bool(_given_ids(config, host))
     host["DeviceRequests"] = [_for_gpus(request, gpus) for request in host.get("DeviceRequests") or ()]
@@ -186,7 +186,7 @@ def _given_ids(config: Mapping[str, Any], host: Mapping[str, Any]) -> list[str]:
 
 
 def _ids_of_runtime(config: Mapping[str, Any], host: Mapping[str, Any]) -> list[str]:
-    """The ids in NVIDIA_VISIBLE_DEVICES. Images of NVIDIA's set it to `all`, whichever way a container runs."""
+    """The ids in NVIDIA_VISIBLE_DEVICES. NVIDIA's images set it to `all`, whether or not the runtime reads it."""
     given = environment_of(config.get("Env") or ()).get(NVIDIA_VARIABLE, "")
     return [] if host.get("Runtime") != "nvidia" or given in _NO_IDS else given.split(",")
 
@@ -202,7 +202,7 @@ def _for_gpus(request: Mapping[str, Any], gpus: Sequence[str]) -> Mapping[str, A
 
 
 def with_variables(entries: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-    """A container's environment, "NAME=value" each, with these variables in place of its own."""
+    """A container's environment, entries "NAME=value", in which these variables replace those of the same name."""
     kept = [entry for entry in entries if entry.partition("=")[0] not in variables]
     return [*kept, *(f"{name}={value}" for name, value in variables.items())]
 
@@ -213,8 +213,8 @@ HOST, ADDRESS = "SPLITSERVE_HOST", "SPLITSERVE_ADVERTISE_ADDRESS"
 
 @dataclass(frozen=True, slots=True)
 class HostNetwork:
-    """What workers on one host's network are given: its name in their ids, its address, and ports from `first_port` to
-    `last_port`, two each."""
+    """What workers on one host's network get: the host's name in their ids, its address, and two ports each from
+    `first_port` to `last_port`."""
 
     name: str
     address: str
@@ -227,12 +227,12 @@ class Seat:
     """One worker's place on its host."""
 
     hostname: str
-    """The container's host name, which is the worker's id without its pool."""
+    """The container's host name: the worker's id without its pool."""
     variables: Mapping[str, str]
 
 
 def has_host_network(inspected: Mapping[str, Any]) -> bool:
-    """Whether a container has its host's network."""
+    """Whether a container uses its host's network."""
     return bool(inspected["HostConfig"]["NetworkMode"] == "host")
 
 
@@ -245,8 +245,8 @@ def ports_of(inspected: Mapping[str, Any]) -> tuple[int, ...]:
 def choose_seat(network: HostNetwork, used: Collection[int], number: int | None = None) -> Seat:
     """A seat with two ports that no container of the project has.
 
-    The search begins at a place that follows from `number` (default: random), since a port may be taken by a process
-    that is no container of ours: the next try then finds another. Raises ResourceExhaustedError (NO_PORT).
+    `number` (default: random) decides where the search begins. A port may be taken by a process outside of the project;
+    the next try then begins elsewhere. Raises ResourceExhaustedError (NO_PORT).
     """
     number = secrets.randbits(48) if number is None else number
     places = (network.last_port - network.first_port + 1) // 2

@@ -46,21 +46,21 @@ class KubernetesActuator(Actuator):
     async def replicas(self) -> tuple[ActualReplica, ...]:
         replicas = []
         for pool in POOLS:
-            seen = await self._look(pool)
-            for pod in seen.pods:
-                stopping = pod.deleting or pod in seen.leaving
+            pods = await self._look(pool)
+            for pod in pods.all:
+                stopping = pod.deleting or pod in pods.leaving
                 replicas.append(ActualReplica(pod.name, pool, stopping, pod.created_wall_s))
             replicas += [
-                ActualReplica(name, pool, False, time.time(), placeholder=True) for name in seen.pending
+                ActualReplica(name, pool, False, time.time(), placeholder=True) for name in pods.pending
             ]
         return tuple(sorted(replicas, key=lambda replica: replica.name))
 
     @override
     async def start(self, pool: PoolName, count: int, shape: ReplicaShape = ONE_GPU) -> None:
-        """Never NO_GPU: a pod without a GPU waits in the scheduler's queue.
+        """Never raises NO_GPU: a pod without a GPU waits in the queue of the Kubernetes scheduler.
 
-        Raises NotFoundError where the workload does not exist, FailedPreconditionError (GPUS_PER_REPLICA) where its
-        pods are limited to another number of GPUs than `shape.gpus`, ConfigError where their engine cannot use so many.
+        Raises NotFoundError when the workload does not exist, FailedPreconditionError (GPUS_PER_REPLICA) when its pods
+        are limited to another number of GPUs than `shape.gpus`, ConfigError when their engine cannot use that many.
         """
         workload = self._workloads[pool]
         scale = await self._api.scale(workload)
@@ -71,29 +71,29 @@ class KubernetesActuator(Actuator):
 
     @override
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
-        seen = await self._look(pool)
-        chosen = [pod for pod in seen.staying if pod.name in names]
-        fewer = len(chosen) + len(seen.pending & set(names))
+        pods = await self._look(pool)
+        chosen = [pod for pod in pods.staying if pod.name in names]
+        fewer = len(chosen) + len(pods.pending & set(names))
         if not fewer:
             return
-        if not seen.ordinal:
-            for pod in seen.staying:
+        if not pods.ordinal:
+            for pod in pods.staying:
                 if pod in chosen:
                     await self._api.set_deletion_cost(pod.name, CHOSEN_COST)
                 elif pod.chosen:  # by an earlier, incomplete attempt
                     await self._api.set_deletion_cost(pod.name, None)
-        await self._api.set_replicas(seen.workload, seen.scale.replicas - fewer, seen.scale.version)
+        await self._api.set_replicas(pods.workload, pods.scale.replicas - fewer, pods.scale.version)
         self._check_grace(chosen, drain_s)
 
     @override
     async def close(self) -> None:
-        """Pods stay."""
+        """Pods keep running."""
         self._api.close()
 
-    async def _look(self, pool: PoolName) -> _Seen:
+    async def _look(self, pool: PoolName) -> _WorkloadPods:
         workload = self._workloads[pool]
         scale = await self._api.scale(workload)
-        return _Seen(workload, scale, await self._api.pods(scale.selector))
+        return _WorkloadPods(workload, scale, await self._api.pods(scale.selector))
 
     def _check_grace(self, pods: Sequence[Pod], drain_s: float) -> None:
         short = [pod for pod in pods if pod.grace_s < drain_s]
@@ -108,11 +108,11 @@ class KubernetesActuator(Actuator):
             )
 
 
-def _check_gpus(workload: str, pod: Pod, gpus_each: int) -> None:
-    """The number of the policy counts against the budget, that of the pod decides what it gets."""
-    if pod.gpus != gpus_each and max(pod.gpus, gpus_each) > 1:
+def _check_gpus(workload: str, pod: Pod, gpus_per_replica: int) -> None:
+    """Compares the policy's number of GPUs, which counts against the budget, with the number that the pod gets."""
+    if pod.gpus != gpus_per_replica and max(pod.gpus, gpus_per_replica) > 1:
         message = (
-            f"gpus_per_replica is {gpus_each}, but the pods of {workload} are limited to {pod.gpus} GPUs; make "
+            f"gpus_per_replica is {gpus_per_replica}, but the pods of {workload} are limited to {pod.gpus} GPUs; make "
             "`resources.limits` and the policy agree"
         )
         raise FailedPreconditionError(message, reason="GPUS_PER_REPLICA", field="gpus_per_replica")
@@ -120,28 +120,28 @@ def _check_gpus(workload: str, pod: Pod, gpus_each: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _WorkloadPods:
     """A workload and its pods at one moment."""
 
     workload: str
     scale: Scale
-    pods: Sequence[Pod]
+    all: Sequence[Pod]
 
     @property
     def ordinal(self) -> bool:
-        """Whether the highest ordinal goes first."""
+        """Whether Kubernetes removes the pod with the highest ordinal first."""
         return self.workload.startswith("statefulset/")
 
     @property
     def leaving(self) -> list[Pod]:
         """Surplus pods that are not deleted yet, in the controller's order of removal."""
-        alive = [pod for pod in self.pods if not pod.deleting]
+        alive = [pod for pod in self.all if not pod.deleting]
         return sorted(alive, key=self._goes_first)[: max(0, len(alive) - self.scale.replicas)]
 
     @property
     def staying(self) -> list[Pod]:
         """Pods within the ordered count."""
-        return [pod for pod in self.pods if not pod.deleting and pod not in self.leaving]
+        return [pod for pod in self.all if not pod.deleting and pod not in self.leaving]
 
     @property
     def pending(self) -> frozenset[str]:

@@ -28,13 +28,14 @@ CALL_S = 5.0
 tick."""
 MERGE_PATCH = "application/merge-patch+json"
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
-"""Of the pods of a ReplicaSet the one with the lowest cost goes first.
+"""Annotation of a pod. A ReplicaSet removes the pod with the lowest cost first.
 https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deletion-cost"""
 GPU_RESOURCES = ("nvidia.com/gpu", "nvidia.com/mig-")
-"""How NVIDIA's device plugin calls GPUs, shared ones (`nvidia.com/gpu.shared`) and MIG slices."""
+"""Beginnings of the names that NVIDIA's device plugin gives to GPUs, shared GPUs (`nvidia.com/gpu.shared`) and MIG
+slices."""
 _ENDED = frozenset({"Succeeded", "Failed"})
-_ODD = (AttributeError, LookupError, TypeError, ValueError)
-"""What the client raises over answers and files that are of another kind."""
+_MALFORMED = (AttributeError, LookupError, TypeError, ValueError)
+"""What the client raises over answers and files that do not have the expected form."""
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ class Scale:
     selector: str
     """Label selector of its pods."""
     version: str
-    """Resource version: changes based on an older one are refused."""
+    """Resource version. The API server refuses changes that are based on an older one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +66,14 @@ class Pod:
     gpus: int = 0
     """GPUs or MIG slices that its first container is limited to."""
     command: tuple[str, ...] = ()
-    """Its first container's arguments, those of an own entry point included."""
+    """Its first container's command and arguments."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Its first container's variables with a plain value."""
 
 
 class KubernetesApi:
-    """Calls of one namespace. Raises SplitserveError: NotFoundError, FailedPreconditionError (FORBIDDEN) or
-    UnavailableError, with the server's own words."""
+    """Calls in one namespace. They raise NotFoundError, FailedPreconditionError (FORBIDDEN) or UnavailableError with
+    the server's message."""
 
     def __init__(self, settings: KubernetesConfig) -> None:
         configuration, namespace = _load(settings)
@@ -124,18 +125,18 @@ class KubernetesApi:
     async def _read(
         self, what: str, of: Callable[[Any], T], call: Callable[..., Any], *arguments: Any, **options: Any
     ) -> T:
-        """What `of` makes of an answer."""
+        """The answer, read by `of`."""
         answer = await self._call(what, call, *arguments, **options)
-        with _answer_of_a_server(what):
+        with _refusing_malformed(what):
             return of(answer)
 
     async def _call(self, what: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         options["_request_timeout"] = CALL_S
         try:
-            with _answer_of_a_server(what):
+            with _refusing_malformed(what):
                 return await asyncio.to_thread(call, *arguments, **options)
         except client.ApiException as error:
-            raise _known(what, error) from None
+            raise _error_of(what, error) from None
         except HTTPError as error:
             message = f"kubernetes: {what}: {error}"
             raise UnavailableError(message, reason="KUBERNETES_UNREACHABLE") from None
@@ -152,11 +153,11 @@ def _load(settings: KubernetesConfig) -> tuple[client.Configuration, str]:
     try:
         config.load_kube_config(file, settings.context, configuration)
         contexts, current = config.list_kube_config_contexts(file)
-        named = next((c for c in contexts if c["name"] == settings.context), current)
-        return configuration, settings.namespace or named["context"].get("namespace") or "default"
+        chosen = next((context for context in contexts if context["name"] == settings.context), current)
+        return configuration, settings.namespace or chosen["context"].get("namespace") or "default"
     except (ConfigException, OSError) as error:
         raise ConfigError(f"kubernetes.kubeconfig: {error}", field="kubernetes.kubeconfig") from None
-    except (YAMLError, *_ODD) as error:
+    except (YAMLError, *_MALFORMED) as error:
         message = f"kubernetes.kubeconfig: not a kubeconfig: {error!r:.500}"
         raise ConfigError(message, field="kubernetes.kubeconfig") from None
 
@@ -167,21 +168,21 @@ def _own_namespace() -> str:
 
 
 @contextmanager
-def _answer_of_a_server(what: str) -> Iterator[None]:
-    """What answers may be a proxy's page, or a server of another kind: that ends neither the loop nor other models."""
+def _refusing_malformed(what: str) -> Iterator[None]:
+    """Turns a malformed answer, such as a proxy's page, into UnavailableError: the control loop tries again."""
     try:
         yield
-    except _ODD as error:
+    except _MALFORMED as error:
         message = f"kubernetes: {what}: not an answer of an API server: {error!r:.500}"
         raise UnavailableError(message, reason="KUBERNETES_FAILED") from error
 
 
-def _scale(found: Any) -> Scale:
-    return Scale(found.spec.replicas or 0, found.status.selector, found.metadata.resource_version)
+def _scale(answer: Any) -> Scale:
+    return Scale(answer.spec.replicas or 0, answer.status.selector, answer.metadata.resource_version)
 
 
-def _pods(listed: Any) -> list[Pod]:
-    return [_pod(item) for item in listed.items if item.status.phase not in _ENDED]
+def _pods(answer: Any) -> list[Pod]:
+    return [_pod(item) for item in answer.items if item.status.phase not in _ENDED]
 
 
 def _pod(item: Any) -> Pod:
@@ -192,7 +193,7 @@ def _pod(item: Any) -> Pod:
         name=item.metadata.name,
         created_wall_s=item.metadata.creation_timestamp.timestamp(),
         deleting=item.metadata.deletion_timestamp is not None,
-        ready=any(c.type == "Ready" and c.status == "True" for c in conditions),
+        ready=any(condition.type == "Ready" and condition.status == "True" for condition in conditions),
         chosen=DELETION_COST in (item.metadata.annotations or {}),
         grace_s=float(item.spec.termination_grace_period_seconds or 0),
         gpus=sum(int(count) for name, count in limits.items() if name.startswith(GPU_RESOURCES)),
@@ -201,9 +202,9 @@ def _pod(item: Any) -> Pod:
     )
 
 
-def _known(what: str, error: client.ApiException) -> SplitserveError:
+def _error_of(what: str, error: client.ApiException) -> SplitserveError:
     detail = error.reason
-    with suppress(ValueError, KeyError, TypeError):  # no Status object
+    with suppress(ValueError, KeyError, TypeError):  # the body is no Status object
         detail = json.loads(error.body)["message"]
     message = f"kubernetes: {what}: {error.status} {detail}"
     match error.status:

@@ -41,7 +41,7 @@ class ScalingRule(PolicyModel):
 
 
 class ScalingRules(PolicyModel):
-    """Limits in one direction. What is not given has HPA's default for that direction."""
+    """Limits in one direction. A field that is not given has HPA's default for that direction."""
 
     stabilizationWindowSeconds: Annotated[int, Field(ge=0, le=3600)] | None = None
     """The most careful recommendation of this many seconds counts: the highest when scaling down, the lowest when
@@ -52,7 +52,7 @@ class ScalingRules(PolicyModel):
     policies: Annotated[tuple[ScalingRule, ...], Field(min_length=1)] | None = None
     """HPA's defaults: up 100 percent or 4 pods in 15 s, down 100 percent in 15 s."""
     tolerance: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Policies of kind `target` leave the count alone while value / target is within 1 ± this. HPA's default: 0.1."""
+    """Policies of kind `target` keep the count while value / target is within 1 ± this. HPA's default: 0.1."""
 
 
 class Behavior(PolicyModel):
@@ -119,9 +119,9 @@ class BehaviorMemory:
 def follow(
     limits: Limits, memory: BehaviorMemory, now_s: float, current: int, wanted: int, low: int, high: int
 ) -> tuple[int, BehaviorMemory]:
-    """The count that `current` replicas may become when `wanted` are recommended, within [`low`, `high`].
+    """The count to go to from `current` replicas when `wanted` are recommended, within [`low`, `high`].
 
-    The caller records what it then did with `record_change`. Pure; times in seconds on one clock.
+    The caller records the change that it makes with `record_change`. Pure; times in seconds on one clock.
     """
     kept = _since(memory.recommendations, now_s - max(limits.up.window_s, limits.down.window_s))
     stable = _stabilized(limits, kept, now_s, current, wanted)
@@ -138,7 +138,7 @@ def follow(
 
 
 def record_change(limits: Limits, memory: BehaviorMemory, now_s: float, added: int) -> BehaviorMemory:
-    """The memory after the count changed by `added`, without changes that no period reaches any more."""
+    """The memory after the count changed by `added`, without changes that are older than every period."""
     longest = max((rule.periodSeconds for rule in limits.up.policies + limits.down.policies), default=0)
     changes = _since(memory.changes, now_s - longest)
     return BehaviorMemory(memory.recommendations, (*changes, (now_s, added)) if added else changes)
@@ -151,8 +151,8 @@ def _since(entries: tuple[tuple[float, int], ...], cutoff_s: float) -> tuple[tup
 def _stabilized(
     limits: Limits, past: tuple[tuple[float, int], ...], now_s: float, current: int, wanted: int
 ) -> int:
-    up = min((count for at, count in past if at > now_s - limits.up.window_s), default=wanted)
-    down = max((count for at, count in past if at > now_s - limits.down.window_s), default=wanted)
+    up = min((count for at_s, count in past if at_s > now_s - limits.up.window_s), default=wanted)
+    down = max((count for at_s, count in past if at_s > now_s - limits.down.window_s), default=wanted)
     return min(max(current, min(up, wanted)), max(down, wanted))
 
 

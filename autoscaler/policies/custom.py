@@ -1,8 +1,8 @@
 """The policy `custom`: a function of your own for one pool. Loaded and tried when the policy file is read.
 
-Behavior, bounds, the GPU budget and the drain apply to it as to every kind. It cannot end the control loop: where it
-fails, the count is kept and it begins with a new memory. It cannot hold up a running autoscaler either: there it has a
-thread, which can be left behind but not ended, and which is waited for no longer than `CALL_S` (`bounded_functions`).
+Behavior, bounds, the GPU budget and the drain apply to it as to every kind. A function that fails does not end the
+control loop: the count is kept, and the next call begins with a new memory. A slow function does not delay a running
+autoscaler either: it has a daemon thread of its own, which is waited for no longer than `CALL_S` (`bounded_functions`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from splitserve.errors import ConfigError
 from splitserve.runtime.bounded_file import read_small_text
 
 CALL_S = 1.0
-"""How long one recommendation is waited for, on the thread of its decision."""
+"""How long the control loop waits for one recommendation."""
 LOAD_S = 10.0
 """How long loading and trying a function may take."""
 
@@ -44,8 +44,8 @@ class BoundedCall(Generic[T]):
         self._thread.start()
 
     def result(self, wait_s: float) -> T:
-        """What the function returns. Raises what it raises, RuntimeError in place of what is no Exception, and
-        TimeoutError if it has not returned in `wait_s` seconds: ask again later, or forget it."""
+        """The function's result. Raises the function's exception (a RuntimeError in place of a BaseException that is no
+        Exception), and TimeoutError if it has not returned within `wait_s` seconds: call again later, or forget it."""
         self._thread.join(wait_s)
         if self._thread.is_alive():
             raise TimeoutError(f"has not returned for {time.monotonic() - self._began_s:.0f} s")
@@ -59,15 +59,14 @@ class BoundedCall(Generic[T]):
         except Exception as error:  # raised again where the result is asked for
             self._error = error
         except BaseException as error:
-            # Nobody interrupts this thread: it is the function's own, a SystemExit or the panic of an extension, and
-            # is to end nothing but the call.
-            said = RuntimeError(str(error) or type(error).__name__)
-            self._error = said.with_traceback(error.__traceback__)
+            # The function itself raised this, such as a SystemExit: nobody interrupts this thread. Only the call ends.
+            failure = RuntimeError(str(error) or type(error).__name__)
+            self._error = failure.with_traceback(error.__traceback__)
 
 
 class BoundedFunction:
-    """A pool's function that answers within `limit_s` or keeps the count. One that is overdue is not called again
-    until it has returned; what it then says is about the past, and goes unused."""
+    """A pool's function that answers within `limit_s` seconds; else the count is kept. A function that is overdue is
+    not called again until it has returned, and its late answer goes unused."""
 
     def __init__(self, function: Recommend, pool: str, limit_s: float | None = None) -> None:
         self._function, self._pool = function, pool
@@ -76,26 +75,22 @@ class BoundedFunction:
 
     def __call__(self, memory: Any, snapshot: Snapshot, status: PoolStatus) -> tuple[Recommendation, Any]:
         """As `Recommend`. After an overdue call it begins with a new memory, as after an error."""
-        late = self._overdue
         try:
-            if late is not None:
-                late.result(0.0)
-            # Kept before it is waited for: an interrupt of the wait leaves it under way.
+            if self._overdue is not None:
+                self._overdue.result(0.0)
+            # Stored before the wait: the call goes on if the wait is interrupted.
             self._overdue = BoundedCall(
                 lambda: self._function(memory, snapshot, status), f"policy {self._pool}"
             )
             answer = self._overdue.result(self._limit_s)
         except TimeoutError as error:
-            why = f"{self._pool}.function: {error}"
-            return Recommendation(
-                status.current, "custom policy is overdue: count kept", 0.0, error=why
-            ), None
+            return _kept(status, "custom policy is overdue: count kept", f"{self._pool}.function: {error}")
         self._overdue = None
         return answer
 
 
 ENTRY_POINTS = "splitserve.scaling_policies"
-"""Group of entry points that packages offer policies under."""
+"""Group of entry points in which packages offer policies."""
 
 
 def custom_policy(pool: CustomPool, name: str) -> Recommend:
@@ -105,8 +100,7 @@ def custom_policy(pool: CustomPool, name: str) -> Recommend:
         function = BoundedCall(lambda: _usable(pool), f"policy {name}").result(LOAD_S)
     except Exception as error:
         # Foreign code: whatever it raises, the policy is refused.
-        said = str(error) or type(error).__name__
-        message = f"{field}: {pool.function}: {_where(error)}{said}"
+        message = f"{field}: {pool.function}: {_where(error)}{str(error) or type(error).__name__}"
         raise ConfigError(message, field=field) from None
     return partial(_guarded, function)
 
@@ -119,25 +113,25 @@ def loaded_functions(policy: ScalingPolicy) -> dict[str, Recommend]:
 
 
 def bounded_functions(functions: Mapping[str, Recommend]) -> dict[str, Recommend]:
-    """The same, each of which is waited for no longer than `CALL_S` seconds. By the wall clock: not for simulations."""
+    """The same functions, each with `CALL_S` seconds of real time for an answer: not for simulations."""
     return {pool: BoundedFunction(function, pool) for pool, function in functions.items()}
 
 
 def _usable(pool: CustomPool) -> Recommend:
-    """The pool's function with its options, loaded and tried. Raises what it raises."""
-    found: Any = _found(pool.function)
-    function: Recommend = partial(found, **pool.options) if pool.options else found
-    _tried(function)
+    """The pool's function with its options, loaded and tried. Raises what loading or the function raises."""
+    loaded: Any = _loaded(pool.function)
+    function: Recommend = partial(loaded, **pool.options) if pool.options else loaded
+    _try(function)
     return function
 
 
-def _found(reference: str) -> Callable[..., Any]:
+def _loaded(reference: str) -> Callable[..., Any]:
     place, _, attribute = reference.rpartition(":")
     if not place:
-        found = list(entry_points(group=ENTRY_POINTS, name=reference))
-        if not found:
+        offered = list(entry_points(group=ENTRY_POINTS, name=reference))
+        if not offered:
             raise LookupError(f"no entry point of this name in {ENTRY_POINTS}; write module:function")
-        function = found[0].load()
+        function = offered[0].load()
     elif place.endswith(".py"):
         function = getattr(_run(Path(place)), attribute)
     else:
@@ -158,8 +152,9 @@ def _run(path: Path) -> Any:
     return module
 
 
-def _tried(function: Recommend) -> None:
-    """Calls it as in the first seconds, when nothing has been measured. Raises what it raises, or TypeError."""
+def _try(function: Recommend) -> None:
+    """Calls the function twice, as before anything is measured. Raises its exception, or TypeError for a wrong
+    answer."""
     snapshot, status = Snapshot(0.0, PrefillSignals(), DecodeSignals()), PoolStatus(1, 1, 0)
     first, _ = _checked(function(None, snapshot, status))
     again, _ = _checked(function(None, snapshot, status))
@@ -172,14 +167,14 @@ def _tried(function: Recommend) -> None:
 def _checked(answer: Any) -> tuple[Recommendation, Any]:
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Recommendation)):
         raise TypeError(f"must return (Recommendation, memory), not {answer!r:.80}")
-    given = answer[0]
-    if isinstance(given.wanted, bool) or not isinstance(given.wanted, int) or given.wanted < 0:
-        raise TypeError(f"wanted must be a whole number from 0 on, not {given.wanted!r:.40}")
-    if not isinstance(given.reason, str) or not given.reason.strip():
+    wanted, reason, need = answer[0].wanted, answer[0].reason, answer[0].need
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 0:
+        raise TypeError(f"wanted must be a whole number from 0 on, not {wanted!r:.40}")
+    if not isinstance(reason, str) or not reason.strip():
         raise TypeError("reason must say why, in one line")
-    if not isinstance(given.need, int | float) or not math.isfinite(given.need) or given.need < 0:
-        raise TypeError(f"need must be a finite number from 0 on, not {given.need!r:.40}")
-    return given, answer[1]
+    if not isinstance(need, int | float) or not math.isfinite(need) or need < 0:
+        raise TypeError(f"need must be a finite number from 0 on, not {need!r:.40}")
+    return answer[0], answer[1]
 
 
 def _guarded(
@@ -191,18 +186,23 @@ def _guarded(
         # Foreign code: whatever it raises, the loop goes on, and the next call begins without memory.
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise  # whoever simulates wants to stop
-        why = f"{_where(error)}{type(error).__name__}: {error}"
-        return Recommendation(status.current, "custom policy failed: count kept", 0.0, error=why), None
+        error_text = f"{_where(error)}{type(error).__name__}: {error}"
+        return _kept(status, "custom policy failed: count kept", error_text)
+
+
+def _kept(status: PoolStatus, reason: str, error: str) -> tuple[Recommendation, Any]:
+    """The answer in place of a function's: the current count, and no memory."""
+    return Recommendation(status.current, reason, 0.0, error), None
 
 
 def _where(error: BaseException) -> str:
-    """The line of the error: of a syntax error its own, else the innermost that ran."""
+    """The line of the error: that of a syntax error, else the innermost line of the function's code that ran."""
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: "
-    trace, found = error.__traceback__, ""
+    trace, line = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if Path(file).parent != Path(__file__).parent and "importlib" not in file:
-            found = f"line {trace.tb_lineno}: "
+            line = f"line {trace.tb_lineno}: "
         trace = trace.tb_next
-    return found
+    return line

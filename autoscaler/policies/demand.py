@@ -23,8 +23,8 @@ Floats = npt.NDArray[np.float64]
 _FEWEST_FORECASTS = 6
 _MINUTE_S = 60.0
 SPAN_S = 40.0
-"""Demand is averaged over this time, or over the time that a request may wait if that is longer: shorter peaks are
-worked off."""
+"""Demand is averaged over this time, or over the time that a request may wait if that is longer: the queue absorbs
+shorter peaks."""
 HYSTERESIS = 3.0
 """Before one of N replicas is removed, N - 1 must carry the demand plus this many standard errors of its mean."""
 GROWTH_NOISE = 4.0
@@ -32,10 +32,10 @@ GROWTH_NOISE = 4.0
 GROWTH_LIMIT = 0.5
 """Largest share by which growth is extrapolated: a rise seldom lasts for a whole cold start."""
 DRIFT = 0.08
-"""Standard deviation of the demand's change in a minute, as a share of it, that counts as one more forecast error; it
-grows with the square root of the cold start. It matters where few errors are known, or only quiet ones."""
+"""Standard deviation of the demand's change in a minute, as a share of the demand. It counts as one more forecast
+error, which matters while few errors are known, or only small ones. It grows with the square root of the cold start."""
 _DRIFTS: Floats = np.array([NormalDist().inv_cdf(0.5 + (number + 0.5) / 80) for number in range(40)])
-"""Sizes of drifts, in their standard deviation: those of a normal distribution, at even shares."""
+"""Upper quantiles of the standard normal distribution at even shares: sizes of a drift, in standard deviations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class DemandForecast:
 
 
 def _slope(given: Floats, outcomes: Floats, weights: Floats) -> float:
-    """Of the regression line of `found` on `given`, within 0 and 1; 1 where nothing varies."""
+    """Slope of the regression line of `outcomes` on `given`, within 0 and 1; 1 when `given` does not vary."""
     given = given - np.average(given, weights=weights)
     outcomes = outcomes - np.average(outcomes, weights=weights)
     spread = float(np.average(given * given, weights=weights))
@@ -114,7 +114,7 @@ def _slope(given: Floats, outcomes: Floats, weights: Floats) -> float:
 
 
 def _quantile(values: Floats, weights: Floats, share: float) -> float:
-    """The value that `share` of the weight does not exceed; 0 without any weight."""
+    """The value that `share` of the weight does not exceed; 0 when all weights are 0."""
     total = float(weights.sum())
     if total <= 0:
         return 0.0
@@ -124,12 +124,12 @@ def _quantile(values: Floats, weights: Floats, share: float) -> float:
 
 
 def _conformal(values: Floats, weights: Floats, share: float, independent: float, drift: float) -> float:
-    """What the next error does not exceed in `share` of all cases, by weighted conformal prediction.
+    """The bound that the next error keeps in `share` of all cases, by weighted conformal prediction.
 
-    Errors over one lead overlap: only `independent` of them are. The next one counts as one more, of any size
-    (Tibshirani, Foygel Barber, Candès and Ramdas, "Conformal prediction under covariate shift", NeurIPS 2019). In place
-    of an infinite size it has those of a random walk with the standard deviation `drift`: few errors shall give a
-    bound, too. The longer the lead, the fewer errors are known and the further demand drifts. 0 without any weight.
+    Errors over one lead overlap: they count as `independent` ones. The method adds the next error as one of infinite
+    size (Tibshirani, Foygel Barber, Candès and Ramdas, "Conformal prediction under covariate shift", NeurIPS 2019).
+    Here it has the sizes of a random walk with standard deviation `drift` instead, so that few errors give a bound,
+    too. The longer the lead, the fewer errors are known and the further demand drifts. 0 when all weights are 0.
     """
     total = float(weights.sum())
     if total <= 0:
@@ -157,7 +157,7 @@ def measure(
     ages = now_s - ends
     slow, noise = _mean(amounts, lengths, ages, 0.0, tuning.window_s)
     before, _ = _mean(amounts, lengths, ages, tuning.window_s, 2 * tuning.window_s)
-    # A step of the demand shows in a sixth of the window; arrivals are counted by the second.
+    # The fast rate shows a step of the demand within a sixth of the window. Arrivals are counted by the second.
     fast, _ = _mean(amounts, lengths, ages, 0.0, max(1.0, tuning.window_s / 6))
     covered_s, growth = now_s - kept[0].start_s, 1.0
     if covered_s >= 2 * tuning.window_s and before > 0:

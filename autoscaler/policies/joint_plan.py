@@ -30,7 +30,7 @@ class Proposal:
     error: str = ""
     cause: Cause = "policy"
     least: int = 1
-    """Fewest replicas as of now, which the GPU budget leaves."""
+    """Fewest replicas at this moment; the GPU budget does not go below."""
 
 
 Counts = Mapping[PoolName, int]
@@ -63,8 +63,8 @@ def _pool_plan(proposal: Proposal, count: int, standby: int, budget: int | None)
 
 
 def gpu_budget(policy: ScalingPolicy, snapshot: Snapshot) -> int | None:
-    """GPUs for both pools, of which a worker with both roles counts twice: the policy's, else the actuator's inventory
-    and what workers of others have beside it."""
+    """GPUs for both pools: the policy's budget; else the actuator's inventory and the GPUs of workers that are not
+    ours; None: no budget. The GPUs of a worker of role `both` count twice, since it is in both pools."""
     living = [
         (pool, replica)
         for name, pool in policy.pools.items()
@@ -72,13 +72,13 @@ def gpu_budget(policy: ScalingPolicy, snapshot: Snapshot) -> int | None:
         if replica.state not in LEAVING
     ]
     if policy.gpu_budget is not None:
-        twice = {replica.name: pool.gpus_per_replica for pool, replica in living if replica.both}
-        return policy.gpu_budget + sum(twice.values())
+        counted_twice = {replica.name: pool.gpus_per_replica for pool, replica in living if replica.both}
+        return policy.gpu_budget + sum(counted_twice.values())
     if snapshot.gpu_inventory is None:
         return None
-    twice = {replica.name: pool.gpus_per_replica for pool, replica in living if replica.both and replica.ours}
+    both = {replica.name: pool.gpus_per_replica for pool, replica in living if replica.both and replica.ours}
     others = sum(pool.gpus_per_replica for pool, replica in living if not replica.ours)
-    return snapshot.gpu_inventory + sum(twice.values()) + others
+    return snapshot.gpu_inventory + sum(both.values()) + others
 
 
 def _gpus(policy: ScalingPolicy, counts: Counts, standby: Counts = NO_STANDBY) -> int:
@@ -97,10 +97,10 @@ def _less_standby(policy: ScalingPolicy, counts: Counts, standby: Counts, budget
 
 
 def _shared(policy: ScalingPolicy, proposals: Proposals, counts: Counts, budget: int) -> Counts:
-    """The budget shared by predicted harm: from both minima on, the next GPUs go to the pool with the higher demand
-    over capacity, decode first when equal, because a full decode pool holds prefill up as well.
+    """Shares the budget by overload: beyond both minima each next replica goes to the pool with the higher demand over
+    capacity, decode first when equal, because a full decode pool delays prefill as well.
 
-    Where a pool would lose replicas that it has to the other, that must be worth it: else the counts stay.
+    Replicas move from one pool to the other only if that is `WORTH_MOVING`; else the counts stay.
     """
     shares = {name: min(counts[name], proposal.least) for name, proposal in proposals.items()}
     while able := [
@@ -112,7 +112,7 @@ def _shared(policy: ScalingPolicy, proposals: Proposals, counts: Counts, budget:
     now = {name: proposal.current for name, proposal in proposals.items()}
     moves = {shares[name] > now[name] for name in POOLS if shares[name] != now[name]} == {True, False}
     overload_now, overload = (
-        max(_overload(proposals[name], each[name]) for name in POOLS) for each in (now, shares)
+        max(_overload(proposals[name], counts[name]) for name in POOLS) for counts in (now, shares)
     )
     if moves and _gpus(policy, now) <= budget and overload_now - overload < WORTH_MOVING * overload_now:
         return now
@@ -120,5 +120,5 @@ def _shared(policy: ScalingPolicy, proposals: Proposals, counts: Counts, budget:
 
 
 def _overload(proposal: Proposal, count: int) -> float:
-    """Demand over the capacity of so many replicas."""
+    """Demand over the capacity of `count` replicas."""
     return proposal.need / max(count, 1)

@@ -26,9 +26,9 @@ from splitserve.errors import ConfigError
 from splitserve.gpus.inventory import is_slices
 
 MOST_BYTES = 1 << 20
-"""Of a policy file: parsing YAML takes about ten seconds a MiB."""
+"""Largest policy file: parsing YAML takes about ten seconds a MiB."""
 MOST_REPLICAS = 10_000
-"""The largest bound of a pool, so more are never wanted."""
+"""The largest bound of a pool."""
 
 
 def _percent(value: Any) -> Any:
@@ -45,33 +45,32 @@ class PoolPolicy(PolicyModel):
     """Settings of every kind of policy."""
 
     min_replicas: Annotated[int, Field(ge=0, le=MOST_REPLICAS)] = 1
-    """Never fewer in rotation. 0: the pool is given up when nothing was asked for during `idle_s`, and started again by
-    the next request, which waits for it; docs/guides/autoscaling.md has it under "From and to zero"."""
+    """Fewest replicas in rotation. 0: the pool goes to zero after `idle_s` without requests; the next request starts it
+    again and waits for it. See "From and to zero" in docs/guides/autoscaling.md."""
     max_replicas: Annotated[int, Field(ge=1, le=MOST_REPLICAS)] = 8
-    """Never more in rotation."""
+    """Most replicas in rotation."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=64)] = 1
-    """GPUs that one replica takes from `gpu_budget`, and that Docker and `splitserve up` give to it, those that share
-    NVLink together (docs/guides/gpus.md); 0: none, as on a machine without GPUs. On Kubernetes the pod's
-    limits must say the
+    """GPUs that one replica takes from `gpu_budget`. Docker and `splitserve up` assign them, preferably GPUs that share
+    NVLink (docs/guides/gpus.md); 0: none, as on a machine without GPUs. On Kubernetes the pod's limits must say the
     same. vLLM's tensor parallel size, where it is given, must be equal to it; the torch engine takes one."""
     gpu: Annotated[str, Field(max_length=64, pattern=r"^([A-Za-z0-9][A-Za-z0-9 .,+()/_-]*)?$")] = ""
-    """The kind of its GPUs: words of what the driver calls them, such as "H100", "A100 80GB" or, for slices,
-    "MIG 3g.40gb" (docs/guides/gpus.md). On Docker and under `splitserve up` replicas get only such. Default: any. On
-    Kubernetes, and where no GPUs are given out, it is for people."""
+    """The kind of the GPUs: a part of the driver's name for them, such as "H100", "A100 80GB" or, for slices,
+    "MIG 3g.40gb" (docs/guides/gpus.md). Docker and `splitserve up` assign only GPUs of this kind. Default: any. On
+    Kubernetes, and where no GPUs are assigned, it has no effect."""
     warm_standby: Annotated[int, Field(ge=0, le=MOST_REPLICAS)] = 0
-    """Replicas beside those in rotation that are loaded and connected. They join at once and occupy GPUs."""
+    """Replicas that are loaded and connected, but out of rotation. They join at once and occupy GPUs."""
     drain_s: Annotated[float, Field(ge=0, le=86_400)] = 120.0
     """How long a draining replica may take to finish its requests; then they resume elsewhere and it is stopped."""
     cold_start_s: Seconds = 60.0
-    """Time from the order of a replica until it is ready, until one is measured."""
+    """Time from the order of a replica until it is ready; used until one is measured."""
     start_deadline_cold_starts: Annotated[float, Field(ge=1, le=1000)] = 5.0
-    """A replica that is not ready after this many cold starts (the measured or the given time, whichever is longer) is
-    overdue: no capacity, logged, counted in `splitserve_autoscaler_replicas`, replaced with growing pauses."""
+    """A replica that is not ready after this many cold starts (measured or given, whichever is longer) is overdue: it
+    is no capacity, is logged and counted in `splitserve_autoscaler_replicas`, and is replaced with growing pauses."""
     schedule: tuple[ScheduleWindow, ...] = ()
     """Windows with their own minimum, for every kind; the only input of `kind: schedule`."""
     behavior: Behavior = Behavior()
-    """How fast the count may change, as in an HPA. The kinds `slo` and `predictive` have their own defaults for
-    what is not given here: growing is not slowed down, shrinking waits for half a cold start."""
+    """How fast the count may change, as in an HPA. The kinds `slo` and `predictive` have defaults of their own:
+    growing is not slowed down, shrinking waits for half a cold start."""
 
     @model_validator(mode="after")
     def _ordered(self) -> PoolPolicy:
@@ -92,28 +91,28 @@ class PoolPolicy(PolicyModel):
 
 
 SCALE_DOWN_COLD_STARTS = 0.5
-"""Replicas are removed when not wanted for this many cold starts: sooner, keeping one that is wanted again would have
-been cheaper."""
+"""Replicas are removed when not wanted for this many cold starts. If one is wanted again sooner, keeping it is cheaper
+than a new start."""
 
 
 class SloTuning(PolicyModel):
     """How the default policy estimates demand."""
 
     history_s: Annotated[float, Field(ge=2, le=86_400)] = 1800.0
-    """How far back forecasts are compared with what then arrived; arrivals half as old count 1/e of current ones. More
-    where demand is quiet for long and then bursts."""
+    """How far back forecasts are compared with the arrivals that followed; arrivals half as old count 1/e of current
+    ones. Use more when demand is quiet for long and then bursts."""
     window_s: Seconds = 60.0
     """The current demand is the mean over this window, and growth is measured against the window before it. New
-    replicas clear a backlog within half of it. Less where cold starts take seconds."""
+    replicas clear a backlog within half of it. Use less when cold starts take seconds."""
     miss_share: Annotated[float, Field(gt=0, le=4)] = 2.0
     """Requests for which the head-room may be too small, as a multiple of those that `percentile` lets miss their
     target. Many of them still meet it. Lower: safer and more expensive."""
     settle_s: Annotated[float, Field(ge=0, le=86_400)] = 300.0
     """No replica is removed before arrivals were observed for this long: burstiness is not known sooner."""
     trim_after_s: Seconds = 120.0
-    """How long the percentile must exceed the target, with nothing starting, before latency alone adds a replica."""
+    """How long the percentile must exceed the target, with no replica starting, before latency alone adds one."""
     min_samples: Annotated[int, Field(ge=1, le=10_000)] = 20
-    """Fewest requests in the window for measured latency to count. Less for models with few, long requests."""
+    """Fewest requests in the window for measured latency to count. Use less for models with few, long requests."""
 
 
 class SloPool(PoolPolicy):
@@ -122,17 +121,17 @@ class SloPool(PoolPolicy):
     kind: Literal["slo"] = "slo"
     """Which policy."""
     target_ms: Annotated[float, Field(gt=0, le=3_600_000)]
-    """What the percentile of latency shall not exceed: of TTFT in section `prefill`, of TPOT in `decode`. Of the TTFT
-    only the part that prefill answers for: the wait for prefill, in the coordinator's queue or on a worker, and
-    computing the prompt. The wait for admission to decode (its KV), tokenization and transfer are left out. Requests
-    that admission refused are in no percentile."""
+    """Latency target of the percentile: TTFT in section `prefill`, TPOT in `decode`. Of the TTFT only the part of the
+    prefill pool counts: the wait for prefill, in the coordinator's queue or on a worker, and computing the prompt. The
+    wait for the decode worker's KV, tokenization and transfer are left out. Requests that admission refused are in no
+    percentile."""
     percentile: Percentile = 95.0
-    """Percentile of requests that shall meet the target."""
+    """Percentile of requests that are to meet the target."""
     slo: SloTuning = SloTuning()
     """Section `slo`: how the policy estimates demand. The defaults suit most workloads."""
 
     def limits(self, cold_start_s: float) -> Limits:
-        """`behavior`, where it is silent: up in one go, down after SCALE_DOWN_COLD_STARTS."""
+        """`behavior`; where it gives nothing, up at once and down after SCALE_DOWN_COLD_STARTS."""
         at_once = Rules(
             0.0, "Max", (ScalingRule(type="Pods", value=MOST_REPLICAS, periodSeconds=1),), HPA_UP.tolerance
         )
@@ -147,10 +146,10 @@ class TargetPool(PoolPolicy):
     kind: Literal["target"]
     """Which policy."""
     metric: str
-    """`ttft` or `tpot` (that percentile, in ms), `backlog_tokens`, `utilization` (share of the pool's capacity in
+    """`ttft` or `tpot` (at `percentile`, in ms), `backlog_tokens`, `utilization` (share of the pool's capacity in
     use, 0 to 1), or the name of another exported metric."""
     target: Annotated[float, Field(gt=0)]
-    """Value of the metric that the pool is kept at."""
+    """The metric's value at which the pool is kept."""
     target_type: Literal["Value", "AverageValue"] = "Value"
     """`AverageValue` divides the metric by the number of replicas first, as an HPA does."""
     percentile: Percentile = 95.0
@@ -173,7 +172,7 @@ class PredictivePool(SloPool):
     kind: Literal["predictive"]  # type: ignore[assignment]
     """Which policy."""
     season_s: Annotated[float, Field(ge=60, le=31 * 86_400)] = 86_400.0
-    """Length of the season that repeats: a day."""
+    """Length of the season that repeats. Default: a day."""
     interval_s: Annotated[float, Field(ge=1, le=86_400)] = 900.0
     """Interval over which demand is averaged for the forecast. At least four in a season."""
     forecast_percentile: Annotated[float, Field(ge=50, lt=100), BeforeValidator(_percent)] = 80.0
@@ -189,7 +188,7 @@ class PredictivePool(SloPool):
 
 
 class CustomPool(PoolPolicy):
-    """A function of your own: `(memory, Snapshot, PoolStatus) -> (Recommendation, memory)`;
+    """Your own function `(memory, Snapshot, PoolStatus) -> (Recommendation, memory)`; see
     docs/guides/autoscaling.md."""
 
     kind: Literal["custom"]
@@ -226,16 +225,17 @@ class ScalingPolicy(PolicyModel):
 
     gpu_budget: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """GPUs that both pools may take together, standby included. Default: the actuator's inventory (`docker.gpus`, or
-    the GPUs of `splitserve up`'s machine) and those of workers that it did not start; no budget where it has none, as
-    on Kubernetes."""
+    the GPUs of `splitserve up`'s machine) and the GPUs of workers that it did not start; no budget without an
+    inventory, as on Kubernetes."""
     interval_s: Annotated[float, Field(gt=0, le=3600)] = 5.0
     """Time between decisions."""
     idle_s: Seconds = 300.0
-    """Pools with `min_replicas` 0 go to zero after so long without a request in progress, whatever `behavior` says."""
+    """Pools with `min_replicas` 0 go to zero after this time without a request in progress, whatever `behavior`
+    says."""
     prefill: AnyPool
-    """Section `prefill`: the pool that answers for queue and compute of prompts."""
+    """Section `prefill`: the pool that queues and computes prompts."""
     decode: AnyPool
-    """Section `decode`: the pool that determines the time per output token and holds the KV."""
+    """Section `decode`: the pool that holds the KV and determines the time per output token."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ScalingPolicy:
@@ -253,7 +253,7 @@ class ScalingPolicy(PolicyModel):
 
     @property
     def may_be_at_zero(self) -> bool:
-        """Whether a pool is given up when nothing is asked for."""
+        """Whether a pool goes to zero when there are no requests."""
         return 0 in (self.prefill.min_replicas, self.decode.min_replicas)
 
     @property
@@ -299,12 +299,12 @@ def policy_in(file: YamlFile) -> ScalingPolicy:
 
 
 def named_files(file: YamlFile) -> list[Path]:
-    """The files of code that a policy file names, whether or not it is right."""
+    """The files of code that a policy file names, also when the policy is wrong."""
     folder = file.path.absolute().parent
     pools = [pool for name in POOLS if isinstance(pool := file.values.get(name), dict)]
     functions = [function for pool in pools if isinstance(function := pool.get("function"), str)]
-    code = [place for function in functions if (place := function.rpartition(":")[0]).endswith(".py")]
-    return [folder / name for name in code]
+    places = [function.rpartition(":")[0] for function in functions]
+    return [folder / place for place in places if place.endswith(".py")]
 
 
 def parse_policy(values: dict[str, Any]) -> ScalingPolicy:
@@ -320,9 +320,9 @@ def parse_policy(values: dict[str, Any]) -> ScalingPolicy:
         field = ".".join(map(str, where)) or "policy"
         if first["type"] == "rule":
             # A rule over several fields: its message begins with the name of one of them.
-            named = first["msg"].split(maxsplit=1)[0]
-            field = named if field == "policy" else f"{field}.{named}"
-            message = f"{field}{first['msg'].removeprefix(named)}"
+            name, _, rest = first["msg"].partition(" ")
+            field = name if field == "policy" else f"{field}.{name}"
+            message = f"{field} {rest}"
         elif first["type"] == "value_error":
             message = f"{field}: {first['msg'].removeprefix('Value error, ')}"
         else:
@@ -333,5 +333,5 @@ def parse_policy(values: dict[str, Any]) -> ScalingPolicy:
 
 _KINDS = ("slo", "target", "schedule", "predictive", "custom")
 _BRIEF = Repr()
-"""A value in a message: anchors of YAML make large ones of a few bytes."""
+"""Shortens values in messages: YAML anchors make large values out of few bytes."""
 _BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxother, _BRIEF.maxlong = 2, 200, 200, 40

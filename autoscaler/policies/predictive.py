@@ -74,7 +74,7 @@ def recommend_predictive(
 def _observed(
     pool: PredictivePool, name: PoolName, memory: PredictiveMemory, snapshot: Snapshot
 ) -> PredictiveMemory:
-    """The memory with the buckets that have ended since; a new forecast after each interval."""
+    """The memory with the buckets that have ended since, and a new forecast after each interval."""
     offset = snapshot.wall_s - snapshot.now_s
     for bucket in snapshot.arrivals:
         end = bucket.start_s + bucket.length_s
@@ -93,25 +93,27 @@ def _entered(pool: PredictivePool, memory: PredictiveMemory, interval: int) -> P
         return replace(memory, interval=interval)
     if interval < memory.interval - 1:
         return _set_back(pool, memory, interval)
-    if interval <= memory.interval:  # a clock that is corrected a little
+    if interval <= memory.interval:  # a small correction of the clock
         return memory
     season, rates, unrecorded = season_intervals(pool), list(memory.rates), interval - memory.interval
     if memory.covered_s > 0 or not rates:
         rates.append(memory.amount / memory.covered_s if memory.covered_s > 0 else 0.0)
         unrecorded -= 1
     if unrecorded > season:
-        unrecorded = season + unrecorded % season  # of a longer gap the phase is kept
+        unrecorded = (
+            season + unrecorded % season
+        )  # a longer gap is cut by whole seasons, which keeps the phase
     for _ in range(unrecorded):
         rates.append(rates[-season] if len(rates) >= season else rates[-1])
     return _forecast(pool, memory, interval, tuple(rates[-SEASONS_KEPT * season :]))
 
 
 def _set_back(pool: PredictivePool, memory: PredictiveMemory, interval: int) -> PredictiveMemory:
-    """The memory after the wall clock was set back: without what is recorded of intervals that are now to come; where
-    too few would be left for a forecast, only the phase is set right."""
+    """The memory after the wall clock was set back, without the intervals that are in the future now. If too few would
+    be left for a forecast, only the phase is corrected."""
     assert memory.interval is not None
     ahead, season = memory.interval - interval, season_intervals(pool)
-    if ahead > season:  # as `_entered` fills the gap of a clock that was set forward
+    if ahead > season:  # the reverse of `_entered`, which fills the gap when a clock is set forward
         ahead = season + ahead % season
     if len(memory.rates) - ahead < _least_rates(season):
         ahead %= season
@@ -134,7 +136,7 @@ def _forecast(
 
 
 def _least_rates(season: int) -> int:
-    """How many a forecast takes."""
+    """Fewest rates for a forecast."""
     return max(2 * season, 10 + 2 * (season // 2))
 
 

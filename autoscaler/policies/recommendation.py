@@ -22,8 +22,8 @@ class PoolStatus:
     starting: int
     """Replicas that are starting within their deadline."""
     existing: int | None = None
-    """Replicas that are there to serve: in rotation, starting or on surplus standby. It is below `current` where the
-    last plan could not be carried out. None: as many as `current`."""
+    """Replicas that serve or can: in rotation, starting or on surplus standby. Fewer than `current` when the last plan
+    could not be carried out. None: as many as `current`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Recommendation:
     need: float = 0.0
     """Replicas kept busy by the demand, not rounded; decides which pool yields under a GPU budget."""
     error: str = ""
-    """Why the policy could not recommend anything else; empty while it works."""
+    """The policy's error; empty while it works."""
 
 
 Recommend = Callable[[Any, Snapshot, PoolStatus], tuple[Recommendation, Any]]
@@ -45,18 +45,20 @@ Recommend = Callable[[Any, Snapshot, PoolStatus], tuple[Recommendation, Any]]
 
 
 BUSY = 0.5
-"""Below this utilization slow requests have another cause than too few replicas: long prompts, slow steps."""
+"""Below this utilization, slow requests have another cause than too few replicas, such as long prompts or slow
+steps."""
 COMFORTABLE = 0.9
 """A busy pool loses replicas only with the measured percentile below this share of the target."""
 TOLERANCE = 0.1
-"""As an HPA's; histogram buckets are no finer."""
+"""Relative tolerance around the target, as an HPA's; histogram buckets are no finer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrimMemory:
-    """Since when the percentile has exceeded the target with nothing starting; None while it does not."""
+    """Memory of `trim`."""
 
     above_since_s: float | None = None
+    """Since when the percentile has exceeded the target with no replica starting; None while it does not."""
 
 
 def trim(
@@ -70,10 +72,11 @@ def trim(
 ) -> tuple[Recommendation, TrimMemory]:
     """Corrects a recommendation by the measured latency. `busy`: replicas that demand fills; None while unknown.
 
-    Adds a replica to the existing ones when the target has been missed for long although demand does not call for one;
-    one that was wanted and never came is not added to. Does not scale down while a busy pool's percentile is near the
-    target. Nor does it while the percentile is unknown, since too few requests were measured, unless the replicas that
-    remain would not be busy: most requests of such a pool may have been served elsewhere.
+    1. The target has been missed for long although demand does not need more replicas: one more than exist. A replica
+       that was wanted and never came is not counted.
+    2. A busy pool's percentile is near the target: no scaling down.
+    3. Too few requests were measured: no scaling down, unless the remaining replicas would not be busy. Such a pool's
+       requests may be served elsewhere.
     """
     target_s, enough = pool.target_ms / 1e3, latency is not None and latency.total >= pool.slo.min_samples
     measured_s = latency.percentile(pool.percentile) if latency is not None and enough else None
@@ -87,13 +90,12 @@ def trim(
         existing = status.current if status.existing is None else status.existing
         wanted = max(status.current, existing + 1)
         return Recommendation(wanted, reason, max(recommendation.need, existing)), TrimMemory(None)
-    reason = ""
     if recommendation.wanted >= status.current:
         return recommendation, TrimMemory(since)
     if measured_s is None and (busy is None or busy >= BUSY * recommendation.wanted):
         reason = "latency not measured: no scaling down"
     elif measured_s is not None and measured_s > COMFORTABLE * target_s and is_busy:
         reason = f"latency {measured_s * 1e3:.0f} ms near {target_s * 1e3:.0f} ms: no scaling down"
-    if reason:
-        recommendation = Recommendation(status.current, reason, recommendation.need)
-    return recommendation, TrimMemory(since)
+    else:
+        return recommendation, TrimMemory(since)
+    return Recommendation(status.current, reason, recommendation.need), TrimMemory(since)

@@ -21,11 +21,11 @@ class ScheduleWindow(PolicyModel):
     start: time
     """Local time of day, as "08:00"."""
     end: time
-    """Local time of day at which the window is over; not after `start`: on the next day."""
+    """Local time of day at which the window ends. If it is not after `start`, the window ends on the next day."""
     days: Annotated[tuple[Day, ...], Field(min_length=1)] = DAYS
     """Days on which the window starts."""
     timezone: str = "UTC"
-    """IANA name, as Europe/Berlin."""
+    """IANA name, such as Europe/Berlin."""
     replicas: Annotated[int, Field(ge=0, le=10_000)]
     """Fewest replicas in the window."""
 
@@ -38,7 +38,7 @@ class ScheduleWindow(PolicyModel):
     @field_validator("start", "end", mode="before")
     @classmethod
     def _clock(cls, value: Any) -> Any:
-        # YAML 1.1 reads an unquoted 18:30 as the number 1110, in base 60; 08:30 it leaves alone.
+        # YAML 1.1 reads an unquoted 18:30 as the base-60 number 1110, but 08:30 as text.
         if isinstance(value, int) and 0 <= value < 24 * 60:
             return time(value // 60, value % 60)
         if isinstance(value, str) and len(value.partition(":")[0]) == 1:
@@ -75,16 +75,16 @@ def scheduled_replicas(windows: Sequence[ScheduleWindow], wall_s: float, lead_s:
 
 def _touches(window: ScheduleWindow, since_s: float, until_s: float) -> bool:
     """Whether the window covers a moment of [since_s, until_s]."""
-    where = zone(window.timezone)
-    first = datetime.fromtimestamp(since_s, where).date() - timedelta(days=1)
-    last = datetime.fromtimestamp(until_s, where).date()
+    timezone = zone(window.timezone)
+    first = datetime.fromtimestamp(since_s, timezone).date() - timedelta(days=1)
+    last = datetime.fromtimestamp(until_s, timezone).date()
     for offset in range((last - first).days + 1):
         day = first + timedelta(days=offset)
         if DAYS[day.weekday()] not in window.days:
             continue
-        begins = datetime.combine(day, window.start, where)
+        begins = datetime.combine(day, window.start, timezone)
         overnight = window.end <= window.start
-        ends = datetime.combine(day + timedelta(days=1 if overnight else 0), window.end, where)
+        ends = datetime.combine(day + timedelta(days=1 if overnight else 0), window.end, timezone)
         if begins.timestamp() <= until_s and since_s < ends.timestamp():
             return True
     return False

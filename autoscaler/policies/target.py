@@ -60,8 +60,8 @@ def _utilization(name: PoolName, snapshot: Snapshot, ready: int) -> float | None
         capacity = (snapshot.decode.kv_capacity_tokens or 0) * ready
         return snapshot.decode.context_tokens / capacity if capacity else None
     capacity_per_s = (snapshot.prefill.tokens_per_s or 0.0) * ready
-    recent = [b for b in snapshot.arrivals if b.start_s + b.length_s > snapshot.now_s - snapshot.window_s]
-    span = snapshot.now_s - recent[0].start_s if recent else 0.0
-    if capacity_per_s <= 0 or span <= 0:
+    recent = snapshot.arrivals_of_last(snapshot.window_s)
+    span_s = snapshot.now_s - recent[0].start_s if recent else 0.0
+    if capacity_per_s <= 0 or span_s <= 0:
         return None
-    return sum(bucket.uncached_tokens for bucket in recent) / span / capacity_per_s
+    return sum(bucket.uncached_tokens for bucket in recent) / span_s / capacity_per_s

@@ -1,8 +1,8 @@
-"""From and to zero: when pools with `min_replicas` 0 are given up, and when they are started again. Pure.
+"""From and to zero: when pools with `min_replicas` 0 go to zero, and when they are started again. Pure.
 
-Awake, each pool has what it takes to serve at all, and its policy says how many more. Once no request has been in
-progress for `idle_s`, all replicas are given up but for `min_replicas`. At zero only requests that wait for workers
-count: what still runs on replicas that drain needs none.
+Awake, each pool has the fewest replicas that can serve, and its policy may want more. Once no request has been in
+progress for `idle_s`, only `min_replicas` are kept. At zero only requests that wait for workers count: requests that
+still run on draining replicas need no new ones.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class ZeroState:
     """What holds for both pools at one moment."""
 
     least: Mapping[PoolName, int]
-    """Fewest replicas of each pool; all that there shall be, where `at_zero`."""
+    """Fewest replicas of each pool; while `at_zero` also the most."""
     at_zero: bool = False
     reason: str = ""
-    """One line for operators; empty while the pools' policies decide alone."""
+    """One line for operators; empty while only the pools' policies decide."""
 
 
 def zero_state(
@@ -47,27 +47,26 @@ def zero_state(
     awake = policy.least_awake
     memory = memory or ZeroMemory(not _any(policy, snapshot, _COMING), snapshot.now_s)
     active_s = _active_s(memory, snapshot)
-    idle = f"idle for {snapshot.now_s - active_s:.0f} s"
-    if memory.at_zero:
-        if why := _wakes(policy, memory, snapshot, active_s):
-            return ZeroState(awake, reason=why), ZeroMemory(False, snapshot.now_s)
-        return ZeroState(low, True, f"at zero: {idle}"), replace(memory, active_s=active_s)
     idle_s = snapshot.now_s - active_s
+    if memory.at_zero:
+        if reason := _wakes(policy, memory, snapshot, active_s):
+            return ZeroState(awake, reason=reason), ZeroMemory(False, snapshot.now_s)
+        return ZeroState(low, True, f"at zero: idle for {idle_s:.0f} s"), replace(memory, active_s=active_s)
     may = snapshot.complete and snapshot.model_known and not _scheduled(policy, snapshot)
     if may and not snapshot.in_progress and idle_s >= policy.idle_s:
-        return ZeroState(low, True, f"to zero: {idle}"), ZeroMemory(True, active_s)
+        return ZeroState(low, True, f"to zero: idle for {idle_s:.0f} s"), ZeroMemory(True, active_s)
     return ZeroState(awake, reason=_waiting(snapshot)), ZeroMemory(False, active_s)
 
 
 def _wakes(policy: ScalingPolicy, memory: ZeroMemory, snapshot: Snapshot, active_s: float) -> str:
     """Why the pools are started again; empty: they stay at zero."""
-    if why := _waiting(snapshot):
-        return why
+    if reason := _waiting(snapshot):
+        return reason
     if not snapshot.model_known:
         return "from zero: no coordinator knows the model before a worker has registered"
     if _scheduled(policy, snapshot):
         return "from zero: by schedule"
-    # What was not given up after all, or was started by somebody else, is used.
+    # A replica that did not end, or that somebody else started, serves requests.
     if active_s > memory.active_s and _any(policy, snapshot, (ReplicaState.READY,)):
         return "from zero: requests are served"
     return ""
@@ -79,7 +78,7 @@ def _waiting(snapshot: Snapshot) -> str:
 
 
 def _active_s(memory: ZeroMemory, snapshot: Snapshot) -> float:
-    """When a request was last in progress, as far as is known now."""
+    """When a request was last in progress, as far as known."""
     if snapshot.in_progress or snapshot.waiting_for_workers:
         return snapshot.now_s
     ends = (bucket.start_s + bucket.length_s for bucket in snapshot.arrivals if bucket.requests)
@@ -87,7 +86,7 @@ def _active_s(memory: ZeroMemory, snapshot: Snapshot) -> float:
 
 
 def _scheduled(policy: ScalingPolicy, snapshot: Snapshot) -> bool:
-    """Whether a window of a schedule wants replicas now, or within the time that the first of them take."""
+    """Whether a schedule wants replicas now or one cold start from now."""
     for name, pool in policy.pools.items():
         signals = snapshot.pool(name)
         standbys = sum(replica.state is ReplicaState.STANDBY for replica in signals.replicas)

@@ -33,7 +33,8 @@ class ArrivalLog:
             self._buckets.popleft()
 
     def add(self, start_s: float, end_s: float, demand: DemandCounts) -> None:
-        """Spreads demand evenly over the buckets in [`start_s`, `end_s`); what precedes the first one is dropped."""
+        """Spreads demand evenly over the buckets in [`start_s`, `end_s`); the part before the first bucket is
+        dropped."""
         length_s = end_s - start_s
         if length_s <= 0:
             if self._buckets:
@@ -47,7 +48,8 @@ class ArrivalLog:
                 bucket.demand = bucket.demand.combined(demand, overlap_s / length_s)
 
     def buckets(self, held: list[tuple[float, DemandCounts]]) -> tuple[ArrivalBucket, ...]:
-        """All buckets, oldest first. `held`: (last answer, mean demand per second) of each coordinator."""
+        """All buckets, oldest first. `held`: for each coordinator the time of its last answer and its mean demand per
+        second, which fills the time since."""
         demands = {bucket.end_s: bucket.demand for bucket in self._buckets}
         for since_s, per_s in held:
             for bucket in self._buckets:
@@ -55,8 +57,8 @@ class ArrivalLog:
                 if seconds > 0:
                     demands[bucket.end_s] = demands[bucket.end_s].combined(per_s, seconds)
         buckets: deque[ArrivalBucket] = deque()
-        # What decode workers compute is known later than it arrives: what the newest buckets cannot hold of it arrived
-        # before them.
+        # Requests whose prompt a decode worker computes are counted after their arrival. Those that do not fit into
+        # the newest buckets arrived before.
         later_requests = later_tokens = 0.0
         for bucket in reversed(self._buckets):
             demand = demands[bucket.end_s]

@@ -1,4 +1,4 @@
-"""How long replicas take to start: as seen from outside, and by phases as they say themselves."""
+"""How long replicas take to start: measured from outside, and the phases that they report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ColdStarts:
     def __init__(self) -> None:
         self._starting: set[str] = set()
         self._were_up: set[tuple[str, float]] = set()
-        """Those that were up before, by name and creation: one whose host was cut off does not start again."""
+        """Replicas that have been up, by name and creation time: one whose host was cut off does not start again."""
         self._took_s: dict[PoolName, deque[float]] = {pool: deque(maxlen=MAX_COLD_STARTS) for pool in POOLS}
 
     def look(
@@ -48,7 +48,7 @@ class ColdStarts:
 
 
 def start_phases(workers: Sequence[scaling_pb2.WorkerSignals]) -> ReplicaStart | None:
-    """Medians of what workers say of their starts; None where none does."""
+    """Medians of the phases that workers report of their starts; None when none reports any."""
     starts = [worker.start for worker in workers if worker.HasField("start")]
     if not starts:
         return None

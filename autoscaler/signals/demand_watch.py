@@ -1,4 +1,4 @@
-"""Pauses between decisions at zero: the first request that waits for workers ends them."""
+"""Pauses between decisions at zero. The first request that waits for workers ends a pause."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from splitserve.errors import SplitserveError
 from splitserve.runtime.waiting import first_answer
 
 AGAIN_S = 0.5
-"""Pause after an answer without news, or none, before the next call."""
+"""Pause before the next call, after an answer without waiting requests and after an error."""
 
 
 class DemandWatch:
@@ -31,20 +31,18 @@ class DemandWatch:
     async def pause(self, wait_s: float) -> None:
         """Returns after `wait_s` seconds, or as soon as a request waits for workers.
 
-        The latter at most once in `wait_s`, so that a decision which cannot be made or carried out is no busy loop.
+        It ends early at most once in `wait_s` seconds, so that a decision that keeps failing makes no busy loop.
         """
         until_s = self._clock() + wait_s
-        if self._clock() - self._woke_s > wait_s and await self._asked(wait_s):
-            self._woke_s = self._clock()
-            return
+        if self._clock() - self._woke_s > wait_s:
+            questions = (self._ask(source, wait_s) for source in self._sources)
+            if await first_answer(questions, wait_s):
+                self._woke_s = self._clock()
+                return
         await asyncio.sleep(max(0.0, until_s - self._clock()))
 
-    async def _asked(self, wait_s: float) -> bool:
-        """Whether any coordinator says so within `wait_s` seconds; one that does not answer does not."""
-        return bool(await first_answer((self._ask(source, wait_s) for source in self._sources), wait_s))
-
     async def _ask(self, source: ScalingClient, wait_s: float) -> bool:
-        """True once a request waits at this coordinator; else it asks until it is cancelled."""
+        """Returns True once a request waits at this coordinator; asks again until then or until it is cancelled."""
         while True:
             # The decision after the pause logs a coordinator that does not answer.
             with suppress(SplitserveError):

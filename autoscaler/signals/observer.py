@@ -1,4 +1,4 @@
-"""The senses of the autoscaler: asks all coordinators, remembers a window, and makes a `Snapshot`."""
+"""Makes a `Snapshot` from the counters of all coordinators and their increase over a window."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ async def _no_replicas() -> Sequence[ActualReplica]:
 class Observer:
     """Polls all coordinators at each `observe`; nothing runs in between. Memory is bounded by `keep_history`.
 
-    The caller closes `sources`. `on_ended` is told of boots whose replicas are listed no more; give it only where that
-    proves that they have ended. `replicas` lists the actuator's replicas; other workers are included as well.
-    Histograms cover `window_s`, arrivals DEFAULT_HISTORY_S or what `keep_history` says. An empty `model` sums all
-    models; with one, the workers of the others are only named (`Snapshot.foreign`).
+    The caller closes `sources`. `replicas` lists the actuator's replicas; snapshots include other workers as well.
+    `on_ended` is told of boots whose replicas are no longer listed; give it only when that proves that they have ended.
+    Histograms cover `window_s` seconds, arrivals DEFAULT_HISTORY_S or the time given to `keep_history`. An empty
+    `model` sums all models; with a model, the workers of all others are only named (`Snapshot.foreign`).
 
-    For a coordinator that does not answer, its last figures and mean demand count for `window_s`, then they are
-    missing. In both cases the snapshot is not `complete`.
+    The last figures and the mean demand of a coordinator that does not answer count for `window_s` seconds and are
+    missing afterwards. In both cases the snapshot is not `complete`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Observer:
         self._cold_starts = ColdStarts()
         self._foreign: dict[str, None] = {}
         self.served: dict[str, registry_pb2.ServedModel] = {}
-        """The models that coordinators know, as their workers last served them; kept while a coordinator does not."""
+        """The models that coordinators have reported, as workers last served them."""
 
     def keep_history(self, history_s: float) -> None:
         """From now on keeps the arrivals of this many seconds."""
@@ -109,10 +109,8 @@ class Observer:
         return self._snapshot(actual, now, wall, complete=len(answered) == len(self._sources))
 
     def _learn_foreign(self, answers: Sequence[tuple[str, scaling_pb2.GetSignalsResponse, float]]) -> None:
-        """Remembers the workers of other models, also while they are not registered: nobody then says whose they are.
-
-        Their names are forgotten once another model has taken them, and the oldest beyond a bound.
-        """
+        """Remembers the workers of other models by name, also while they are not registered: no coordinator then knows
+        their model. A name is forgotten when a worker of this model takes it; the oldest go beyond MAX_FOREIGN."""
         if not self._model:
             return
         for _, response, _ in answers:
@@ -126,14 +124,14 @@ class Observer:
 
     async def _ask(self, source: ScalingClient) -> tuple[str, scaling_pb2.GetSignalsResponse, float] | None:
         try:
-            # Of all models: the workers of the others must be known, in order to be left alone.
+            # For all models: the workers of other models must be known in order to be left alone.
             response = await source.signals()
         except SplitserveError as error:
             log_event("signals.missing", coordinator=source.target, reason=error.reason, error=error.message)
             return None
         if tuple(response.bounds_seconds) != LATENCY_BOUNDS_S:
-            why = "its histograms have other bounds: another version"
-            log_event("signals.missing", coordinator=source.target, reason="VERSION_MISMATCH", error=why)
+            problem = "its histograms have other bounds: another version"
+            log_event("signals.missing", coordinator=source.target, reason="VERSION_MISMATCH", error=problem)
             return None
         return source.target, response, self._clock()
 
@@ -153,8 +151,7 @@ class Observer:
         self._cold_starts.look(actual, since)
         windows = [window for track in held if (window := track.window(now)) is not None]
         phases = sum(windows[1:], windows[0]).phases if windows else {}
-        here = [model for answer, _ in models for model in answer]
-        progress = [model.in_progress for model in here]
+        progress = [model.in_progress for answered, _ in models for model in answered]
         listed = {pool: replicas(pool, seen, actual, now, wall) for pool in POOLS}
         return Snapshot(
             now_s=now,
@@ -165,7 +162,7 @@ class Observer:
                 mean_reported(worker.signals.kv_bytes_per_token for worker in seen.values()),
                 phases.get(scaling_pb2.PHASE_TRANSFER),
             ),
-            arrivals=self._log.buckets([(t.last_s, t.demand_per_s(now)) for t in held if t.last_s]),
+            arrivals=self._log.buckets([(t.last_s, t.demand_per_s()) for t in held if t.last_s]),
             window_s=self._window_s,
             wall_s=wall,
             complete=complete,
@@ -213,7 +210,7 @@ class Observer:
         return DecodeSignals(
             replicas=replicas,
             running_requests=sum(worker.load.running_requests for worker in workers),
-            # The coordinators count those that wait on the workers as well.
+            # Both count the same requests, but a coordinator also counts its own waiting ones.
             waiting_reservations=max(
                 sum(model.reserving_requests for model in progress),
                 sum(worker.load.waiting_reservations for worker in workers),
@@ -252,19 +249,19 @@ def _metrics(
 
 
 MAX_ENDED = 256
-"""Boots told again at each look; coordinators keep as many."""
+"""Ended boots that are reported again at each look; coordinators keep as many."""
 
 
 class EndedReplicas:
-    """For an actuator whose list is complete: what was on it and is on it no more has ended.
+    """Finds ended boots, for an actuator whose list is complete: a replica that leaves the list has ended.
 
-    Workers that were never on the list belong to somebody else and are never named. A replica that runs again under its
-    name stays on the list; that its older boot has ended is for the coordinators to find out.
+    Workers that were never on the list belong to somebody else and are never named. A replica that was started again
+    under its name stays on the list; the coordinators find out themselves that its older boot has ended.
     """
 
     def __init__(self) -> None:
         self._boots: dict[str, set[int]] = {}
-        """Epochs seen, by the name of a replica that is on the list."""
+        """Epochs seen of each listed replica, by name."""
         self._ended: dict[tuple[str, int], None] = {}
 
     def look(self, listed: Iterable[str], boots: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:

@@ -1,7 +1,7 @@
 """Running totals of one coordinator's counters, and their increase over a window. Pure; time is an argument.
 
-A coordinator's counters start at zero with each boot. The increments between observations are summed, so that totals
-never decrease across a restart, which a new coordinator id shows.
+A coordinator's counters start at zero when it starts. The increments between observations are summed, so totals do not
+decrease when a coordinator restarts, which its new id shows.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ EMPTY = Histogram(LATENCY_BOUNDS_S, (0.0,) * (len(LATENCY_BOUNDS_S) + 1))
 
 @dataclass(frozen=True, slots=True)
 class DemandCounts:
-    """Arrived requests and tokens. `local_*`: the part of `requests` and of `uncached_tokens` that decode workers
-    compute, counted later than the arrival."""
+    """Arrived requests and tokens. `local_*`: the part of `requests` and of `uncached_tokens` whose prompts decode
+    workers compute; counted after the arrival."""
 
     requests: float = 0.0
     prompt_tokens: float = 0.0
@@ -52,7 +52,7 @@ class DemandCounts:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counters at one moment, by phase, and demand."""
+    """Counters at one moment: durations by phase, and demand."""
 
     phases: Mapping[int, Histogram]
     demand: DemandCounts
@@ -62,7 +62,7 @@ class Totals:
         return Totals(phases, self.demand + other.demand)
 
     def since(self, earlier: Totals) -> Totals:
-        """The increase since `earlier`, of the same boot."""
+        """The increase since `earlier`, by the same coordinator process."""
         phases = {phase: self.phases[phase] - earlier.phases[phase] for phase in READ_PHASES}
         return Totals(phases, self.demand.combined(earlier.demand, -1.0))
 
@@ -92,7 +92,7 @@ def totals_of(models: Iterable[scaling_pb2.ModelSignals]) -> Totals:
 
 
 class CoordinatorTrack:
-    """One coordinator over time. Keeps the observations of `window_s` and the one before."""
+    """One coordinator over time. Keeps the observations of the last `window_s` seconds and the one before."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -102,13 +102,13 @@ class CoordinatorTrack:
         self._observations: deque[tuple[float, Totals]] = deque()
         self.last: scaling_pb2.GetSignalsResponse | None = None
         self.last_s: float | None = None
-        """When it last answered."""
+        """When the coordinator last answered."""
 
     def take(
         self, response: scaling_pb2.GetSignalsResponse, raw: Totals, now: float
     ) -> tuple[float, DemandCounts] | None:
-        """Records an answer with its counters (`totals_of`). Returns the demand since the answer before, and when that
-        began; None for the first answer."""
+        """Records an answer with its counters (`totals_of`). Returns the time of the answer before and the demand
+        since; None for the first answer."""
         before_s, restarted = self.last_s, response.coordinator_id != self._boot
         arrived: tuple[float, DemandCounts] | None = None
         if before_s is not None:
@@ -134,7 +134,7 @@ class CoordinatorTrack:
                 begin = totals
         return self._total.since(begin)
 
-    def demand_per_s(self, now: float) -> DemandCounts:
+    def demand_per_s(self) -> DemandCounts:
         """Mean demand per second over the kept observations."""
         (first_s, first), (last_s, last) = self._observations[0], self._observations[-1]
         if last_s <= first_s:

@@ -18,7 +18,7 @@ _STATES: Mapping[int, ReplicaState] = {
     scaling_pb2.WORKER_STATE_READY: ReplicaState.READY,
     scaling_pb2.WORKER_STATE_DRAINING: ReplicaState.DRAINING,
 }
-"""Where coordinators differ, the last of these counts: a worker that one of them uses is in use."""
+"""When coordinators differ, the last state in this order counts: a worker that one coordinator uses is in use."""
 _RANK = {state: rank for rank, state in enumerate(_STATES)}
 _ROLES: Mapping[int, tuple[PoolName, ...]] = {
     registry_pb2.ROLE_PREFILL: ("prefill",),
@@ -30,7 +30,7 @@ _ROLES: Mapping[int, tuple[PoolName, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """One worker, as reported by the coordinator that sees it in the highest rank."""
+    """One worker, as reported by the coordinator that has it in the highest state by `_RANK`."""
 
     signals: scaling_pb2.WorkerSignals
     since_s: float
@@ -43,7 +43,7 @@ class Sighting:
 
     @property
     def state(self) -> ReplicaState:
-        """Its state. One with a spot notice is leaving, however a coordinator that has not heard of it sees it."""
+        """The worker's state. A worker with a notice is leaving, even if a coordinator has not heard of the notice."""
         if self.signals.HasField("preempted_in_seconds"):
             return ReplicaState.PREEMPTED
         return _STATES[self.signals.state]
@@ -137,7 +137,7 @@ def lane_gb_per_s(workers: Sequence[scaling_pb2.WorkerSignals]) -> float | None:
 
 
 def mean_reported(values: Iterable[int]) -> int | None:
-    """Mean of what workers report of themselves, rounded. A worker that reports 0 does not know."""
+    """Rounded mean of the reported values; None without any. A worker reports 0 for a value that it does not know."""
     known = [value for value in values if value]
     return round(fmean(known)) if known else None
 
@@ -145,16 +145,17 @@ def mean_reported(values: Iterable[int]) -> int | None:
 def with_served(
     before: Mapping[str, registry_pb2.ServedModel], models: Iterable[scaling_pb2.ModelSignals]
 ) -> dict[str, registry_pb2.ServedModel]:
-    """What is known of models as they were last served. Their adapters add up, the newest MAX_ADAPTERS of each: a
-    coordinator that was restarted knows those of the workers that have registered since."""
+    """The models as they were last served, by name. Earlier adapters are kept, up to MAX_ADAPTERS of a model: after a
+    restart a coordinator knows only those of the workers that have registered since."""
     models_served = dict(before)
     for model in models:
         if model.HasField("served"):
             served, earlier = registry_pb2.ServedModel(), models_served.get(model.model)
             served.CopyFrom(model.served)
-            named = {one.name for one in served.adapters}
-            others = [] if earlier is None else [one for one in earlier.adapters if one.name not in named]
-            del served.adapters[:]
-            served.adapters.extend([*others, *model.served.adapters][-MAX_ADAPTERS:])
+            if earlier is not None:
+                names = {adapter.name for adapter in model.served.adapters}
+                kept = [adapter for adapter in earlier.adapters if adapter.name not in names]
+                del served.adapters[:]
+                served.adapters.extend([*kept, *model.served.adapters][-MAX_ADAPTERS:])
             models_served[model.model] = served
     return models_served

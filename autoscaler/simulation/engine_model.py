@@ -1,11 +1,10 @@
-"""What one simulated replica is: the latency model that all of splitserve predicts with, and its limits; by a preset,
-or as the workers of a running cluster have measured it."""
+"""One simulated replica: splitserve's latency model and limits, from a preset or measured by a running cluster."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from splitserve.config.engine import EngineConfig
@@ -32,7 +31,7 @@ class EngineModel:
     context_tokens: int = DEFAULT_CONTEXT_TOKENS
     kv_bytes_per_token: int = 131072
     link_gb_per_s: float = 10.0
-    """Of one prefill replica's link, 10^9 bytes a second."""
+    """Speed of one prefill replica's link, 10^9 bytes a second."""
     handoff_s: float = 2e-3
     """From the arrival of the last byte to the first decode step: completion, admission."""
     request_s: float = 0.0
@@ -40,7 +39,7 @@ class EngineModel:
 
     @classmethod
     def of(cls, config: EngineConfig) -> EngineModel:
-        """The replica that `config` describes for the simulated runner."""
+        """The replica of an engine configuration of kind `simulated`."""
         blocks = config.num_blocks or DEFAULT_KV_TOKENS // config.block_size_tokens
         step_s, token2_s = config.simulated_step_s, config.simulated_prefill_token2_s
         return cls(
@@ -54,11 +53,11 @@ class EngineModel:
 
     @property
     def latency(self) -> LatencyModel:
-        """As a worker reports it."""
+        """The latency model in the form that workers report."""
         return LatencyModel(self.prefill, self.decode)
 
     def chunks_s(self, chunks: Iterable[tuple[int, int]]) -> float:
-        """What prompt chunks, (tokens, tokens of context before them), add to the base of one step."""
+        """Seconds that prompt chunks, (tokens, tokens of context before them), add to the base time of a step."""
         return sum(
             self.prefill.prefill_s(tokens, context) - self.prefill.base_s for tokens, context in chunks
         )
@@ -124,9 +123,9 @@ def preset(name: str) -> EngineModel:
 
 
 def measured_engine(workers: Sequence[scaling_pb2.WorkerSignals]) -> EngineModel:
-    """The means of what workers of one model report of their speed, and the least of their limits.
+    """The mean of the latency models that workers of one model report, and the lowest of their limits.
 
-    Raises FailedPreconditionError (NOT_MEASURED) if none has computed enough prompts, or enough decode steps.
+    Raises FailedPreconditionError (NOT_MEASURED) if no worker has computed enough prompts, or enough decode steps.
     """
     measured = mean_latency([LatencyModel.from_proto(worker.load.latency) for worker in workers])
     for what, part in (("prompts", measured.prefill), ("decode steps", measured.decode)):
@@ -135,20 +134,12 @@ def measured_engine(workers: Sequence[scaling_pb2.WorkerSignals]) -> EngineModel
             raise FailedPreconditionError(message, reason="NOT_MEASURED", field="target")
     assert measured.prefill is not None
     assert measured.decode is not None
-    known = EngineModel()
-    lanes = [worker.lane_gb_per_second for worker in workers if worker.HasField("lane_gb_per_second")]
-    return EngineModel(
-        measured.prefill,
-        measured.decode,
-        max_step_tokens=_least([one.max_step_tokens for one in workers], known.max_step_tokens),
-        max_running_requests=_least(
-            [one.max_running_requests for one in workers], known.max_running_requests
-        ),
-        kv_capacity_tokens=_least([one.kv_capacity_tokens for one in workers], known.kv_capacity_tokens),
-        kv_bytes_per_token=_least([one.kv_bytes_per_token for one in workers], known.kv_bytes_per_token),
-        link_gb_per_s=median(lanes) if lanes else known.link_gb_per_s,
-    )
-
-
-def _least(values: Sequence[int], default: int) -> int:
-    return min((value for value in values if value), default=default)
+    model = EngineModel(measured.prefill, measured.decode)
+    reported = {
+        name: min(values)
+        for name in ("max_step_tokens", "max_running_requests", "kv_capacity_tokens", "kv_bytes_per_token")
+        if (values := [value for worker in workers if (value := getattr(worker, name))])
+    }
+    if lanes := [worker.lane_gb_per_second for worker in workers if worker.HasField("lane_gb_per_second")]:
+        model = replace(model, link_gb_per_s=median(lanes))
+    return replace(model, **reported)

@@ -57,7 +57,7 @@ class _Window:
 
 
 class SimulatedObserver:
-    """Collects request events and makes snapshots. There are no cold samples: new replicas have full speed."""
+    """Collects request events and makes snapshots. New replicas have full speed, so there are no cold samples."""
 
     def __init__(self, cluster: Cluster, scenario: Scenario) -> None:
         self._cluster, self._scenario = cluster, scenario
@@ -67,14 +67,14 @@ class SimulatedObserver:
         self._arrivals = ArrivalLog(KEPT_S)
         self._arrivals.look(0.0)
         self._demand, self._looked_s = DemandCounts(), 0.0
-        """What has arrived since the last snapshot, and when that was."""
+        """The demand since the last snapshot, and the time of that snapshot."""
         self._mean_output = _FIRST_GUESS_TOKENS
         self._answers = 0.0
         self._uncached_share = 1.0
         self._in_progress = 0
         self._cold_starts = ColdStarts()
 
-    def arrived(self, request: SimulatedRequest, now_s: float) -> None:
+    def arrived(self, request: SimulatedRequest) -> None:
         """Counts an arrival."""
         self._in_progress += 1
         prompt_tokens = request.prompt_tokens
@@ -148,7 +148,7 @@ class SimulatedObserver:
         )
 
     def actual(self) -> list[ActualReplica]:
-        """The replicas that scaling is about, as an actuator lists them: without those of role `both`."""
+        """The replicas that scaling concerns, as an actuator lists them. Those of role `both` are left out."""
         return [
             ActualReplica(r.name, pool, r.state is ReplicaState.DRAINING, r.ordered_s)
             for pool in POOLS

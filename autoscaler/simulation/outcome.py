@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ class Moment:
 
     at_s: float
     replicas: Mapping[PoolName, Mapping[str, int]]
-    """By pool and state."""
+    """Counts by pool and state."""
     desired: Mapping[PoolName, int]
     backlog_tokens: int
     waiting_reservations: int
@@ -41,10 +42,8 @@ def moment_of(snapshot: Snapshot, plan: ScalingPlan) -> Moment:
 
 
 def _by_state(replicas: Iterable[Replica]) -> dict[str, int]:
-    counts = {state.value: 0 for state in ReplicaState}
-    for replica in replicas:
-        counts[replica.state.value] += 1
-    return counts
+    counts = Counter(replica.state for replica in replicas)
+    return {state.value: counts[state] for state in ReplicaState}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class Outcome:
     actions: Mapping[str, int]
     action_times: Sequence[tuple[float, str]]
     replica_hours: Mapping[RoleName, float]
-    """From the order to start each replica until it ended, or the run did."""
+    """Hours by role, from the order of each replica until it ended or the run did."""
     duration_s: float
     cpu_s: float
 
@@ -140,8 +139,9 @@ class Outcome:
 
     @property
     def peak_replicas(self) -> int:
-        """Most replicas of both pools together at a decision, whatever their state."""
-        return max((sum(sum(c.values()) for c in m.replicas.values()) for m in self.moments), default=0)
+        """Most replicas of both pools together at a decision, in any state."""
+        totals = (sum(sum(states.values()) for states in moment.replicas.values()) for moment in self.moments)
+        return max(totals, default=0)
 
 
 def _span(since_s: float | None, until_s: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""What determines a simulated run, except the policy: trace, engine, targets, and how long replicas take to start."""
+"""The inputs of a simulated run, except the policy: trace, engine, targets, and how long replicas take to start."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _P95_Z = NormalDist().inv_cdf(0.95)
 
 @dataclass(frozen=True, slots=True)
 class DrawnStart:
-    """What becomes of one order."""
+    """How one start goes."""
 
     took_s: float
-    """From the order until the replica is ready, or until its process ends."""
+    """Seconds from the order until the replica is ready or, if the start fails, until its process ends."""
     fails: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StartTimes:
-    """Log-normal: above 0, skewed to the right as the pulls and loads that it sums up are, and given by two
-    percentiles. The n-th replica of a pool draws the same time under every policy.
+    """Start times by a log-normal distribution: above 0 and skewed to the right, as pulling images and loading weights
+    are, and given by two percentiles. The n-th replica of a pool draws the same time under every policy.
 
-    A failed start takes its time like any other and then ends instead of becoming ready, as a worker that finds too
-    little memory once its weights are loaded.
+    A failed start takes as long as any other and then ends, like a worker that finds too little memory after loading
+    its weights.
     """
 
     median_s: float = 60.0
     p95_s: float | None = None
-    """None: all take `median_s`."""
+    """None: all starts take `median_s`."""
     failing: float = 0.0
     """Share of starts that fail."""
     seed: int = 0
@@ -127,12 +127,12 @@ class Scenario:
 
     @property
     def starts(self) -> StartTimes:
-        """How long starts take."""
+        """The distribution of start times."""
         return self.start_times or StartTimes(self.cold_start_s)
 
     @property
     def tpot_target_s(self) -> float | None:
-        """The TPOT target by which the coordinator and the engines keep the pace of streams; None: they have none."""
+        """The TPOT target of all requests, in seconds; None: no target."""
         return None if self.admission is None else self.admission.tpot_slo_s
 
     def first_replicas(self) -> Mapping[PoolName, int]:

@@ -1,4 +1,4 @@
-"""Replays a trace against a policy on a virtual clock: what `splitserve simulate` compares policies by."""
+"""Replays a trace against a policy on a virtual clock. `splitserve simulate` compares policies by it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from autoscaler.decide import make_decide
 from autoscaler.plan import Decide, Memory, PoolPlan, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy
-from autoscaler.reconcile import Action, Bounds, Drain, ReplicaView, action_word, reconcile
+from autoscaler.reconcile import Action, Bounds, Drain, ReplicaView, action_word, bounds_of, reconcile
 from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.observer import SimulatedObserver
@@ -25,9 +25,9 @@ from splitserve.roles import POOLS_OF
 NO_BOUNDS: Mapping[PoolName, Bounds] = dict.fromkeys(POOLS, Bounds(1, 10_000))
 _PROGRESS_STEPS = 100
 SETTLED_S = 3600.0
-"""As long as the longest stabilization window. A gap between requests costs little, however long it is: once nothing
-has changed for so long, decisions are so far apart until so long before the next request. Inside of a gap a schedule
-may take effect later by so much."""
+"""As long as the longest stabilization window. Makes long gaps between requests cheap: once nothing has changed for
+this time, decisions are this far apart, until this time before the next request. In a gap a schedule may take effect
+this much later."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Simulation:
     """Called about a hundred times, with the share of the requests that have arrived."""
     starts: Mapping[PoolName, StartLimits] | None = None
     """Limits of the control loop's watch over starts, which replaces overdue replicas and pauses after failed ones.
-    None: nobody watches, and what has ended is ordered again at once."""
+    None: without the watch, and a replica that has ended is replaced at once."""
     _watch: StartWatch = field(default_factory=lambda: StartWatch(lambda *_, **__: None))
     _memory: Memory = None
     _plan: ScalingPlan | None = None
@@ -54,7 +54,7 @@ class Simulation:
     _end_s: float = 0.0
     _next_arrival_s: float = 0.0
     _changed_s: float = 0.0
-    """When the plan's numbers changed last, or the cluster was not idle."""
+    """When the plan's counts last changed or the cluster was last busy."""
 
     def run(self) -> Outcome:
         """Replays the trace until its last request has ended. Decisions stop with the last arrival."""
@@ -85,7 +85,7 @@ class Simulation:
             while events.next_s <= request.arrival_s:
                 when_s, event = events.pop()
                 event(when_s)
-            observer.arrived(request, request.arrival_s)
+            observer.arrived(request)
             cluster.arrive(request, request.arrival_s)
         while events.next_s < float("inf"):
             when_s, event = events.pop()
@@ -101,7 +101,9 @@ class Simulation:
             actions=self._actions,
             action_times=self._action_times,
             replica_hours={
-                role: sum(one.hours_as(role, self._end_s) for one in (*cluster.replicas, *cluster.ended))
+                role: sum(
+                    replica.hours_as(role, self._end_s) for replica in (*cluster.replicas, *cluster.ended)
+                )
                 for role in POOLS_OF
             },
             duration_s=self._end_s,
@@ -124,7 +126,7 @@ class Simulation:
         events.at(at_s, decide)
 
     def _intervals_until_next(self, now_s: float) -> int:
-        """Intervals from one decision to the next: 1 unless the cluster has settled, and none beyond an arrival."""
+        """Intervals from one decision to the next: 1, or more once the cluster has settled, but not past an arrival."""
         if now_s - self._changed_s < SETTLED_S:
             return 1
         rarely_s = min(SETTLED_S, self._next_arrival_s - SETTLED_S - now_s)
@@ -157,13 +159,13 @@ class Simulation:
         """The snapshot with overdue replicas marked, and the pools in which nothing is to be ordered now."""
         if self.starts is None:
             return snapshot, ()
-        seen = self._watch.look(snapshot, observer.actual(), self.starts)
-        return seen, self._watch.paused(seen.now_s)
+        watched = self._watch.look(snapshot, observer.actual(), self.starts)
+        return watched, self._watch.paused(watched.now_s)
 
 
-def _members(cluster: Cluster, seen: Snapshot) -> Mapping[PoolName, Sequence[ReplicaView]]:
-    """Both pools, each replica in the state in which the snapshot has it."""
-    states = {replica.name: replica.state for replica in (*seen.prefill.replicas, *seen.decode.replicas)}
+def _members(cluster: Cluster, snapshot: Snapshot) -> Mapping[PoolName, Sequence[ReplicaView]]:
+    """Both pools, each replica in its state in the snapshot."""
+    states = {r.name: r.state for r in (*snapshot.prefill.replicas, *snapshot.decode.replicas)}
     return {
         pool: [replace(member, state=states[member.name]) for member in cluster.members(pool)]
         for pool in POOLS
@@ -193,12 +195,7 @@ def run_policy(
     return Simulation(scenario, decide, policy.interval_s, bounds, name, on_progress, starts=starts).run()
 
 
-def bounds_of(policy: ScalingPolicy) -> dict[PoolName, Bounds]:
-    """Minimum and maximum of both pools."""
-    return {name: Bounds(pool.min_replicas, pool.max_replicas) for name, pool in policy.pools.items()}
-
-
 def static_replicas(counts: Mapping[PoolName, int]) -> Decide:
-    """A decider with constant counts."""
+    """A `Decide` function with constant counts."""
     plan = ScalingPlan(PoolPlan(counts["prefill"]), PoolPlan(counts["decode"]))
     return lambda memory, snapshot: (plan, memory)

@@ -1,4 +1,4 @@
-"""What a sizing compares: fixed numbers of split and of colocated workers, each replayed on the trace."""
+"""The candidates of a sizing: fixed numbers of split or of colocated workers, each replayed on the trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIKE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """So many workers: split into two pools, or colocated, each of role `both`."""
+    """Numbers of workers: split into two pools, or colocated, each of role `both`."""
 
     prefill: int
     decode: int
@@ -27,12 +27,12 @@ class ClusterShape:
 
     @property
     def kind(self) -> Literal["split", "colocated"]:
-        """What the cluster is called."""
+        """The cluster's kind, as reports name it."""
         return "colocated" if self.both else "split"
 
     @property
     def name(self) -> str:
-        """As tables show it."""
+        """The cluster's name in tables."""
         return f"colocated {self.both}" if self.both else f"{self.prefill}P:{self.decode}D"
 
     @property
@@ -50,7 +50,7 @@ class ClusterShape:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the simulator says of a candidate. Latencies in seconds, None without any."""
+    """The simulator's result for a candidate. Latencies in seconds; None without any."""
 
     candidate: ClusterShape
     attainment: float
@@ -60,7 +60,7 @@ class Prediction:
     tpot_p95_s: float | None
     failed_requests: int
     strain: float
-    """95th percentiles of both latencies over their targets, the mean of the two: less is better."""
+    """Mean of TTFT and TPOT, each as its 95th percentile over its target: less is better."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -72,7 +72,7 @@ def predicted(candidate: ClusterShape, scenario: Scenario) -> Prediction:
     """Replays the scenario's trace on the candidate's workers."""
     counts: dict[PoolName, int] = {"prefill": candidate.prefill, "decode": candidate.decode}
     scenario = replace(scenario, initial=counts, both=candidate.both)
-    # Longer intervals only where looking at what never changes would take longer than the requests.
+    # Decisions never change here. In long traces they are rarer, so that they do not take longer than the requests.
     interval_s = _INTERVAL_S * max(1, math.ceil(scenario.trace.duration_s / _LONG_S))
     outcome = Simulation(scenario, static_replicas(counts), interval_s, name=candidate.name).run()
     phases, slo = outcome.phases(), outcome.slo
@@ -90,13 +90,13 @@ def predicted(candidate: ClusterShape, scenario: Scenario) -> Prediction:
 
 
 def ranked(predictions: Sequence[Prediction], goal: float) -> list[Prediction]:
-    """The best first: those that reach the goal by their number of workers, the others by attainment. Of equal ones
-    those come first that attain more, then those with lower latencies."""
+    """The best first: predictions that reach the goal by their number of workers, then the others by attainment. Of
+    equal ones the first is the one that attains more, then the one with lower latencies."""
 
-    def key(one: Prediction) -> tuple[float, ...]:
-        attained, workers = round(one.attainment / _LIKE), one.candidate.workers
-        if one.attainment >= goal:
-            return 0, workers, -attained, one.strain
-        return 1, -attained, workers, one.strain
+    def key(prediction: Prediction) -> tuple[float, ...]:
+        attained, workers = round(prediction.attainment / _LIKE), prediction.candidate.workers
+        if prediction.attainment >= goal:
+            return 0, workers, -attained, prediction.strain
+        return 1, -attained, workers, prediction.strain
 
     return sorted(predictions, key=key)

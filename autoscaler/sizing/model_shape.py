@@ -1,4 +1,4 @@
-"""What sizing needs to know of a model, by its config.json. No weights are read."""
+"""A model's sizes, read from its config.json for sizing. No weights are read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ModelShape:
     name: str
     parameters: float
     active_parameters: float
-    """Those that a token is computed with: fewer with experts."""
+    """Parameters that one token uses: fewer in models with experts."""
     layers: int
     heads: int
     kv_heads: int
@@ -35,17 +35,17 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> float:
-        """All weights."""
+        """Bytes of all weights."""
         return self.parameters * WEIGHT_BITS[self.weights] / 8
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers, 16 bits each."""
+        """Bytes of keys and values of all layers, 16 bits each."""
         return 2 * self.layers * self.kv_heads * self.head_dim * _KV_BYTES
 
 
 def shape_of(name: str, config: Mapping[str, Any], weight_dtype: str | None = None) -> ModelShape:
-    """The model of a config.json. `weight_dtype`, one of WEIGHT_BITS, comes before what the file says of its weights.
+    """The model of a config.json. `weight_dtype`, one of WEIGHT_BITS, replaces the file's own dtype of weights.
 
     Raises InvalidArgumentError naming what is missing or wrong.
     """
@@ -80,7 +80,7 @@ def shape_of(name: str, config: Mapping[str, Any], weight_dtype: str | None = No
 def _counted(
     config: Mapping[str, Any], layers: int, heads: int, kv_heads: int, head_dim: int
 ) -> tuple[float, float]:
-    """Parameters in all, and those of a token."""
+    """All parameters, and the parameters that one token uses."""
     hidden, inner = _count(config, "hidden_size"), _count(config, "intermediate_size")
     embedding = _count(config, "vocab_size") * hidden * (1 if config.get("tie_word_embeddings") else 2)
     attention = 2 * hidden * head_dim * (heads + kv_heads)
@@ -89,15 +89,15 @@ def _counted(
         total = float(embedding + layers * (attention + 3 * hidden * inner))
         return total, total
     experts = _count(config, expert_key)
-    one = 3 * hidden * _count(config, "moe_intermediate_size", inner)
+    expert = 3 * hidden * _count(config, "moe_intermediate_size", inner)
     shared = 3 * hidden * _count(config, "shared_expert_intermediate_size", 0)
     always = embedding + layers * (attention + shared + hidden * experts)
     used = _count(config, "num_experts_per_tok")
-    return float(always + layers * experts * one), float(always + layers * used * one)
+    return float(always + layers * experts * expert), float(always + layers * used * expert)
 
 
 def _stored(config: Mapping[str, Any]) -> str:
-    """The width of the weights as the file has them."""
+    """The dtype of the weights according to the file, one of WEIGHT_BITS."""
     quantized = config.get("quantization_config")
     if isinstance(quantized, Mapping):
         weights = {"fp8": "fp8", "fbgemm_fp8": "fp8"}.get(str(quantized.get("quant_method")))
@@ -110,7 +110,7 @@ def _stored(config: Mapping[str, Any]) -> str:
 
 
 def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A number of the file; `default` where it has none, or 0."""
+    """A number of the file; `default` if the file has none, or 0."""
     value = config.get(name)
     if not value and default is not None:
         return default

@@ -1,4 +1,4 @@
-"""How many GPUs a replica has: of the counts that hold the model, that with which a traffic takes the fewest in all."""
+"""Chooses how many GPUs a replica has: of the counts that hold the model, the one that needs the fewest GPUs in all."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass, replace
 from autoscaler.simulation.scenario import Scenario
 from autoscaler.sizing.candidates import ClusterShape
 from autoscaler.sizing.model_shape import ModelShape
-from autoscaler.sizing.roofline import GPU_COUNTS, GpuClass, ReplicaDesign, design
+from autoscaler.sizing.roofline import GPU_COUNTS, GpuClass, ReplicaDesign, replica_design
 from autoscaler.sizing.sizing import Sizing, SizingTerms, least_replicas, size
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 
 
 @dataclass(frozen=True, slots=True)
 class SizedReplica:
-    """A replica, and how many of it a traffic takes."""
+    """A replica, and how many of them the traffic needs."""
 
     design: ReplicaDesign
     sizing: Sizing
 
     @property
     def gpus(self) -> int:
-        """Of the best cluster."""
+        """GPUs of the best cluster."""
         return self.design.gpus * self.sizing.best.candidate.workers
 
 
@@ -36,11 +36,11 @@ def designs_of(model: ModelShape, gpu: GpuClass, lane_gb_per_s: float, longest: 
     refused = None
     for gpus in GPU_COUNTS:
         try:
-            candidate = design(model, gpu, gpus, lane_gb_per_s)
+            candidate = replica_design(model, gpu, gpus, lane_gb_per_s)
         except FailedPreconditionError as error:
             refused = error
         except InvalidArgumentError:
-            continue  # its heads do not divide among so many
+            continue  # its heads do not divide among this many GPUs
         else:
             designs += [candidate] if candidate.engine.kv_capacity_tokens >= longest else []
     if designs:
@@ -59,26 +59,26 @@ def cheapest(
     terms: SizingTerms,
     on_replayed: Callable[[ClusterShape], None] | None = None,
 ) -> list[SizedReplica]:
-    """The designs with which the goal is reached, that with the fewest GPUs first. Those that must take as many as one
-    that was found already are not tried.
+    """The designs that reach the goal, the one with the fewest GPUs first. A design that needs at least as many GPUs as
+    an earlier result is not tried.
 
-    Raises what `size` does if no design reaches the goal, for the one with the most GPUs.
+    Raises what `size` raises if no design reaches the goal, for the design with the most GPUs.
     """
-    began_s, sized_replicas = time.monotonic(), list[SizedReplica]()
+    began_s, sized = time.monotonic(), list[SizedReplica]()
     refused: FailedPreconditionError | None = None
-    scenarios = [(candidate, replace(scenario, engine=candidate.engine)) for candidate in designs]
-    for candidate, its_scenario in sorted(scenarios, key=lambda pair: pair[0].gpus * least_replicas(pair[1])):
-        if sized_replicas and candidate.gpus * least_replicas(its_scenario) >= min(
-            sized.gpus for sized in sized_replicas
-        ):
+    trials = []
+    for design in designs:
+        of_design = replace(scenario, engine=design.engine)
+        trials.append((design.gpus * least_replicas(of_design), design, of_design))
+    for least_gpus, design, of_design in sorted(trials, key=lambda trial: trial[0]):
+        if sized and least_gpus >= min(replica.gpus for replica in sized):
             continue
         left_s = max(1.0, terms.limit_s - (time.monotonic() - began_s))
         try:
-            sized_replicas.append(
-                SizedReplica(candidate, size(its_scenario, replace(terms, limit_s=left_s), on_replayed))
-            )
+            sizing = size(of_design, replace(terms, limit_s=left_s), on_replayed)
+            sized.append(SizedReplica(design, sizing))
         except FailedPreconditionError as error:
-            refused = error if refused is None or candidate is designs[-1] else refused
-    if refused is not None and not sized_replicas:
+            refused = error if refused is None or design is designs[-1] else refused
+    if refused is not None and not sized:
         raise refused
-    return sorted(sized_replicas, key=lambda sized: sized.gpus)
+    return sorted(sized, key=lambda replica: replica.gpus)

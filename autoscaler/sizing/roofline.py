@@ -2,8 +2,8 @@
 
 Prompts are bound by arithmetic: two operations a parameter and token, four a head dimension and token of context.
 Decode steps are bound by memory: all weights are read once a step, and the KV of every sequence. Ranks of one replica
-add their all-reduces, two a layer. Constants say which share of a peak is reached; they are chosen so that replicas
-agree with the presets of `autoscaler.simulation.engine_model`, see docs/guides/capacity-planning.md.
+add their all-reduces, two a layer. Constants give the reached share of a peak. They are chosen so that replicas agree
+with the presets of `autoscaler.simulation.engine_model`; see docs/guides/capacity-planning.md.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _NVIDIA = "https://www.nvidia.com/en-us/data-center"
 class GpuClass:
     """One GPU. Rates are peaks without sparsity: 10^12 operations, 10^9 bytes a second; memory in 10^9 bytes.
 
-    `link_gb_per_s` is to the other GPUs of its host, both ways together, as datasheets have it: NVLink, else PCIe.
-    `fp8_tflops` is 0 without such units.
+    `link_gb_per_s` is the link to the other GPUs of the host, NVLink or else PCIe, both directions together, as in
+    datasheets. `fp8_tflops` is 0 for a GPU without such units.
     """
 
     name: str
@@ -49,44 +49,44 @@ _CLASSES = (
     GpuClass("L4", 24, 300, 121, 242, 64, f"{_NVIDIA}/l4/"),
     GpuClass("A10", 24, 600, 125, 0, 64, f"{_NVIDIA}/products/a10-gpu/"),
 )
-CATALOG = {one.name: one for one in _CLASSES}
-"""SXM modules where the name does not say otherwise."""
+CATALOG = {gpu.name: gpu for gpu in _CLASSES}
+"""By name: SXM modules unless the name says otherwise."""
 
 
 def gpu_class(name: str) -> GpuClass:
-    """A GPU by name, in any case. Raises InvalidArgumentError with the names there are."""
-    for known, one in CATALOG.items():
+    """A GPU by name, in any case. Raises InvalidArgumentError with the known names."""
+    for known, gpu in CATALOG.items():
         if known.lower() == name.lower():
-            return one
+            return gpu
     raise InvalidArgumentError(f"gpu: not known: {name!r} ({', '.join(CATALOG)})", field="gpu")
 
 
 GPU_COUNTS = (1, 2, 4, 8)
-"""Of one replica."""
+"""GPUs that one replica may have."""
 RUNNING_REQUESTS = 512
 
 
 COMPUTE = 0.33
-"""Share of peak arithmetic that is reached in matrices of a prompt."""
+"""Reached share of peak arithmetic in the matrix products of a prompt."""
 ATTENTION = 0.30
-"""The same in its attention."""
+"""Reached share of peak arithmetic in the attention of a prompt."""
 MEMORY = 0.70
-"""Share of peak memory bandwidth in a decode step."""
+"""Reached share of peak memory bandwidth in a decode step."""
 LINK = 0.50
-"""Share of the links' peak in all-reduces."""
+"""Reached share of the links' peak in all-reduces."""
 DECODE_COMPUTE = 0.33
 """Share of a token's computation that is not hidden behind reading weights in a decode step."""
 ALL_REDUCE_S = 25e-6
 """Latency of one all-reduce."""
 MEMORY_SHARE = 0.90
-"""Of a GPU's memory, for weights, workspace and KV."""
+"""Share of a GPU's memory for weights, workspace and KV."""
 WORKSPACE_GB = 1.5
-"""Of each GPU: activations, kernels, graphs. 10^9 bytes."""
+"""Memory of each GPU for activations, kernels and graphs, in 10^9 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDesign:
-    """One replica: its GPUs and how fast they are. Sizes in 10^9 bytes, of all its GPUs together."""
+    """One replica: its number of GPUs and their speed. Sizes in 10^9 bytes, of all its GPUs together."""
 
     gpus: int
     engine: EngineModel
@@ -95,8 +95,8 @@ class ReplicaDesign:
     kv_gb: float | None = None
 
 
-def design(model: ModelShape, gpu: GpuClass, gpus: int, lane_gb_per_s: float) -> ReplicaDesign:
-    """A replica of so many GPUs. `lane_gb_per_s` is each GPU's lane to other workers, 10^9 bytes a second.
+def replica_design(model: ModelShape, gpu: GpuClass, gpus: int, lane_gb_per_s: float) -> ReplicaDesign:
+    """A replica with this number of GPUs. `lane_gb_per_s`: each GPU's lane to other workers, 10^9 bytes a second.
 
     Raises FailedPreconditionError (MODEL_DOES_NOT_FIT), InvalidArgumentError for heads that cannot be divided.
     """
@@ -106,7 +106,7 @@ def design(model: ModelShape, gpu: GpuClass, gpus: int, lane_gb_per_s: float) ->
     usable_gb = gpus * gpu.memory_gb * MEMORY_SHARE
     weights_gb, workspace_gb = model.weight_bytes / 1e9, gpus * WORKSPACE_GB
     kv_gb = usable_gb - weights_gb - workspace_gb
-    # More ranks than heads of keys hold copies of them.
+    # With more ranks than key-value heads, several ranks hold the same heads.
     copies = max(1, gpus // model.kv_heads)
     kv_tokens = math.floor(kv_gb * 1e9 / (model.kv_bytes_per_token * copies))
     if kv_tokens < 1:
@@ -127,11 +127,11 @@ def design(model: ModelShape, gpu: GpuClass, gpus: int, lane_gb_per_s: float) ->
 
 
 def _timing(model: ModelShape, gpu: GpuClass, gpus: int) -> EngineModel:
-    narrow = WEIGHT_BITS[model.weights] == 8 and gpu.fp8_tflops > 0
-    matrices = (gpu.fp8_tflops if narrow else gpu.bf16_tflops) * 1e12 * gpus * COMPUTE
-    attention = gpu.bf16_tflops * 1e12 * gpus * ATTENTION
-    memory = gpu.memory_gb_per_s * 1e9 * gpus * MEMORY
-    token_s = 2 * model.active_parameters / matrices
+    has_fp8 = WEIGHT_BITS[model.weights] == 8 and gpu.fp8_tflops > 0
+    matrix_flops = (gpu.fp8_tflops if has_fp8 else gpu.bf16_tflops) * 1e12 * gpus * COMPUTE
+    attention_flops = gpu.bf16_tflops * 1e12 * gpus * ATTENTION
+    memory_bytes_per_s = gpu.memory_gb_per_s * 1e9 * gpus * MEMORY
+    token_s = 2 * model.active_parameters / matrix_flops
     exchange_s = latency_s = 0.0
     if gpus > 1:
         # A ring sends each rank 2 (n - 1) / n of the values, in one direction.
@@ -139,12 +139,11 @@ def _timing(model: ModelShape, gpu: GpuClass, gpus: int) -> EngineModel:
         exchange_s = sent / (gpu.link_gb_per_s / 2 * 1e9 * LINK)
         latency_s = 2 * model.layers * ALL_REDUCE_S
     copies = max(1, gpus // model.kv_heads)
-    step_s = model.weight_bytes / memory + latency_s
-    # A prompt attends to n^2 / 2 pairs of its n tokens.
-    pair_s = 4 * model.layers * model.heads * model.head_dim / attention
+    step_s = model.weight_bytes / memory_bytes_per_s + latency_s
+    # A prompt of n tokens attends to n^2 / 2 pairs of tokens.
+    pair_s = 4 * model.layers * model.heads * model.head_dim / attention_flops
+    context_token_s = model.kv_bytes_per_token * copies / memory_bytes_per_s
     return EngineModel(
         PrefillLatency(step_s, token_s + exchange_s, pair_s),
-        DecodeLatency(
-            step_s, token_s * DECODE_COMPUTE + exchange_s, model.kv_bytes_per_token * copies / memory
-        ),
+        DecodeLatency(step_s, token_s * DECODE_COMPUTE + exchange_s, context_token_s),
     )

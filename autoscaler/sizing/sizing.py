@@ -1,8 +1,7 @@
-"""The fewest replicas that keep a traffic's targets: of two pools, and of colocated ones.
+"""The fewest replicas that keep a traffic's targets: in two pools, and colocated.
 
-Each trial is a replay of the trace on fixed replicas behind the production router. The search
-begins where the work of the trace just fits, adds replicas until the goal is reached, and takes away as long as it
-stays.
+Each trial replays the trace on fixed replicas behind the production router. The search begins where the work of the
+trace just fits, adds replicas until the goal is reached, and removes replicas while it stays reached.
 """
 
 from __future__ import annotations
@@ -19,30 +18,31 @@ from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 
 MAX_REPLICAS = 1024
 STEADY_BUSY = 0.95
-"""Of traffic at random, queues of a busier pool grow for longer than any trace that one replays."""
+"""Largest share of its time that a pool may be busy under steady random traffic. The queues of a busier pool grow for
+longer than a replayed trace lasts."""
 _PLATEAU = 0.002
-"""A pool that is given more replicas and attains less than this share more is not what holds the requests back."""
+"""Smallest gain of attainment that counts. If more replicas of a pool gain less, another pool is the bottleneck."""
 _PATIENCE = 2
-"""Twice as many colocated replicas that attain no more: what is missing is not replicas."""
+"""The search for colocated replicas ends when this factor more replicas gain nothing."""
 _NEAR = 0.5
-"""From this attainment on replicas are added in small steps."""
+"""From this attainment on, replicas are added in small steps."""
 _SOME = 0.1
-"""Below this attainment a cluster is overloaded, and a few replicas more may show nothing yet."""
+"""Below this attainment a cluster is so overloaded that a few more replicas may gain nothing yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizingTerms:
-    """What is wanted of a sizing."""
+    """Goal and limits of a sizing."""
 
     goal: float = 0.95
     """Share of requests within both targets."""
     max_replicas: int = 256
-    """Of both pools together."""
+    """Most replicas of both pools together."""
     steady: bool = False
-    """Whether the traffic goes on like this: no pool may then have work for more than `STEADY_BUSY` of its time, even
-    if the trace ends before that shows."""
+    """Whether the traffic goes on like this after the trace. No pool may then have work for more than `STEADY_BUSY` of
+    its time, even if the trace is too short to show it."""
     limit_s: float = 120.0
-    """For all replays, about."""
+    """Approximate time for all replays, seconds."""
 
     def __post_init__(self) -> None:
         if not 0 < self.goal <= 1:
@@ -55,7 +55,7 @@ class SizingTerms:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """What was found; None: nothing within the bounds reached the goal."""
+    """The best cluster of each kind; None: none within the bounds reached the goal."""
 
     split: Prediction | None
     colocated: Prediction | None
@@ -65,27 +65,30 @@ class Sizing:
 
     @property
     def best(self) -> Prediction:
-        """The one with fewer replicas; of equal ones that which attains more, then the quicker one."""
-        return ranked([one for one in (self.split, self.colocated) if one is not None], self.goal)[0]
+        """The cluster with fewer replicas; of equal ones the one that attains more, then the quicker one."""
+        reached = [prediction for prediction in (self.split, self.colocated) if prediction is not None]
+        return ranked(reached, self.goal)[0]
 
     def closest(self, kind: str) -> Prediction | None:
-        """Of the clusters of a kind that were replayed, the one that attains most."""
-        ofkind = [one for one in self.replays if one.candidate.kind == kind]
-        return max(ofkind, key=lambda one: one.attainment, default=None)
+        """The replayed cluster of a kind that attains most."""
+        of_kind = [prediction for prediction in self.replays if prediction.candidate.kind == kind]
+        return max(of_kind, key=lambda prediction: prediction.attainment, default=None)
 
 
 def idle_share(scenario: Scenario) -> float:
-    """Share of requests that an idle replica serves within both targets: no number of replicas does better."""
+    """Share of requests that an idle replica serves within both targets: the most that any number of replicas
+    attains."""
     engine, slo, met = scenario.engine, scenario.slo, 0
     for request in scenario.trace.requests:
         context = request.prompt_tokens + request.output_tokens / 2
-        quick = engine.request_s + engine.prompt_s(request.prompt_tokens) <= slo.ttft_s
-        met += quick and (request.output_tokens < 2 or engine.decode.decode_step_s(1, context) <= slo.tpot_s)
+        ttft_met = engine.request_s + engine.prompt_s(request.prompt_tokens) <= slo.ttft_s
+        tpot_met = request.output_tokens < 2 or engine.decode.decode_step_s(1, context) <= slo.tpot_s
+        met += ttft_met and tpot_met
     return met / max(1, len(scenario.trace.requests))
 
 
 def least_replicas(scenario: Scenario) -> int:
-    """Colocated replicas whose time the work of the trace just fills: steady traffic needs no fewer of any kind."""
+    """Colocated replicas whose time the work of the trace just fills: steady traffic needs at least as many."""
     trace = scenario.trace
     work = sum(pool_work_s(trace.requests, scenario.engine, scenario.slo.tpot_s))
     return max(1, math.ceil(work / max(trace.duration_s, 1e-3)))
@@ -94,7 +97,7 @@ def least_replicas(scenario: Scenario) -> int:
 def size(
     scenario: Scenario, terms: SizingTerms, on_replayed: Callable[[ClusterShape], None] | None = None
 ) -> Sizing:
-    """Searches both kinds. `on_replayed` is told each cluster.
+    """Searches the best cluster of both kinds. Calls `on_replayed` after each replay.
 
     Raises FailedPreconditionError: TOO_SLOW if not even idle replicas reach the goal, GOAL_NOT_REACHED if no number of
     replicas within the bounds does.
@@ -109,18 +112,21 @@ def size(
     search = _Search(scenario, terms, on_replayed)
     split, colocated = search.split(), search.colocated()
     if split is None and colocated is None:
-        nearest = max(search.done.values(), key=lambda one: one.attainment, default=None)
-        found = (
+        nearest = max(search.done.values(), key=lambda prediction: prediction.attainment, default=None)
+        result = (
             f"{nearest.candidate.name} keeps {nearest.attainment:.1%}"
             if nearest
             else "its work alone is more"
         )
-        why = "tried within --limit" if search.out_of_time else f"up to {terms.max_replicas}"
-        message = (
-            f"no number of replicas {why} keeps {terms.goal:.1%} of the requests within the targets; {found}"
-        )
+        bound = "tried within --limit" if search.out_of_time else f"up to {terms.max_replicas}"
+        message = f"no number of replicas {bound} keeps {terms.goal:.1%} of the requests within the targets; {result}"
         raise FailedPreconditionError(message, reason="GOAL_NOT_REACHED", field="goal")
     return Sizing(split, colocated, list(search.done.values()), search.out_of_time, terms.goal)
+
+
+def _attainment(prediction: Prediction) -> tuple[float, float]:
+    """Sort key: of equal attainments the one with lower latencies is larger."""
+    return prediction.attainment, -prediction.strain
 
 
 @dataclass(slots=True)
@@ -135,11 +141,10 @@ class _Search:
     def split(self) -> Prediction | None:
         """The fewest replicas of two pools."""
         prefill, decode = (max(1, math.ceil(work - 1e-9)) for work in self._work())
-        floor = prefill, decode
-        best = self._grown(ClusterShape(*floor))
+        best = self._grown(ClusterShape(prefill, decode))
         if best is None:
             return None
-        least = floor if self.terms.steady else (1, 1)
+        least = (prefill, decode) if self.terms.steady else (1, 1)
         best = self._shrunk(best, least)
         while (better := self._exchanged(best, least)) is not None:
             best = better
@@ -149,28 +154,30 @@ class _Search:
         """The fewest replicas that compute prompts and decode."""
         floor = max(1, math.ceil(sum(self._work()) - 1e-9))
         below, count = (floor if self.terms.steady else 1) - 1, floor
-        most, most_at = -1.0, count
-        while (found := self._tried(ClusterShape(0, 0, count))) is not None:
-            if found.attainment >= self.terms.goal:
+        highest, highest_count = -1.0, count
+        # 1. Add replicas until the goal is reached.
+        while (best := self._tried(ClusterShape(0, 0, count))) is not None:
+            if best.attainment >= self.terms.goal:
                 break
-            if found.attainment >= most + _PLATEAU:
-                most, most_at = found.attainment, count
-            elif count >= _PATIENCE * most_at and most > _SOME:
-                return None  # more replicas are no help
+            if best.attainment >= highest + _PLATEAU:
+                highest, highest_count = best.attainment, count
+            elif count >= _PATIENCE * highest_count and highest > _SOME:
+                return None  # more replicas do not help
             below, count = count, max(count + 1, math.ceil(count * 1.25))
-        while found is not None and count - below > 1:
+        # 2. Bisect between the last count that missed the goal and the one that reached it.
+        while best is not None and count - below > 1:
             middle = count - 1 if below < floor else (below + count) // 2
             trial = self._tried(ClusterShape(0, 0, middle))
             if trial is None:
                 break
             if trial.attainment >= self.terms.goal:
-                found, count = trial, middle
+                best, count = trial, middle
             else:
                 below = middle
-        return found
+        return best
 
     def _tried(self, shape: ClusterShape) -> Prediction | None:
-        """The replay of a shape, once; None beyond the bounds."""
+        """The replay of a shape, each only once; None beyond the bounds."""
         if shape in self.done:
             return self.done[shape]
         if shape.workers > self.terms.max_replicas:
@@ -188,7 +195,7 @@ class _Search:
         return prediction if prediction is not None and prediction.attainment >= self.terms.goal else None
 
     def _work(self) -> tuple[float, float]:
-        """Replicas of each pool, in fractions, whose time the work of the trace just fills, as far as it may."""
+        """Replicas of each pool, not rounded, whose permitted busy time the work of the trace just fills."""
         trace = self.scenario.trace
         work = pool_work_s(trace.requests, self.scenario.engine, self.scenario.slo.tpot_s)
         length_s = max(trace.duration_s, 1e-3) * (STEADY_BUSY if self.terms.steady else 1.0)
@@ -198,33 +205,30 @@ class _Search:
         now = self._tried(shape)
         while now is not None and now.attainment < self.terms.goal:
             prefill, decode = now.candidate.prefill, now.candidate.decode
-            # Far from the goal in larger steps; `_shrunk` takes back what was too much.
+            # Far from the goal in larger steps; `_shrunk` removes what was too much.
             part = 8 if now.attainment >= _NEAR else 3
-            more, wider = prefill + max(1, prefill // part), decode + max(1, decode // part)
-            one_pool = (ClusterShape(more, decode), ClusterShape(prefill, wider))
-            nexts = [found for each in one_pool if (found := self._tried(each)) is not None]
-            best = max(nexts, key=lambda one: (one.attainment, -one.strain), default=None)
+            more_prefill, more_decode = prefill + max(1, prefill // part), decode + max(1, decode // part)
+            one_larger = (ClusterShape(more_prefill, decode), ClusterShape(prefill, more_decode))
+            trials = [trial for shape in one_larger if (trial := self._tried(shape)) is not None]
+            best = max(trials, key=_attainment, default=None)
             if best is None or best.attainment < now.attainment + _PLATEAU:
-                best = self._tried(ClusterShape(more, wider))
+                best = self._tried(ClusterShape(more_prefill, more_decode))
             now = best
         return now
 
     def _shrunk(self, best: Prediction, least: tuple[int, int]) -> Prediction:
         step = max(1, max(best.candidate.prefill, best.candidate.decode) // 4)
         while step:
-            fewer = [
-                found
-                for shape in _less(best.candidate, step, least)
-                if (found := self._passing(shape)) is not None
-            ]
-            if fewer:
-                best = max(fewer, key=lambda one: (one.attainment, -one.strain))
+            smaller = _smaller(best.candidate, step, least)
+            passing = [trial for shape in smaller if (trial := self._passing(shape)) is not None]
+            if passing:
+                best = max(passing, key=_attainment)
             else:
                 step //= 2
         return best
 
     def _exchanged(self, best: Prediction, least: tuple[int, int]) -> Prediction | None:
-        """A smaller cluster that lies beyond one of equal size with another ratio."""
+        """A smaller cluster, found by way of one of equal size with another ratio; None: there is none."""
         for towards in (1, -1):
             shape = best.candidate
             while True:
@@ -240,7 +244,7 @@ class _Search:
         return None
 
 
-def _less(shape: ClusterShape, step: int, least: tuple[int, int]) -> Iterator[ClusterShape]:
+def _smaller(shape: ClusterShape, step: int, least: tuple[int, int]) -> Iterator[ClusterShape]:
     if shape.prefill - step >= least[0]:
         yield ClusterShape(shape.prefill - step, shape.decode)
     if shape.decode - step >= least[1]:

@@ -11,8 +11,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from autoscaler.reconcile import bounds_of
 from autoscaler.simulation.outcome import Outcome
-from autoscaler.simulation.simulator import POLICY_NAME, bounds_of, run_policy
+from autoscaler.simulation.simulator import POLICY_NAME, run_policy
 from bench.autoscaling.cases import ScalingCase, default_policy, scenario_of
 from bench.autoscaling.opponents.baselines import Knobs
 from bench.autoscaling.opponents.clairvoyant import clairvoyant_bound

@@ -1,7 +1,8 @@
 """Whether workers have capacity for one more request. Pure.
 
-*Prefill.* A worker is sent as many tokens as it computes within a horizon. A long prompt counts for a part of it only:
-the rest stays available for short prompts, which the engine computes beside it. A worker has one long prompt at a time.
+*Prefill.* A worker is sent as many tokens as it computes within a horizon. A long prompt counts for a part of the
+horizon only: the rest is for short prompts, which the engine computes beside it. A worker has one long prompt at a
+time.
 
 *Decode.* KV for the prompt must be free now, because it is reserved before the prompt is computed. Beyond that the
 decision uses predicted instead of present load: admitting by present load makes the pools alternate between idle and
@@ -11,7 +12,7 @@ overloaded (Qin et al., "Mooncake", section on early rejection based on predicti
   maximum over i of the contexts of the first i plus i times the remaining output of the i-th (Gong et al.,
   "Past-Future Scheduler", ASPLOS 2025);
 - the step time when the prompt arrives, by the worker's latency model, against the least TPOT target of the request and
-  of those that it would run beside.
+  of the requests beside it.
 
 Cheap upper bounds decide most cases; sequences are iterated over only near the limits.
 """
@@ -28,7 +29,7 @@ from splitserve.generation.kv_blocks import watermark_blocks
 from splitserve.latency_model import DecodeLatency
 
 LONG_SHARE = 0.6
-"""Share of the horizon that a prompt counts for, at most; one that has more tokens is long."""
+"""Largest share of the horizon that a prompt counts for; a prompt with more tokens is long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,10 @@ class PrefillCapacity:
     @property
     def least_busy(self) -> PrefillLoad | None:
         """The worker with the least backlog; None without workers."""
-        return min(self.workers.values(), key=_backlog, default=None)
+        return min(self.workers.values(), key=lambda load: load.backlog_s, default=None)
 
     def fit(self, flight: Flight) -> PrefillLoad | NoCapacity:
-        """The worker with the least backlog that can start the request soon. Sets what it takes of the horizon."""
+        """The worker with the least backlog that can start the request soon. Sets `flight.horizon_tokens`."""
         best: PrefillLoad | None = None
         smaller_may_fit = False
         for load in self.workers.values():
@@ -85,14 +86,10 @@ def _has_room(load: PrefillLoad, flight: Flight, tokens: float, horizon: float) 
         return True
     if load.requests >= load.slots:
         return False
-    # 2. A worker takes one long prompt at a time, however many shorter ones wait: those shall not starve it.
+    # 2. A worker takes one long prompt at a time, however many shorter ones wait, so that they do not starve it.
     if tokens < flight.uncached_tokens:
         return not load.has_long
     return load.horizon_tokens + load.others + tokens <= horizon
-
-
-def _backlog(load: PrefillLoad) -> float:
-    return load.backlog_s
 
 
 class DecodeCapacity:
@@ -114,9 +111,9 @@ class DecodeCapacity:
         smaller_may_fit = False
         workers: Iterable[DecodeLoad] = self.workers.values()
         if len(self.workers) > 1:
-            workers = sorted(workers, key=_busy)
+            workers = sorted(workers, key=lambda load: load.requests / load.slots)
         for load in workers:
-            # An idle worker is as good as it gets, and the worker itself refuses what can never fit.
+            # No worker is better than an idle one. The worker itself refuses a request that can never fit.
             if not load.requests or load.blocks_of(entry.prompt_tokens) > load.total_blocks:
                 return load
             if load.requests >= load.slots or not self._keeps_pace(load, entry, prefill_s):
@@ -127,7 +124,7 @@ class DecodeCapacity:
         return NoCapacity(smaller_may_fit)
 
     def batch_limit(self, load: DecodeLoad, entry: Entry, context: float, output: float) -> float:
-        """How many sequences of `context` tokens, with `output` to come, the worker takes with the entry, at most."""
+        """The most sequences of `context` tokens, with `output` to come, that the worker takes beside the entry."""
         limit = min(load.slots, load.total_blocks / load.blocks_of(context + output / 2) / load.shared)
         model = load.model
         bound_s = self._bound_s(load, model, entry) if model is not None else None
@@ -138,7 +135,7 @@ class DecodeCapacity:
         return max(1.0, limit)
 
     def _keeps_pace(self, load: DecodeLoad, entry: Entry, prefill_s: float) -> bool:
-        """Whether the step time will be within all their TPOT targets when the prompt arrives."""
+        """Whether the step time will be within all TPOT targets on the worker when the prompt arrives."""
         model = load.model
         if model is None:
             return True
@@ -159,10 +156,10 @@ class DecodeCapacity:
         return count == 1 or model.decode_step_s(count, context) <= bound_s
 
     def _bound_s(self, load: DecodeLoad, model: DecodeLatency, entry: Entry) -> float | None:
-        """The least target of the entry and of those in flight that each of them could keep alone; None: there is none.
+        """The least TPOT target of the entry and of the sequences in flight; None without any.
 
-        A target of a tenant or request that nobody can keep binds nobody: it would empty the worker and be missed. The
-        settings' one binds all the same.
+        A target of a tenant or request that the worker could not keep even for that request alone does not count: it
+        would empty the worker and still be missed. The target of the settings counts in any case.
         """
         kept = [
             other.tpot_slo_s
@@ -187,18 +184,11 @@ def _has_blocks(load: DecodeLoad, entry: Entry) -> bool:
     return _peak_tokens([*load.flights, entry]) / load.block_size * load.shared <= room
 
 
-def _busy(load: DecodeLoad) -> float:
-    return load.requests / load.slots
-
-
 def _peak_tokens(flights: list[Flight]) -> float:
     """Peak KV tokens that the sequences hold together until all have ended, each growing by one token per step."""
     peak = held = 0.0
-    for count, flight in enumerate(sorted(flights, key=_remaining, reverse=True), start=1):
+    longest_first = sorted(flights, key=lambda flight: flight.remaining_output, reverse=True)
+    for count, flight in enumerate(longest_first, start=1):
         held += flight.context_tokens
         peak = max(peak, held + count * flight.remaining_output)
     return peak
-
-
-def _remaining(flight: Flight) -> float:
-    return flight.remaining_output

@@ -29,7 +29,7 @@ from splitserve.logs import log_event
 
 Waiting = asyncio.Future[None]
 Publish = Callable[[str, Held], None]
-"""Takes a model and what is held of it, after each change."""
+"""Takes a model and its queue's state, after each change."""
 
 
 @dataclass(slots=True)
@@ -46,8 +46,7 @@ class AdmissionCounts:
 
 
 class CapacityAdmission:
-    """Requests wait for capacity on the workers; see docs/guides/routing.md. Lives on
-    one event loop."""
+    """Lets requests wait for capacity on the workers; see docs/guides/routing.md. Lives on one event loop."""
 
     def __init__(self, config: CoordinatorConfig, registry: Registry, publish: Publish) -> None:
         self._settings = config.admission
@@ -59,7 +58,7 @@ class CapacityAdmission:
         self._timers: dict[str, tuple[float, asyncio.TimerHandle]] = {}
         """When each model's timer is due, on the monotonic clock, and the timer."""
         self._releasing: set[str] = set()
-        """Models whose queue is offered what has become free in this turn of the loop."""
+        """Models whose queues will be offered, at the end of this turn of the loop, the capacity that became free."""
         registry.subscribe(self._on_registry_change)
 
     async def admit(self, events: RequestEvents) -> None:
@@ -100,7 +99,9 @@ class CapacityAdmission:
         """Returns once the entry is admitted. Raises ResourceExhaustedError if it is refused."""
         admission = self.of(model)
         if model in self._releasing:
-            self._release_now(model)  # what is free goes to who waits, and makes room in the queue
+            self._release_now(
+                model
+            )  # free capacity goes to waiting requests first, which makes room in the queue
         arrival = admission.arrive(entry, entry.arrived_s)
         if arrival.started:
             self._counts[model].waited[entry.priority_class].add(0.0)
@@ -123,21 +124,22 @@ class CapacityAdmission:
             self._waiting.pop(entry, None)
 
     def output_sent(self, state: RequestState, tokens: int, first: bool) -> None:
-        """Output tokens of an admitted request were sent, the `first` ones among them; the account of work has them."""
+        """Counts output tokens of an admitted request, `first`: the first ones among them. The account of work is
+        updated before."""
         if isinstance(state.flight, Entry):
             self._models[state.request.model.base_name].sent(state.flight, tokens)
         if first:
             self.freed(state)
 
     def freed(self, state: RequestState) -> None:
-        """By the account of work a request holds less of its workers' capacity than before."""
+        """Takes notice that a request holds less of its workers' capacity than before, by the account of work."""
         model = state.request.model.base_name
         admission = self._models.get(model)
         if admission is not None and admission.queue.requests:
             self._release_soon(model)
 
     def ended(self, state: RequestState) -> None:
-        """A request is over, whether it was admitted or not. What it held is free for the next one."""
+        """Takes notice that a request is over, admitted or not. Its capacity is free for the next one."""
         if isinstance(state.flight, Entry):
             self._end(state.request.model.base_name, state.flight)
 
@@ -162,11 +164,11 @@ class CapacityAdmission:
         queued = admission.queue.requests
         self._registry.loads.ended(entry)
         admission.ended(entry)
-        if queued:  # before: the last one that waited leaves an empty queue, which must be published too
+        if queued:  # counted before `ended`: a queue that is empty now must be published too
             self._release_soon(model)
 
     def _release_soon(self, model: str) -> None:
-        """Once for all that frees capacity in one turn of the loop: a worker's message may end many requests."""
+        """Releases once in a turn of the loop: one message of a worker may end many requests."""
         if model not in self._releasing:
             self._releasing.add(model)
             asyncio.get_running_loop().call_soon(self._release_now, model)
@@ -192,7 +194,7 @@ class CapacityAdmission:
             future.set_exception(_error(refusal))
 
     def _publish(self, model: str, admission: ModelAdmission) -> None:
-        """Publishes the queue's state, and sets the timer for the next change that time alone brings."""
+        """Publishes the queue's state, and sets the timer for the next release that no event causes."""
         queue, counts = admission.queue, self._counts[model]
         counts.queued, counts.queued_prompt_tokens = queue.lengths(), queue.prompt_tokens
         self._publish_held(model, Held(queue.requests, queue.uncached_tokens, admission.held_by))

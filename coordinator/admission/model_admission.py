@@ -1,7 +1,7 @@
 """Admission to one model: the queue, the workers' capacity, forecasts, and the decision about each request. Pure.
 
-Methods take the time as an argument and return what is to be done; `coordinator.admission.controller` does it. A
-forecast of queueing time and TTFT says what is refused, and with which retry hint.
+Methods take the time as an argument and return decisions, which `coordinator.admission.controller` carries out. A
+forecast of queueing time and TTFT decides which requests are refused, and with which retry hint.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _JITTER = 0.25
 _CAUTION = 0.85
 """Share of an allowed wait that a forecast may fill, because forecasts are right only on average."""
 _LEAST_SLO_SHARE = 0.25
-"""A prompt whose computation takes nearly all of the TTFT target, or more, may still wait for this share of it."""
+"""A prompt whose computation takes nearly all of the TTFT target, or more, may still wait for this share of the
+target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +63,10 @@ class Forecast:
 def forecast(entry: Entry, ahead: Ahead, prefill: PrefillCapacity, decode: DecodeCapacity) -> Forecast:
     """The forecast for an entry with `ahead` queued before it: the longer of the waits for prefill and for decode.
 
-    Each wait is the work ahead over the pool's throughput. Prefill: uncached tokens over tokens per second. Decode: as
-    many sequences must end as are ahead, less those that fit now; running sequences end when their remaining output is
-    done, and beyond those, by Little's law, a worker with n sequences completes n / (output tokens x step time) per
-    second.
+    Each wait is the work ahead over the pool's throughput. Prefill: uncached tokens over tokens per second. Decode: the
+    requests ahead, less those that fit now, must wait for as many sequences to end. Running sequences end when their
+    remaining output is done; beyond those, by Little's law, a worker with n sequences completes n / (output tokens x
+    step time) per second.
     """
     rate = prefill.rate
     if rate is None:
@@ -112,7 +113,7 @@ def retry_after_s(request_id: str, wait_s: float | None, limit_s: float) -> floa
 
 
 def _slo_wait_s(entry: Entry, compute_s: float) -> float:
-    """Seconds that a request may wait until its prompt starts, where being late is a reason to refuse it."""
+    """Seconds that a request may wait until its prompt starts; infinity unless late requests are refused."""
     slo_s = entry.ttft_slo_s
     if slo_s is None or entry.resumed:
         return float("inf")
@@ -126,20 +127,15 @@ def queue_limit_s(settings: AdmissionConfig, entry: Entry, compute_s: float) -> 
 
 
 def refusal_of(settings: AdmissionConfig, entry: Entry, predicted: Forecast, now: float) -> Refusal | None:
-    """Why a request is refused when it comes, by what is forecast for it; None: it may wait."""
-    if predicted.wait_s is None or entry.resumed:  # a forecast ends no answer that has begun
+    """Why a new request is refused by its forecast; None: it may wait."""
+    if predicted.wait_s is None or entry.resumed:  # an answer that has begun is not refused by a forecast
         return None
     left_s = entry.deadline_s - now
     slo_s = _CAUTION * min(settings.max_queue_s, _slo_wait_s(entry, predicted.compute_s))
     queue_s = _CAUTION * queue_limit_s(settings, entry, predicted.compute_s)
     if predicted.wait_s + predicted.compute_s > left_s:
-        return _too_late(
-            entry,
-            "WOULD_MISS_DEADLINE",
-            "begin",
-            predicted.wait_s,
-            max(0.0, left_s - predicted.compute_s),
-        )
+        limit_s = max(0.0, left_s - predicted.compute_s)
+        return _too_late(entry, "WOULD_MISS_DEADLINE", "begin", predicted.wait_s, limit_s)
     if predicted.wait_s > slo_s:
         return _too_late(entry, "WOULD_MISS_SLO", "begin", predicted.wait_s, slo_s)
     if predicted.queue_s > queue_s:
@@ -150,7 +146,7 @@ def refusal_of(settings: AdmissionConfig, entry: Entry, predicted: Forecast, now
 def queue_full(queue: AdmissionQueue, entry: Entry, predicted: Forecast) -> Refusal:
     """The refusal of a request for which the queue has no place."""
     message = f"{queue.requests} requests with {queue.prompt_tokens} prompt tokens are waiting"
-    # Half of the wait: a client that returns to a queue with only one place free is soon refused again.
+    # Half of the wait: a client that returns when only one place is free is soon refused again.
     wait_s = None if predicted.wait_s is None else predicted.wait_s / 2
     return Refusal(entry, "QUEUE_FULL", message, retry_after_s(entry.request_id, wait_s, 0.0))
 
@@ -161,17 +157,18 @@ def _too_late(entry: Entry, reason: RefusalReason, what: str, wait_s: float, lim
 
 
 MAX_OFFERS = 256
-"""Requests that are looked at per start, long prompts that wait for their turn among them."""
+"""Requests that are tried per start, long prompts that wait for their turn included."""
 MAX_LOOKS = 8
-"""Requests that are found too large for the free KV, at most, before a look at the queue ends."""
+"""Most requests too large for the free KV that are passed before a start is given up."""
 MAX_BYPASSES = 16
 """How many smaller requests may bypass one that is too large for the free KV; after that it blocks the queue."""
 
 
 class ModelAdmission:
-    """All requests of one model between arrival and end. Reads the account of work, and reserves there what it starts.
+    """All requests of one model between arrival and end. Reads the account of work, and reserves capacity there for the
+    requests that it starts.
 
-    The request's flow reports to the account what becomes of a request, and then to `sent` and `ended`.
+    The request flow reports output and end of a request first to the account, then to `sent` and `ended`.
     """
 
     def __init__(
@@ -185,7 +182,7 @@ class ModelAdmission:
         self.held_by: Cause = "prefill"
         """What the queue waits for, while it is not empty."""
         self.awaits_workers = False
-        """Whether a pool has no worker, and some are started on demand: what comes waits for them."""
+        """Whether a pool has no worker, and workers are started on demand, for which requests wait."""
         self._smaller_may_fit = False
         """Whether a shorter prompt might have started in place of the last one that did not."""
         self._numbers = 0
@@ -194,7 +191,7 @@ class ModelAdmission:
         self._deadlines: list[tuple[float, int, Entry]] = []
 
     def set_workers(self, snapshot: PoolSnapshot, model: str, on_demand: bool = False) -> None:
-        """Replaces the set of workers, which are started `on_demand` or not. The account has the load of each."""
+        """Replaces the set of workers. `on_demand`: whether workers are started when requests wait for them."""
         loads = self.loads
         self.awaits_workers = on_demand and snapshot.lacks_workers(model)
         self.prefill.set_workers(loads.prefill[worker.key] for worker in snapshot.accepting(model, "prefill"))
@@ -231,7 +228,7 @@ class ModelAdmission:
         return Release(tuple(started), tuple(refused))
 
     def next_release_s(self) -> float:
-        """When `release` may have something to do without any event; infinity: never."""
+        """The next time at which `release` must be called even without an event; infinity: never."""
         if not self.queue.requests:
             self._deadlines.clear()
             return float("inf")
@@ -240,11 +237,11 @@ class ModelAdmission:
         return self._deadlines[0][0]
 
     def sent(self, entry: Entry, tokens: int) -> None:
-        """Output tokens were sent."""
+        """Charges output tokens that were sent."""
         self.queue.charge(entry, OUTPUT_TOKEN_COST * tokens)
 
     def ended(self, entry: Entry) -> None:
-        """The request is over, whether it was queued or running. Idempotent."""
+        """Takes notice that a request is over, whether it was queued or running. Idempotent."""
         if entry.waits:
             self.queue.remove(entry)
         entry.number = GONE
@@ -257,7 +254,7 @@ class ModelAdmission:
                 return Offer.TAKEN
             if not self._smaller_may_fit:
                 return Offer.STOP
-            # A long prompt gets its turn when the long one before it is computed: who passes it does not delay it.
+            # A long prompt waits only for the long one before it: a smaller request that bypasses it does not delay it.
             return Offer.SKIP if self.held_by == "prefill" else Offer.MISFIT
 
         offers = islice(self.queue.offers(), MAX_OFFERS)
@@ -340,7 +337,7 @@ class ModelAdmission:
         self._hold(self.held_by, now)
         entry.marks = self._held_s["prefill"], self._held_s["decode"]
         entry.from_zero = self.awaits_workers
-        if not entry.from_zero:  # otherwise its own deadline alone bounds it
+        if not entry.from_zero:  # a request that waits for the first workers has only its own deadline
             entry.predicted_ttft_s = predicted.ttft_s or 0.0
             entry.start_by_s = now + queue_limit_s(self._settings, entry, predicted.compute_s)
         heapq.heappush(self._deadlines, (entry.start_by_s, entry.number, entry))

@@ -1,10 +1,10 @@
-"""The requests of one model that wait: admission's view of a request, and the bounded queue. Pure.
+"""The waiting requests of one model: admission's view of a request, and the bounded queue. Pure.
 
-The next request is that of the class whose turn it is, by weighted share, there of the tenant whose turn it is, by fair
-share, and of that tenant's requests the first by priority, then by deadline where there is one, else by arrival.
+Precedence: weighted shares decide which class is next, fair shares which of its tenants. Of this tenant's requests the
+next is the first by priority, then by deadline if it has one, else by arrival.
 
-While all classes are backlogged, they get service in the ratio 16 : 4 : 1 (interactive, standard, batch), so none
-starves. A class that asks for less than its share hardly waits.
+While all classes have waiting requests, they get service in the ratio 16 : 4 : 1 (interactive, standard, batch), so
+none starves. A class that needs less than its share hardly waits.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ class Entry(Flight):
     deadline_s: float
     """When the request times out."""
     ttft_slo_s: float | None = None
-    """Where it is predicted to take longer to its first token, it is refused. None: it is served late."""
+    """The request is refused if its first token is predicted later than this, in seconds. None: it is served late."""
     resumed: bool = False
-    """Continues a stream that broke at another coordinator: its client already has a part of the answer."""
+    """It continues a stream that broke at another coordinator: its client already has a part of the answer."""
     number: int = 0
     """Arrival number; below 0 once the request is over."""
     bypassed: int = 0
     """How many later requests bypassed this one because it did not fit."""
     predicted_ttft_s: float = 0.0
-    """Forecast at arrival; 0: none."""
+    """Forecast at arrival; 0 without one."""
     start_by_s: float = float("inf")
-    """When it is refused if still queued."""
+    """When it is refused if it is still queued."""
     started: bool = False
     """Whether it was admitted."""
     from_zero: bool = False
-    """Whether it came while a pool had no worker, and waits for the first ones."""
+    """Whether it arrived while a pool had no worker, and waits for the first ones."""
     marks: tuple[float, float] = NOT_HELD
     """While queued: total seconds that the queue had waited for prefill and for decode at arrival. Once admitted:
     seconds that this request waited for each."""
 
     @property
     def order(self) -> tuple[bool, int, float, int]:
-        """Sort key among the requests of its tenant and class: streams that go on, then by priority, then by the
-        deadline of the first token where there is one, else by arrival."""
+        """Sort key among the requests of its tenant and class: resumed streams first, then by priority, then by the
+        deadline of the first token, or by arrival without one."""
         by_s = self.due_s if self.due_s < float("inf") else self.arrived_s
         return not self.resumed, -self.priority, by_s, self.number
 
@@ -157,11 +157,11 @@ LOOK_AHEAD = 64
 
 @dataclass(eq=False, slots=True)
 class FairShareCounter:
-    """One party's counter."""
+    """The service of one party, a tenant or a class."""
 
     weight: float
     served: float = 0.0
-    """Service so far, over the weight; lifted after idling."""
+    """Service so far, over the weight; raised after idling."""
     waiting: int = 0
     """Requests in the queue."""
 
@@ -174,12 +174,12 @@ class FairShare(Generic[K]):
     """Fair shares by virtual token counters (VTC; Sheng et al., "Fairness in Serving Large Language Models", OSDI'24).
 
     The party with the least service relative to its weight is next. Service is charged as it is given: prompts when
-    they start, output tokens as they are sent. The counter of a party that returns from idling is lifted to the least
-    counter of those that wait, so that idling earns no credit. While two parties are both backlogged, their service
-    over weight never differs by more than 2 max(prompt cost of the longest prompt, output cost of all that can run at
-    once) / weight (theorem 4.4). Shares are work-conserving: what one party does not use goes to the others.
+    they start, output tokens as they are sent. The counter of a party that returns from idling is raised to the least
+    counter of the waiting parties, so that idling earns no credit. While two parties both wait, their service over
+    weight never differs by more than 2 max(prompt cost of the longest prompt, output cost of all that can run at once)
+    / weight (theorem 4.4). Shares are work-conserving: others use what a party leaves.
 
-    Holds the counters of all parties ever seen; there are as many as names.
+    Keeps the counters of all parties ever seen, which are bounded by their names.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class FairShare(Generic[K]):
         self._last_left: FairShareCounter | None = None
 
     def counter(self, key: K, weight: float) -> FairShareCounter:
-        """The counter of that name; its weight is the latest given."""
+        """The party's counter, with this weight from now on."""
         counter = self._counters.get(key)
         if counter is None:
             counter = self._counters[key] = FairShareCounter(weight)
@@ -196,7 +196,7 @@ class FairShare(Generic[K]):
         return counter
 
     def join(self, key: K, counter: FairShareCounter) -> None:
-        """Adds a waiting request of this party. The first one lifts the party's counter."""
+        """Adds a waiting request of this party. The first one raises the party's counter."""
         counter.waiting += 1
         if counter.waiting > 1:
             return
@@ -207,7 +207,7 @@ class FairShare(Generic[K]):
         self._waiting[key] = counter
 
     def skip(self, counter: FairShareCounter) -> None:
-        """A request of this party is admitted without waiting: equivalent to joining and leaving at once."""
+        """Admits a request of this party without waiting: the same as joining and leaving at once."""
         if self._last_left is not None and self._last_left is not counter:
             counter.served = max(counter.served, self._last_left.served)
         self._last_left = counter
@@ -291,7 +291,7 @@ class AdmissionQueue:
         return evicted
 
     def pass_by(self, entry: Entry) -> None:
-        """An entry is admitted without queueing, because the queue is empty; charges its prompt."""
+        """Charges the prompt of an entry that is admitted without queueing, because the queue is empty."""
         class_queue = self._classes[entry.priority_class]
         queue = self._queue_of(class_queue, entry)
         self._shares.skip(class_queue.counter)
@@ -319,7 +319,7 @@ class AdmissionQueue:
         self._count(entry, class_queue, queue, -1)
 
     def serve(self, entry: Entry) -> None:
-        """A queued entry is admitted: removes it and charges its prompt."""
+        """Removes a queued entry that is admitted, and charges its prompt."""
         self.remove(entry)
         self.charge(entry, PROMPT_TOKEN_COST * entry.prompt_tokens)
 
@@ -331,10 +331,12 @@ class AdmissionQueue:
 
     def offers(self) -> Iterator[Entry]:
         """The entries in order of service, the first LOOK_AHEAD of each tenant. Do not modify the queue meanwhile."""
-        for name in sorted(self._shares.waiting, key=self._class_key):
+        for name in sorted(
+            self._shares.waiting, key=lambda name: (self._classes[name].counter.served, RANK[name])
+        ):
             class_queue = self._classes[name]
             queues = [class_queue.queues[tenant] for tenant in class_queue.tenants.waiting]
-            for queue in sorted(queues, key=_tenant_key):
+            for queue in sorted(queues, key=lambda queue: (queue.counter.served, queue.entries[0].number)):
                 yield from queue.entries[:LOOK_AHEAD]
 
     def ahead_of(self, newcomer: Entry) -> Ahead:
@@ -345,7 +347,9 @@ class AdmissionQueue:
         """
         class_queue = self._classes[newcomer.priority_class]
         queue = class_queue.queues.get(newcomer.tenant)
-        before = 0.0 if queue is None else _cost_before(queue, newcomer)
+        before = 0.0 if queue is None else queue.cost
+        if queue is not None and queue.entries and newcomer.outranks(queue.entries[-1]):
+            before = sum(entry.cost for entry in queue.entries if not newcomer.outranks(entry))
         own = before + newcomer.cost
         in_class = before
         served = queue.counter.served if queue is not None and queue.counter.waiting else 0.0
@@ -399,9 +403,6 @@ class AdmissionQueue:
             return own.entries[-1]
         return None
 
-    def _class_key(self, name: PriorityClass) -> tuple[float, int]:
-        return self._classes[name].counter.served, RANK[name]
-
     def _count(self, entry: Entry, class_queue: _ClassQueue, queue: _TenantQueue, sign: int) -> None:
         class_queue.requests += sign
         self.requests += sign
@@ -416,17 +417,6 @@ class AdmissionQueue:
 
 
 _ORDER = attrgetter("order")
-
-
-def _cost_before(queue: _TenantQueue, newcomer: Entry) -> float:
-    """The cost of what its own tenant has queued before a newcomer."""
-    if queue.entries and newcomer.outranks(queue.entries[-1]):
-        return sum(entry.cost for entry in queue.entries if not newcomer.outranks(entry))
-    return queue.cost
-
-
-def _tenant_key(queue: _TenantQueue) -> tuple[float, int]:
-    return queue.counter.served, queue.entries[0].number
 
 
 def _holding(queue: _TenantQueue) -> float:

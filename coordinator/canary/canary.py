@@ -1,7 +1,7 @@
-"""In rounds, asks pairs of workers for the answer to a golden prompt, and compares it with the reference.
+"""Asks pairs of workers in rounds for the answer to a golden prompt, and compares it with the reference.
 
-The reference of a prompt is the answer that most pairs gave in the first round with this prompt. It holds as long as
-one of the workers that gave it is registered. One golden prompt is on its way at a time.
+The reference of a prompt is the answer that most pairs gave in the first round with this prompt. It is valid as long as
+one of the workers that gave it is registered. One golden prompt is under way at a time.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from splitserve.metrics import counters, gauges
 from splitserve.runtime.bounded_file import read_named_text
 
 TOLERANCE_NATS = 0.5
-"""Two right workers round differently, so that log-probabilities differ a little. An answer is wrong where one
-differs by more than this."""
+"""Correct workers may round differently, so log-probabilities differ a little. An answer is wrong if one differs by
+more than this."""
 GOLDEN_TOKENS = 64
 """Leading tokens of a text that are sent."""
 MAX_PAIRS = 16
-"""Pairs that a round asks; where there are more, rounds take turns."""
+"""Most pairs that one round asks; with more pairs, rounds take turns."""
 MAX_PROMPTS, MAX_PROMPT_BYTES = 64, 64 * 1024
 BUILT_IN = (
     "The sea covers about seventy percent of the planet. Its water moves in currents that carry heat from the "
@@ -56,7 +56,7 @@ class GoldenPair(NamedTuple):
 
 @dataclass(slots=True)
 class ModelCanary:
-    """What the canary knows of one model."""
+    """The canary's state of one model."""
 
     rounds: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -67,7 +67,7 @@ class ModelCanary:
 
 
 class Canary:
-    """The canary of one coordinator. Coordinators of one cluster look for themselves."""
+    """The canary of one coordinator. Each coordinator of a cluster has its own."""
 
     def __init__(
         self, config: CanaryConfig, registry: Registry, tokenizers: PromptTokenizers, prober: Prober
@@ -173,14 +173,22 @@ def read_prompts(path: Path | None) -> tuple[str, ...]:
 
 
 def pairs_of(snapshot: PoolSnapshot, model: str) -> list[GoldenPair]:
-    """All pairs of a model that can serve, those that a circuit breaker has put aside included."""
-    usable = [w for w in snapshot.workers if w.model.name == model and w.usable and w.joined]
-    decodes = [worker for worker in usable if worker.decodes]
-    return [GoldenPair(p.key, d.key) for p in usable if p.computes_prompts for d in decodes if p.reaches(d)]
+    """All pairs of a model that can serve, those that a circuit breaker has ejected included."""
+    usable = [
+        worker
+        for worker in snapshot.workers
+        if worker.model.name == model and worker.usable and worker.joined
+    ]
+    return [
+        GoldenPair(prefill.key, decode.key)
+        for prefill in usable
+        for decode in usable
+        if prefill.computes_prompts and decode.decodes and prefill.reaches(decode)
+    ]
 
 
 def elect(answers: Mapping[GoldenPair, Answer]) -> tuple[Answer, frozenset[WorkerKey]]:
-    """The answer that agrees with most others, and the workers of the pairs that gave those."""
+    """The answer that agrees with most others, and the workers of the agreeing pairs."""
     best, agreeing = NO_REFERENCE[0], list[GoldenPair]()
     for answer in filter(None, answers.values()):
         pairs = [pair for pair, other in answers.items() if not differs(answer, other)]
@@ -192,8 +200,8 @@ def elect(answers: Mapping[GoldenPair, Answer]) -> tuple[Answer, frozenset[Worke
 def differs(reference: Answer, answer: Answer) -> bool:
     """Whether an answer is wrong: shorter than the reference, or further from it than rounding explains.
 
-    Compared up to the first token that differs: after that token the two go on from different texts. That token itself
-    is right where the reference found it nearly as probable as its own.
+    Answers are compared up to the first token that differs: after it they continue different texts. This token is right
+    if it was nearly as probable in the reference as the reference's own token.
     """
     for expected, given in zip(reference, answer, strict=False):
         if expected.token_id != given.token_id:

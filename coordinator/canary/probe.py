@@ -1,4 +1,4 @@
-"""Sends a golden prompt to one pair of workers, past admission, routing, quotas, records and statistics."""
+"""Sends a golden prompt to one pair of workers, without admission, routing, quotas, records and statistics."""
 
 from __future__ import annotations
 
@@ -70,8 +70,9 @@ class Prober(NamedTuple):
             attempt.start_prefill()
             while (delta := await attempt.next_delta()) is not None:
                 events.sent(delta, time.monotonic())
-                for token_id, of in zip(delta.token_ids, delta.logprobs, strict=True):
-                    answer.append(AnswerToken(token_id, of.logprob, {t.token_id: t.logprob for t in of.top}))
+                for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True):
+                    top = {other.token_id: other.logprob for other in entry.top}
+                    answer.append(AnswerToken(token_id, entry.logprob, top))
             await attempt.settle()
         finally:
             attempt.close()
@@ -92,6 +93,6 @@ def _request(model: Model, token_ids: tuple[int, ...]) -> InferenceRequest:
         priority=LEAST_PRIORITY,
         deadline_s=now + PROBE_TIMEOUT_S,
         received_s=now,
-        # A salt of its own for each probe: KV that a worker has cached would hide what is wrong with new KV.
+        # Each probe has its own salt: cached KV would hide errors in newly computed KV.
         caller=Caller("canary", cache_salt=secrets.token_bytes(32), priority_class="batch"),
     )

@@ -1,4 +1,4 @@
-"""What all entrypoints (gRPC, KServe, OpenAI over HTTP) call: one request limit, one drain, one set of models."""
+"""The API below all entrypoints (gRPC, KServe, OpenAI over HTTP): one request limit, one drain, one set of models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from coordinator.models.model_routes import ModelRoutes, Nameable
 from coordinator.models.tokenizers import PromptTokenizers
@@ -30,10 +30,10 @@ DRAW_BITS = 53
 
 
 class TraceSampler:
-    """Follows what clients have decided, and draws `sample_ratio` of the other requests.
+    """Follows the sampling decisions of clients, and samples `sample_ratio` of the other requests.
 
-    Clients that want to be traced get it `max_client_traces_per_s` times a second at most, all together: no client can
-    make every request be exported.
+    At most `max_client_traces_per_s` requests of all clients together are traced because clients ask for it, so that no
+    client can have every request exported.
     """
 
     def __init__(self, config: RequestTracingConfig) -> None:
@@ -49,23 +49,23 @@ class TraceSampler:
         now: float,
         resumed: TraceContext | None = None,
     ) -> RequestTrace | None:
-        """The trace of a request that came at `now`, on the monotonic clock; None if there is none.
+        """The trace of a request that came at `now`, on the monotonic clock; None if it has none.
 
-        `client` is what the client sent. Without it, an answer that is resumed goes on in the trace of `resumed`.
+        `client`: the context that the client sent. Without it, a resumed answer goes on in the trace of `resumed`.
         """
         parent = client or resumed
         if not self.enabled:
             return RequestTrace(replace(parent, sampled=False), operation=operation) if parent else None
         if parent is None:
             return RequestTrace(TraceContext.new(sampled=self._drawn()), operation=operation)
-        sampled = parent.sampled and (self._takes(now) or self._drawn())
+        sampled = parent.sampled and (self._grants(now) or self._drawn())
         own = replace(parent.child(), sampled=sampled)
         return RequestTrace(own, parent.span_id, operation, resumed)
 
     def _drawn(self) -> bool:
         return random_bits(DRAW_BITS) < self._ratio * (1 << DRAW_BITS)
 
-    def _takes(self, now: float) -> bool:
+    def _grants(self, now: float) -> bool:
         if self._limit is None or self._asked is None or wait_s(self._asked, self._limit, 1.0, now) > 0:
             return False
         self._asked = spend(self._asked, self._limit, 1.0, now)
@@ -73,11 +73,11 @@ class TraceSampler:
 
 
 LEAST_BYTES = 2 * 2**20
-"""Always allowed: room for schemas, tools and a batch of short prompts."""
+"""Size of a request that is always allowed, for schemas, tools and a batch of short prompts."""
 BYTES_PER_TOKEN = 16
-"""A token of a real prompt takes up to 9 bytes in JSON, where a Chinese character may be written as six."""
+"""A token of a real prompt takes up to 9 bytes in JSON, which may escape a Chinese character in six bytes."""
 OPERATOR_BYTES = 2**20
-"""Requests of services that clients do not use for generations."""
+"""Largest request of the services for operators."""
 CLIENT_SERVICES = ("splitserve.v1.InferenceService", "inference.GRPCInferenceService")
 OPERATOR_SERVICES = ("splitserve.v1.RoutesService", "splitserve.v1.ScalingService")
 
@@ -91,7 +91,7 @@ class InputLimits:
 
     @property
     def context_tokens(self) -> int:
-        """The longest context of a known model; 0: there is none."""
+        """The longest context of a known model; 0 while none is known."""
         return max((model.context_tokens for model in self._known_models().values()), default=0)
 
     @property
@@ -107,41 +107,30 @@ class InputLimits:
         return OPERATOR_BYTES if service in OPERATOR_SERVICES else None
 
 
+@dataclass(slots=True, eq=False)
 class InferenceApi:
     """Passes requests to the request flow, at most `max_running_requests` at a time."""
 
-    def __init__(
-        self,
-        flow: RequestFlow,
-        registry: Registry,
-        tokenizers: PromptTokenizers,
-        background: BackgroundTasks,
-        stats: RequestStats,
-        authenticator: Authenticator,
-        max_running_requests: int,
-        routes: ModelRoutes,
-        limits: InputLimits,
-        parser: ParserThread,
-        sampler: TraceSampler,
-    ) -> None:
-        self.authenticator = authenticator
-        self.limits = limits
-        self.parser = parser
-        """Parses large requests and renders long answers, for all entrypoints."""
-        self._routes = routes
-        self.draining = False
-        self.idle = asyncio.Event()
-        """Set while no request is running."""
+    flow: RequestFlow
+    registry: Registry
+    tokenizers: PromptTokenizers
+    background: BackgroundTasks
+    stats: RequestStats
+    authenticator: Authenticator
+    max_running_requests: int
+    routes: ModelRoutes
+    limits: InputLimits
+    parser: ParserThread
+    """Parses large requests and renders long answers, for all entrypoints."""
+    sampler: TraceSampler
+    draining: bool = False
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while no request is running."""
+    _running: set[asyncio.Timeout] = field(default_factory=set)
+    _started_s: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
         self.idle.set()
-        self._running: set[asyncio.Timeout] = set()
-        self._flow = flow
-        self._registry = registry
-        self._tokenizers = tokenizers
-        self._background = background
-        self._stats = stats
-        self._sampler = sampler
-        self._max_running_requests = max_running_requests
-        self._started_s = time.monotonic()
 
     @property
     def running(self) -> int:
@@ -151,7 +140,7 @@ class InferenceApi:
     @property
     def background_tasks(self) -> int:
         """Number of clean-up tasks of ended requests that are still running."""
-        return self._background.count
+        return self.background.count
 
     @property
     def uptime_s(self) -> float:
@@ -172,24 +161,24 @@ class InferenceApi:
         SplitserveError. Cancelling this cancels the request on both workers.
         """
         async with self._admitted(request.model):
-            await self._flow.generate(request, caller, output, call_left_s, trace)
+            await self.flow.generate(request, caller, output, call_left_s, trace)
 
     @property
     def traces(self) -> bool:
         """Whether this coordinator exports traces, so that clients are told theirs."""
-        return self._sampler.enabled
+        return self.sampler.enabled
 
     def begin_trace(
         self, traceparent: str | None, tracestate: str | None, operation: Operation, resumed: str = ""
     ) -> RequestTrace | None:
         """The trace of a request with these headers, which may be malformed; None if it has none.
 
-        `resumed` is the `traceparent` of an answer that the request goes on with.
+        `resumed` is the `traceparent` of the answer that the request continues.
         """
         if not (self.traces or traceparent or resumed):
             return None
         client, earlier = TraceContext.parse(traceparent, tracestate), TraceContext.parse(resumed)
-        return self._sampler.begin(client, operation, time.monotonic(), earlier)
+        return self.sampler.begin(client, operation, time.monotonic(), earlier)
 
     def end_all(self) -> None:
         """Ends running requests with UNAVAILABLE (DRAINING) and refuses new ones."""
@@ -200,40 +189,40 @@ class InferenceApi:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests for at least one model are taken."""
-        return not self.draining and bool(self._routes.ready_models)
+        """Whether requests for at least one model are accepted."""
+        return not self.draining and bool(self.routes.ready_models)
 
     def snapshot(self) -> PoolSnapshot:
         """The workers in their current state."""
-        return self._registry.snapshot()
+        return self.registry.snapshot()
 
     async def models(self, caller: Caller) -> list[inference_pb2.ModelInfo]:
         """The models that the caller may use, sorted by name."""
-        return [await self._model_info(nameable, caller) for nameable in self._routes.nameable(caller)]
+        return [await self._model_info(nameable, caller) for nameable in self.routes.nameable(caller)]
 
     def model_names(self, caller: Caller) -> list[str]:
         """The names of the models that the caller may use, sorted."""
-        return [nameable.name for nameable in self._routes.nameable(caller)]
+        return [nameable.name for nameable in self.routes.nameable(caller)]
 
     def model_name(self, name: str, caller: Caller) -> str:
-        """The name itself, or for an empty name that of the caller's only model; empty if there is no such model."""
-        return self._routes.public_name(name, caller)
+        """The name itself; for an empty name the name of the caller's only model, or empty without such a model."""
+        return self.routes.public_name(name, caller)
 
     async def tokenizer(self, name: str, caller: Caller) -> Tokenizer:
         """The tokenizer of a model; names are resolved as by `generate`.
 
         Raises NotFoundError, or UnavailableError (NO_WORKER) before any worker has registered.
         """
-        known = self._registry.known_models()
-        if not known or (resolved := self._routes.find(name, "", caller)) is None:
+        known = self.registry.known_models()
+        if not known or (resolved := self.routes.find(name, "", caller)) is None:
             raise UnavailableError(
                 "no worker has registered", reason="NO_WORKER", retry_after_s=RETRY_AFTER_S
             )
-        return await self._tokenizers.tokenizer(resolved.model.tokenizer_source)
+        return await self.tokenizers.tokenizer(resolved.model.tokenizer_source)
 
     async def _model_info(self, nameable: Nameable, caller: Caller) -> inference_pb2.ModelInfo:
-        models, ready = nameable.models, self._routes.ready_models
-        tokenizers = [await self._tokenizers.tokenizer(model.tokenizer_source) for model in models]
+        models, ready = nameable.models, self.routes.ready_models
+        tokenizers = [await self.tokenizers.tokenizer(model.tokenizer_source) for model in models]
         versions = [
             inference_pb2.ModelVersion(name=name, weight=weight, ready=name in ready)
             for name, weight in nameable.weights.items()
@@ -253,8 +242,8 @@ class InferenceApi:
     async def _admitted(self, model: str) -> AsyncIterator[None]:
         if self.draining:
             raise _shutting_down()
-        if self.running >= self._max_running_requests:
-            self._stats.count_rejected(self._routes.largest_share(model))
+        if self.running >= self.max_running_requests:
+            self.stats.count_rejected(self.routes.largest_share(model))
             raise ResourceExhaustedError(
                 f"{self.running} generations are running, which is the limit",
                 reason="TOO_MANY_REQUESTS",

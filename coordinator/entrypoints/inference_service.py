@@ -29,7 +29,7 @@ TraceHeaders = tuple[str | None, str | None]
 
 
 def trace_headers(context: grpc.aio.ServicerContext[Any, Any]) -> TraceHeaders:
-    """Those of a call; None where it has none. Several states are joined."""
+    """The trace headers of a call; None for a missing one. Several `tracestate` headers are joined."""
     parent: str | None = None
     states = []
     for name, value in context.invocation_metadata() or ():
@@ -41,26 +41,26 @@ def trace_headers(context: grpc.aio.ServicerContext[Any, Any]) -> TraceHeaders:
     return parent, ",".join(states) or None
 
 
+@dataclass(eq=False)
 class InferenceService(InferenceServiceServicer):
     """The servicer, on top of InferenceApi."""
 
-    def __init__(self, api: InferenceApi, access: AccessControl, explainer: Explainer) -> None:
-        self._api = api
-        self._access = access
-        self._explainer = explainer
+    api: InferenceApi
+    access: AccessControl
+    explainer: Explainer
 
     @override
     async def Generate(  # type: ignore[override]
         self, request: inference_pb2.GenerateRequest, context: GenerateContext
     ) -> None:
-        caller = self._access.caller(context)
+        caller = self.access.caller(context)
         operation: Operation = "chat" if request.HasField("chat") else "text_completion"
-        trace = self._api.begin_trace(*trace_headers(context), operation, request.resume.traceparent)
-        if trace is not None and self._api.traces:
+        trace = self.api.begin_trace(*trace_headers(context), operation, request.resume.traceparent)
+        if trace is not None and self.api.traces:
             await context.send_initial_metadata(((TRACEPARENT, trace.context.traceparent),))
         writer = StreamWriter(context.write)
         try:
-            await self._api.generate(request, caller, _Stream(writer), context.time_remaining(), trace)
+            await self.api.generate(request, caller, _Stream(writer), context.time_remaining(), trace)
         finally:
             if not writer.is_ready:  # gRPC accepts no status while a write is in progress
                 await writer.settle()
@@ -69,34 +69,34 @@ class InferenceService(InferenceServiceServicer):
     async def GetServerInfo(
         self, request: inference_pb2.GetServerInfoRequest, context: Any
     ) -> inference_pb2.GetServerInfoResponse:
-        self._access.require_reader(context)
-        snapshot = self._api.snapshot()
+        self.access.require_reader(context)
+        snapshot = self.api.snapshot()
         return inference_pb2.GetServerInfoResponse(
             version=__version__,
             workers=[_worker_info(worker, snapshot) for worker in snapshot.workers],
-            uptime_seconds=self._api.uptime_s,
-            running_requests=self._api.running,
-            background_tasks=self._api.background_tasks,
+            uptime_seconds=self.api.uptime_s,
+            running_requests=self.api.running,
+            background_tasks=self.api.background_tasks,
         )
 
     @override
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Any
     ) -> inference_pb2.ListModelsResponse:
-        caller = self._access.caller(context)
-        return inference_pb2.ListModelsResponse(models=await self._api.models(caller))
+        caller = self.access.caller(context)
+        return inference_pb2.ListModelsResponse(models=await self.api.models(caller))
 
     @override
     async def GetRequestRecord(
         self, request: records_pb2.GetRequestRecordRequest, context: Any
     ) -> records_pb2.GetRequestRecordResponse:
-        return self._explainer.record(request, self._access.caller(context))
+        return self.explainer.record(request, self.access.caller(context))
 
     @override
     async def ListRequestRecords(
         self, request: records_pb2.ListRequestRecordsRequest, context: Any
     ) -> records_pb2.ListRequestRecordsResponse:
-        return self._explainer.records(request, self._access.caller(context))
+        return self.explainer.records(request, self.access.caller(context))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ half-open -> open    when the probe fails
 
 Requests that began before the breaker opened do not count afterwards.
 
-An open breaker ejects its worker, or its pair of workers, from routing, but never the last one: if all workers of a
-pool are open, all of them stay in; and if no complete pair would be left, first pairs and then workers are readmitted.
-A request that may fail beats one that is not served, since it is retried elsewhere anyway.
+An open breaker ejects its worker, or its pair of workers, from routing, but never the last one: if the breakers of all
+workers of a pool are open, all of them stay; if no complete pair would be left, first pairs and then workers are
+readmitted. A request that may fail is better than one that is not served, since it is retried elsewhere anyway.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from splitserve.logs import log_event
 FailedPart = Literal["worker", "pair"]
 
 MOVED = "WORKER_PREEMPTED"
-"""Reason with which an attempt fails that leaves a worker whose machine is taken away."""
+"""Reason of an attempt that ended because the machine of its worker is taken away."""
 WRONG_ROLE = "WRONG_ROLE"
-"""Reason of a worker that refuses a request of a pool that it has just left; its next report says so."""
+"""Reason of a worker that refuses a request of a pool that it has just left. Its next report has the new role."""
 NO_FAILURES = frozenset({MOVED, WRONG_ROLE})
-"""Reasons of attempts that end though nothing has failed: the request goes on elsewhere."""
+"""Reasons of attempts that end without a failure: the request resumes elsewhere."""
 
 PAIR_REASONS = frozenset(
     {"TRANSFER_FAILED", "PEER_LOST", "UNKNOWN_PEER", "COMPLETION_LOST", "CHECKSUM_MISMATCH"}
 )
-"""KV did not get from one worker to the other; each may work fine with another peer."""
+"""Reasons of failed handoffs. Each of both workers may work well with another peer."""
 NOT_COUNTED_REASONS = NO_FAILURES | {"DRAINING"}
 NOT_COUNTED = tuple(kind for kind in ERROR_BY_CODE.values() if kind is not UnavailableError)
-"""Errors caused by the request itself, its cancellation, or load; they do not count against a worker."""
+"""Errors caused by the request itself, its cancellation, or load, which do not count against a worker."""
 
 
 def failed_part(error: SplitserveError) -> FailedPart | None:
@@ -81,33 +81,33 @@ class CircuitBreaker:
         return self.state == "closed" or (self.state == "half-open" and self._probe is None)
 
     def tick(self, now: float) -> None:
-        """Moves an open breaker to half-open once its time is over."""
+        """Makes an open breaker half-open once it is due."""
         if self.state == "open" and now >= self.half_open_s:
             self.state, self._probe = "half-open", None
 
     def began(self, attempt_id: str) -> None:
-        """An attempt was sent. The first one while half-open is the probe."""
+        """Takes notice of a new attempt. While half-open, the first one is the probe."""
         if self.state == "half-open" and self._probe is None:
             self._probe = attempt_id
 
     def release(self, attempt_id: str) -> None:
-        """An attempt ended. If it was the probe and had no result, another attempt may be the probe."""
+        """Takes notice of an attempt's end. If it was the probe and had no result, another attempt may be the probe."""
         if self._probe == attempt_id:
             self._probe = None
 
     def responded(self, began_s: float, now: float) -> None:
-        """An attempt produced output: the worker is back, whatever happens to the attempt later."""
+        """Takes notice of an attempt's output, which closes the breaker, whatever happens to the attempt later."""
         if self.state != "closed" and began_s >= self._opened_s:
             self.state, self._probe, self._closed_s = "closed", None, now
 
     def succeeded(self, began_s: float, now: float) -> None:
-        """An attempt completed."""
+        """Takes notice of a completed attempt."""
         self.responded(began_s, now)
         if self.state == "closed" and began_s >= self._opened_s:
             self._consecutive = 0
 
     def failed(self, began_s: float, now: float) -> None:
-        """An attempt failed, and this worker or pair is at fault."""
+        """Counts an attempt that failed through the fault of this worker or pair."""
         if began_s < self._opened_s or self.state == "open":
             return
         self._consecutive += 1
@@ -127,7 +127,7 @@ BreakerKey = tuple[WorkerKey, ...]
 
 
 class CircuitBreakerRegistry:
-    """A breaker exists from the first failure of its key until one of the key's boots is gone."""
+    """All breakers. Each exists from the first failure of its key until one of the key's workers is gone."""
 
     def __init__(self, registry: Registry, policy: CircuitBreakerConfig) -> None:
         self._registry = registry
@@ -135,20 +135,19 @@ class CircuitBreakerRegistry:
         self._breakers: dict[BreakerKey, CircuitBreaker] = {}
 
     def attempt_began(self, state: RequestState) -> None:
-        """Half-open breakers take the attempt as their probe."""
-        attempt = state.attempt
-        known = [b for b in map(self._breakers.get, _keys_of(attempt)) if b is not None]
-        for breaker in known:
-            breaker.began(attempt.attempt_id)
-        self._apply_if(any(breaker.state == "half-open" for breaker in known))
+        """Makes the attempt the probe of its half-open breakers."""
+        breakers = self._breakers_of(state.attempt)
+        for breaker in breakers:
+            breaker.began(state.attempt.attempt_id)
+        self._apply_if(any(breaker.state == "half-open" for breaker in breakers))
 
     def output_sent(self, state: RequestState) -> None:
-        """Once all workers have sent output, their half-open breakers close."""
+        """Closes the half-open breakers of the attempt once all its workers have sent output."""
         if self._breakers and state.attempt.all_workers_responded:
             self._on_response(state.attempt, completed=False)
 
     def attempt_completed(self, state: RequestState) -> None:
-        """All output of the attempt was sent."""
+        """Counts the success of an attempt whose output was sent completely."""
         self._on_response(state.attempt, completed=True)
 
     def attempt_failed(self, state: RequestState, error: SplitserveError) -> None:
@@ -168,36 +167,38 @@ class CircuitBreakerRegistry:
         self._apply_if(breaker.state != before)
 
     def attempt_ended(self, state: RequestState) -> None:
-        """The attempt is over, however it has ended. Call last."""
-        admitting = False
-        for key in _keys_of(state.attempt):
-            breaker = self._breakers.get(key)
-            if breaker is not None:
-                breaker.release(state.attempt.attempt_id)
-                admitting |= breaker.state == "half-open"
-        self._apply_if(admitting)
+        """Releases the probe of an attempt that is over. Call it last."""
+        breakers = self._breakers_of(state.attempt)
+        for breaker in breakers:
+            breaker.release(state.attempt.attempt_id)
+        self._apply_if(any(breaker.state == "half-open" for breaker in breakers))
+
+    def _breakers_of(self, attempt: AttemptRecord) -> list[CircuitBreaker]:
+        pair = attempt.pair
+        keys = {*((key,) for key in pair), pair}
+        return [breaker for breaker in map(self._breakers.get, keys) if breaker is not None]
 
     async def run(self) -> None:
-        """Moves open breakers to half-open when due and drops those of removed workers, until cancelled."""
+        """Makes open breakers half-open when due and drops those of removed workers, until cancelled."""
         while True:
             self._tick(time.monotonic())
             version = self._registry.version
-            waits = [b.half_open_s for b in self._breakers.values() if b.state == "open"]
-            left_s = max(0.0, min(waits) - time.monotonic()) if waits else None
+            due = [breaker.half_open_s for breaker in self._breakers.values() if breaker.state == "open"]
+            left_s = max(0.0, min(due) - time.monotonic()) if due else None
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await self._registry.wait_change(version)
 
     def _tick(self, now: float) -> None:
-        here = {worker.key for worker in self._registry.snapshot().workers}
-        for key in [key for key in self._breakers if not here.issuperset(key)]:
+        registered = {worker.key for worker in self._registry.snapshot().workers}
+        for key in [key for key in self._breakers if not registered.issuperset(key)]:
             del self._breakers[key]
         for breaker in self._breakers.values():
             breaker.tick(now)
         self._apply()
 
     def _on_response(self, attempt: AttemptRecord, *, completed: bool) -> None:
-        """Output has arrived, or all of it (`completed`): counts as a success for every worker and pair involved."""
+        """Counts output, or all of it (`completed`), as a success for every worker and pair that took part."""
         now, changed = time.monotonic(), False
         for key in attempt.responsive_parts:
             breaker = self._breakers.get(key)
@@ -259,15 +260,16 @@ def circuit_statuses(
 def _ejections(
     snapshot: PoolSnapshot, model: str, blocked: set[BreakerKey]
 ) -> tuple[list[WorkerKey], list[BreakerKey]]:
-    """The workers and pairs of a model to eject: all with a breaker that does not admit, as far as a complete pair
-    remains."""
-    workers = [replace(w, circuit=CLOSED_CIRCUIT) for w in snapshot.workers if w.model.name == model]
+    """The workers and pairs of a model to eject: those in `blocked`, as far as a complete pair remains."""
+    workers = [
+        replace(worker, circuit=CLOSED_CIRCUIT) for worker in snapshot.workers if worker.model.name == model
+    ]
     ejected: list[WorkerKey] = []
     for pool in ("prefill", "decode"):
         accepting = [worker for worker in workers if pool in worker.pools and worker.accepts]
-        bad = [worker.key for worker in accepting if (worker.key,) in blocked]
-        if len(bad) < len(accepting):  # never a whole pool
-            ejected += [key for key in bad if key not in ejected]
+        failing = [worker.key for worker in accepting if (worker.key,) in blocked]
+        if len(failing) < len(accepting):  # never a whole pool
+            ejected += [key for key in failing if key not in ejected]
     keys = {worker.key for worker in workers}
     pairs = [key for key in blocked if len(key) == 2 and keys.issuperset(key)]
     for without_workers, without_pairs in ((ejected, pairs), (ejected, []), ([], pairs)):
@@ -288,8 +290,3 @@ def _has_pair(
         for decode in remaining
         if decode.decodes
     )
-
-
-def _keys_of(attempt: AttemptRecord) -> list[BreakerKey]:
-    pair = attempt.pair
-    return [*((key,) for key in pair), *([pair] if len(pair) == 2 else [])]

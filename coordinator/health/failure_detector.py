@@ -1,15 +1,15 @@
-"""Detects that a prefill worker's process has ended; until then decode workers quarantine the blocks it may write to.
+"""Detects that a prefill worker's process has ended. Until then decode workers quarantine the blocks it may write to.
 
 Only proof counts, because a process that is stopped, slow or partitioned may still write. Proof is
 
 * a refused connection at the worker's address: a worker closes its port after its transport (`worker.process`);
-* a later boot registered at the same address of the same machine: no two processes share a port, so the older one has
-  lost it, or the process is the same and has slept: it closed its transport before. The same worker id at another
-  address proves nothing, nor does an address that leads to another machine now;
-* the word of the runtime that saw the process end (`ScalingService.ReportEnded`): the name of a container vanishes
-  with it, and then nobody is left to refuse a connection.
+* a later boot that registered at the same address of the same machine: no two processes share a port, so the older one
+  has lost it. The same worker id at another address proves nothing, nor does an address that now leads to another
+  machine;
+* a report of the runtime that saw the process end (`ScalingService.ReportEnded`): the name of a container vanishes
+  with it, and then no host refuses a connection.
 
-Silence, a broken stream, a name that is not known any more and an unreachable host are not proof.
+Silence, a broken stream, an unknown host name and an unreachable host are not proof.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONNECT_TIMEOUT_S = 1.0
 FIRST_PAUSE_S = 0.1
 LAST_PAUSE_S = 5.0
 GIVE_UP_S = 600.0
-"""By then tickets have expired anyway."""
+"""How long a departed worker is probed. All its tickets have expired by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class _Departed:
     worker: Worker
     give_up_s: float
     again: asyncio.Event
-    """Set when it has left once more, after it was back."""
+    """Set when the worker comes back and leaves again."""
 
 
 class FailureDetector:
-    """Probes every worker that writes KV, once it leaves the registry, until it is back, has provably ended, or
-    GIVE_UP_S pass."""
+    """Probes every worker that writes KV, from the time it leaves the registry until it is back, has provably ended, or
+    GIVE_UP_S have passed."""
 
     def __init__(
         self,
@@ -54,15 +54,15 @@ class FailureDetector:
         loops: LoopRunner | None = None,
         refused: Callable[[str], Awaitable[bool]] | None = None,
     ) -> None:
-        """`refused`: in place of `is_refused`."""
+        """`refused` replaces `is_refused`."""
         self._registry, self._refused = registry, refused or is_refused
         self._loops = loops or LoopRunner()
         self._known: dict[WorkerKey, Worker] = {}
         self._departed: dict[WorkerKey, _Departed] = {}
-        """Workers being probed, by one task each: who is back and leaves again stays with the same one."""
+        """Workers being probed, by one task each. A worker that comes back and leaves again keeps its task."""
 
     def report_ended(self, boots: Iterable[WorkerKey]) -> None:
-        """Takes the word of a runtime that these boots' processes have ended. Unknown boots are ignored."""
+        """Takes a runtime's report that the processes of these boots have ended. Unknown boots are ignored."""
         for key in boots:
             departed = self._departed.get(key)
             worker = departed.worker if departed is not None else self._registry.get(key)
@@ -102,7 +102,7 @@ class FailureDetector:
         del self._departed[key]
 
     async def _is_over(self, departed: _Departed) -> bool:
-        """Whether there is nothing to find out any more; proof that was found is told."""
+        """Whether probing may end. Reports proof that the process has ended."""
         worker = departed.worker
         if time.monotonic() >= departed.give_up_s or self._registry.get(worker.key) is not None:
             return True
@@ -121,9 +121,9 @@ class FailureDetector:
         log_event("worker.ended", worker_id=worker.worker_id, agent_id=worker.agent_id, proof=proof)
 
     def _replaced(self, departed: Worker) -> bool:
-        here = departed.address, departed.host_id
+        place = departed.address, departed.host_id
         workers = self._registry.snapshot().workers
-        return any((other.address, other.host_id) == here and other.key != departed.key for other in workers)
+        return any((other.address, other.host_id) == place and other.key != departed.key for other in workers)
 
 
 async def is_refused(address: str) -> bool:
@@ -134,7 +134,7 @@ async def is_refused(address: str) -> bool:
             _, writer = await asyncio.open_connection(host, port)
     except ConnectionRefusedError:
         return True
-    except (OSError, ValueError):  # also TimeoutError; a host that no resolver takes gives a ValueError
+    except (OSError, ValueError):  # also TimeoutError; a malformed host name is a ValueError
         return False
     writer.close()
     return False

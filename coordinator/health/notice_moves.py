@@ -1,4 +1,4 @@
-"""Moves what is left on a worker to others, shortly before the end of its machine that a notice has named."""
+"""Moves the unfinished requests of a worker to others, shortly before its machine ends according to a notice."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from splitserve.metrics import counter, gauge
 
 LOOK_EVERY_S = 0.1
 MARGIN_S = 3.0
-"""How long before the machine's end all requests leave its worker: time to hear of it, and to be routed again."""
+"""How long before the machine's end all requests leave its worker: enough time to route them again."""
 
 
 class NoticeMover:
-    """A worker with a notice takes no new requests. What it has not finished `MARGIN_S` before the end of its
-    machine resumes on other workers. While no others serve its model, its requests stay: the machine may live on."""
+    """A worker with a notice takes no new requests. Requests that it has not finished `MARGIN_S` before the end of its
+    machine resume on other workers. While no others serve its model, they stay: the machine may live longer."""
 
     def __init__(self, registry: Registry, clients: WorkerClients) -> None:
         self._registry, self._clients = registry, clients
@@ -43,7 +43,7 @@ class NoticeMover:
                 await self._registry.wait_change(version)
 
     def look(self, now: float) -> bool:
-        """Moves the requests of each worker whose time is up. Whether any worker has a notice."""
+        """Moves the requests of each worker whose time is up. Returns whether any worker has a notice."""
         preempted = self._registry.snapshot().preempted
         self._left &= {worker.key for worker in preempted}
         self._stuck &= {worker.key for worker in preempted}
@@ -55,13 +55,10 @@ class NoticeMover:
     def metrics(self) -> list[Metric]:
         """How many workers have a notice, and how many attempts were moved."""
         preempted = len(self._registry.snapshot().preempted)
+        workers = "Registered workers whose machines are being taken away"
         moves = "Attempts moved away from workers with a notice"
         return [
-            gauge(
-                "splitserve_preempted_workers",
-                "Registered workers whose machines are being taken away",
-                preempted,
-            ),
+            gauge("splitserve_preempted_workers", workers, preempted),
             counter("splitserve_notice_moves", moves, self._moves),
         ]
 
@@ -75,5 +72,5 @@ class NoticeMover:
         try:
             self._moves += self._clients.client_for(worker).fail_all(error)
         except UnavailableError:
-            return  # the worker has just gone, and its requests resume for that
+            return  # the worker has just gone, and its requests resume for that reason
         self._left.add(worker.key)

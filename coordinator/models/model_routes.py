@@ -51,7 +51,7 @@ class ModelRoute:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of resolving a request's model name."""
+    """The result of resolving a request's model name: the public name, and the served model behind it."""
 
     public_name: str
     model: Model
@@ -59,7 +59,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Nameable:
-    """A model name that a request may use. `weights` is empty unless the name is a route's."""
+    """A model name that a request may use. `weights` is empty unless it names a route."""
 
     name: str
     models: tuple[Model, ...]
@@ -100,17 +100,15 @@ class ModelRoutes:
         return ready
 
     def previous(self, name: str) -> Weights | None:
-        """The weights before the route's last change, empty if it did not exist then; None: never changed."""
+        """The weights before the route's last change, empty if it did not exist; None if it never changed."""
         return self._previous.get(name)
 
     def replace(self, routes: Sequence[ModelRoute]) -> None:
-        """Puts routes in force atomically, each replacing the route of its name; one without weights is removed.
+        """Puts routes in force atomically. Each replaces the route of its name; one without weights removes it.
 
         Raises InvalidArgumentError if there would be too many; nothing changes then.
         """
-        changed = dict(self._routes)
-        for route in routes:
-            changed[route.name] = route
+        changed = {**self._routes, **{route.name: route for route in routes}}
         changed = {name: route for name, route in changed.items() if route.weights}
         if len(changed) > MAX_ROUTES:
             raise InvalidArgumentError(
@@ -157,17 +155,19 @@ class ModelRoutes:
         if route is None or not caller.may_use(name):
             if name in known and self._is_direct(name) and caller.may_use(name):
                 return Found(name, known[name])
-            direct = {n: known[n] for n in known if self._is_direct(n) and caller.may_use(n)}
-            model = find_model(name, direct)
-            return Found(model.name, model)
+            direct = {
+                model: known[model] for model in known if self._is_direct(model) and caller.may_use(model)
+            }
+            only = find_model(name, direct)
+            return Found(only.name, only)
         served = route.choose(key, self.ready_models) or route.choose(key, known)
         return Found(name, known[served]) if served else None
 
     def find_served(self, name: str, served: str, caller: Caller) -> Found | None:
-        """The served model of that name, which a request for `name` began with; None while it is not known.
+        """The model `served`, with which a request for `name` began; None while it is not known.
 
-        Raises NotFoundError (MODEL_NOT_FOUND), or FailedPreconditionError (MODEL_CHANGED) if `name` does not stand for
-        it any more.
+        Raises NotFoundError (MODEL_NOT_FOUND), or FailedPreconditionError (MODEL_CHANGED) if `name` no longer stands
+        for it.
         """
         name = self.public_name(name, caller)
         route = self._routes.get(name)
@@ -184,7 +184,9 @@ class ModelRoutes:
     def nameable(self, caller: Caller) -> list[Nameable]:
         """The names that the caller may use, sorted. Routes without a known model are left out."""
         known = self._registry.known_models()
-        by_name = {n: Nameable(n, (model,), {}) for n, model in known.items() if self._is_direct(n)}
+        by_name = {
+            name: Nameable(name, (model,), {}) for name, model in known.items() if self._is_direct(name)
+        }
         for route in self._routes.values():
             models = tuple(
                 known[model] for model, weight in route.weights.items() if weight > 0 and model in known
@@ -194,23 +196,20 @@ class ModelRoutes:
         return [by_name[name] for name in sorted(by_name) if caller.may_use(name)]
 
     def public_name(self, name: str, caller: Caller) -> str:
-        """The name itself, or for an empty name the only one that it can stand for; empty if there is no such name."""
+        """The name itself. For an empty name the only route or base model behind no route that the caller may use;
+        empty if there are none or several."""
         if name:
             return name
-        public = self._public_names(caller)
+        behind_routes = {model for route in self._routes.values() for model in route.weights}
+        known = self._registry.known_models()
+        direct = [model for model in known if not known[model].base and model not in behind_routes]
+        public = [model for model in {*self._routes, *direct} if caller.may_use(model)]
         return public[0] if len(public) == 1 else ""
 
     def largest_share(self, name: str) -> str:
         """The served model with the largest weight behind a route's name; any other name unchanged."""
         route = self._routes.get(name)
         return max(route.weights, key=lambda model: route.weights[model]) if route else name
-
-    def _public_names(self, caller: Caller) -> list[str]:
-        """The names that an empty name can stand for: routes, and base models that are behind no route."""
-        behind = {model for route in self._routes.values() for model in route.weights}
-        known = self._registry.known_models()
-        names = [n for n in known if not known[n].base and n not in behind and n not in self._routes]
-        return [n for n in (*self._routes, *names) if caller.may_use(n)]
 
     def _is_direct(self, name: str) -> bool:
         return self._direct_names or all(name not in route.weights for route in self._routes.values())
@@ -239,11 +238,11 @@ def checked_route(name: str, weights: Weights, field: str) -> ModelRoute:
 
 
 def load_routes(path: Path, *, has_routes: bool = False) -> list[ModelRoute]:
-    """The routes in a YAML file of "NAME: {MODEL: WEIGHT}". Raises ConfigError naming the line, and for an empty file
-    where it `has_routes` now."""
+    """The routes in a YAML file of "NAME: {MODEL: WEIGHT}". Raises ConfigError naming the line. `has_routes`: the file
+    has had routes, and is refused if it is empty."""
     file = read_yaml_file(path, "model_routes_file")
     if has_routes and file.root is None:
-        # Whoever writes it may have been cut short; all routes would be gone.
+        # The file may be half written; all routes would be removed.
         message = f"model_routes_file: {path} is empty; no routes are written {{}}"
         raise ConfigError(message, field="model_routes_file")
     with file.naming_lines():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from typing_extensions import override
@@ -14,47 +15,45 @@ from splitserve.v1 import routes_pb2
 from splitserve.v1.routes_pb2_grpc import RoutesServiceServicer
 
 
+@dataclass(eq=False)
 class RoutesService(RoutesServiceServicer):
     """Shows and replaces the routes of this coordinator."""
 
-    def __init__(
-        self, routes: ModelRoutes, registry: Registry, access: AccessControl, coordinator_id: str
-    ) -> None:
-        self._routes = routes
-        self._registry = registry
-        self._access = access
-        self._coordinator_id = coordinator_id
+    routes: ModelRoutes
+    registry: Registry
+    access: AccessControl
+    coordinator_id: str
 
     @override
     async def GetRoutes(
         self, request: routes_pb2.GetRoutesRequest, context: Any
     ) -> routes_pb2.GetRoutesResponse:
-        self._access.require_operator(context)
+        self.access.require_operator(context)
         return routes_pb2.GetRoutesResponse(
-            coordinator_id=self._coordinator_id,
-            routes=[self._in_force(route) for route in self._routes.in_force],
+            coordinator_id=self.coordinator_id,
+            routes=[self._in_force(route) for route in self.routes.in_force],
         )
 
     @override
     async def SetRoutes(
         self, request: routes_pb2.SetRoutesRequest, context: Any
     ) -> routes_pb2.SetRoutesResponse:
-        self._access.require_operator(context)
+        self.access.require_operator(context)
         routes = checked_routes(request)
-        self._routes.replace(routes)
+        self.routes.replace(routes)
         named = {model for route in routes for model in route.weights}
         return routes_pb2.SetRoutesResponse(
-            coordinator_id=self._coordinator_id,
-            unknown_models=sorted(named - self._registry.known_models().keys()),
+            coordinator_id=self.coordinator_id,
+            unknown_models=sorted(named - self.registry.known_models().keys()),
         )
 
     def _in_force(self, route: ModelRoute) -> routes_pb2.RouteInForce:
-        previous = self._routes.previous(route.name)
+        previous = self.routes.previous(route.name)
         return routes_pb2.RouteInForce(
             route=routes_pb2.ModelRoute(name=route.name, shares=_shares(route.weights)),
             changed=previous is not None,
             previous=_shares(previous or {}),
-            ready_models=sorted(self._routes.ready_models & route.weights.keys()),
+            ready_models=sorted(self.routes.ready_models & route.weights.keys()),
         )
 
 

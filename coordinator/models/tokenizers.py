@@ -1,7 +1,7 @@
 """Tokenizes prompts, all but the shortest on threads: tokenization must never block the event loop.
 
-Nobody has admitted these prompts yet. So tenants take turns, a tenant's smaller prompts go first, and long ones have a
-thread of their own: they keep no others waiting.
+These prompts have not been admitted yet. So tenants take turns, a tenant's smaller prompts go first, and long prompts
+have a thread of their own, where they delay no others.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from splitserve.runtime.fair_lane import FairLane
 from splitserve.v1 import inference_pb2
 
 MAX_NAMED_BLOCKS = 2048
-"""Leading blocks of a prompt whose keys are computed: 32,768 tokens at 16 per block. Longer hits appear to end here."""
+"""Leading blocks of a prompt whose keys are computed: 32,768 tokens at 16 per block. Longer hits are not seen."""
 FEW_BLOCKS = 4
-"""Prompts of token ids up to this many blocks are hashed on the event loop, which is faster than a hop to a thread."""
+"""Prompts of token ids up to this many blocks are hashed on the event loop, which is faster than a call on a thread."""
 SLICE_TOKENS = 2**16
 """Token ids that are copied or compared at once: in less than 2 ms."""
 SHORT_BYTES = 512
-"""Requests up to this size are tokenized on the event loop: 0.2 ms at most, about the cost of the hop."""
+"""Requests up to this size are tokenized on the event loop: 0.2 ms at most, about the cost of a call on a thread."""
 LONG_BYTES = 2**15
 """Requests above this size are tokenized one at a time: a megabyte of digits takes seconds."""
 THREADS = 2
-"""For chat templates and tokenization, without those for long prompts and for loading tokenizers."""
+"""Threads for chat templates and tokenization, without those for long prompts and for loading tokenizers."""
 
 
 class EncodedPrompt(NamedTuple):
@@ -59,14 +59,14 @@ class PromptTokenizers:
         self._lane, self._long_lane = FairLane(threads), FairLane(1)
         self._loading: dict[str, asyncio.Task[Tokenizer]] = {}
         self._encoding: SharedCalls[EncodedPrompt] = SharedCalls()
-        """Long prompts that are being tokenized, by everything that the result depends on."""
+        """Prompts that are being tokenized, by everything that determines the result."""
         self._warm: set[tuple[str, str, bool]] = set()
-        """(source, prompt form, has tools) seen before: the first such request compiles a chat template."""
+        """(source, prompt form, has tools) of earlier requests: the first such request compiles a chat template."""
         for source in early:
             self._task(source).add_done_callback(partial(_warn_if_failed, source))
 
     async def tokenizer(self, source: str) -> Tokenizer:
-        """The tokenizer of a source. Errors of loading are raised here, and the next call tries again."""
+        """The tokenizer of a source. Raises the errors of loading it; the next call tries again."""
         task = self._task(source)
         if task.done():
             return task.result()
@@ -91,11 +91,10 @@ class PromptTokenizers:
         tenant: str = "",
     ) -> EncodedPrompt:
         """Token ids as from `encode`, and the index keys of the prompt's leading full blocks, at most MAX_NAMED_BLOCKS
-        of `block_size` tokens; none if it is 0. `check` is called before, where the prompt is tokenized. A long prompt
-        that arrives again while it is being tokenized, as several answers to one do, is tokenized once. Tenants have
-        their prompts tokenized in turn.
+        of `block_size` tokens; none if it is 0. `check` is called first, on the same thread. Equal prompts that arrive
+        while the first is being tokenized, such as those of several answers, are tokenized once. Tenants take turns.
 
-        Raises TooManyTokensError for more than `most` tokens, and what `check` raises.
+        Raises TooManyTokensError for more than `most` tokens, and the errors of `check`.
         """
         form = request.WhichOneof("prompt") or ""
         kind = source, form, bool(request.chat.tools_json)
@@ -108,21 +107,20 @@ class PromptTokenizers:
         else:
             tokenizer = await self.tokenizer(source)
             is_short = kind in self._warm and request.ByteSize() <= SHORT_BYTES
-        if is_short:
-            check()
-            return _encode_named(tokenizer, request, block_size, cache_salt, most)
 
         def work() -> EncodedPrompt:
             check()
             return _encode_named(tokenizer, request, block_size, cache_salt, most)
 
+        if is_short:
+            return work()
         key = tenant, kind, _prompt_bytes(request), block_size, cache_salt, most
         prompt = await self._encoding.result(key, lambda: self._in_turn(tenant, request.ByteSize(), work))
         self._warm.add(kind)
         return prompt
 
     async def _in_turn(self, tenant: str, size: int, work: Callable[[], EncodedPrompt]) -> EncodedPrompt:
-        """The result of work on a thread. A turn lasts as long as its thread works, however soon its clients leave."""
+        """The result of work on a thread. The turn lasts as long as the thread works, even if its clients leave."""
         lane = self._long_lane if size > LONG_BYTES else self._lane
         async with lane.turn(tenant, size):
             working = asyncio.get_running_loop().run_in_executor(self._threads, work)
@@ -155,7 +153,7 @@ class PromptTokenizers:
 
 
 def _warn_if_failed(source: str, done: asyncio.Task[Tokenizer]) -> None:
-    """Nobody waits for an early load: the next request tries again."""
+    """Logs a failed early load, for which nobody waits. The next request tries again."""
     if not done.cancelled() and (error := done.exception()) is not None:
         log_event("tokenizer.failed", level=logging.WARNING, source=source, error=str(error))
 
@@ -182,7 +180,7 @@ def _encode_named(
 
 
 def _sliced(ids: Sequence[int]) -> list[int]:
-    """A copy, made in slices: one call for all would keep the interpreter to itself meanwhile."""
+    """A copy, made in slices: one call for all would hold the interpreter's lock for long."""
     copied: list[int] = []
     for start in range(0, len(ids), SLICE_TOKENS):
         copied += ids[start : start + SLICE_TOKENS]
@@ -212,12 +210,7 @@ def _turn(position: int, message: inference_pb2.ChatMessage) -> Turn:
 
 def _further(text: str, field: str) -> dict[str, Any]:
     """Further fields of a message; none for no text. Raises InvalidArgumentError."""
-    if not text:
-        return {}
-    try:
-        value = _json(text)
-    except ValueError as error:
-        raise InvalidArgumentError(f"{field} is no valid JSON: {error}", field=field) from None
+    value = _field_json(text, field) if text else {}
     if not isinstance(value, dict) or value.keys() & Turn._fields:
         message = f"{field} must be a JSON object of fields that ChatMessage does not have"
         raise InvalidArgumentError(message, field=field)
@@ -234,26 +227,28 @@ def _with_parsed_arguments(call: dict[str, Any], field: str) -> dict[str, Any]:
         try:
             arguments = _json(arguments or "{}")
         except ValueError:
-            # Arguments that an earlier answer left unfinished; the model sees them unchanged.
+            # An earlier answer left these arguments unfinished. The model sees them unchanged.
             return call
     return call | {"function": function | {"arguments": arguments}}
 
 
 def _objects(text: str, field: str) -> list[dict[str, Any]]:
     """A JSON array of objects; empty for no text. Raises InvalidArgumentError."""
-    if not text:
-        return []
-    try:
-        value = _json(text)
-    except ValueError as error:
-        raise InvalidArgumentError(f"{field} is no valid JSON: {error}", field=field) from None
+    value = _field_json(text, field) if text else []
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise InvalidArgumentError(f"{field} must be a JSON array of objects", field=field)
     return value
 
 
+def _field_json(text: str, field: str) -> Any:
+    try:
+        return _json(text)
+    except ValueError as error:
+        raise InvalidArgumentError(f"{field} is no valid JSON: {error}", field=field) from None
+
+
 def _json(text: str) -> Any:
-    """Raises ValueError for no JSON, InvalidArgumentError for more values than may be parsed at once."""
+    """The JSON value. Raises ValueError for other text, InvalidArgumentError for too many values."""
     if len(text) > SHORT_BYTES:
         check_structure(text.encode())
     return from_json(text, allow_inf_nan=False)

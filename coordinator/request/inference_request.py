@@ -47,9 +47,6 @@ class RequestTargets:
     tpot_s: float | None = None
 
 
-NO_TARGETS = RequestTargets()
-
-
 @dataclass(frozen=True, slots=True)
 class Caller:
     """The tenant behind a request. Without configured tenants, every caller is `ANYONE`."""
@@ -65,19 +62,19 @@ class Caller:
     weight: float = 1.0
     """Share of a saturated cluster, relative to the other tenants' weights."""
     models: tuple[str, ...] = ("*",)
-    """Patterns of the model names that the caller may use; others do not exist for it."""
+    """Patterns of the model names that the caller may use; other models do not exist for it."""
     max_prompt_tokens: int | None = None
-    """Tokens per prompt, at most; None: limited by the context only."""
+    """Most tokens of a prompt; None: limited by the context only."""
     max_output_tokens: int | None = None
-    """Output tokens per request, at most, and the default; None: limited by the context only."""
+    """Most output tokens of a request, and the default; None: limited by the context only."""
 
     targets: RequestTargets | None = None
-    """The tenant's own; what is None there, and None here, is that of the settings."""
+    """The tenant's targets. The settings' targets apply where the tenant has none."""
     on_late: OnLate | None = None
-    """What becomes of its requests that would miss their TTFT target; None: what the settings say."""
+    """What happens to its requests that would miss their TTFT target; None: as in the settings."""
     any_target: bool = False
-    """Whether a request may name a target where neither tenant nor settings have one. It would go before other
-    tenants' requests by it."""
+    """Whether a request may name a target when neither tenant nor settings have one. With it, the request would precede
+    other tenants' requests."""
 
     def may_use(self, model: str) -> bool:
         """Whether the caller may use this model."""
@@ -92,7 +89,7 @@ CLASS_RANKS: Mapping[PriorityClass, int] = MappingProxyType({"interactive": 1, "
 
 
 def precedence_of(tenant: str, priority_class: PriorityClass, priority: int) -> generation_pb2.Precedence:
-    """Where a tenant's request with this `priority` of its own stands in the workers' queues."""
+    """The place of a tenant's request with this `priority` in the workers' queues."""
     return generation_pb2.Precedence(
         class_rank=CLASS_RANKS[priority_class], tenant_key=_tenant_key(tenant), within_tenant=priority
     )
@@ -107,7 +104,7 @@ class Authenticator(Protocol):
     """Resolves a credential to a caller."""
 
     def caller(self, credential: str | None) -> Caller:
-        """The holder of this API key; None: no key was given. Raises UnauthenticatedError. Never blocks."""
+        """The holder of an API key; `credential` is None without a key. Raises UnauthenticatedError. Never blocks."""
 
 
 class AnonymousAuthenticator(Authenticator):
@@ -123,10 +120,10 @@ def resolved_targets(
 ) -> tuple[RequestTargets, float | None]:
     """The targets of a request, and the time to the first token beyond which admission refuses it; None: never.
 
-    Late ones are refused only where tenant or settings say so (`on_late`), and not for what only the request asks for.
-    Batch tenants have no target for the first token unless they or the request name one, and are not refused.
-    Raises InvalidArgumentError for one that is out of range, or below that of the tenant or
-    the settings, or is named by a tenant where these have none: it would put the request before others.
+    Requests are refused only if tenant or settings say so (`on_late`), and not by a target that only the request has.
+    Batch tenants have no TTFT target unless they or the request name one, and are not refused. Raises
+    InvalidArgumentError for a target that is out of range, is stricter than that of the tenant or the settings, or has
+    no such counterpart: it would put the request before others.
     """
     own = caller.targets or RequestTargets()
     batch = caller.priority_class == "batch"
@@ -136,14 +133,14 @@ def resolved_targets(
     refused = not batch and (caller.on_late or settings.on_late) == "refuse"
     slo_ttft_s = ttft_s if refused else None
     if request.HasField("ttft_ms"):
-        ttft_s = _asked_s("ttft_ms", request.ttft_ms, MAX_TTFT_MS, least_ttft_s, caller)
+        ttft_s = _checked_s("ttft_ms", request.ttft_ms, MAX_TTFT_MS, least_ttft_s, caller)
         slo_ttft_s = None if slo_ttft_s is None else ttft_s
     if request.HasField("tpot_ms"):
-        tpot_s = _asked_s("tpot_ms", request.tpot_ms, MAX_TPOT_MS, tpot_s, caller)
+        tpot_s = _checked_s("tpot_ms", request.tpot_ms, MAX_TPOT_MS, tpot_s, caller)
     return RequestTargets(ttft_s, tpot_s), slo_ttft_s
 
 
-def _asked_s(name: str, value_ms: float, most_ms: int, least_s: float | None, caller: Caller) -> float:
+def _checked_s(name: str, value_ms: float, most_ms: int, least_s: float | None, caller: Caller) -> float:
     between(name, value_ms, LEAST_TARGET_MS, most_ms)
     if least_s is None and not caller.any_target:
         fail(name, "left out: this tenant has no such target here that could be exceeded")
@@ -153,20 +150,20 @@ def _asked_s(name: str, value_ms: float, most_ms: int, least_s: float | None, ca
 
 
 Operation = Literal["chat", "text_completion"]
-"""As `gen_ai.operation.name` of OpenTelemetry's conventions has it."""
+"""Values of `gen_ai.operation.name` in OpenTelemetry's conventions."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """Made at receipt by `coordinator.entrypoints.inference_api`."""
+    """The trace of a request, made at receipt by `coordinator.entrypoints.inference_api`."""
 
     context: TraceContext
-    """The request's own span; where this coordinator does not trace, the client's, unsampled."""
+    """The request's own span; if this coordinator does not trace, the client's, unsampled."""
     parent_id: str = ""
     """The client's span id; empty: the trace begins here."""
     operation: Operation = "text_completion"
     resumed: TraceContext | None = None
-    """The request's span at the coordinator that had sent the beginning of the answer."""
+    """The request's span at the coordinator that sent the beginning of the answer."""
 
     @property
     def exported(self) -> bool:
@@ -184,7 +181,7 @@ class RequestTrace:
 
 POOL_BYTES = 4096
 CHAT_PREFIX, COMPLETION_PREFIX = "chatcmpl-", "cmpl-"
-"""What the id of an OpenAI answer begins with; the request's id follows."""
+"""Prefixes of the id of an OpenAI answer; the request's id follows."""
 
 
 class RandomPool:
@@ -216,7 +213,7 @@ def random_bits(count: int) -> int:
 
 
 def names_of(given: str) -> tuple[str, ...]:
-    """The request ids that a client may mean by an id: its own, that in an answer's id, the first choice's."""
+    """The request ids that a client's id may mean: the id itself, the one in an answer's id, or the first choice's."""
     for prefix in (CHAT_PREFIX, COMPLETION_PREFIX):
         if given.startswith(prefix):
             inner = given.removeprefix(prefix)
@@ -262,9 +259,9 @@ class InferenceRequest:
     """How the answer ended, if the client has all of it but the final message."""
     trace: RequestTrace | None = None
     targets: RequestTargets | None = None
-    """What it is to be served with: its own targets, its tenant's or those of the settings; None: nothing."""
+    """Its own targets, its tenant's or those of the settings; None: no targets."""
     slo_ttft_s: float | None = None
-    """Time to the first token beyond which admission refuses it; None: never."""
+    """Predicted time to the first token beyond which admission refuses the request, in seconds; None: never."""
 
     @property
     def max_tokens(self) -> int:
@@ -281,16 +278,16 @@ def find_model(name: str, models: Mapping[str, Model]) -> Model:
         return models[name]
     if not name and len(models) == 1:
         return next(iter(models.values()))
-    several = "model must be named: several are served" if models else "no model is served here"
-    message = f"model {name[:128]!r} is not served here" if name else several
+    unnamed = "model must be named: several are served" if models else "no model is served here"
+    message = f"model {name[:128]!r} is not served here" if name else unnamed
     raise NotFoundError(message, reason="MODEL_NOT_FOUND", field="model")
 
 
 def check_names(request: inference_pb2.GenerateRequest) -> None:
-    """Checks the ids, which are logged and hashed before anything else is looked at."""
-    for name, given in (("request_id", request.request_id), ("session_id", request.session_id)):
-        if given:
-            require(REQUEST_ID.match(given) is not None, name, "at most 128 characters of [A-Za-z0-9._-]")
+    """Checks the ids, which are logged and hashed before any other check."""
+    for name, value in (("request_id", request.request_id), ("session_id", request.session_id)):
+        if value:
+            require(REQUEST_ID.match(value) is not None, name, "at most 128 characters of [A-Za-z0-9._-]")
 
 
 def check_request(request: inference_pb2.GenerateRequest, model: Model) -> None:
@@ -316,7 +313,7 @@ def check_length(
 ) -> None:
     """Checks a prompt's length in tokens: not 0, less than the context, and at most `limit` for this caller.
 
-    `counted`: whether it has just so many, not more.
+    `counted`: whether `tokens` is the exact length and not a lower bound.
     """
     require(tokens > 0, field, "at least one token long")
     has = f"{field} has {tokens} tokens" if counted else f"{field} has {tokens} tokens or more"
@@ -336,7 +333,7 @@ def check_highest(token_id: int, field: str, model: Model) -> None:
 
 
 def check_resume(resume: inference_pb2.GenerationResume, max_tokens: int) -> None:
-    """Checks that what is resumed is part of an answer of `max_tokens` tokens at most."""
+    """Checks that the resumed output is part of an answer of `max_tokens` tokens at most."""
     between("resume.token_ids (count)", len(resume.token_ids), 0, max_tokens)
 
 
@@ -348,7 +345,7 @@ def resolved_sampling(sampling: generation_pb2.SamplingParams, seed: int) -> gen
         resolved.temperature = 1.0
     if not sampling.HasField("top_p"):
         resolved.top_p = 1.0
-    elif not sampling.top_p:  # of the likeliest tokens always the first one remains, and engines take no 0
+    elif not sampling.top_p:  # 0 means the likeliest token alone, and engines refuse 0
         resolved.top_p, resolved.top_k = 1.0, 1
     if not sampling.HasField("repetition_penalty"):
         resolved.repetition_penalty = 1.0
@@ -360,8 +357,8 @@ def resolved_sampling(sampling: generation_pb2.SamplingParams, seed: int) -> gen
 def resolved_stop(
     stop: generation_pb2.StopParams, prompt_tokens: int, model: Model, limit: int | None = None
 ) -> generation_pb2.StopParams:
-    """A copy with `max_tokens` filled in: what the context and the caller's `limit` leave, unless the client asked for
-    less."""
+    """A copy with `max_tokens` filled in: the room that the context and the caller's `limit` leave, unless the client
+    asked for less."""
     context_left = model.context_tokens - prompt_tokens
     resolved = generation_pb2.StopParams()
     resolved.CopyFrom(stop)

@@ -1,7 +1,7 @@
 """Bounds of a JSON text, checked before it is parsed.
 
 A parser allocates an object for every two or three bytes of `[[],[],...` and holds the interpreter's lock meanwhile.
-Counting the marks between values allocates nothing that lasts, and stops every 64 KiB for other threads.
+Counting the characters between values keeps no objects, and lets other threads run after every 64 KiB.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from splitserve.errors import InvalidArgumentError
 
 MAX_CONTAINERS = 2**15
-"""Objects and arrays."""
+"""Most objects and arrays."""
 MAX_KEYS = 2**15
-"""Keys of all objects together."""
+"""Most keys of all objects together."""
 MAX_VALUES = 2**18
-"""Values in all; more where a model's context holds more tokens. Each of these is parsed in 15 ms at worst."""
+"""Most values; more if a model's context holds more tokens. A text at any of these bounds is parsed in 15 ms."""
 SLICE_BYTES = 64 * 2**10
 _KEPT = b'",:[{'
 _DROPPED = bytes(byte for byte in range(256) if byte not in _KEPT)
@@ -22,16 +22,16 @@ _DROPPED = bytes(byte for byte in range(256) if byte not in _KEPT)
 def check_structure(body: bytes, most_values: int = MAX_VALUES) -> None:
     """Raises InvalidArgumentError (TOO_MANY_VALUES) naming the bound.
 
-    What is no JSON is left to the parser, which reads to the first error and up to there finds what was counted here.
+    Text that is no JSON is left to the parser, which stops at the first error.
     """
     containers = keys = values = 0
     inside, carried = False, b""
     for start in range(0, len(body), SLICE_BYTES):
         piece = carried + body[start : start + SLICE_BYTES]
-        # An escape must not be torn apart: it goes with the next piece, backslashes before it included.
+        # Backslashes at the end of a piece go with the next one, so that no escape is split.
         whole = piece.rstrip(b"\\")
         carried = piece[len(whole) :]
-        # Pairs of backslashes first: what then stands before a quote escapes it.
+        # Pairs of backslashes are removed first: a backslash that remains before a quote escapes it.
         bare = whole.replace(b"\\\\", b"").replace(b'\\"', b"")
         spans = bare.translate(None, _DROPPED).split(b'"')
         outside = b"".join(spans[inside::2])

@@ -1,4 +1,4 @@
-"""The events of a request. `RequestEvents` is the one place that writes the request's state and notifies observers."""
+"""The events of a request. Only `RequestEvents` writes the request's state and notifies observers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2
 
 P = ParamSpec("P")
 MAX_FAILURE_CHARACTERS = 300
-"""Of an error that an attempt's record keeps."""
+"""Most characters of an error in an attempt's record."""
 BATCH_TOKENS = 8
-"""How many tokens of a stream observers hear of at once, half a KV block or less."""
+"""Tokens of a stream that are reported to observers at once, half a KV block or less."""
 
 
 class RequestObserver:
@@ -62,8 +62,8 @@ class RequestObserver:
     def sent(self, state: RequestState, output_tokens: int) -> None:
         """`output_tokens` more tokens were sent to the client. The first call implies that the prompt is computed.
 
-        Of each attempt observers hear of the first two deltas at once, of later ones BATCH_TOKENS at a time, and of the
-        rest at its end.
+        The first two deltas of each attempt are reported at once, later ones BATCH_TOKENS at a time, the rest at its
+        end.
         """
 
     def completed(self, state: RequestState) -> None:
@@ -74,10 +74,10 @@ class RequestObserver:
 
 
 class RequestControl(Protocol):
-    """Those who decide by what becomes of one request. They are called before observers are."""
+    """Receives the events of one request by which decisions are made. It is called before observers are."""
 
     def output_sent(self, tokens: int) -> None:
-        """So many more tokens were sent to the client, as `RequestObserver.sent` has it."""
+        """`tokens` more tokens were sent to the client; reported as in `RequestObserver.sent`."""
 
     def decoded(self) -> None:
         """The decode worker holds nothing for the request any more."""
@@ -89,9 +89,9 @@ class RequestControl(Protocol):
 class RequestEvents:
     """The events of one request; a context manager whose exit emits `ended`.
 
-    Observers are for telemetry. What is decided by events that come on several paths goes through `control`; the
-    request flow calls the rest itself. `emit` only notifies observers; the other methods write the state first. An
-    observer that raises neither fails the request nor keeps the event from other observers.
+    Observers are for telemetry. Events that come on several paths and by which decisions are made go to `control`; the
+    request flow makes all other calls itself. `emit` only notifies observers; the other methods write the state first.
+    An observer that raises neither fails the request nor keeps the event from other observers.
     """
 
     __slots__ = ("_batch_tokens", "_batches", "_observers", "_pending_tokens", "control", "state")
@@ -101,9 +101,9 @@ class RequestEvents:
         self.control: RequestControl | None = None
         self._observers = tuple(observers)
         self._pending_tokens, self._batch_tokens = 0, 1
-        """Tokens sent that observers have not heard of, and from how many on they hear of them."""
+        """Sent tokens that are not reported yet, and how many of them are reported at once."""
         self._batches = 0
-        """How often observers have heard of tokens of this attempt."""
+        """Reports of sent tokens in this attempt."""
 
     def __enter__(self) -> Self:
         return self
@@ -131,12 +131,12 @@ class RequestEvents:
                 log_exception("observer.failed", error, observer=listener.__qualname__)
 
     def waited(self, waits: Waits, predicted_ttft_s: float = 0.0) -> None:
-        """Records time that the request waited for admission, and the forecast of it. Emits nothing."""
+        """Records the time that the request waited for admission, and the forecast of its TTFT. Emits nothing."""
         self.state.waits += waits
         self.state.predicted_ttft_s = predicted_ttft_s
 
     def admitted(self, now: float) -> None:
-        """All of admission is over. Emits nothing."""
+        """Records the end of admission. Emits nothing."""
         self.state.admitted_s = now
 
     def routed(
@@ -225,7 +225,7 @@ class RequestEvents:
         self.emit(RequestObserver.completed)
 
     def _report_sent(self) -> None:
-        """Reports what has been sent: for an observer many tokens are no more work than one."""
+        """Reports the tokens sent since the last report: for an observer many tokens are no more work than one."""
         if count := self._pending_tokens:
             self._pending_tokens = 0
             self._batches += 1
@@ -236,8 +236,8 @@ class RequestEvents:
 
 
 def failure_text(error: BaseException | None) -> str:
-    """Reason and message of an error, for a record; empty where a client has just left. The message of an error that
-    finds fault with a field may repeat what is in it, so the field is named instead."""
+    """Reason and message of an error, for a record; empty if the client has left. An invalid field is named instead of
+    the message, which may repeat the field's content."""
     match error:
         case None | asyncio.CancelledError():
             return ""

@@ -1,4 +1,4 @@
-"""The one way out for the output of a request: by messages, and by tokens where nothing has to be waited for."""
+"""The way of a request's output to its entrypoint: as messages, or as deltas that are taken without a wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from splitserve.v1 import generation_pb2, inference_pb2
 
 
 class Output(Protocol):
-    """Where an entrypoint takes the answer to one request."""
+    """Takes the answer to one request, for an entrypoint."""
 
     async def send(self, response: inference_pb2.GenerateResponse) -> None:
         """Takes the next message, the last of which has `done` set. Waits while the client does not read."""

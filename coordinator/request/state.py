@@ -1,5 +1,5 @@
-"""The state of one request across its attempts, written by `coordinator.request.observer` only, and what is expected of
-requests: output length, and how much of a prompt is cached.
+"""The state of one request across its attempts, written by `coordinator.request.observer` only, and the estimates for
+new requests: output length, and the cached part of a prompt.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ class PairCost:
     @property
     def wait_s(self) -> float:
         """Seconds until the request can be decoded."""
-        own_s = self.queue_s + self.prefill_s
-        return own_s + self.transfer_s + self.decode_wait_s
+        return self.queue_s + self.prefill_s + self.transfer_s + self.decode_wait_s
 
 
 NO_COST = PairCost()
@@ -47,7 +46,7 @@ NO_COST = PairCost()
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker that was considered for its role, with the cost of the pair that it makes with the chosen other one."""
+    """A worker that was considered in its pool, with the cost of its pair with the chosen worker of the other pool."""
 
     worker_id: str
     pool: PoolName
@@ -59,7 +58,7 @@ class Candidate:
 LONGEST_NAME = 100
 """Leading characters of the client's request id that an attempt id contains."""
 MAX_PAST_ATTEMPTS = 8
-"""Ended attempts that are remembered: the first half of them, and the latest."""
+"""Most ended attempts that are remembered: the first ones, and the latest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +106,14 @@ class AttemptReport:
     worker_queue_ms: float = 0.0
     """Part of `queue_ms` that was spent on the worker that computed the prompt."""
     chunks: int = 0
-    """Steps that the prefill worker computed the prompt in; 0: unknown."""
+    """Steps in which the prefill worker computed the prompt; 0: unknown."""
     reserved_blocks: int = 0
     """KV blocks that the ticket names."""
     descriptors: int = 0
     """Write descriptors posted."""
 
     def record_prefill(self, first: prefill_pb2.FirstToken) -> None:
-        """The prefill worker has computed the prompt."""
+        """Records the measurements of a prompt that the prefill worker has computed."""
         self.queue_ms += first.queue_ms
         self.worker_queue_ms = first.queue_ms
         self.prefill_ms = first.compute_ms
@@ -122,14 +121,14 @@ class AttemptReport:
         self.chunks = first.chunks
 
     def record_local_prefill(self, local: decode_pb2.LocalPrefill) -> None:
-        """The decode worker has computed the prompt itself."""
+        """Records the measurements of a prompt that the decode worker has computed."""
         self.queue_ms += local.queue_ms
         self.worker_queue_ms = local.queue_ms
         self.prefill_ms = local.compute_ms
         self.cached_prompt_tokens = self.decode_cached_tokens = local.cached_tokens
 
     def record_transfer(self, handoff: prefill_pb2.HandoffDone, transport: str) -> None:
-        """The prefill worker has written all KV that the decode worker lacked."""
+        """Records the measurements of a finished handoff."""
         if handoff.written_bytes:
             self.transport = transport
         self.transfer_ms = handoff.transfer_ms
@@ -154,17 +153,17 @@ class AttemptRecord:
     """The worker at fault if the attempt fails now."""
     report: AttemptReport
     first_position: int = 0
-    """Output tokens that earlier attempts had brought."""
+    """Output tokens of earlier attempts."""
     number: int = 1
     """Its number among the request's attempts, from 1."""
     candidates: tuple[Candidate, ...] = ()
     """If records are kept: of each pool the chosen worker, then the next best ones."""
     trace: TraceContext | None = None
-    """What its workers' spans are part of."""
+    """The parent of its workers' spans."""
     is_local: bool = False
     """Whether the decode worker computes the prompt itself."""
     reserving_s: float | None = None
-    """When Reserve was called. This and the next ones on the coordinator's monotonic clock; None: not come to that."""
+    """When Reserve was called. This and the next times are on the coordinator's monotonic clock; None: not yet."""
     prefilling_s: float | None = None
     """When the prompt was sent to the prefill worker."""
     prefilled_s: float | None = None
@@ -177,9 +176,10 @@ class AttemptRecord:
 
     @property
     def pair(self) -> tuple[WorkerKey, ...]:
-        """Keys of the prefill worker and, if there is another one that decodes, of that."""
-        alone = self.decode is None or self.decode.key == self.prefill.key
-        return (self.prefill.key,) if alone or self.decode is None else (self.prefill.key, self.decode.key)
+        """Keys of the prefill worker and of the decode worker, if it is another one."""
+        if self.decode is None or self.decode.key == self.prefill.key:
+            return (self.prefill.key,)
+        return self.prefill.key, self.decode.key
 
     @property
     def all_workers_responded(self) -> bool:
@@ -202,16 +202,15 @@ class RequestState:
     estimate: RequestEstimate
     """Made once, at arrival."""
     flight: Flight = field(init=False)
-    """The request in the account of work; admission puts its own view of it here."""
+    """The request's entry in the account of work; admission replaces it by an `Entry`."""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: generation_pb2.FinishReason.ValueType = generation_pb2.FINISH_REASON_UNSPECIFIED
     attempts: int = 0
     fruitless_attempts: int = 0
-    """Those that failed without a token since the last one that brought any."""
+    """Failed attempts without a token since the last attempt with one."""
     failed_workers: set[WorkerKey] = field(default_factory=set)
     other_role: Worker | None = None
-    """The worker, as it was when it was chosen, that has refused the last attempt because its role is another one now.
-    """
+    """The worker that refused the last attempt because its role has changed, as it was when it was chosen."""
     first_token_s: float | None = None
     last_token_s: float = 0.0
     report: AttemptReport = field(default_factory=lambda: AttemptReport(""))
@@ -220,9 +219,9 @@ class RequestState:
     awaits_workers: bool = False
     """Whether it waits, or waited when it ended, for the first workers of a pool."""
     from_zero: bool = False
-    """Whether it has waited for them."""
+    """Whether it has waited for the first workers of a pool."""
     relieves_prefill: bool = False
-    """Whether the decode worker may compute the prompt only because others wait at the prefill worker."""
+    """Whether the decode worker may compute the prompt only because prompts wait at the prefill worker."""
     current: AttemptRecord | None = None
     """The running or last attempt; None before the first."""
     past: list[AttemptRecord] = field(default_factory=list)
@@ -230,11 +229,13 @@ class RequestState:
     tokenized_s: float = 0.0
     """When its prompt was tokenized, on the coordinator's monotonic clock."""
     admitted_s: float | None = None
+    """When admission was over."""
     predicted_ttft_s: float = 0.0
-    """When admission was over, and its forecast for a request that had to wait; 0: none."""
+    """Admission's forecast for a request that had to wait; 0: none."""
     longest_gap_s: float = 0.0
-    """Longest time between two deltas, and the position of the token after it."""
+    """Longest time between two deltas."""
     longest_gap_position: int = 0
+    """Position of the token after the longest gap."""
     completed: bool = False
     """Whether the whole answer was sent."""
 
@@ -268,12 +269,12 @@ class RequestState:
 
     @property
     def needs_decode(self) -> bool:
-        """Whether more than the one token that prefill samples may follow."""
+        """Whether more tokens may follow the one that the prefill worker samples."""
         return self.request.max_tokens - len(self.token_ids) > 1
 
     @classmethod
     def of(cls, request: InferenceRequest, estimate: RequestEstimate, now: float) -> RequestState:
-        """A request at its beginning, or where another coordinator left it. `now`: it has just been tokenized."""
+        """A request at its beginning, or at the point where another coordinator stopped. It was tokenized at `now`."""
         state = cls(request, estimate, list(request.resumed), request.resumed_finish, tokenized_s=now)
         if not state.finished and len(request.resumed) >= request.max_tokens:
             state.finish_reason = generation_pb2.FINISH_REASON_LENGTH
@@ -355,8 +356,8 @@ class RequestState:
     def targets_left(self, now: float) -> generation_pb2.ServiceTargets | None:
         """The targets for the next attempt, at `now` on the request's clock; None without any.
 
-        The first token is due so long after the request came. An answer that goes on is due so long after now: before
-        the requests of others it has no right to be, since any client may say that it resumes one.
+        The time to the first token counts from the request's receipt. For a resumed answer it counts from now, so that
+        it does not precede the requests of others: any client may claim to resume an answer.
         """
         targets, received_s = self.request.targets, self.request.received_s
         if targets is None or (targets.ttft_s is None and targets.tpot_s is None):
@@ -369,7 +370,7 @@ class RequestState:
         return left
 
     def started(self) -> inference_pb2.GenerationStart:
-        """What a client needs to go on at another coordinator."""
+        """The message with which a client can resume at another coordinator."""
         request = self.request
         return inference_pb2.GenerationStart(
             request_id=request.request_id,
@@ -488,8 +489,8 @@ class Estimates:
     def learn(self, state: RequestState) -> None:
         """Learns from a request whose whole answer was sent.
 
-        Of cached prefixes only what a prefill worker found in the first attempt counts: a later attempt hits what the
-        first one cached.
+        Cached prompt tokens count only as found by a prefill worker in the first attempt: a later attempt finds blocks
+        that the first one cached.
         """
         count, means = len(state.token_ids), self.of_model(state.request.model.base_name)
         if state.attempts == 1 and state.report.prefill_worker:
@@ -506,7 +507,7 @@ class Estimates:
             self._means.popitem(last=False)
 
     def _output_tokens(self, request: InferenceRequest) -> float:
-        """The mean of the narrowest key that is known, at most what was asked for."""
+        """The mean of the narrowest known key, at most the request's `max_tokens`."""
         known = next((mean for key in _length_keys(request) if (mean := self._means.get(key))), None)
         mean = known or self.of_model(request.model.base_name).output_tokens
         return min(mean.value, request.max_tokens)

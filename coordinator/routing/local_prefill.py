@@ -5,9 +5,9 @@
     split   queue of the prefill worker, compute there, transfer of the KV
     local   prompts that wait at the decode worker, compute there beside its streams
 
-What it does not weigh: other decode workers than the one that the router has chosen; prompts and streams that arrive
-meanwhile; the second chance of a prompt, should the decode worker's cache turn out to lack more than is known (the
-worker then asks for the handoff); and that a decode worker which computes prompts leaves prefill workers idle.
+The decision ignores decode workers other than the one that the router has chosen; prompts and streams that arrive
+meanwhile; that a decode worker whose cache turns out to lack more of the prompt asks for the handoff after all; and
+that prefill workers may stay idle while decode workers compute prompts.
 """
 
 from __future__ import annotations
@@ -18,58 +18,59 @@ from dataclasses import dataclass
 from coordinator.routing.router import Pair
 from coordinator.workers.load import DecodeLoad, PrefillLoad, WorkerLoads
 from splitserve.config.coordinator import LocalPrefill
-from splitserve.latency_model import LatencyModel, PrefillLatency
+from splitserve.latency_model import LatencyModel
 
 NO_LIMIT = 2**32 - 1
-"""As a number of tokens: the decode worker computes the prompt itself, whatever it lacks of it."""
+"""Number of local prefill tokens that lets the decode worker compute the prompt however much of it is uncached."""
 MAX_TOKENS_WITHOUT_TARGET = 256
-"""The longest prompt, without what is cached, that streams without a TPOT target are held up by."""
+"""Most uncached tokens of a prompt that is computed beside streams without a TPOT target."""
 MIN_CHUNK_TOKENS = 16
-"""The least prompt tokens that the engine computes in a step beside streams, whatever their targets."""
+"""Fewest prompt tokens that the engine computes in a step beside streams, whatever their targets."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPrefillFacts:
-    """What the decision depends on, for one prompt and one pair of workers."""
+    """The inputs of the decision, for one prompt and one pair of workers."""
 
     tokens: int
     """Prompt tokens that the decode worker lacks."""
     cached_tokens: int
-    """Leading prompt tokens that it holds."""
+    """Leading prompt tokens that the decode worker holds."""
     split_s: float | None
-    """Seconds until the first token by way of the prefill worker; None: unmeasured."""
+    """Seconds until the first token by way of the prefill worker; None: not measured."""
     model: LatencyModel
-    """Of the decode worker."""
+    """The decode worker's latency model."""
     waiting_tokens: int = 0
-    """Prompt tokens that wait or are computed there already."""
+    """Prompt tokens that wait or are being computed on the decode worker."""
     streams: int = 0
-    """Sequences that it decodes."""
+    """Sequences that the decode worker decodes."""
     context_tokens: int = 0
-    """Tokens of KV of those."""
+    """KV tokens of these sequences."""
     tpot_s: float | None = None
-    """The strictest TPOT target of those and of the request; None: there is none."""
+    """The strictest TPOT target of these sequences and of the request; None without any."""
 
 
 def local_prefill_tokens(facts: LocalPrefillFacts) -> int:
     """Prompt tokens that the decode worker may compute itself: all that it lacks, or 0."""
     prefill = facts.model.prefill
     step_s = facts.model.decode_step_s(facts.streams, facts.context_tokens) if facts.streams else 0.0
-    # 1. Nothing is decided by a guess: the prompt is handed off.
+    # 1. Without measurements the prompt is handed off.
     if facts.split_s is None or prefill is None or step_s is None:
         return 0
-    # 2. Nobody says what the streams need: a short prompt holds them up little, a long one is handed off.
+    # 2. Without a TPOT target a long prompt is handed off; a short one delays the streams little.
     if facts.tpot_s is None and facts.tokens > MAX_TOKENS_WITHOUT_TARGET:
         return 0
-    local_s = _compute_s(prefill, facts)
-    # 3. Beside streams with a target each step computes as many prompt tokens as their target leaves time for.
+    # Time for the waiting prompts and this one, if no sequence is decoded meanwhile.
+    local_s = prefill.prefill_s(facts.waiting_tokens) + prefill.prefill_s(facts.tokens, facts.cached_tokens)
+    # 3. Beside streams with a target each step computes as many prompt tokens as the target leaves time for.
     if facts.streams and facts.tpot_s is not None:
         chunk = prefill.tokens_within(facts.tpot_s - step_s, facts.cached_tokens + facts.tokens)
-        # 3a. It leaves too little: the streams would miss it.
+        # 3a. The target leaves too little time: the streams would miss it.
         if chunk < MIN_CHUNK_TOKENS:
             return 0
-        # 3b. The prompt takes that many steps, each as long as the target.
+        # 3b. The prompts take this many steps, each as long as the target.
         local_s = max(local_s, math.ceil((facts.waiting_tokens + facts.tokens) / chunk) * facts.tpot_s)
-    # 4. Whichever way brings the first token sooner.
+    # 4. The way that brings the first token sooner.
     return facts.tokens if local_s < facts.split_s else 0
 
 
@@ -82,8 +83,8 @@ def local_tokens_of_pair(
     *,
     behind_queue: bool = True,
 ) -> int:
-    """How many prompt tokens the decode worker of a pair may compute itself, for a request with this TPOT target; 0: it
-    takes the KV of all. `mode` is the setting `local_prefill`. `behind_queue`: False decides as if no prompt waited at
+    """Prompt tokens that the decode worker of a pair may compute itself, for a request with this TPOT target; 0: the
+    prompt is handed off. `mode` is the setting `local_prefill`. `behind_queue`: False decides as if no prompt waited at
     the prefill worker."""
     if pair.decode is None:
         return 0
@@ -104,15 +105,9 @@ def facts_of_pair(
     if prefill is None or decode is None:
         return None
     cost = pair.cost
+    cached = cost.cached_tokens, cost.decode_cached_tokens
     return facts_of(
-        prefill,
-        decode,
-        prompt_tokens,
-        cost.cached_tokens,
-        cost.decode_cached_tokens,
-        tpot_s,
-        transfer_s=cost.transfer_s,
-        behind_queue=behind_queue,
+        prefill, decode, prompt_tokens, *cached, tpot_s, cost.transfer_s, behind_queue=behind_queue
     )
 
 
@@ -127,10 +122,10 @@ def facts_of(
     *,
     behind_queue: bool = True,
 ) -> LocalPrefillFacts:
-    """The facts for a prompt of which two workers hold so many leading tokens. `behind_queue`: False leaves out what
-    waits at the prefill worker.
+    """The facts for a prompt of which the workers cache `cached_tokens` and `decode_cached_tokens` leading tokens.
+    `behind_queue`: False ignores the prompts that wait at the prefill worker.
 
-    A decode worker that has not computed a prompt yet is taken to be as fast as the prefill worker.
+    A decode worker that has not computed a prompt yet counts as fast as the prefill worker.
     """
     split_s: float | None = None
     if (model := prefill.latency.prefill) is not None:
@@ -147,8 +142,3 @@ def facts_of(
         context_tokens=decode.computed_context,
         tpot_s=min(filter(None, (tpot_s, *decode.targets_s[:1])), default=None),
     )
-
-
-def _compute_s(prefill: PrefillLatency, facts: LocalPrefillFacts) -> float:
-    """Seconds for what waits and the prompt, if nothing is decoded meanwhile."""
-    return prefill.prefill_s(facts.waiting_tokens) + prefill.prefill_s(facts.tokens, facts.cached_tokens)

@@ -1,4 +1,5 @@
-"""Chooses the pair of workers for an attempt, says who computes its prompt, and enters it in the account of work."""
+"""Chooses the pair of workers for an attempt and the worker that computes its prompt, and updates the account of
+work."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ from splitserve.logs import log_event
 Publish = Callable[[str, int], None]
 """Takes a base model and how many of its requests wait for the first workers, after each change."""
 SAME_WORKER_AGAIN_S = 0.25
-"""How long a resume waits for workers other than those that failed before it accepts the same ones."""
+"""How long a resume waits for workers that have not failed the request before it accepts the failed ones."""
 
 
 ROLE_REPORTED_S = 1.0
-"""How long a resume waits for the report of a worker whose role has changed. Workers report that within 0.1 s."""
+"""How long a resume waits for the report of a worker whose role has changed. Workers report a new role within 0.1 s."""
 
 
 def make_router(routing: Routing) -> Router:
@@ -47,13 +48,13 @@ class PairSelector:
         """Requests that wait for the first workers of their base model."""
         self._turns = itertools.count()
         self._explains = config.records.enabled
-        """Whether records say what other workers would have cost."""
+        """Whether records keep the predicted costs of other workers."""
 
     async def route(self, state: RequestState) -> Pair:
         """A pair for the next attempt, if possible without workers that have failed this request.
 
-        Where workers are started on demand, it waits for the first ones within its own deadline. Raises
-        UnavailableError (NO_WORKER, SLOW_LANE) if there is none within `no_worker_wait_s`.
+        If workers are started on demand, waits for the first ones until the request's deadline. Raises UnavailableError
+        (NO_WORKER, SLOW_LANE) if there is no pair within `no_worker_wait_s`.
         """
         if (worker := state.other_role) is not None:
             state.other_role = None
@@ -74,15 +75,15 @@ class PairSelector:
         return pair
 
     def place(self, state: RequestState, pair: Pair) -> int:
-        """How many prompt tokens the decode worker of the pair may compute itself; 0: it takes the KV of all."""
+        """Prompt tokens that the decode worker of the pair may compute itself; 0: the prompt is handed off."""
         tpot_s = state.request.targets.tpot_s if state.request.targets is not None else None
-        case = self._config.local_prefill, pair, state.context_tokens, self._registry.loads, tpot_s
-        tokens = local_tokens_of_pair(*case)
-        state.relieves_prefill = tokens > 0 and not local_tokens_of_pair(*case, behind_queue=False)
+        choice = self._config.local_prefill, pair, state.context_tokens, self._registry.loads, tpot_s
+        tokens = local_tokens_of_pair(*choice)
+        state.relieves_prefill = tokens > 0 and not local_tokens_of_pair(*choice, behind_queue=False)
         return tokens
 
     def account(self, state: RequestState, pair: Pair, local_tokens: int) -> None:
-        """Enters the attempt, which has just begun, in the account of work and in what caches are expected to hold."""
+        """Enters the attempt, which has just begun, in the account of work, and its prompt in the prefix index."""
         attempt, tokens = state.attempt, state.context_tokens
         prefill, decode = pair.prefill.key, pair.decode.key if pair.decode is not None else None
         lacking = tokens - min(pair.cost.decode_cached_tokens, tokens - 1)
@@ -105,18 +106,19 @@ class PairSelector:
                 )
 
     def prompt_begun(self, state: RequestState) -> None:
-        """Who computes the prompt is known: the decode worker, or the prefill worker, which is called now."""
+        """Notes in the account of work that the decode worker computes the prompt, or that the prefill worker is called
+        now."""
         attempt = state.attempt
         prefill = None if attempt.is_local else attempt.prefill.key
         uncached_tokens = state.context_tokens - attempt.expected_cached_tokens
         self._registry.loads.prompt_begun(state.flight, prefill, uncached_tokens)
 
     async def _first_workers(self, state: RequestState) -> None:
-        """Returns once each pool of the request's model has a worker in service, or none is started on demand any more,
-        or at its deadline. At once where that is so already.
+        """Waits until each pool of the request's model has a worker in service or starts none on demand, at most until
+        the request's deadline.
 
-        Raises ResourceExhaustedError (QUEUE_FULL) where as many wait as may queue, unless the request has begun on
-        workers that went.
+        Raises ResourceExhaustedError (QUEUE_FULL) if as many requests wait as may queue, unless the request had begun
+        on workers that have gone.
         """
         model, waiting = state.request.model.base_name, self._without_workers
         if not self._lacks_workers(model):
@@ -161,8 +163,8 @@ class PairSelector:
         )
 
     def _hits(self, state: RequestState) -> PrefixHits:
-        """The estimate's hits if they are fresh; caches change while a request waits, so later they are looked up
-        again."""
+        """The cached prefixes: from the estimate while it is fresh. Caches change while a request waits, so they are
+        looked up again later."""
         hits = state.estimate.hits
         if hits is not None and not state.attempts and state.waits is NO_WAITS:
             return hits

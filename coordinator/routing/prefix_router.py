@@ -7,8 +7,8 @@ The cost of a prefill worker p and a decode worker d is the sum of
     others    prompt tokens that p does not hold / the pool's mean rate, times `crowding`: the delay for requests
               behind this one
     transfer  bytes of the prompt's blocks that d does not hold / speed of the lane from p to d
-    decode    wait for blocks at d, and the cost of a step in its batch (`decode_score_s`); where decode workers compute
-              all prompts, also what d needs for those that wait there
+    decode    wait for blocks at d, and the cost of a step in its batch (`decode_score_s`); if decode workers compute
+              all prompts, also the time for the prompts that wait at d
 
 Queue, prefill and transfer are Mooncake's Algorithm 1 (Qin et al., FAST 2025); the other terms and the joint choice of
 both workers are ours. docs/guides/routing.md explains each term. `router.pair_cost` computes the cost of one pair;
@@ -40,13 +40,13 @@ HOME_SHARE = 0.25
 """Bonus of a session's home worker: this share of the time to compute the whole prompt, or of one decode step. A
 quarter keeps a session in place while loads fluctuate, and moves it before it has to wait."""
 MAX_PREFILL_CANDIDATES = 64
-"""Prefill workers whose pairs are examined once a pair is found; usually one or two suffice for the exact answer."""
+"""Most prefill workers whose pairs are examined once a pair is found; usually one or two give the exact answer."""
 MAX_MODELS = 64
 """Models whose columns are kept."""
 MAX_OTHERS = 2
 """Workers of each pool, beside the chosen one, among a pair's `candidates`."""
 MAX_EXPLAINED_WORKERS = 256
-"""Of one pool: beyond that, the lanes of all workers to the chosen one take longer to look at than the choice may."""
+"""Largest pool for which candidates are computed: with more workers the lanes to the chosen one take too long."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class _Best:
 class PrefixRouter(Router):
     """Chooses the pair of least predicted cost, with a bonus for a session's home; see the module docstring.
 
-    Columns of the last snapshot are kept as a memo only: the result depends on the arguments alone.
+    Columns of the last snapshot are kept as a cache: the result depends only on the arguments.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class PrefixRouter(Router):
         explained = request.wants_candidates and (
             max(len(prefill.workers), len(decode.workers)) <= MAX_EXPLAINED_WORKERS
         )
-        p_kept = p_score.copy() if explained else None  # the search overwrites it
+        p_kept = p_score.copy() if explained else None  # the search overwrites `p_score`
         if not request.needs_decode:
             first = _first_least(p_score, request.turn)
             if p_score[first] == np.inf:
@@ -202,39 +202,16 @@ def _first_least(scores: Column, turn: int) -> int:
 def _candidates(
     pool: WorkerColumns, totals: Column, chosen: int, costs: Callable[[int], PairCost], session_id: str
 ) -> list[Candidate]:
-    """The chosen worker of a pool and up to MAX_OTHERS next best. `costs` gives the cost of the pair that the worker of
-    a row makes with the chosen one of the other pool; `totals` are these, float64 [workers], and overwritten."""
-    home = pool.home(session_id) if session_id else -1
-    rows = [chosen, *_next_least(totals, chosen)]
-    return [Candidate(pool.workers[row].worker_id, pool.name, costs(row), row == home) for row in rows]
-
-
-def _next_least(totals: Column, chosen: int) -> list[int]:
-    """Indices of up to MAX_OTHERS least finite totals without `chosen`, the least first. Overwrites them."""
-    totals[chosen] = np.inf
-    others: list[int] = []
-    for _ in range(min(MAX_OTHERS, len(totals) - 1)):
-        index = int(totals.argmin())
-        if totals[index] == np.inf:
+    """The chosen worker of a pool and up to MAX_OTHERS next best ones. `costs` returns the cost of a row's worker
+    paired with the chosen worker of the other pool; `totals`, float64 [workers], has their sums and is overwritten."""
+    home, rows = pool.home(session_id) if session_id else -1, [chosen]
+    while len(rows) <= MAX_OTHERS:
+        totals[rows[-1]] = np.inf
+        row = int(totals.argmin())
+        if totals[row] == np.inf:
             break
-        others.append(index)
-        totals[index] = np.inf
-    return others
-
-
-def _cost(
-    loads: WorkerLoads,
-    prefills: PrefillColumns,
-    row: int,
-    decodes: DecodeColumns | None,
-    column: int,
-    request: RoutingRequest,
-) -> PairCost:
-    prefill, rate, others = prefills.workers[row], 1 / float(prefills.token_s[row]), _others_token_s(prefills)
-    if decodes is None:
-        return pair_cost(prefill, None, loads, request, rate, 0.0, 0.0, others)
-    byte_s, step_s = float(prefills.byte_s[row, column]), float(decodes.step_s[column])
-    return pair_cost(prefill, decodes.workers[column], loads, request, rate, step_s, byte_s, others)
+        rows.append(row)
+    return [Candidate(pool.workers[row].worker_id, pool.name, costs(row), row == home) for row in rows]
 
 
 def _pair(
@@ -247,10 +224,17 @@ def _pair(
     p_total: Column | None,
     d_total: Column | None,
 ) -> Pair:
-    """The pair at `row` and `column`, with candidates of the pools of which totals are given; both are overwritten."""
+    """The pair at `row` and `column`, with candidates of the pools whose totals are given; totals are overwritten."""
 
     def cost(row: int, column: int) -> PairCost:
-        return _cost(loads, prefills, row, decodes, column, request)
+        prefill, rate = prefills.workers[row], 1 / float(prefills.token_s[row])
+        others_token_s = _others_token_s(prefills)
+        if decodes is None:
+            return pair_cost(prefill, None, loads, request, rate, 0.0, 0.0, others_token_s)
+        byte_s, step_s = float(prefills.byte_s[row, column]), float(decodes.step_s[column])
+        return pair_cost(
+            prefill, decodes.workers[column], loads, request, rate, step_s, byte_s, others_token_s
+        )
 
     candidates: list[Candidate] = []
     if p_total is not None:

@@ -1,6 +1,6 @@
 """The interface of routing policies, from a RoutingRequest to a Pair, and the arithmetic of their predictions. Pure.
 
-`coordinator.routing.prefix_router` has the default policy.
+The default policy is in `coordinator.routing.prefix_router`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class RoutingRequest:
     prompt_tokens: int
     """Tokens to compute: the prompt and, on a resume, the tokens already sent."""
     needs_decode: bool = True
-    """False if the answer ends with the token that prefill samples."""
+    """False if the answer ends with the token that the prefill worker samples."""
     exclude: frozenset[WorkerKey] = frozenset()
     """Boots that have failed this request."""
     turn: int = 0
     """A running number that breaks ties, so that equal workers take turns."""
     hits: PrefixHits = NO_HITS
-    """How much of the prompt each worker is known to hold."""
+    """The cached part of the prompt on each worker."""
     expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS
     """Estimate of the remaining output."""
     session_id: str = ""
@@ -44,9 +44,9 @@ class RoutingRequest:
     class_rank: int = 0
     """Requests of a higher class overtake others in a worker's queue; see `CLASS_RANKS`."""
     is_local: bool = False
-    """Whether the decode worker computes the prompt, whatever the prefill worker could do."""
+    """Whether the decode worker computes the prompt in any case."""
     wants_candidates: bool = False
-    """Whether `Pair.candidates` is wanted."""
+    """Whether to fill in `Pair.candidates`."""
 
 
 def cached_tokens(worker: Worker, request: RoutingRequest) -> int:
@@ -56,19 +56,19 @@ def cached_tokens(worker: Worker, request: RoutingRequest) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A worker that computes the prompt and, unless the request needs none, one that decodes and that it can write to.
-    A worker of role `both` may be both."""
+    """A prefill worker and, unless the request needs none, a decode worker to which it is connected. A worker of role
+    `both` may be both."""
 
     prefill: Worker
     decode: Worker | None
     cost: PairCost = NO_COST
-    """What it is predicted to cost; zeros if the policy predicts nothing."""
+    """The predicted cost; zeros if the policy makes no prediction."""
     candidates: tuple[Candidate, ...] = ()
     """If wanted, and the policy predicts costs: of each pool the chosen worker, then the next best ones."""
 
     @property
     def is_own(self) -> bool:
-        """Whether one worker is both, so that nothing is handed off."""
+        """Whether one worker is both, so that there is no handoff."""
         return self.decode is not None and self.decode.key == self.prefill.key
 
 
@@ -80,8 +80,8 @@ class Router(Protocol):
     ) -> Pair | None:
         """The pair to use, or None if no complete pair can serve the request now.
 
-        A worker of role `both` is in both pools, and may be a pair with itself, which hands nothing off. `loads` has
-        the load of each worker of the snapshot. `now` is in seconds on the monotonic clock.
+        A worker of role `both` is in both pools, and may be a pair with itself, without a handoff. `loads` has the load
+        of each worker of the snapshot. `now` is in seconds on the monotonic clock.
         """
 
 
@@ -104,7 +104,9 @@ class RoundRobinRouter(Router):
 
 def _turned(snapshot: PoolSnapshot, request: RoutingRequest, pool: PoolName) -> list[Worker]:
     """The workers that may be chosen, beginning with the one whose turn it is."""
-    workers = [w for w in snapshot.accepting(request.model, pool) if w.key not in request.exclude]
+    workers = [
+        worker for worker in snapshot.accepting(request.model, pool) if worker.key not in request.exclude
+    ]
     start = request.turn % len(workers) if workers else 0
     return [*workers[start:], *workers[:start]]
 
@@ -116,22 +118,17 @@ def no_pair(snapshot: PoolSnapshot, request: RoutingRequest, retry_after_s: floa
     reason = "NO_WORKER"
     if empty:
         message = f"no {' and no '.join(empty)} worker of model {request.model!r} is ready"
-    elif refused := refused_lanes(snapshot, request.model):
+    elif refused := [
+        f"{worker.worker_id} to {peer.worker_id}: {lane.problem}"
+        for worker in snapshot.accepting(request.model, "prefill")
+        for peer, lane in snapshot.handoff_lanes_of(worker)
+        if lane.refused
+    ]:
         reason = "SLOW_LANE"
-        message = f"model {request.model!r}: a lane is too slow (lane_policy: refuse): {refused}"
+        message = f"model {request.model!r}: a lane is too slow (lane_policy: refuse): {'; '.join(refused)}"
     else:
         message = f"no prefill worker of model {request.model!r} is connected to a decode worker"
     return UnavailableError(message, reason=reason, retry_after_s=retry_after_s)
-
-
-def refused_lanes(snapshot: PoolSnapshot, model: str) -> str:
-    """A description of a model's refused lanes, with reasons; empty if there are none."""
-    return "; ".join(
-        f"{worker.worker_id} to {peer.worker_id}: {lane.problem}"
-        for worker in snapshot.accepting(model, "prefill")
-        for peer, lane in snapshot.handoff_lanes_of(worker)
-        if lane.refused
-    )
 
 
 MOST_CROWDED = 12.0
@@ -142,15 +139,10 @@ traces is flat while cache hits still rise; see docs/guides/routing.md."""
 def crowding(busy: int, ready: int) -> float:
     """Weight of a second of prefill for the requests behind it: 0 when all workers are idle.
 
-    Work delays everything that arrives until the worker is idle again, which takes the longer the busier it is. The
-    share of busy workers is the measure of that.
+    Work delays all requests that arrive until the worker is idle again, which takes longer the busier the worker is.
+    The share of busy workers measures that.
     """
     return MOST_CROWDED * (busy / ready) ** 2 if ready else 0.0
-
-
-def prefill_score_s(queued_tokens: float, prompt_tokens: int, tokens_per_s: float) -> float:
-    """Seconds until a worker with this queue and rate would have computed the prompt if it were queued there now."""
-    return (queued_tokens + prompt_tokens) / tokens_per_s
 
 
 def decode_score_s(
@@ -168,13 +160,13 @@ def decode_score_s(
     `steps_left` steps left. The batch counts as one step, stretched by its fill (`requests` in it or ahead of it), so
     that an emptier worker wins while there is room.
     """
-    short = needed_blocks - free_blocks
-    wait_s = short / max(1, held_blocks) * steps_left * step_s if short > 0 else 0.0
+    missing = needed_blocks - free_blocks
+    wait_s = missing / max(1, held_blocks) * steps_left * step_s if missing > 0 else 0.0
     return wait_s + step_s * (1 + requests / max_running_requests)
 
 
 def queue_weight(class_rank: int) -> float:
-    """Share of a queue that a request of this class waits for: it does not wait for those that it overtakes."""
+    """Share of a queue that a request of this class waits for, since it overtakes requests of lower classes."""
     return float(2.0**-class_rank)
 
 
@@ -195,10 +187,8 @@ def pair_cost(
     requests per computed token, in seconds.
     """
     cached = cached_tokens(prefill, request)
-    queue_s = prefill_score_s(loads.prefill[prefill.key].queued_tokens, 0, rate) * queue_weight(
-        request.class_rank
-    )
-    prefill_s = prefill_score_s(0, request.prompt_tokens - cached, rate)
+    queue_s = loads.prefill[prefill.key].queued_tokens / rate * queue_weight(request.class_rank)
+    prefill_s = (request.prompt_tokens - cached) / rate
     others_s = (request.prompt_tokens - cached) * others_token_s
     if decode is None:
         return PairCost(queue_s, prefill_s, others_s, cached_tokens=cached)

@@ -1,8 +1,8 @@
 """Warms a new worker: before it joins, it computes the hottest prefixes of its model's latest prompts.
 
 A prefix is hot if several of the latest prompts begin with it, under the same salt and with the same adapter. The
-coordinator sends hot prefixes as prompts without a ticket, so that they stay in the worker's prefix cache. No request
-waits for that: workers are warmed only while others serve their model.
+coordinator sends hot prefixes as prompts without a ticket, so that they stay in the worker's prefix cache. This delays
+no request: workers are warmed only while others serve their model.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from splitserve.v1 import generation_pb2, prefill_pb2
 KEPT_PROMPTS = 256
 """Latest prompts of a model among which prefixes are counted."""
 WARM_S = 5.0
-"""The longest that a worker is warmed. A worker joins without it after `rotation.JOIN_WAIT_S`."""
+"""Longest time for warming a worker. A worker that is not warmed joins after `rotation.JOIN_WAIT_S`."""
 POOL_SHARE = 0.25
-"""Of a worker's KV pool that hot prefixes may fill."""
+"""Largest share of a worker's KV blocks for hot prefixes."""
 LEAST_PRIORITY = -100
 
 
 class Warmer:
-    """Warms workers of one coordinator with the hottest prefixes that went through it, at most `most`."""
+    """Warms workers with the hottest prefixes that this coordinator has sent, at most `most` of them."""
 
     def __init__(self, registry: Registry, clients: WorkerClients, most: int) -> None:
         self._registry, self._clients, self._most = registry, clients, most
@@ -53,7 +53,11 @@ class Warmer:
         began_s, computed = time.monotonic(), list[RecentPrompt]()
         max_tokens = int(POOL_SHARE * worker.load.total_blocks) * worker.block_size_tokens
         recent = self._registry.prefixes.recent.of(worker.model.name)
-        usable = (p for p in recent if p.adapter is None or worker.adapters.get(p.adapter.name) == p.adapter)
+        usable = (
+            prompt
+            for prompt in recent
+            if prompt.adapter is None or worker.adapters.get(prompt.adapter.name) == prompt.adapter
+        )
         prefixes = hottest(usable, worker.block_size_tokens, self._most, max_tokens)
         try:
             async with asyncio.timeout(WARM_S):
@@ -93,9 +97,8 @@ class Warmer:
 def hottest(
     prompts: Iterable[RecentPrompt], block_size: int, most: int, max_tokens: int
 ) -> Sequence[RecentPrompt]:
-    """The prefixes that most of these prompts begin with, at most `most`, and `max_tokens` tokens in sum. Each is of
-    whole blocks, and as long as two prompts or more share it; none is the beginning of another.
-    """
+    """The prefixes that most of these prompts share, at most `most`, and at most `max_tokens` tokens together. Each has
+    whole blocks and is the longest that at least two prompts share; none is the beginning of another."""
     prompts = list(prompts)
     uses = Counter(key for prompt in prompts for key in prompt.keys)
     shared: dict[int, RecentPrompt] = {}
@@ -105,10 +108,12 @@ def hottest(
             keys = prompt.keys[:depth]
             shared[keys[-1]] = prompt._replace(token_ids=prompt.token_ids[: depth * block_size], keys=keys)
     chosen: list[RecentPrompt] = []
-    for prefix in sorted(shared.values(), key=lambda p: (uses[p.keys[-1]], len(p.keys)), reverse=True):
-        inner = set(prefix.keys)
-        kept = [p for p in chosen if p.keys[-1] not in inner]
-        tokens = len(prefix.token_ids) + sum(len(p.token_ids) for p in kept)
+    for prefix in sorted(
+        shared.values(), key=lambda prefix: (uses[prefix.keys[-1]], len(prefix.keys)), reverse=True
+    ):
+        keys_of_prefix = set(prefix.keys)
+        kept = [other for other in chosen if other.keys[-1] not in keys_of_prefix]
+        tokens = len(prefix.token_ids) + sum(len(other.token_ids) for other in kept)
         if len(kept) < most and tokens <= max_tokens:
             chosen = [*kept, prefix]
     return chosen

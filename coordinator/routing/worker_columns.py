@@ -1,7 +1,7 @@
 """The workers of one model as columns, so that a routing decision is a few vector operations per pool.
 
-Columns are a memo of a snapshot and the account of work. `refresh` updates only the rows of workers that changed since
-the previous snapshot, or whose load changed; the change logs of both tell which.
+Columns cache a snapshot and the account of work. `refresh` updates only the rows of workers that have changed since the
+previous snapshot, or whose load has changed, according to the change logs of both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NO_LOADS: Mapping[WorkerKey, Any] = MappingProxyType({})
 
 
 class WorkerColumns:
-    """What both pools have in common. All columns are [workers]; `row_of` maps a boot to its row."""
+    """The columns of both pools, each [workers]; `row_of` maps a boot to its row."""
 
     name: PoolName
 
@@ -46,7 +46,7 @@ class WorkerColumns:
         self.ready = np.zeros(count, np.bool_)
         self.ready_count = 0
         self.unmeasured = count
-        """Workers without a measured speed; they get the mean of the others."""
+        """Number of workers without a measured speed, which get the mean of the others."""
         self.mean_stale = True
         self.slots = np.full(count, -1, np.int64)
         # Lists mirror the arrays: reading one element of an array is slower.
@@ -63,14 +63,14 @@ class WorkerColumns:
         self._mixed = np.empty_like(self.name_hashes)
 
     def home(self, session_id: str) -> int:
-        """Row of the session's home among the workers that take requests.
+        """Row of the session's home among the workers that accept requests.
 
-        Highest random weight (Thaler and Ravishankar, 1998): when a worker joins or leaves, only sessions whose home
-        it is or becomes are moved.
+        Highest random weight (Thaler and Ravishankar, 1998): when a worker joins or leaves, only sessions move whose
+        home it becomes or was.
         """
         session, mixed = np.uint64(xxhash.xxh3_64_intdigest(session_id.encode())), self._mixed
         np.bitwise_xor(self.name_hashes, session, out=mixed)
-        # Both operands are hashes already: one multiplication makes the order independent between sessions.
+        # Both operands are hashes: one multiplication makes the order independent between sessions.
         np.multiply(mixed, _MIX, out=mixed)
         if self.ready_count < len(mixed):
             np.multiply(mixed, self.ready, out=mixed)
@@ -119,7 +119,7 @@ class PrefillColumns(WorkerColumns):
         self.queue_s, self.token_s = np.zeros(shape[0]), np.zeros(shape[0])
         self._agents = [worker.agent_id for worker in decodes]
         self._own = [(row, self._agents.index(w.agent_id)) for row, w in enumerate(workers) if w.decodes]
-        """[prefill, decode] of workers of role `both`, which hand nothing off to themselves."""
+        """(row, column) of each worker of role `both`, whose pair with itself has no handoff."""
         self._measured = np.zeros(shape)
         self._lane_keys: list[tuple[frozenset[str], int] | None] = [None] * shape[0]
         self.unreached = np.full(shape, np.inf)
@@ -157,13 +157,13 @@ class PrefillColumns(WorkerColumns):
         self.unreached[row] = [0.0 if agent in reached else np.inf for agent in self._agents]
         self.reaches_all[row] = reached.issuperset(self._agents)
         speeds = {lane.agent_id: lane.gb_per_second for lane in worker.lanes}
-        # What a worker of role both keeps takes no time.
+        # A pair of one worker transfers nothing.
         speeds[worker.agent_id] = np.inf
         self._measured[row] = [speeds.get(agent, 0.0) for agent in self._agents]
         self._lanes_stale = True
 
     def finish_update(self) -> None:
-        """Recomputes what depends on all rows, if stale."""
+        """Recomputes the values that depend on all rows, if stale."""
         if self._lanes_stale:
             known = self._measured[(self._measured > 0) & (self._measured < np.inf)]
             # Without any measurement transfers cost 0: they cannot distinguish pairs.
@@ -190,8 +190,8 @@ class PrefillColumns(WorkerColumns):
 
 class DecodeColumns(WorkerColumns):
     """Decode workers, each column [workers]: `free` blocks; `block_s`, seconds of wait per missing block and output
-    token; `prompts_s`, seconds to compute the prompts that wait there; `batch_s`, the cost of a step in the batch,
-    infinite if not accepting."""
+    token; `prompts_s`, seconds for the prompts that wait there; `batch_s`, the cost of a step in the batch, infinite if
+    not accepting."""
 
     name = "decode"
 
@@ -229,24 +229,24 @@ class DecodeColumns(WorkerColumns):
 
 
 class Transfers:
-    """What each decode worker lacks of a prompt's KV."""
+    """The KV of a prompt that each decode worker lacks."""
 
     def __init__(self, pool: DecodeColumns, prompt_tokens: int, depths: Column | None) -> None:
-        """`depths`: cached leading blocks by slot, float64 [slots + 1]; None: nobody holds any."""
+        """`depths`: cached leading blocks by slot, float64 [slots + 1]; None: no worker caches any."""
         blocks = -(-prompt_tokens // pool.block_size)
         self._bytes_lacking: Column | float = blocks * pool.block_bytes
-        """A scalar if no worker holds any."""
+        """A scalar if no worker caches any."""
         if depths is not None:
             held = np.minimum(depths.take(pool.slots, mode="wrap"), blocks)
             self._bytes_lacking = (blocks - held) * pool.block_bytes
 
     def seconds(self, byte_s: Column) -> Column:
-        """Until each has it, float64 [workers], over lanes of so many seconds a byte."""
+        """Seconds until each worker has the KV, float64 [workers]. `byte_s`: seconds per byte of each lane."""
         transfer_s: Column = byte_s * self._bytes_lacking
         return transfer_s
 
     def seconds_to(self, row: int, byte_s: Column) -> Column:
-        """The same to one of them over several lanes, float64 [lanes]."""
+        """Seconds to one of the workers over several lanes, float64 [lanes]."""
         lacking = self._bytes_lacking
         return byte_s * (lacking if isinstance(lacking, float) else lacking[row])
 
@@ -263,7 +263,7 @@ class ModelColumns:
         self._load_changes_seen = 0
         self._position: dict[str, int] = {}
         self._locations: list[list[tuple[PrefillColumns | DecodeColumns, int]]] = []
-        """Of each worker of the snapshot: its rows, of which one of role `both` has two."""
+        """The rows of each worker of the snapshot; a worker of role `both` has two."""
         self.prefill, self.decode = PrefillColumns(), DecodeColumns()
 
     def refresh(self, snapshot: PoolSnapshot, loads: WorkerLoads) -> None:
@@ -290,16 +290,14 @@ class ModelColumns:
                 changed.add(index)
         for index in changed:
             worker, before = workers[index], seen[index]
-            if worker.epoch != before.epoch or worker.worker_id != before.worker_id:
-                return False
-            if worker.role != before.role:
+            if worker.key != before.key or worker.role != before.role:
                 return False
             for columns, row in rows[index]:
                 columns.update_row(row, worker)
         return True
 
     def _changed(self, snapshot: PoolSnapshot) -> set[int]:
-        """Positions in the snapshot of workers that may have changed; a superset of those that have."""
+        """Positions in the snapshot of workers that may have changed."""
         log, before, workers = snapshot.changes, self._log, snapshot.workers
         if workers is self._seen:
             return set()

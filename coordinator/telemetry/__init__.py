@@ -1,2 +1,2 @@
-"""What the coordinator tells about its requests and itself: metrics, request records, spans, the request log, signals
-for the autoscaler. Read `request_stats.py` first, then `request_record.py`."""
+"""Metrics, request records, spans, the request log, and signals for the autoscaler. Read `request_stats.py` first, then
+`request_record.py`."""

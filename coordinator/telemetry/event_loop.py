@@ -1,4 +1,4 @@
-"""Samples how late and how busy the event loop is; everything on the coordinator waits at least that long."""
+"""Samples how late and how busy the event loop is. Every request waits at least that long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from splitserve.metrics import bucket_label, gauge
 LAG_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 EVERY_S = 0.05
 TICK_S = 0.01
-"""The finest stall that is noticed for certain."""
+"""The shortest stall that is certainly noticed."""
 
 Listener = Callable[[float, float], None]
 """Takes the share of time that the loop computed, 0..1, and how late its timer fired, in seconds."""
@@ -27,16 +27,16 @@ class LoopLag:
     def __init__(self, listener: Listener = lambda busy, late_s: None) -> None:
         self._listener = listener
         self.computed_s: Callable[[], float] = time.process_time
-        """CPU time of this process, in seconds, or of that part of it which may cause stalls."""
+        """CPU time in seconds of this process, or of the threads that may cause stalls."""
         self._counts = [0] * (len(LAG_BOUNDS_S) + 1)
         self._sum_s = 0.0
         self.longest_stall_s = 0.0
-        """The longest time since `metrics` was read that the loop stood still while this process computed. Time in
-        which the machine gave the process no core is not in it."""
+        """The longest time since the last `metrics` for which the loop stood still while this process computed. Time in
+        which the process had no core does not count."""
 
     async def watch(self) -> None:
-        """Samples until cancelled. Raises what the listener raises."""
-        # A chain of timers: waking a task for each tick would take more of a core than all else of an idle coordinator.
+        """Samples until cancelled. Raises the listener's errors."""
+        # A chain of timers: waking a task for each tick would be most of an idle coordinator's work.
         loop = asyncio.get_running_loop()
         over: asyncio.Future[None] = loop.create_future()
         since_s, busy_s, worst_s = time.monotonic(), time.thread_time(), 0.0

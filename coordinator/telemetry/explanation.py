@@ -1,7 +1,7 @@
-"""Answers questions about single requests: what was decided about one at each stage, and why.
+"""Explains single requests: the decision at each stage, and its reason.
 
-`decisions_of` puts a record into words, with what another choice of workers would have cost. `Explainer` finds the
-record that a caller may see and makes messages of it.
+`decisions_of` describes a record's decisions, with the predicted costs of other workers. `Explainer` finds the records
+that a caller may see and makes messages of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from splitserve.roles import PoolName
 from splitserve.v1 import records_pb2
 
 LEAST_MS = 0.05
-"""Smaller differences of a prediction are not worth a word."""
+"""Smaller differences between predictions are not mentioned."""
 TERMS: Mapping[str, str] = MappingProxyType(
     {
         "queue_s": "queue",
@@ -35,20 +35,20 @@ TERMS: Mapping[str, str] = MappingProxyType(
         "others_s": "delay of others",
     }
 )
-"""The terms of a cost by their words."""
+"""Names of the terms of a cost, by field of `PairCost`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was chosen at one stage, from what, and why."""
+    """The choice at one stage, the candidates, and the reason."""
 
     stage: str
     chosen: str
     candidates: tuple[Candidate, ...]
-    """The chosen one first; empty if they are not known."""
+    """The chosen one first; empty if the candidates are not known."""
     reason: str
     attempt: int = 0
-    """From 1; 0: before the first."""
+    """The attempt's number from 1; 0 before the first attempt."""
 
 
 def decisions_of(record: RequestRecord, routing: str) -> list[Decision]:
@@ -118,7 +118,7 @@ def _why(pool: PoolName, candidates: Sequence[Candidate], prompt_tokens: int, ro
 
 
 def _compared(chosen: Candidate, other: Candidate) -> str:
-    """What would have been different with another worker: "decode-1: -40.0 ms decode, +310.0 ms prefill"."""
+    """The difference to the cost with another worker: "decode-1: -40.0 ms decode, +310.0 ms prefill"."""
     differences = {
         word: (getattr(other.cost, term) - getattr(chosen.cost, term)) * 1e3 for term, word in TERMS.items()
     }
@@ -129,12 +129,12 @@ def _compared(chosen: Candidate, other: Candidate) -> str:
 
 
 ANSWER_ID = re.compile(r"[A-Za-z0-9._-]{1,137}\Z")
-"""A request id, perhaps with what OpenAI's ids begin with."""
+"""A request id, perhaps with the prefix of OpenAI's ids."""
 DEFAULT_LIMIT, MAX_LIMIT = 20, 1000
 
 
 class Explainer:
-    """Callers see the records of their own tenant, admins those of all."""
+    """Callers see the records of their own tenant, admins the records of all tenants."""
 
     def __init__(self, keeper: RecordKeeper, registry: Registry, routing: Routing) -> None:
         self._keeper, self._registry, self._routing = keeper, registry, routing
@@ -160,13 +160,11 @@ class Explainer:
     ) -> records_pb2.ListRequestRecordsResponse:
         """The kept records. Raises InvalidArgumentError."""
         between("limit", request.limit, 0, MAX_LIMIT)
-        wanted: tuple[tuple[bool, Kind], ...] = ((request.slow, "slow"), (request.failed, "failed"))
-        kinds: tuple[Kind, ...] = tuple(kind for asked, kind in wanted if asked) or (
-            "recent",
-            "slow",
-            "failed",
+        kinds: list[Kind] = ["slow"] if request.slow else []
+        kinds += ["failed"] if request.failed else []
+        kept = self._keeper.kept(
+            kinds or ("recent", "slow", "failed"), None if caller.is_admin else caller.tenant
         )
-        kept = self._keeper.kept(kinds, None if caller.is_admin else caller.tenant)
         return records_pb2.ListRequestRecordsResponse(
             requests=[self._summary(record) for record in kept[: request.limit or DEFAULT_LIMIT]]
         )
@@ -250,7 +248,7 @@ class Explainer:
         )
 
     def _lane(self, attempt: AttemptFacts) -> str:
-        """The lane between the attempt's workers as it is known now; a look-up for every request would cost more."""
+        """The present lane between the attempt's workers: storing it with every request would cost more."""
         snapshot = self._registry.snapshot()
         prefill = next(
             (worker for worker in snapshot.workers if worker.worker_id == attempt.prefill_worker), None

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from prometheus_client.core import HistogramMetricFamily, Metric
 
 from coordinator.admission.controller import AdmissionCounts
-from coordinator.telemetry.request_stats import ModelStats, Phase
+from coordinator.telemetry.request_stats import ModelStats, Phase, outcome_label
 from coordinator.workers.snapshot import PoolSnapshot, WorkerState
 from splitserve.metrics import add_durations, counters, gauge, gauges
 from splitserve.roles import POOLS_OF, PoolName
@@ -27,11 +27,6 @@ PHASE_LABELS: Mapping[Phase, str] = {
     scaling_pb2.PHASE_TRANSFER: "transfer",
     scaling_pb2.PHASE_DECODE_ADMIT: "decode_admit",
 }
-OUTCOME_LABELS = {
-    outcome: scaling_pb2.Outcome.Name(outcome).removeprefix("OUTCOME_").lower()
-    for outcome in scaling_pb2.Outcome.values()
-}
-
 StatsByModel = Mapping[str, ModelStats]
 
 
@@ -39,7 +34,7 @@ def coordinator_metrics(snapshot: PoolSnapshot, running_requests: int, stats: St
     """All request and worker metrics at one moment."""
     ready = [worker for worker in snapshot.workers if snapshot.is_ready(worker)]
     pools: dict[str, float] = {pool: sum(pool in worker.pools for worker in ready) for pool in POOLS}
-    slow = sum(1 for w in snapshot.workers for _, lane in snapshot.lanes_of(w) if lane.problem)
+    slow = sum(1 for worker in snapshot.workers for _, lane in snapshot.lanes_of(worker) if lane.problem)
     return [
         gauges("splitserve_requests", "Generations in progress", "state", {"running": running_requests}),
         gauges("splitserve_ready_workers", "Workers that can serve now", "pool", pools),
@@ -65,7 +60,7 @@ def _circuits(snapshot: PoolSnapshot) -> Metric:
 
 def _demand(stats: StatsByModel) -> Iterable[Metric]:
     ended = {
-        (model, OUTCOME_LABELS[outcome]): count
+        (model, outcome_label(outcome)): count
         for model, counts in stats.items()
         for outcome, count in counts.outcomes.items()
     }
@@ -156,12 +151,16 @@ def admission_metrics(counts: Mapping[str, AdmissionCounts]) -> list[Metric]:
     for model, admission in counts.items():
         for name, durations in admission.waited.items():
             add_durations(waited, [model, name], durations)
-    queued = {(model, name): n for model, admission in counts.items() for name, n in admission.queued.items()}
+    queued = {
+        (model, name): count
+        for model, admission in counts.items()
+        for name, count in admission.queued.items()
+    }
     tokens = {model: admission.queued_prompt_tokens for model, admission in counts.items()}
     refused = {
-        (model, reason.lower()): n
+        (model, reason.lower()): count
         for model, admission in counts.items()
-        for reason, n in admission.refused.items()
+        for reason, count in admission.refused.items()
     }
     text = "Requests that were not let in"
     return [

@@ -1,6 +1,6 @@
-"""Keeps the records of requests: the running ones, the latest, and for longer those that were slow or failed.
+"""Keeps the records of requests: running ones, the latest ones, and for longer slow and failed ones.
 
-Of the modules of records a request enters only this one, at its arrival and its end; nothing here happens per token.
+A request passes here at its arrival and its end, never per token. No other module of records is on its path.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -18,7 +18,7 @@ from coordinator.request.inference_request import RequestTrace, names_of
 from coordinator.request.observer import RequestObserver, failure_text
 from coordinator.request.state import AttemptRecord, RequestState
 from coordinator.telemetry.request_record import AttemptFacts, RequestRecord
-from coordinator.telemetry.request_stats import outcome_of
+from coordinator.telemetry.request_stats import outcome_label, outcome_of
 from coordinator.telemetry.spans import spans_of
 from splitserve.config.coordinator import RecordsConfig
 from splitserve.errors import (
@@ -28,12 +28,12 @@ from splitserve.errors import (
     ResourceExhaustedError,
 )
 from splitserve.tracing.context import SpanSink
-from splitserve.v1 import prefill_pb2, scaling_pb2
+from splitserve.v1 import prefill_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class KvFlow:
-    """What a prefill worker wrote to a decode worker within a window of time."""
+    """The handoffs from a prefill to a decode worker within a window of time."""
 
     prefill_worker: str
     decode_worker: str
@@ -42,7 +42,7 @@ class KvFlow:
 
 
 class _Handoff(NamedTuple):
-    """What a prompt's handoff wrote; `at_s` on the monotonic clock."""
+    """One handoff; `at_s` on the monotonic clock."""
 
     at_s: float
     prefill_worker: str
@@ -51,10 +51,10 @@ class _Handoff(NamedTuple):
 
 
 MAX_HANDOFFS = 4096
-"""The latest handoffs that flows are summed over."""
+"""Number of latest handoffs that are kept for `kv_flows`."""
 RUNNING, COMPLETED = "running", "completed"
 MAX_MODEL_CHARACTERS = 128
-"""Of the model's name as the client wrote it."""
+"""Characters kept of the model name that the client wrote."""
 REFUSALS = (InvalidArgumentError, NotFoundError, PermissionDeniedError, ResourceExhaustedError)
 
 Kind = Literal["recent", "slow", "failed"]
@@ -62,10 +62,10 @@ Kind = Literal["recent", "slow", "failed"]
 
 
 class RecordKeeper(RequestObserver):
-    """Observes all requests. Each kind has its own bound, so that many of one do not push out those of another.
+    """Observes all requests. Each kind has its own bound, so that many records of one kind do not displace another.
 
-    `spans` takes the spans of traced requests; None: spans are not exported. `on_ended` gets the record of each request
-    that was understood, also where none are kept.
+    `spans` takes the spans of traced requests; None: spans are not exported. `on_ended` gets the record of each valid
+    request, also when no records are kept.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RecordKeeper(RequestObserver):
     ) -> None:
         self._config, self._spans, self._on_ended = config, spans, on_ended
         self.enabled = config.enabled or spans is not None or on_ended is not None
-        """Whether it must see requests at all."""
+        """Whether it has to observe requests."""
         self._running: dict[int, RequestState] = {}
         """By identity: two clients may choose the same id."""
         self._recent: deque[RequestRecord] = deque(maxlen=config.max_recent_records)
@@ -113,7 +113,7 @@ class RecordKeeper(RequestObserver):
         error: BaseException,
         trace: RequestTrace | None = None,
     ) -> None:
-        """A request ended before it was understood: wrong, over a quota, or no worker was there."""
+        """Keeps the record of a request that ended early: it was invalid, over a quota, or no worker had registered."""
         if not self.enabled:
             return
         ended_ms = (time.monotonic() - received_s) * 1e3
@@ -122,7 +122,7 @@ class RecordKeeper(RequestObserver):
                 request_id,
                 tenant,
                 model[:MAX_MODEL_CHARACTERS],
-                _label(error),
+                outcome_label(outcome_of(error)),
                 time.time() - ended_ms / 1e3,
                 ended_ms,
                 failure=failure_text(error),
@@ -132,27 +132,30 @@ class RecordKeeper(RequestObserver):
         )
 
     def find(self, request_id: str, tenant: str | None) -> RequestRecord | None:
-        """The latest record of that id, a running request's included; `tenant` None finds those of all tenants."""
+        """The latest record of that id, also of a running request; `tenant` None: of any tenant."""
         for name in names_of(request_id):
             for state in reversed(self._running.values()):
                 if state.request.request_id == name and tenant in (None, state.request.caller.tenant):
                     return _record_of(state, RUNNING, None)
-            kept = (self._recent, self._slow, self._failed, self._refused)
-            matching = [latest for ring in kept if (latest := _latest(ring, name, tenant)) is not None]
-            if matching:
-                return max(matching, key=lambda record: record.received_unix_s)
+            kept = self.kept(("recent", "slow", "failed"), tenant)
+            if found := next((record for record in kept if record.request_id == name), None):
+                return found
         return None
 
     def kept(self, kinds: Iterable[Kind], tenant: str | None) -> list[RequestRecord]:
         """The records of these kinds, the latest first; `tenant` None: of all tenants."""
         rings = {"recent": [self._recent], "slow": [self._slow], "failed": [self._failed, self._refused]}
         records = {
-            id(record): record for kind in kinds for ring in rings[kind] for record in _of(ring, tenant)
+            id(record): record
+            for kind in kinds
+            for ring in rings[kind]
+            for record in reversed(ring)
+            if tenant in (None, record.tenant)
         }
         return sorted(records.values(), key=lambda record: record.received_unix_s, reverse=True)
 
     def kv_flows(self, window_s: float) -> list[KvFlow]:
-        """What the handoffs of the last `window_s` seconds wrote, by pair of workers, the largest first."""
+        """The handoffs of the last `window_s` seconds by pair of workers, the largest sums of bytes first."""
         since_s = time.monotonic() - window_s
         sums: dict[tuple[str, str], tuple[int, int]] = {}
         for handoff in reversed(self._handoffs):
@@ -182,18 +185,17 @@ class RecordKeeper(RequestObserver):
 
     def _why_slow(self, record: RequestRecord) -> list[str]:
         ttft_ms, limit_ms = record.first_token_ms, self._config.slow_ttft_s * 1e3
-        why = []
+        reasons = []
         if record.outcome != RUNNING and (record.ended_ms if ttft_ms is None else ttft_ms) >= limit_ms:
             what = (
                 f"no first token in {record.ended_ms:.0f} ms" if ttft_ms is None else f"TTFT {ttft_ms:.0f} ms"
             )
-            why.append(f"slow: {what}, from {limit_ms:.0f} ms on")
-        if record.longest_gap_ms >= self._config.slow_gap_s * 1e3:
-            gap, position = record.longest_gap_ms, record.longest_gap_position
-            why.append(
-                f"slow: {gap:.0f} ms before token {position}, from {self._config.slow_gap_s * 1e3:.0f} ms on"
-            )
-        return why
+            reasons.append(f"slow: {what}, from {limit_ms:.0f} ms on")
+        gap_ms, limit_ms = record.longest_gap_ms, self._config.slow_gap_s * 1e3
+        if gap_ms >= limit_ms:
+            position = record.longest_gap_position
+            reasons.append(f"slow: {gap_ms:.0f} ms before token {position}, from {limit_ms:.0f} ms on")
+        return reasons
 
 
 def _why_failed(record: RequestRecord) -> list[str]:
@@ -205,31 +207,11 @@ def _why_failed(record: RequestRecord) -> list[str]:
     return [f"resumed: {failed.failed_worker}: {failed.failure}"] if failed is not None else []
 
 
-def _label(error: BaseException | None) -> str:
-    """The label of an outcome in metrics."""
-    return scaling_pb2.Outcome.Name(outcome_of(error)).removeprefix("OUTCOME_").lower()
-
-
-def _of(ring: deque[RequestRecord], tenant: str | None) -> Iterator[RequestRecord]:
-    return (record for record in ring if tenant in (None, record.tenant))
-
-
-def _latest(ring: deque[RequestRecord], name: str, tenant: str | None) -> RequestRecord | None:
-    return next(
-        (
-            record
-            for record in reversed(ring)
-            if record.request_id == name and tenant in (None, record.tenant)
-        ),
-        None,
-    )
-
-
 def record_of(state: RequestState, error: BaseException | None) -> RequestRecord:
     """The record of a request that has ended, with this error unless it has completed."""
     if state.completed:
         return _record_of(state, COMPLETED, None)
-    return _record_of(state, _label(error), error)
+    return _record_of(state, outcome_label(outcome_of(error)), error)
 
 
 def _record_of(state: RequestState, outcome: str, error: BaseException | None) -> RequestRecord:

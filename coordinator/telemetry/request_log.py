@@ -1,7 +1,7 @@
-"""The request log: one JSON line for each request that has ended, without a word of its content.
+"""The request log: one JSON line for each request that has ended, without its content.
 
-`splitserve simulate` and `splitserve plan` read it. A thread writes the lines, so that a slow disk never holds up a
-request: where its queue is full, or the disk is, lines are dropped and counted.
+`splitserve simulate` and `splitserve plan` read it. A thread writes the lines, so that a slow disk never delays a
+request: when the thread's queue or the disk is full, lines are dropped and counted.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ PREFIX_BLOCK_TOKENS = 512
 """Tokens between two hashes of a line, as in the traces that the simulator reads."""
 MAX_PREFIX_HASHES = 256
 MAX_QUEUED = 4096
-"""Lines that wait for the disk."""
+"""Most lines that wait for the disk."""
 _BATCH = 256
 _RETRY_S = 1.0
-"""How long nothing is written after the disk has refused a line."""
+"""Pause after a failed write; lines are dropped meanwhile."""
 _CLOSE_S = 2.0
 """How long the end of the coordinator waits for lines that are still queued."""
 
@@ -42,7 +42,7 @@ _CLOSE_S = 2.0
 class RequestLog(RequestObserver):
     """Observes all requests and appends a line for each one at its end.
 
-    A file that has grown beyond `max_bytes` is renamed to FILE.1, whose predecessor is lost.
+    A file that would grow beyond `max_bytes` is renamed to FILE.1, which replaces the earlier FILE.1.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -68,7 +68,7 @@ class RequestLog(RequestObserver):
             self._overflowed += 1
 
     def metrics(self) -> list[Metric]:
-        """Lines that were written, and those that were not."""
+        """Numbers of written and of dropped lines."""
         return [
             counter("splitserve_request_log_lines_total", "Lines written to the request log", self._lines),
             counter(
@@ -79,7 +79,7 @@ class RequestLog(RequestObserver):
         ]
 
     def close(self) -> None:
-        """Writes what is queued, for at most two seconds. Blocks meanwhile: not for the event loop."""
+        """Writes the queued lines, for at most two seconds. Blocks, so do not call it on the event loop."""
         try:
             self._queue.put(None, timeout=_CLOSE_S)
         except Full:
@@ -98,7 +98,7 @@ class RequestLog(RequestObserver):
             self._file = None
 
     def _taken(self) -> tuple[list[dict[str, Any]], bool]:
-        """Waits for lines and takes as many as there are; whether they are the last ones."""
+        """Waits for lines and takes up to `_BATCH` of them. Returns them, and whether they are the last ones."""
         line = self._queue.get()
         taken: list[dict[str, Any]] = []
         while line is not None:
@@ -144,7 +144,7 @@ class RequestLog(RequestObserver):
 
 
 def line_of(record: RequestRecord, keys: Sequence[int], max_tokens: int) -> dict[str, Any]:
-    """What the log says of a request that has ended. Times in seconds, `time` since the epoch."""
+    """The line of a request that has ended. Times in seconds, `time` since the epoch."""
     phases: dict[str, float] = {}
     for phase in phases_of(record):
         phases[phase.name] = phases.get(phase.name, 0.0) + (phase.end_ms - phase.start_ms) / 1e3
@@ -176,8 +176,8 @@ def line_of(record: RequestRecord, keys: Sequence[int], max_tokens: int) -> dict
 def prefix_hashes(keys: Sequence[int], block_size: int) -> list[str]:
     """Hashes of the prompt's prefixes of 512, 1024, ... tokens, 16 hex digits each, at most `MAX_PREFIX_HASHES`.
 
-    They are the prefix index's own: chained from block to block, and salted by tenant. None where 512 is no multiple of
-    `block_size`.
+    They are the prefix index's keys: chained from block to block, and salted by tenant. Empty unless 512 is a multiple
+    of `block_size`.
     """
     if not keys or PREFIX_BLOCK_TOKENS % block_size:
         return []
@@ -186,7 +186,7 @@ def prefix_hashes(keys: Sequence[int], block_size: int) -> list[str]:
 
 
 def _opened(path: Path) -> int:
-    """Raises OSError for what is no regular file, too."""
+    """The file descriptor. Raises OSError, also if `path` is no regular file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

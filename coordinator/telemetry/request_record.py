@@ -1,7 +1,7 @@
 """The record of one request, without a token of prompt or answer; its phases and its cost. Pure.
 
-`RecordKeeper` makes the record once, from the state that all other observers see; phases, decisions, spans and messages
-derive from it. All times are in milliseconds since the request was received; None: it did not come to that.
+`RecordKeeper` makes the record once, from the request's state; phases, decisions, spans and messages derive from it.
+All times are in milliseconds since the request was received; None: not reached.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class AttemptFacts:
     number: int
     prefill_worker: str
     decode_worker: str
-    """Empty if the answer needed none."""
+    """Empty if the answer needed no decode worker."""
     is_local: bool
     """Whether the decode worker computed the prompt itself."""
     candidates: tuple[Candidate, ...]
-    """Of each pool the chosen worker, then the next best ones; empty if the routing policy compares none."""
+    """Of each pool the chosen worker, then the next best ones; empty if the routing policy compares no workers."""
     report: AttemptReport
     began_ms: float
     reserving_ms: float | None
@@ -34,14 +34,14 @@ class AttemptFacts:
     prefilled_ms: float | None
     decode_began_ms: float | None
     ended_ms: float
-    """Of a running attempt: when the record was made."""
+    """For a running attempt: when the record was made."""
     first_position: int
-    """Output tokens that earlier attempts had brought."""
+    """Output tokens of earlier attempts."""
     failed_worker: str
     failure: str
-    """Reason and message; empty unless it failed."""
+    """Reason and message; empty unless the attempt failed."""
     trace: TraceContext | None = None
-    """Its span."""
+    """The attempt's span."""
 
     @property
     def decoding_ms(self) -> float | None:
@@ -56,18 +56,18 @@ class RequestRecord:
     request_id: str
     tenant: str
     model: str
-    """As the client named it."""
+    """The model name that the client used."""
     outcome: str
     """A label of `splitserve_requests_ended_total`, or "running"."""
     received_unix_s: float
     ended_ms: float
-    """Of a running request: when the record was made."""
+    """For a running request: when the record was made."""
     failure: str = ""
-    """Reason and message of the error that it ended with."""
+    """Reason and message of the error that ended the request."""
     is_refusal: bool = False
-    """Whether that error says that the request is wrong or that there is no room for it."""
+    """Whether the request was refused, as invalid or for want of room."""
     served_model: str = ""
-    """Empty for a request that was not understood; the rest is then missing, too."""
+    """Empty for an invalid request; the later fields are missing then, too."""
     prompt_tokens: int = 0
     resumed_tokens: int = 0
     """Output tokens that another coordinator had sent."""
@@ -89,7 +89,7 @@ class RequestRecord:
 
     @property
     def first_attempt(self) -> AttemptFacts | None:
-        """The attempt that brought the first token."""
+        """The attempt with the first token."""
         if self.first_token_ms is None:
             return None
         return next((attempt for attempt in self.attempts if attempt.ended_ms >= self.first_token_ms), None)
@@ -97,7 +97,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class CostOfRequest:
-    """What a request took, all recorded attempts together. Times in seconds."""
+    """Resources that a request used in all recorded attempts. Times in seconds."""
 
     prefill_s: float
     decode_s: float
@@ -119,8 +119,8 @@ NO_COST = CostOfRequest(0.0, 0.0, 0.0, 0)
 def cost_of(record: RequestRecord) -> CostOfRequest:
     """The cost of a request.
 
-    KV blocks count as held on the prefill worker while the prompt is computed and written, and on the decode worker
-    from the reservation to the end, where they grow evenly from the prompt's to the whole context's.
+    KV blocks count on the prefill worker while the prompt is computed and written. On the decode worker they count from
+    the reservation to the end, growing evenly from the prompt's blocks to those of the whole context.
     """
     prefill_s = decode_s = block_s = 0.0
     written_bytes, size = 0, max(1, record.block_size_tokens)
@@ -156,11 +156,11 @@ class PhaseOfRequest:
     worker: str = ""
     """Empty: the coordinator itself."""
     attempt: int = 0
-    """From 1; 0: before the first."""
+    """The attempt's number from 1; 0 before the first attempt."""
 
 
 def phases_of(record: RequestRecord) -> list[PhaseOfRequest]:
-    """The phases of a request in order of their begin; see the module's text."""
+    """The phases of a request in order of their beginning."""
     row = _Row(record.ended_ms)
     row.until("tokenize", record.tokenized_ms)
     row.until("admission", record.admitted_ms)
@@ -173,12 +173,11 @@ def phases_of(record: RequestRecord) -> list[PhaseOfRequest]:
             after += _after_first_token(attempt, delivered_ms)
             row.at_ms = attempt.ended_ms
     row.until("end" if record.attempts else "route", record.ended_ms)
-    in_order = [*row.phases, *after]
-    return sorted(in_order, key=lambda phase: phase.start_ms)
+    return sorted([*row.phases, *after], key=lambda phase: phase.start_ms)
 
 
 class _Row:
-    """Phases that follow on each other."""
+    """Consecutive phases."""
 
     def __init__(self, ended_ms: float) -> None:
         self.phases: list[PhaseOfRequest] = []
@@ -186,32 +185,32 @@ class _Row:
         self._ended_ms = ended_ms
 
     def until(self, name: str, end_ms: float | None, worker: str = "", attempt: int = 0) -> None:
-        """The next phase, up to a moment; None: up to the end of the request. One without length is left out."""
+        """Adds the next phase, up to `end_ms` (None: the end of the request), unless it has no length."""
         end_ms = self._ended_ms if end_ms is None else end_ms
         if end_ms - self.at_ms > LEAST_MS:
             self.phases.append(PhaseOfRequest(name, self.at_ms, end_ms, worker, attempt))
             self.at_ms = end_ms
 
     def lasting(self, name: str, took_ms: float, most_ms: float, worker: str, attempt: int) -> None:
-        """The next phase, by its duration, but not beyond `most_ms`."""
+        """Adds the next phase, by its duration, but not beyond `most_ms`."""
         self.until(name, min(self.at_ms + took_ms, most_ms), worker, attempt)
 
 
 def _add_attempt(row: _Row, attempt: AttemptFacts, delivered_ms: float | None) -> None:
     """The phases of an attempt up to its first token, or to its end without one."""
     report, number = attempt.report, attempt.number
-    asked_ms = attempt.prefilling_ms
+    prompt_sent_ms = attempt.prefilling_ms
     if attempt.is_local:
-        # The decode worker computes from the reservation on, which it answers when it has begun.
-        asked_ms = attempt.reserving_ms
-        row.until("route", asked_ms, attempt=number)
-    elif asked_ms is not None:
-        row.until("route", asked_ms - report.reserve_ms, attempt=number)
-        row.until("reserve", asked_ms, attempt.decode_worker, number)
+        # The decode worker computes from the reservation on, and answers it when it has begun.
+        prompt_sent_ms = attempt.reserving_ms
+        row.until("route", prompt_sent_ms, attempt=number)
+    elif prompt_sent_ms is not None:
+        row.until("route", prompt_sent_ms - report.reserve_ms, attempt=number)
+        row.until("reserve", prompt_sent_ms, attempt.decode_worker, number)
     elif attempt.reserving_ms is not None:
         row.until("route", attempt.reserving_ms, attempt=number)
         row.until("reserve", attempt.ended_ms, attempt.decode_worker, number)
-    if asked_ms is None:
+    if prompt_sent_ms is None:
         row.until("route", attempt.ended_ms, attempt=number)
         return
     worker = attempt.decode_worker if attempt.is_local else attempt.prefill_worker
@@ -224,7 +223,7 @@ def _add_attempt(row: _Row, attempt: AttemptFacts, delivered_ms: float | None) -
 
 
 def _after_first_token(attempt: AttemptFacts, delivered_ms: float) -> list[PhaseOfRequest]:
-    """The handoff and decoding of an attempt. What may have begun before the first token is shown from it on."""
+    """The handoff and decoding of an attempt. Phases that may begin before the first token are shown from it on."""
     report, number = attempt.report, attempt.number
     phases = []
     if report.transfer_bytes:

@@ -26,16 +26,16 @@ from splitserve.v1 import decode_pb2, prefill_pb2, scaling_pb2
 
 Outcome: TypeAlias = scaling_pb2.Outcome.ValueType
 CachePool = Literal["prefill", "decode"]
-"""Whose prefix cache: the prefill worker's spares computing, the decode worker's spares sending."""
+"""A prefix cache: the prefill worker's saves computing tokens, the decode worker's saves transferring their KV."""
 REFUSALS_KEPT_S = 120.0
-"""How long a refusal is remembered: twice the longest hint when to come again."""
+"""How long a refusal is remembered: twice the longest retry hint."""
 MAX_REFUSALS_KEPT = 65_536
 OUTCOMES: tuple[Outcome, ...] = tuple(value for value in scaling_pb2.Outcome.values() if value)
 
 
 @dataclass(slots=True)
 class PhaseCounts:
-    """Durations of one phase. Cold samples are counted apart: autoscaling ignores them, but clients saw them."""
+    """Durations of one phase. Cold samples are counted separately: autoscaling ignores them, but clients saw them."""
 
     warm: DurationCounts = field(default_factory=DurationCounts)
     cold: DurationCounts = field(default_factory=DurationCounts)
@@ -57,9 +57,9 @@ class ModelStats:
     uncached_tokens: float = 0.0
     output_tokens: float = 0.0
     local_requests: int = 0
-    """Requests whose prompt a decode worker computes, and would if no prompt waited at the prefill workers."""
+    """Requests whose prompt a decode worker computes, and would compute even if no prompt waited at prefill workers."""
     local_tokens: float = 0.0
-    """Their part of `uncached_tokens`."""
+    """The part of `uncached_tokens` of `local_requests`."""
     phases: Mapping[Phase, PhaseCounts] = field(
         default_factory=lambda: {phase: PhaseCounts() for phase in PHASES}
     )
@@ -70,13 +70,13 @@ class ModelStats:
     looked_up_tokens: int = 0
     """Prompt tokens of the requests that got a token."""
     hit_tokens: dict[CachePool, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0})
-    """Those of them that were not computed, and those that were not sent."""
+    """The part of `looked_up_tokens` that was not computed, and the part that was not transferred."""
     prefilling_tokens: float = 0.0
     """Uncached prompt tokens of the requests in stage PREFILLING."""
     held: Held = NOTHING_HELD
-    """Queued requests; part of those in stage ADMITTING."""
+    """Queued requests, which are in stage ADMITTING, too."""
     without_pair: int = 0
-    """Requests that wait for workers outside the queue."""
+    """Requests that wait for workers outside of the queue."""
 
     @property
     def stages(self) -> dict[Stage, int]:
@@ -135,28 +135,29 @@ def summed(parts: Sequence[ModelStats]) -> ModelStats:
 
 
 class RefusedRequests:
-    """Tells whether a request is one that was refused before and comes again, so that demand counts once.
+    """Recognizes requests that were refused and are sent again, so that demand counts once.
 
-    Each refusal excuses one later request of the same tenant with the same prompt and limits from being counted.
-    Clients that were refused a prompt and then send it as a request of its own are taken for the same client. Holds the
-    refusals of the last `REFUSALS_KEPT_S` seconds, `MAX_REFUSALS_KEPT` prompts at most; `now` on any monotonic clock.
+    Each refusal exempts one later request of the same tenant with the same prompt and limits from being counted; other
+    clients of this tenant are not told apart. Keeps the refusals of the last `REFUSALS_KEPT_S` seconds, at most
+    `MAX_REFUSALS_KEPT` prompts; `now` is on any monotonic clock.
 
-    A `request` is what makes two equal: model, tenant, prompt and limits.
+    A `request` is the tuple by which two requests are equal: model, tenant, prompt and limits.
     """
 
     def __init__(self) -> None:
         self._refused: OrderedDict[int, tuple[int, float]] = OrderedDict()
-        """Refusals not excused yet and the time of the last one, by fingerprint, the oldest first."""
+        """By fingerprint: the number of unused refusals, and the time of the last one; the oldest first."""
 
     def add(self, request: Hashable, now: float) -> None:
-        """A request was refused."""
+        """Remembers a refusal."""
         key = hash(request)
         count, _ = self._refused.pop(key, (0, now))
         self._refused[key] = count + 1, now
         self._forget(now)
 
     def take(self, request: Hashable, now: float) -> bool:
-        """Whether this request repeats a refused one; that refusal is used up. Costs nothing while none was refused."""
+        """Whether this request repeats a refused one. Uses the refusal up. Hashes nothing while there are no
+        refusals."""
         self._forget(now)
         if not self._refused:
             return False
@@ -184,11 +185,11 @@ class RequestStats:
 
     def __init__(self, long_prompt_tokens: int = DEFAULT_LONG_PROMPT_TOKENS) -> None:
         self.long_prompt_tokens = long_prompt_tokens
-        """Prompts of as many tokens or more are long."""
+        """Prompts with at least this many tokens are long."""
         self._models: dict[str, ModelStats] = {}
         self.refused = RefusedRequests()
         self.demand = asyncio.Event()
-        """Set when requests wait for workers; who waits for it clears it."""
+        """Set when requests wait for workers; its waiter clears it."""
 
     def of(self, model: str) -> ModelStats:
         """The statistics of a model that is known to the registry; created on first use."""
@@ -198,13 +199,13 @@ class RequestStats:
         return stats
 
     def set_held(self, model: str, held: Held) -> None:
-        """Sets what admission holds of a model."""
+        """Sets the queued requests of a model."""
         self.of(model).held = held
         if held.cause == "workers" and held.requests:
             self.demand.set()
 
     def set_without_pair(self, model: str, requests: int) -> None:
-        """Sets how many requests for a model wait for workers outside the queue."""
+        """Sets how many requests for a model wait for workers outside of the queue."""
         self.of(model).without_pair = requests
         if requests:
             self.demand.set()
@@ -214,10 +215,10 @@ class RequestStats:
         return any(stats.waiting_for_workers for name, stats in self._models.items() if model in ("", name))
 
     def count_rejected(self, model: str) -> None:
-        """Counts a request that was rejected before any of it was examined.
+        """Counts a request that was rejected before it was checked.
 
-        `model` is what the client wrote, and clients must not be able to create series: it is counted only if it names
-        a model with statistics, or is empty and there is only one.
+        Clients must not be able to create series: the request counts only if `model`, as the client wrote it, names a
+        model with statistics, or is empty and there is only one.
         """
         stats = self._models.get(model)
         if stats is None and not model and len(self._models) == 1:
@@ -242,8 +243,8 @@ connection setup, and say nothing about how many workers are needed."""
 class StatsRecorder(RequestObserver):
     """Observes one request. Nothing is counted before `arrived`.
 
-    A sample is cold if a worker it depends on is cold (see `COLD_REQUESTS`), or if the request needed more than one
-    attempt: then it measures a fault, not the load.
+    A sample is cold if it depends on a cold worker (see `COLD_REQUESTS`), or if the request needed more than one
+    attempt: it then measures a fault, not the load.
     """
 
     def __init__(self, stats: RequestStats) -> None:
@@ -257,11 +258,10 @@ class StatsRecorder(RequestObserver):
 
     @override
     def arrived(self, state: RequestState) -> None:
-        """Demand is counted from the request's estimate, once for what was refused and comes
-        again."""
+        """Demand is counted by the request's estimate, and only once for a refused request that is sent again."""
         request, self._uncached = state.request, state.estimate.uncached_tokens
         self._stats = self._all_stats.of(request.model.name)
-        if not self._all_stats.refused.take(_what(request), time.monotonic()):
+        if not self._all_stats.refused.take(_identity(request), time.monotonic()):
             self._stats.arrived(len(request.prompt), self._uncached, state.estimate.output_tokens)
         self._enter(Stage.ADMITTING)
 
@@ -302,11 +302,11 @@ class StatsRecorder(RequestObserver):
 
     @override
     def prefilling_locally(self, state: RequestState) -> None:
-        """Prompts that relieve busy prefill workers stay demand of their pool: it is too small. A worker of role `both`
-        is in that pool itself."""
+        """A prompt that only relieves busy prefill workers remains demand of the prefill pool, as does one on a worker
+        of role `both`, which is in that pool."""
         decode = state.attempt.decode
-        is_in_place = decode is not None and decode.role == "decode" and not state.relieves_prefill
-        if self._stats is not None and self._attempts == 1 and is_in_place:
+        is_local_demand = decode is not None and decode.role == "decode" and not state.relieves_prefill
+        if self._stats is not None and self._attempts == 1 and is_local_demand:
             self._stats.local_requests += 1
             self._stats.local_tokens += self._uncached
         self._enter(Stage.DECODING)
@@ -351,7 +351,7 @@ class StatsRecorder(RequestObserver):
             self._stats.hit_tokens["prefill"] += state.report.cached_prompt_tokens
             self._stats.hit_tokens["decode"] += state.report.decode_cached_tokens
         if outcome == scaling_pb2.OUTCOME_REJECTED:
-            self._all_stats.refused.add(_what(state.request), time.monotonic())
+            self._all_stats.refused.add(_identity(state.request), time.monotonic())
         if outcome == scaling_pb2.OUTCOME_TIMED_OUT and not self._first_token_seen:
             waited_s = time.monotonic() - state.request.received_s
             self._add_ttft(state, waited_s)
@@ -372,7 +372,7 @@ class StatsRecorder(RequestObserver):
             self._stats.phases[phase].add(max(0.0, seconds), cold=cold or self._attempts > 1)
 
     def _enter(self, stage: Stage | None) -> None:
-        """Moves the request from its stage to `stage`; None: out of all stages."""
+        """Moves the request to `stage`; None: out of all stages."""
         stats = self._stats
         if stats is None:
             return
@@ -403,6 +403,11 @@ def outcome_of(error: BaseException | None) -> Outcome:
     return scaling_pb2.OUTCOME_FAILED
 
 
-def _what(request: InferenceRequest) -> tuple[object, ...]:
-    """What makes two requests equal for `RefusedRequests`."""
+def outcome_label(outcome: Outcome) -> str:
+    """The label of an outcome in metrics and records."""
+    return scaling_pb2.Outcome.Name(outcome).removeprefix("OUTCOME_").lower()
+
+
+def _identity(request: InferenceRequest) -> tuple[object, ...]:
+    """The tuple by which two requests are equal for `RefusedRequests`."""
     return request.model.name, request.caller.tenant, request.prompt, request.max_tokens

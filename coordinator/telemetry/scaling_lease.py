@@ -1,10 +1,11 @@
 """Leases of autoscalers: of several, one acts. Pure; `now` is on the coordinator's monotonic clock, in seconds.
 
-The fencing number of a lease is greater than all before it, those of earlier boots included (it starts from the time of
-day). A plan under another number is refused, so an autoscaler that slept through the end of its lease changes nothing.
+The fencing number of a lease is greater than all earlier numbers, also those of earlier coordinator processes, since it
+begins at the time of day. A plan with another number is refused, so an autoscaler that slept through the end of its
+lease changes nothing.
 
-A coordinator that has just booted does not know who held the lease. Until the asked length has passed it only confirms
-leases that their holders still hold by their own clocks.
+A coordinator that has just started does not know the holder. Until the requested length has passed since its start, it
+only confirms leases that their holders still hold by their own clocks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from splitserve.v1 import scaling_pb2
 
 MAX_HOLDER_BYTES = 128
 MAX_LEASES = 1024
-"""Models with a lease at once."""
+"""Most models with a lease at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class ScalingLeases:
         if request.number and request.number == (
             own.number if own else max(request.number, self._last_number)
         ):
-            number = request.number  # in force, or given by an earlier boot, which this one does not know
+            number = request.number  # in force, or given by an earlier coordinator process
         elif now - self._booted_s < valid_s and own is None:
             return scaling_pb2.AcquireLeaseResponse(expires_in_seconds=self._booted_s + valid_s - now)
         elif len(self._leases) >= MAX_LEASES and own is None:
@@ -68,8 +69,8 @@ class ScalingLeases:
         return _response(True, lease, now)
 
     def check_plan(self, lease_number: int, now: float) -> None:
-        """Raises FailedPreconditionError (STALE_LEASE) unless a lease in force has this number, or there is none and it
-        is 0."""
+        """Raises FailedPreconditionError (STALE_LEASE) unless a lease in force has this number, or the number is 0 and
+        no lease is in force."""
         for model in list(self._leases):
             self._in_force(model, now)
         if lease_number == 0 and not self._leases:

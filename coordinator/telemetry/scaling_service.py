@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -32,24 +33,18 @@ from splitserve.v1.scaling_pb2_grpc import ScalingServiceServicer
 MAX_ENDED_BOOTS = 4096
 
 
+@dataclass(eq=False)
 class ScalingService(ScalingServiceServicer):
     """Serves signals and applies plans."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        stats: RequestStats,
-        estimates: Estimates,
-        coordinator_id: str,
-        access: AccessControl,
-        report_ended: Callable[[Sequence[WorkerKey]], None],
-    ) -> None:
-        self._registry = registry
-        self._access = access
-        self._stats = stats
-        self._estimates = estimates
-        self._coordinator_id = coordinator_id
-        self._report_ended = report_ended
+    registry: Registry
+    stats: RequestStats
+    estimates: Estimates
+    coordinator_id: str
+    access: AccessControl
+    report_ended: Callable[[Sequence[WorkerKey]], None]
+
+    def __post_init__(self) -> None:
         self.states = WorkerStates()
         self.timeline = ScalingTimeline()
         self._started_s = time.monotonic()
@@ -58,27 +53,27 @@ class ScalingService(ScalingServiceServicer):
     async def watch_states(self) -> None:
         """Tracks when workers change state, until cancelled."""
         while True:
-            version = self._registry.version
-            self.states.update(self._registry.snapshot(), time.monotonic())
-            await self._registry.wait_change(version)
+            version = self.registry.version
+            self.states.update(self.registry.snapshot(), time.monotonic())
+            await self.registry.wait_change(version)
 
     @override
     async def GetSignals(
         self, request: scaling_pb2.GetSignalsRequest, context: Any
     ) -> scaling_pb2.GetSignalsResponse:
-        self._access.require_reader(context)
+        self.access.require_reader(context)
         await self._until_demand(request)
         now = time.monotonic()
-        snapshot = self._registry.snapshot()
+        snapshot = self.registry.snapshot()
         self.states.update(snapshot, now)
-        known = self._registry.known_models()
+        known = self.registry.known_models()
         bases = [name for name, model in known.items() if not model.base]
         return scaling_pb2.GetSignalsResponse(
-            coordinator_id=self._coordinator_id,
+            coordinator_id=self.coordinator_id,
             uptime_seconds=now - self._started_s,
             bounds_seconds=LATENCY_BOUNDS_S,
             models=[self._model(name, snapshot, now) for name in bases if request.model in ("", name)],
-            plan=_plan_in_force(self._registry.plan, now),
+            plan=_plan_in_force(self.registry.plan, now),
         )
 
     async def _until_demand(self, request: scaling_pb2.GetSignalsRequest) -> None:
@@ -87,52 +82,52 @@ class ScalingService(ScalingServiceServicer):
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while not self._stats.wait_for_workers(request.model):
-                    self._stats.demand.clear()
-                    await self._stats.demand.wait()
+                while not self.stats.wait_for_workers(request.model):
+                    self.stats.demand.clear()
+                    await self.stats.demand.wait()
 
     @override
     async def ApplyPlan(
         self, request: scaling_pb2.ApplyPlanRequest, context: Any
     ) -> scaling_pb2.ApplyPlanResponse:
-        self._access.require_operator(context)
+        self.access.require_operator(context)
         self._leases.check_plan(request.lease_number, time.monotonic())
-        plan = checked_plan(request, time.monotonic(), self._registry.plan)
+        plan = checked_plan(request, time.monotonic(), self.registry.plan)
         check_decisions(request)
-        self._registry.apply_plan(plan)
+        self.registry.apply_plan(plan)
         self.timeline.add(request, time.time())
-        here = {worker.worker_id for worker in self._registry.snapshot().workers}
+        registered = {worker.worker_id for worker in self.registry.snapshot().workers}
         return scaling_pb2.ApplyPlanResponse(
-            coordinator_id=self._coordinator_id,
-            unknown_worker_ids=sorted((plan.standby | plan.active | plan.roles.keys()) - here),
+            coordinator_id=self.coordinator_id,
+            unknown_worker_ids=sorted((plan.standby | plan.active | plan.roles.keys()) - registered),
         )
 
     @override
     async def AcquireLease(
         self, request: scaling_pb2.AcquireLeaseRequest, context: Any
     ) -> scaling_pb2.AcquireLeaseResponse:
-        self._access.require_operator(context)
+        self.access.require_operator(context)
         response = self._leases.acquire(request, time.monotonic())
-        response.coordinator_id = self._coordinator_id
+        response.coordinator_id = self.coordinator_id
         return response
 
     @override
     async def ReportEnded(
         self, request: scaling_pb2.ReportEndedRequest, context: Any
     ) -> scaling_pb2.ReportEndedResponse:
-        self._access.require_operator(context)
+        self.access.require_operator(context)
         if len(request.boots) > MAX_ENDED_BOOTS:
             raise InvalidArgumentError(f"boots must be at most {MAX_ENDED_BOOTS}", field="boots")
-        self._report_ended([(boot.worker_id, boot.epoch) for boot in request.boots])
-        return scaling_pb2.ReportEndedResponse(coordinator_id=self._coordinator_id)
+        self.report_ended([(boot.worker_id, boot.epoch) for boot in request.boots])
+        return scaling_pb2.ReportEndedResponse(coordinator_id=self.coordinator_id)
 
     def _model(self, name: str, snapshot: PoolSnapshot, now: float) -> scaling_pb2.ModelSignals:
-        known = self._registry.known_models()
+        known = self.registry.known_models()
         adapters = {
             other.name: other.adapter for other in known.values() if other.base == name and other.adapter
         }
-        stats = summed([self._stats.of(other) for other in (name, *adapters)])
-        stages, means = stats.stages, self._estimates.of_model(name)
+        stats = summed([self.stats.of(other) for other in (name, *adapters)])
+        stages, means = stats.stages, self.estimates.of_model(name)
         workers = [worker for worker in snapshot.workers if worker.model.name == name]
         return scaling_pb2.ModelSignals(
             model=name,
@@ -164,7 +159,7 @@ class ScalingService(ScalingServiceServicer):
         )
 
     def _worker(self, worker: Worker, snapshot: PoolSnapshot, now: float) -> scaling_pb2.WorkerSignals:
-        state, since_s = self.states.of(worker.key)
+        state, since_s = self.states.since[worker.key]
         lanes = [
             lane.gb_per_second for _, lane in snapshot.handoff_lanes_of(worker) if lane.gb_per_second > 0
         ]
@@ -231,24 +226,17 @@ def _plan_in_force(plan: RotationPlan, now: float) -> scaling_pb2.PlanInForce | 
 
 
 class WorkerStates:
-    """The states of all workers as of the last `update`. The mapping is replaced, never mutated."""
+    """The states of all workers as of the last `update`."""
 
     def __init__(self) -> None:
-        self._since: Mapping[WorkerKey, tuple[WorkerState, float]] = {}
+        self.since: Mapping[WorkerKey, tuple[WorkerState, float]] = {}
+        """State of each worker, and since when. The mapping is replaced, never mutated."""
 
     def update(self, snapshot: PoolSnapshot, now: float) -> None:
         """Takes a snapshot; a worker whose state changed gets `now` as its time."""
         states = {worker.key: snapshot.state_of(worker) for worker in snapshot.workers}
-        before = self._since
-        self._since = {
+        before = self.since
+        self.since = {
             key: before[key] if key in before and before[key][0] == state else (state, now)
             for key, state in states.items()
         }
-
-    def of(self, key: WorkerKey) -> tuple[WorkerState, float]:
-        """State, and since when. Raises KeyError for a worker that is not in the last snapshot."""
-        return self._since[key]
-
-    def find(self, key: WorkerKey) -> tuple[WorkerState, float] | None:
-        """As `of`; None for a worker that is not in the last snapshot."""
-        return self._since.get(key)

@@ -1,4 +1,4 @@
-"""What autoscalers decided and why, as their plans said. Pure; for people to see, nothing is decided by it."""
+"""The decisions of autoscalers and their reasons, from their plans, for people to see. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MAX_ENTRIES = 200
 """Decisions that the timeline keeps."""
 MAX_CAUSE, MAX_REASON, MAX_MODEL = 64, 1024, 128
 MAX_LATEST = 64
-"""Models and pools whose latest decision is kept apart; the one that was sent longest ago gives way."""
+"""Most models and pools whose latest decision is kept; the oldest is dropped."""
 MAX_ACTIONS, MAX_ACTION = 16, 200
-"""Actions of a decision, and characters of each; more are cut."""
+"""Most actions of a decision, and characters of each; the rest is cut."""
 _POOLS = {registry_pb2.POOL_PREFILL: "prefill", registry_pb2.POOL_DECODE: "decode"}
 
 
@@ -26,7 +26,7 @@ class TimelineEntry:
 
     at_unix_s: float
     model: str
-    """Empty where the autoscaler scales one, or all."""
+    """Empty if the autoscaler scales a single model or all models."""
     pool: str
     desired: int
     standby: int
@@ -34,9 +34,9 @@ class TimelineEntry:
     starting: int
     cause: str
     reason: str
-    """As the latest of these plans put it; its figures change from plan to plan."""
+    """From the latest of these plans; its figures change from plan to plan."""
     actions: tuple[str, ...]
-    """What the autoscaler was about to do."""
+    """The next actions of the autoscaler."""
 
 
 class ScalingTimeline:
@@ -98,5 +98,5 @@ def _entry(decision: scaling_pb2.PoolDecision, now_unix_s: float) -> TimelineEnt
 
 
 def _essence(entry: TimelineEntry) -> tuple[object, ...]:
-    """What makes a decision another one: not the counts of replicas and not the wording."""
+    """The fields by which decisions differ: neither the counts of present replicas nor the reason's text."""
     return entry.desired, entry.standby, entry.cause, entry.actions

@@ -1,7 +1,7 @@
 """A request's record as spans: one for the request, one an attempt, one a phase. Pure but for new span ids.
 
 The phases are those that `splitserve explain` shows. Names and attributes follow OpenTelemetry's conventions for
-generative AI where these have a word; none of them holds text of a prompt or an answer.
+generative AI as far as these go; none of them holds text of a prompt or an answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _request_span(record: RequestRecord, trace: RequestTrace) -> FinishedSpan:
     served = record.served_model
     start_s = record.received_unix_s
     return FinishedSpan(
-        # A client's own words for a model would make as many names as there are words.
+        # The name that a client wrote would make an unlimited number of span names.
         f"{trace.operation} {served}" if served else trace.operation,
         trace.context,
         trace.parent_id,
@@ -75,7 +75,7 @@ def _attempt_spans(
     before: TraceContext | None,
     phases: list[PhaseOfRequest],
 ) -> Iterator[FinishedSpan]:
-    """An attempt's span from its routing to its end, and its phases'; it links to the attempt that it goes on from."""
+    """An attempt's span from its routing to its end, and the spans of its phases. It links to the attempt before."""
     mine = [phase for phase in phases if phase.attempt == attempt.number]
     start_ms = min([attempt.began_ms, *(phase.start_ms for phase in mine)])
     end_ms = max([attempt.ended_ms, *(phase.end_ms for phase in mine)])

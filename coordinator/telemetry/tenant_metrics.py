@@ -1,4 +1,4 @@
-"""The Prometheus metrics of tenants, and what their requests have cost. A bounded number of tenants has series."""
+"""The Prometheus metrics of tenants, and the cost of their requests. A bounded number of tenants has series."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coordinator.tenants.tenants import Tenants
 from splitserve.metrics import counter, counters, gauge, gauges
 
 MAX_TENANTS = 500
-"""The first of the tenants file have series; so many make 6,500 of them."""
+"""Only this many tenants, the first of the tenants file, have series: 6,500 series in all."""
 
 
 class TenantCosts:
@@ -46,24 +46,21 @@ def tenant_metrics(tenants: Tenants) -> list[Metric]:
     """All tenant metrics at one moment."""
     usages = tenants.usages
     shown = dict(islice(usages.items(), MAX_TENANTS))
-    requests = {(name, outcome): n for name, usage in shown.items() for outcome, n in usage.outcomes.items()}
-    tokens = {(name, kind): n for name, usage in shown.items() for kind, n in usage.tokens.items()}
+    requests = {
+        (name, outcome): count for name, usage in shown.items() for outcome, count in usage.outcomes.items()
+    }
+    tokens = {(name, kind): count for name, usage in shown.items() for kind, count in usage.tokens.items()}
     running = {name: usage.running for name, usage in shown.items()}
     text = "Valid requests by how they ended"
-    unknown = counter(
-        "splitserve_unauthenticated_calls", "Calls without a known API key", tenants.unauthenticated
-    )
-    hidden = gauge(
-        "splitserve_tenants_without_series",
-        f"Tenants beyond the first {MAX_TENANTS} of the file, which are in no other series of tenants",
-        max(0, len(usages) - MAX_TENANTS),
-    )
+    unknown = "Calls without a known API key"
+    hidden = f"Tenants beyond the first {MAX_TENANTS} of the file, which are in no other series of tenants"
+    without_series = max(0, len(usages) - MAX_TENANTS)
     return [
         counters("splitserve_tenant_requests", text, ("tenant", "outcome"), requests),
         counters("splitserve_tenant_tokens", "Tokens charged", ("tenant", "kind"), tokens),
         gauges("splitserve_tenant_running_requests", "Generations in progress", "tenant", running),
-        unknown,
-        hidden,
+        counter("splitserve_unauthenticated_calls", unknown, tenants.unauthenticated),
+        gauge("splitserve_tenants_without_series", hidden, without_series),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Access control of the coordinator, from TLS, the cluster token and tenants as configured."""
+"""Access control of the coordinator, by TLS, the cluster token and tenants."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class AccessControl:
         return self.authenticator.caller(key)
 
     def require_operator(self, context: Context) -> None:
-        """Requires an operator's certificate, the cluster token or an admin key; without any of these configured,
-        everybody may pass.
+        """Requires an operator's certificate, the cluster token or an admin key. Without any of these configured, every
+        caller passes.
 
         Raises UnauthenticatedError or PermissionDeniedError.
         """
@@ -70,8 +70,7 @@ class AccessControl:
             self.require_reader(context)
 
     def require_reader(self, context: Context) -> None:
-        """Requires what it takes to see the whole cluster: an admin key where there are tenants, or an operator's
-        credential; nothing else does, as for generation.
+        """Requires the permission to see the whole cluster: with tenants, an admin key or an operator's credential.
 
         Raises UnauthenticatedError or PermissionDeniedError.
         """
@@ -79,7 +78,7 @@ class AccessControl:
             raise PermissionDeniedError("this needs an admin key", reason="ADMIN_ONLY")
 
     def warn_if_open(self, host: str) -> None:
-        """Logs warnings about what the settings leave unprotected."""
+        """Logs warnings about interfaces that the settings leave unprotected."""
         warn_if_open("coordinator", host, self.tenants is not None or self.security.tls is not None)
         if self.tenants is not None and self.security.tls is None and not is_loopback(host):
             advice = "API keys travel in clear text; use it behind something that encrypts"
@@ -102,11 +101,11 @@ def credential_of(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
 
 
 MOST_BYTES_PER_TOKEN = 32
-"""Prompts average fewer bytes per token, so that a prompt's size tells how many tokens it has at least."""
+"""Prompts average fewer bytes per token, so a prompt's size gives a lower bound of its tokens."""
 
 
 def least_prompt_tokens(request: inference_pb2.GenerateRequest) -> int:
-    """Tokens that the prompt has at least, known before it is tokenized."""
+    """A lower bound of the prompt's tokens, before it is tokenized."""
     match request.WhichOneof("prompt"):
         case "token_ids":
             return len(request.token_ids.ids)
@@ -115,17 +114,17 @@ def least_prompt_tokens(request: inference_pb2.GenerateRequest) -> int:
     return request.chat.ByteSize() // MOST_BYTES_PER_TOKEN
 
 
+@dataclass(frozen=True, slots=True)
 class Quotas:
     """The tenants' quotas. Never waits: a request over its tenant's quota is refused with a retry hint."""
 
-    def __init__(self, tenants: Tenants) -> None:
-        self._tenants = tenants
+    tenants: Tenants
 
     @contextmanager
     def entered(self, request: inference_pb2.GenerateRequest, caller: Caller) -> Iterator[RequestQuota]:
-        """Holds a request's place while the context is open; before any work is done for it. Raises
+        """Counts a request as in progress while the context is open. Call it before any work for the request. Raises
         ResourceExhaustedError with a retry hint."""
-        usage, least = self._tenants.usage_of(caller), least_prompt_tokens(request)
+        usage, least = self.tenants.usage_of(caller), least_prompt_tokens(request)
         usage.enter(least, time.monotonic())
         try:
             yield RequestQuota(usage, least)
@@ -135,7 +134,7 @@ class Quotas:
 
 @dataclass(frozen=True, slots=True)
 class RequestQuota:
-    """Charges one request that has entered to its tenant, `charged` tokens of its prompt already then."""
+    """Charges one request to its tenant. `charged` tokens of its prompt were charged when it entered."""
 
     usage: TenantUsage
     charged: int

@@ -38,23 +38,23 @@ class TenantPolicy(ConfigModel):
     key_hashes: Annotated[tuple[KeyHash, ...], Field(max_length=64)] = ()
     """Hashes of this tenant's API keys, as printed by `splitserve keys new`. Two during key rotation."""
     models: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = ("*",)
-    """Patterns of the model names, adapters included, that the tenant may use: `*`, `?` and `[...]`. Others do not
-    exist for it."""
+    """Patterns of the model names, adapters included, that the tenant may use: `*`, `?` and `[...]`. Other models do
+    not exist for it."""
     requests_per_second: Rate | None = None
     """Rate of new requests."""
     prompt_tokens_per_second: Rate | None = None
-    """Rate of prompt tokens, cached ones and those that resumed answers have had included."""
+    """Rate of prompt tokens, including cached ones and the tokens of resumed answers."""
     output_tokens_per_second: Rate | None = None
     """Rate of output tokens. They are charged as they are sent, so an answer may overdraw this; the next request is
     refused until the debt is paid."""
     burst_seconds: Annotated[float, Field(gt=0, le=86_400)] = 10.0
-    """Each rate allows bursts of what accrues in this many seconds, and of one request at least."""
+    """Each rate allows bursts of the amount that accrues in this many seconds, and of at least one request."""
     max_concurrent_requests: Annotated[int, Field(ge=1, le=10**6)] | None = None
-    """Requests in progress."""
+    """Most requests in progress."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=2**24)] | None = None
-    """Tokens per prompt."""
+    """Most tokens of a prompt."""
     max_output_tokens: Annotated[int, Field(ge=1, le=2**24)] | None = None
-    """Output tokens per request; the default for requests that do not set a maximum."""
+    """Most output tokens of a request, and the default for requests that do not set a maximum."""
     priority_class: PriorityClass = "standard"
     """Order of service when requests have to wait."""
     weight: Annotated[float, Field(ge=0.01, le=1000)] = 1.0
@@ -81,8 +81,8 @@ class TenantsFile(ConfigModel):
     """The tenants."""
     cache_salt_secret_file: Path | None = None
     """File with at least 16 random bytes, from which each tenant's cache salt is derived; relative to this file's
-    folder. Coordinators that share workers should share it. Default: random at each start, which invalidates what was
-    cached before."""
+    folder. Coordinators that share workers should share it. Default: random at each start, which invalidates all
+    earlier caches."""
 
     @model_validator(mode="after")
     def _unique(self) -> TenantsFile:

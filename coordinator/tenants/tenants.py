@@ -20,7 +20,8 @@ from splitserve.security.api_keys import HASH_PREFIX, MAX_KEY_CHARACTERS
 
 
 class Tenants(Authenticator):
-    """Callers and usage by the tenants file. A reload replaces all keys and limits at once; running requests continue.
+    """Callers and usage according to the tenants file. A reload replaces all keys and limits at once; running requests
+    continue.
 
     Raises ConfigError if the file is invalid at the start. Later, an invalid file changes nothing.
     """
@@ -52,7 +53,7 @@ class Tenants(Authenticator):
         raise UnauthenticatedError("the API key is not known", reason="WRONG_API_KEY")
 
     def usage_of(self, caller: Caller) -> TenantUsage:
-        """The usage of the caller's tenant. Callers without a tenant get a new one without limits."""
+        """The usage of the caller's tenant. A caller without a tenant gets a new usage without limits."""
         usage = self._usages.get(caller.tenant)
         if usage is None:
             usage = TenantUsage(TenantPolicy(name=caller.tenant), time.monotonic())
@@ -84,8 +85,8 @@ class Tenants(Authenticator):
 class KeyRing:
     """Callers by the hashes of their keys. Immutable.
 
-    Hashes are looked up under a second hash, keyed with random bytes. Timing of a look-up therefore reveals nothing
-    about partial matches, and it takes constant time in the number of tenants.
+    Hashes are looked up by a second hash, keyed with random bytes. So the time of a look-up reveals nothing about
+    partial matches, and does not depend on the number of tenants.
     """
 
     def __init__(self, loaded: TenantsConfig) -> None:

@@ -14,7 +14,7 @@ Outcome = Literal["completed", "failed", "refused"]
 Kind = Literal["prompt", "output"]
 Measure = Literal["requests", "prompt_tokens", "output_tokens"]
 CONCURRENCY_RETRY_S = 1.0
-"""A guess: when a running request will end is unknown."""
+"""A guess, since the end of a running request is unknown."""
 
 
 class TenantUsage:
@@ -28,7 +28,7 @@ class TenantUsage:
         self.adopt(policy, now)
 
     def adopt(self, policy: TenantPolicy, now: float) -> None:
-        """Applies a new policy. What was spent, debts included, stays spent."""
+        """Applies a new policy. Spent amounts, debts included, stay spent."""
         self.policy = policy
         self._limits = limits_of(policy)
         self._buckets = {
@@ -36,7 +36,7 @@ class TenantUsage:
         }
 
     def enter(self, least_prompt_tokens: int, now: float) -> None:
-        """Charges a request before any work is done for it, and `least_prompt_tokens` that its prompt surely has.
+        """Charges a request before any work for it, and the `least_prompt_tokens` that its prompt certainly has.
 
         Raises ResourceExhaustedError, and charges nothing, if the tenant is over its quota, is in debt or has too many
         requests in progress. Each `enter` needs a `leave`.
@@ -48,12 +48,12 @@ class TenantUsage:
             raise ResourceExhaustedError(
                 message, reason="TENANT_CONCURRENCY", retry_after_s=CONCURRENCY_RETRY_S
             )
-        # The output length is unknown yet: a request may start unless there is a debt.
+        # The output length is not known yet: a request may start unless there is a debt.
         self._charge({"requests": 1, "prompt_tokens": least_prompt_tokens, "output_tokens": 0}, now)
         self.running += 1
 
     def leave(self) -> None:
-        """A request that has entered is over."""
+        """Counts the end of a request that has entered."""
         self.running -= 1
 
     def charge_prompt(self, tokens: int, charged: int, now: float) -> None:
@@ -61,7 +61,7 @@ class TenantUsage:
         nothing more, if over quota."""
         metered = "prompt_tokens" in self._limits
         if metered:
-            # The prompt as a whole may be spent from a full bucket, or not at all.
+            # The tokens charged on entry are returned first: the prompt is charged as a whole or not at all.
             self._spend("prompt_tokens", -charged, now)
         try:
             self._charge({"prompt_tokens": tokens}, now)
@@ -72,7 +72,7 @@ class TenantUsage:
         self.tokens["prompt"] += tokens
 
     def charge_resumed(self, tokens: int, now: float) -> None:
-        """Charges what is computed anew of an answer that goes on. It may leave a debt: the next one waits for that."""
+        """Charges the tokens of a resumed answer, which are computed again. May leave a debt for later requests."""
         if "prompt_tokens" in self._limits:
             self._spend("prompt_tokens", tokens, now)
 
@@ -106,12 +106,8 @@ class TenantUsage:
         rate = self._limits[measure].rate_per_s
         what = measure.replace("_", " ")
         message = f"tenant {self.policy.name} is over its quota of {rate:g} {what} a second"
-        return ResourceExhaustedError(
-            message,
-            reason="TENANT_QUOTA",
-            field=f"{measure}_per_second",
-            retry_after_s=hint_s(wait),
-        )
+        field = f"{measure}_per_second"
+        return ResourceExhaustedError(message, reason="TENANT_QUOTA", field=field, retry_after_s=hint_s(wait))
 
 
 def limits_of(policy: TenantPolicy) -> dict[Measure, Limit]:
@@ -129,12 +125,12 @@ def limits_of(policy: TenantPolicy) -> dict[Measure, Limit]:
 
 
 TOLERANCE = 1e-6
-"""In units: absorbs rounding, so that a client that waits exactly as long as hinted is not refused."""
+"""Units that may be missing: absorbs rounding, so that a client that waits as long as hinted is not refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A rate in units per second, and how many units accumulate at most."""
+    """A rate in units per second, and the most units that accumulate."""
 
     rate_per_s: float
     burst: float

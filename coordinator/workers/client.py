@@ -1,7 +1,7 @@
-"""The coordinator's clients of its workers: Reserve, Prefill and Abort, and, of one that takes KV, its output stream.
+"""The coordinator's clients of its workers: Reserve, Prefill and Abort, and the output streams of decode workers.
 
-Calls are carried by a stream that they share, which costs a fraction of a call. A long prompt would hold back what
-comes after it, so it is a call of its own. A failure, a deadline and a cancellation are the same.
+Calls share a stream, on which a call costs a fraction of a gRPC call. A long prompt is a gRPC call of its own, since it
+would delay the calls behind it. Failures, deadlines and cancellations are the same either way.
 
 The output stream (`output_stream`) carries the tokens of all requests of this coordinator, into one collector per
 attempt. When the registry drops a worker, its client is closed and every attempt that runs there fails at once.
@@ -15,6 +15,7 @@ import itertools
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -43,10 +44,10 @@ READ_AHEAD_BYTES = 32 * 1024
 its output, instead of filling socket buffers with many small stale messages."""
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 1.0
-"""Between two tries of an abort."""
+"""First and longest pause between two tries of an abort."""
 UNDELIVERED = (UnavailableError, DeadlineExceededError, CancelledByPeerError)
 ARRIVE_S = 2.0
-"""How long cancelling a Prefill call of its own waits for the call to reach its worker first."""
+"""How long the cancellation of a Prefill call outside of the stream waits for the call to reach its worker first."""
 
 T = TypeVar("T")
 OnPrefill = Callable[[prefill_pb2.PrefillResponse], None]
@@ -71,7 +72,7 @@ class BackgroundTasks:
         return task
 
     async def close(self, grace_s: float) -> None:
-        """Waits up to `grace_s` for the tasks, then cancels the rest, and leaves those that do not end for that."""
+        """Waits up to `grace_s` for the tasks, then cancels the rest, without waiting for tasks that ignore it."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s)
         await end_tasks(self._tasks)
@@ -94,7 +95,7 @@ class WorkerClient:
         security: ClusterCredentials = UNSECURED,
         coalescer: OutputCoalescer | None = None,
     ) -> None:
-        """`attachments` numbers the output streams of this coordinator upwards."""
+        """`attachments` numbers the output streams of this coordinator, in rising order."""
         self.worker = worker
         self._coordinator_id = coordinator_id
         self._channel = security.channel(
@@ -108,8 +109,9 @@ class WorkerClient:
         self._decoding = asyncio.Event()
         self.follow(worker)
         self._collectors: dict[str, OutputCollector] = {}
-        """Of all attempts here; `_decoded` has those whose output comes from here."""
+        """Collectors of all attempts on this worker, by attempt id."""
         self._decoded: dict[str, OutputCollector] = {}
+        """Collectors of the attempts that this worker decodes."""
         self.outputs = OutputReader(
             worker,
             DecodeServiceStub(self._channel),
@@ -122,9 +124,9 @@ class WorkerClient:
 
     @contextmanager
     def attached(self, attempt_id: str, collector: OutputCollector, *, decodes: bool) -> Iterator[None]:
-        """While the context is open, delivers the loss of the worker to `collector`, and, if it `decodes` this attempt,
-        the output. One that only computes the prompt would say on its next output stream that it has lost the attempt.
-        """
+        """While the context is open, delivers the loss of the worker to `collector`, and, if the worker `decodes` this
+        attempt, the output. A worker that only computes the prompt would report the attempt as lost on its next output
+        stream."""
         self._collectors[attempt_id] = collector
         if decodes:
             self._decoded[attempt_id] = collector
@@ -137,15 +139,15 @@ class WorkerClient:
             self._decoded.pop(attempt_id, None)
 
     async def run(self, on_open: Callable[[bool], None], loops: LoopRunner) -> None:
-        """Keeps the worker's streams open until cancelled; tells `on_open` of the output stream, which is opened once
-        the worker decodes."""
+        """Keeps the worker's streams open until cancelled. The output stream is opened once the worker decodes;
+        `on_open` is told when it opens and breaks."""
         async with asyncio.TaskGroup() as group:
             group.create_task(loops.run("calls", self._calls.run))
             await self._decoding.wait()
             group.create_task(loops.run("outputs", partial(self.outputs.run, on_open)))
 
     def follow(self, worker: Worker) -> None:
-        """Takes the worker's present state: its role may have changed."""
+        """Takes the worker's present state, in which its role may have changed."""
         if worker.decodes:
             self._decoding.set()
 
@@ -155,7 +157,7 @@ class WorkerClient:
         """Calls Reserve. Raises UnavailableError: NO_OUTPUT_STREAM while the output stream is broken, WORKER_LOST as
         soon as the worker is dropped."""
         if not self.outputs.is_open:
-            # The next stream may have been asked for without this request.
+            # The next output stream may have been requested already, without this attempt.
             message = f"the output stream of {self.worker.name} is broken"
             raise UnavailableError(message, reason="NO_OUTPUT_STREAM")
         request.coordinator_id = self._coordinator_id
@@ -186,11 +188,11 @@ class WorkerClient:
             collector.put(WorkerFailed(self.worker.key, error))
 
     async def abort(self, attempt_id: str, no_writer: bool, deadline_s: float) -> None:
-        """Calls Abort, again and again until the worker has answered, or is dropped.
+        """Calls Abort until the worker has answered or is dropped.
 
-        The next output stream from a worker that comes back tells it which requests are still wanted; one that does
-        not come back ends them after its lease. At `deadline_s`, the request's own on the monotonic clock, the request
-        ends by itself. `no_writer`: the prefill worker cannot write any more, so blocks need no quarantine.
+        A worker that comes back learns from its next output stream which requests are still wanted; one that does not
+        come back ends them after its lease. At `deadline_s`, the request's deadline on the monotonic clock, the request
+        ends by itself. `no_writer`: the prefill worker can no longer write, so blocks need no quarantine.
         """
         request = decode_pb2.AbortRequest(
             request_id=attempt_id, coordinator_id=self._coordinator_id, no_writer=no_writer
@@ -208,14 +210,14 @@ class WorkerClient:
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
 
     def fail_all(self, error: SplitserveError) -> int:
-        """Fails all attempts here, which then go on elsewhere. Returns how many there are."""
+        """Fails all attempts on this worker, which then resume elsewhere. Returns their number."""
         for attempt_id, collector in self._collectors.items():
             if not self._calls.fail_reservation(attempt_id, error):
                 collector.put(WorkerFailed(self.worker.key, error))
         return len(self._collectors)
 
     def connect(self) -> None:
-        """Starts connecting, so that the first request does not have to wait for it."""
+        """Starts connecting, so that the first request does not wait for the connection."""
         self._channel.get_state(try_to_connect=True)
 
     def lose(self) -> None:
@@ -231,20 +233,21 @@ class WorkerClient:
 
 
 class WorkerCalls:
-    """Calls raise the SplitserveError of the worker's status; UnavailableError (WORKER_LOST) once it is lost."""
+    """The calls of one worker. They raise the SplitserveError of the worker's status; UnavailableError (WORKER_LOST)
+    once the worker is lost."""
 
     def __init__(
         self, worker: Worker, channel: grpc.aio.Channel, metadata: Metadata, output: OutputCoalescer
     ) -> None:
-        """`metadata` goes with each call. Those on the stream wait for each other as long as `output` says."""
+        """`metadata` goes with each call. `output` says how long calls on the stream wait, to share a message."""
         self._worker, self._metadata = worker, metadata
         self._prefill, self._decode = PrefillServiceStub(channel), DecodeServiceStub(channel)
         carry = partial(CallServiceStub(channel).Carry, metadata=metadata)
         self._stream = CallStream(carry, worker.name, output.call_wait_s)
         self._reserving: dict[str, Callable[[SplitserveError], None]] = {}
-        """What fails a reservation that waits, by attempt id."""
+        """Functions that fail a waiting reservation, by attempt id."""
         self.lost: UnavailableError | None = None
-        """Set once the worker was dropped."""
+        """Set once the worker is dropped."""
 
     async def run(self) -> None:
         """Keeps the stream open until cancelled."""
@@ -258,13 +261,13 @@ class WorkerCalls:
         try:
             if (data := _carried(request)) is None:
                 return await self._reserve_by_itself(request, timeout_s)
-            responses: list[decode_pb2.ReserveResponse] = []
-            call = self._stream.begin("reserve", data, timeout_s, partial(_read_reserved, responses))
+            responses: list[bytes] = []
+            call = self._stream.begin("reserve", data, timeout_s, responses.append)
             self._reserving[request.request_id] = call.fail
             await _end_of(call)
             if not responses:
                 raise UnavailableError(f"{self._worker.name} ended a reservation early", reason="WORKER_LOST")
-            return responses[0]
+            return decode_pb2.ReserveResponse.FromString(responses[0])
         finally:
             self._reserving.pop(request.request_id, None)
 
@@ -273,19 +276,22 @@ class WorkerCalls:
     ) -> None:
         """Calls Prefill until its end.
 
-        Cancelling this cancels the call once it has reached the worker: if it never arrived, decode could not tell
-        whether its ticket is in use.
+        A cancellation cancels the call after it has reached the worker: if it never arrived, the decode worker could
+        not tell whether its ticket is in use.
         """
         self._require_live()
         if (data := _carried(request)) is None:
             await self._prefill_by_itself(request, timeout_s, on_response)
-        else:
-            await _end_of(self._stream.begin("prefill", data, timeout_s, partial(_read_prefill, on_response)))
+            return
+        read = prefill_pb2.PrefillResponse.FromString
+        await _end_of(
+            self._stream.begin("prefill", data, timeout_s, lambda answer: on_response(read(answer)))
+        )
 
     async def abort(self, request: decode_pb2.AbortRequest, timeout_s: float) -> None:
-        """Calls Abort. On the stream it cannot overtake the reservation that it ends."""
+        """Calls Abort and ignores its answer. On the stream it cannot overtake the reservation that it ends."""
         self._require_live()
-        await _end_of(self._stream.begin("abort", request.SerializeToString(), timeout_s, _ignore))
+        await _end_of(self._stream.begin("abort", request.SerializeToString(), timeout_s, lambda _: None))
 
     def fail_reservation(self, attempt_id: str, error: SplitserveError) -> bool:
         """Fails the Reserve call of an attempt. False if it has none."""
@@ -295,7 +301,7 @@ class WorkerCalls:
         return fail is not None
 
     def lose(self, error: UnavailableError) -> None:
-        """Fails the calls on the stream, and all that come; closing the channel fails the others."""
+        """Fails the calls on the stream and all later ones; closing the channel fails the others."""
         self.lost = error
         self._stream.fail_all(error)
 
@@ -352,14 +358,14 @@ class WorkerCalls:
             raise self.lost
 
     def _translated(self, error: grpc.aio.AioRpcError | asyncio.CancelledError) -> BaseException:
-        """Translates what ended a call: its status, a cancellation from outside, or `close`, which cancels too."""
+        """The error that ended a call: its status, a cancellation from outside, or the loss of the worker."""
         if isinstance(error, grpc.aio.AioRpcError):
             return error_from_rpc(error)
         return error if is_being_cancelled() or self.lost is None else self.lost
 
 
 def _carried(request: Message) -> bytes | None:
-    """The request as the stream carries it; None if it is so long that it has to be a call of its own."""
+    """The request as the stream carries it; None if it is too long for the stream."""
     data = request.SerializeToString()
     return data if len(data) <= MAX_CARRIED_BYTES else None
 
@@ -371,42 +377,23 @@ async def _end_of(call: CarriedCall) -> None:
         call.cancel()
 
 
-def _read_reserved(responses: list[decode_pb2.ReserveResponse], data: bytes) -> None:
-    responses.append(decode_pb2.ReserveResponse.FromString(data))
-
-
-def _read_prefill(on_response: OnPrefill, data: bytes) -> None:
-    on_response(prefill_pb2.PrefillResponse.FromString(data))
-
-
-def _ignore(_response: bytes) -> None:
-    """What an Abort has ended does not matter."""
-
-
 REOPEN_S = 1.0
-"""How soon a client that could not be made is tried again."""
+"""Pause before another try to make a client."""
 
 
+@dataclass(eq=False)
 class WorkerClients:
     """A client for every registered worker, kept in step with the registry by `run`."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        background: BackgroundTasks,
-        coordinator_id: str,
-        max_message_bytes: int,
-        security: ClusterCredentials = UNSECURED,
-        coalescer: OutputCoalescer | None = None,
-        loops: LoopRunner | None = None,
-    ) -> None:
-        self._registry = registry
-        self._coalescer = coalescer
-        self._background = background
-        self._coordinator_id = coordinator_id
-        self._max_message_bytes = max_message_bytes
-        self._security = security
-        self._loops = loops or LoopRunner()
+    registry: Registry
+    background: BackgroundTasks
+    coordinator_id: str
+    max_message_bytes: int
+    security: ClusterCredentials = UNSECURED
+    coalescer: OutputCoalescer | None = None
+    loops: LoopRunner = field(default_factory=LoopRunner)
+
+    def __post_init__(self) -> None:
         self._attachments = itertools.count(1)
         self._clients: dict[WorkerKey, WorkerClient] = {}
         self._watchers: dict[WorkerKey, asyncio.Task[None]] = {}
@@ -426,7 +413,7 @@ class WorkerClients:
                 while True:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(None if self._reconcile(group) else REOPEN_S):
-                            version = await self._registry.wait_change(version)
+                            version = await self.registry.wait_change(version)
         finally:
             clients = list(self._clients.values())
             self._clients.clear()
@@ -436,36 +423,36 @@ class WorkerClients:
             await asyncio.gather(*(client.close() for client in clients), return_exceptions=True)
 
     def _reconcile(self, group: asyncio.TaskGroup) -> bool:
-        """False if a worker's client could not be made, which may work later."""
-        wanted = {worker.key: worker for worker in self._registry.snapshot().workers}
+        """Returns False if a worker's client could not be made, which may succeed later."""
+        wanted = {worker.key: worker for worker in self.registry.snapshot().workers}
         for key in self._clients.keys() - wanted.keys():
             if watcher := self._watchers.pop(key, None):
                 watcher.cancel()
             client = self._clients.pop(key)
             client.lose()
-            self._background.start(client.close())
+            self.background.start(client.close())
         for key in wanted.keys() - self._clients.keys():
             self._open(wanted[key], group)
         for key, client in self._clients.items():
             client.follow(wanted[key])
-            # A boot that registered again kept its client, and with it its open stream.
-            self._registry.set_output_open(key, client.outputs.is_open)
+            # A boot that registered again keeps its client and its open stream.
+            self.registry.set_output_open(key, client.outputs.is_open)
         return len(self._clients) == len(wanted)
 
     def _open(self, worker: Worker, group: asyncio.TaskGroup) -> None:
         try:
             client = WorkerClient(
                 worker,
-                self._coordinator_id,
-                self._max_message_bytes,
+                self.coordinator_id,
+                self.max_message_bytes,
                 self._attachments,
-                self._security,
-                self._coalescer,
+                self.security,
+                self.coalescer,
             )
             client.connect()
-        except Exception as error:  # one worker's address or certificate must not cost the others theirs
+        except Exception as error:  # a wrong address or certificate of one worker must not affect the others
             log_exception("worker.no_client", error, worker_id=worker.worker_id)
             return
         self._clients[worker.key] = client
-        on_open = partial(self._registry.set_output_open, worker.key)
-        self._watchers[worker.key] = group.create_task(client.run(on_open, self._loops))
+        on_open = partial(self.registry.set_output_open, worker.key)
+        self._watchers[worker.key] = group.create_task(client.run(on_open, self.loops))

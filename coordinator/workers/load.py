@@ -1,13 +1,13 @@
-"""The work under way at every worker: the one account that routing, placement and admission read.
+"""The account of work: the work under way at every worker, which routing, placement and admission read.
 
-A request's flow writes it: `reserve` when admission starts the request, `route` when an attempt goes to a pair,
-`prompt_begun`, `output`, `decoded` and `attempt_ended` as the attempt goes on, `ended` at the end. The registry adds
-and removes boots and passes on their load reports.
+The request flow writes it: `reserve` when admission starts the request, `route` when an attempt goes to a pair,
+`prompt_begun`, `output`, `decoded` and `attempt_ended` during the attempt, `ended` at the end. The registry adds and
+removes boots and passes on their load reports.
 
 A report lacks requests that are still on their way, and includes those of other coordinators. So a load has two views:
 
-- for choosing a pair: the report, and what was sent since (`queued_tokens`, `free_blocks`, `batch_requests`);
-- for forecasts: each request in flight, and what reports show beyond those (`others`, `other_blocks`).
+- for choosing a pair: the report, and the work sent since (`queued_tokens`, `free_blocks`, `batch_requests`);
+- for forecasts: each request in flight, and the work of other coordinators in reports (`others`, `other_blocks`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from splitserve.latency_model import DecodeLatency, LatencyModel
 from splitserve.v1 import registry_pb2
 
 DEFAULT_PREFILL_TOKENS_PER_S = 2_000.0
-"""Assumed until a worker of the pool has reported a measured rate."""
+"""Rate assumed until a worker of the pool has reported a measured one."""
 DEFAULT_STEP_S = 0.02
-"""The same for the duration of a decode step."""
+"""Duration of a decode step assumed until a worker of the pool has reported a measured one."""
 LEAST_SHARED = 0.05
 """Lower bound of `DecodeLoad.shared`: a sequence always counts for at least this fraction of its own blocks."""
 MAX_CHANGES = 2**16
 """Length at which the list of changed boots is replaced by an empty one."""
 _OUTLIVED_SHARE = 0.5
-"""Of the expected output: what a sequence that has outlived its estimate is expected to produce still."""
+"""Share of the expected output that a sequence beyond its estimate is still expected to produce."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -43,26 +43,26 @@ class Flight:
     expected_output: float
     max_output: int
     tpot_slo_s: float | None = None
-    """The target of its time per output token."""
+    """Target of the time per output token."""
     due_s: float = float("inf")
-    """When its first token is due; infinity: it has no target."""
+    """When the first token is due; infinity: no target."""
     horizon_tokens: float = 0.0
-    """Prompt tokens that count in its prefill worker's horizon; admission sets it."""
+    """Prompt tokens that count in the prefill worker's horizon; admission sets it."""
     sent: int = 0
     """Output tokens so far."""
     computed: bool = False
-    """Whether its prompt has been computed, that is, its first token was sent."""
+    """Whether the prompt has been computed, that is, the first token was sent."""
     prefill: WorkerKey | None = None
     decode: WorkerKey | None = None
-    """The workers whose loads include it."""
+    """The workers whose loads include the request."""
     awaited_tokens: int = 0
     """Prompt tokens that count in `awaited_by.awaited_tokens`."""
     awaited_by: PrefillLoad | DecodeLoad | None = None
-    """The load of the worker that is to compute its prompt, while no report can include it."""
+    """The load of the worker that will compute the prompt, while no report can include the request."""
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of KV that it holds on its decode worker."""
+        """KV tokens that the request holds on its decode worker."""
         return self.prompt_tokens + self.sent
 
     @property
@@ -76,21 +76,21 @@ class Flight:
 
 @dataclass(eq=False, slots=True)
 class _Load:
-    """What prefill and decode loads have in common."""
+    """Fields of prefill and decode loads."""
 
     key: WorkerKey
     slots: int
-    """Requests that the worker runs concurrently, at most."""
+    """Most requests that the worker runs concurrently."""
     report: registry_pb2.WorkerLoad = field(default_factory=registry_pb2.WorkerLoad)
     """The last report; empty before the first."""
     latency: LatencyModel = field(default_factory=LatencyModel)
-    """The worker's latency model by that report."""
+    """The worker's latency model from the last report."""
     sent_requests: int = 0
     sent_tokens: int = 0
     """Requests and prompt tokens that this coordinator sent since the last report, which may not include them."""
     awaited_tokens: int = 0
-    """Prompt tokens that the worker is to compute and no report includes: on a prefill worker those of requests that
-    still wait for a reservation on decode, on a decode worker those that it computes itself."""
+    """Prompt tokens that the worker will compute and no report includes: on a prefill worker, of requests that still
+    wait for a reservation on a decode worker; on a decode worker, of prompts that it computes itself."""
 
     def _take(self, report: registry_pb2.WorkerLoad) -> None:
         self.report, self.sent_requests, self.sent_tokens = report, 0, 0
@@ -132,9 +132,8 @@ class PrefillLoad(_Load):
 
     @property
     def has_long(self) -> bool:
-        """Whether admission counts a prompt in flight for less than its tokens, because it is longer than the horizon
-        allows. Prompts that admission sent nowhere, as those that decode workers were to compute, have no such part.
-        """
+        """Whether a prompt in flight is so long that admission counts only a part of its tokens. Prompts that admission
+        gave to no prefill worker, such as those for decode workers, have no horizon tokens."""
         return any(0 < flight.horizon_tokens < flight.uncached_tokens for flight in self.flights)
 
     @property
@@ -143,10 +142,10 @@ class PrefillLoad(_Load):
         return (self.uncached_tokens + self.others) / self.rate
 
     def on_report(self, report: registry_pb2.WorkerLoad) -> None:
-        """Takes a report. Tokens beyond this coordinator's own, seen in two reports in a row, are others' work."""
+        """Takes a report. Tokens beyond this coordinator's own in two consecutive reports are others' work."""
         self._take(report)
-        beyond = max(0.0, float(report.waiting_tokens - self.prompt_tokens))
-        self.others, self._others_seen = min(beyond, self._others_seen), beyond
+        others = max(0.0, float(report.waiting_tokens - self.prompt_tokens))
+        self.others, self._others_seen = min(others, self._others_seen), others
 
     def add_flight(self, flight: Flight) -> None:
         """Counts a request as in flight."""
@@ -156,7 +155,7 @@ class PrefillLoad(_Load):
         self.horizon_tokens += flight.horizon_tokens
 
     def remove_flight(self, flight: Flight) -> None:
-        """Removes a request whose prompt has been computed or is no longer wanted. Unknown requests are ignored."""
+        """Removes a request whose prompt has been computed or will not be. Unknown requests are ignored."""
         if flight not in self.flights:
             return
         del self.flights[flight]
@@ -176,26 +175,26 @@ class DecodeLoad(_Load):
     expected: float = 0.0
     """Sum of the expected output tokens of the requests in flight."""
     targets_s: list[float] = field(default_factory=list)
-    """Their `tpot_slo_s`, the least first."""
+    """The `tpot_slo_s` of the requests in flight, the least first."""
     computed: int = 0
     """Requests in flight whose KV is on the worker."""
     computed_context: int = 0
-    """Sum of their context tokens."""
+    """Sum of the context tokens of the `computed` requests."""
     other_requests: int = 0
     other_blocks: int = 0
-    """Load from other coordinators."""
+    """Requests and blocks of other coordinators."""
     shared: float = 1.0
-    """Blocks held per block that the sequences would need without prefix sharing, LEAST_SHARED..1."""
+    """Held blocks over the blocks that the sequences would need without prefix sharing, LEAST_SHARED..1."""
     _seen: tuple[int, int, float] = (0, 0, 1.0)
 
     @property
     def measured_step_s(self) -> float:
-        """Seconds of a step of what the worker runs, by its latency model; 0 until it has measured."""
+        """Seconds of a step with the worker's present batch, by its latency model; 0 until it has measured."""
         return self.latency.present_step_s(self.report, self.block_size)
 
     @property
     def model(self) -> DecodeLatency | None:
-        """The worker's model of the time of a step by its batch, once it has measured one."""
+        """The worker's latency model of a decode step, once it has measured one."""
         return self.latency.decode
 
     @property
@@ -205,8 +204,8 @@ class DecodeLoad(_Load):
 
     @property
     def waiting_prompt_tokens(self) -> int:
-        """Prompt tokens ahead of a prompt that the worker computes itself: as reported, or awaited, of which a report
-        may include some."""
+        """Prompt tokens ahead of a prompt that the worker computes itself: the reported or the awaited ones, whichever
+        are more, since a report may include awaited ones."""
         return max(self.report.waiting_tokens, self.awaited_tokens)
 
     @property
@@ -218,12 +217,12 @@ class DecodeLoad(_Load):
 
     @property
     def streams(self) -> int:
-        """Sequences in the worker's batch: this coordinator's as it knows them, and those of others."""
+        """Sequences in the worker's batch, those of other coordinators included."""
         return self.computed + self.other_requests
 
     @property
     def free_blocks(self) -> int:
-        """KV blocks free for a newcomer: the reported ones, unless reservations wait; less what was sent since."""
+        """KV blocks free for a new request: the reported ones (0 while reservations wait) less those sent since."""
         reported = 0 if self.report.waiting_reservations else self.report.free_blocks
         return reported + (-self.sent_tokens // self.block_size)
 
@@ -249,13 +248,14 @@ class DecodeLoad(_Load):
         return (self.context_tokens / self.block_size + len(self.flights)) * self.shared + self.other_blocks
 
     def on_report(self, report: registry_pb2.WorkerLoad) -> None:
-        """Takes a report. Only what two reports in a row show is believed: one may cross a request on its way."""
+        """Takes a report. Others' work counts only if two consecutive reports show it, since a report may cross a
+        request on its way."""
         self._take(report)
         held = report.referenced_blocks + report.reserved_blocks + report.quarantined_blocks
         computed_blocks = self.computed_context / self.block_size
         own_blocks = self.context_tokens / self.block_size + len(self.flights)
         others = report.running_requests - len(self.flights)
-        if report.HasField("streams"):  # the others may have prompts in the batch that they decode elsewhere
+        if report.HasField("streams"):  # running requests include prompts that are decoded on other workers
             others = min(others, report.streams - self.computed)
         requests, blocks = max(0, others), max(0, held - round(own_blocks))
         shared = min(1.0, max(held / computed_blocks, LEAST_SHARED)) if self.computed and held else 1.0
@@ -275,7 +275,7 @@ class DecodeLoad(_Load):
             self.computed_context += flight.context_tokens
 
     def remove_flight(self, flight: Flight) -> None:
-        """Removes a request that holds no KV any more. Unknown requests are ignored."""
+        """Removes a request that no longer holds KV. Unknown requests are ignored."""
         if flight not in self.flights:
             return
         del self.flights[flight]
@@ -288,8 +288,8 @@ class DecodeLoad(_Load):
             self.computed_context -= flight.context_tokens
 
     def grow_flight(self, flight: Flight, tokens: int, first: bool) -> None:
-        """Accounts for `tokens` more output tokens, already in `flight.sent`. `first`: the prompt has just been
-        computed, and `flight.computed` is set."""
+        """Adds `tokens` output tokens, already in `flight.sent`. `first`: the prompt has just been computed, and
+        `flight.computed` is set."""
         if flight not in self.flights:
             return
         self.context_tokens += tokens
@@ -315,16 +315,13 @@ class WorkerLoads:
         """The loads of these workers with their last reports."""
         loads = cls()
         for worker in workers:
-            loads.add(worker)
+            loads.take_role(worker)
             loads.on_report(worker.key, worker.load)
         return loads
 
-    def add(self, worker: Worker) -> None:
-        """Adds a boot that has registered, with nothing in flight."""
-        self.take_role(worker)
-
     def take_role(self, worker: Worker) -> None:
-        """A boot has its present role from now on. What is in flight there by an earlier one stays."""
+        """Adds the loads for a boot's present role, when it registers and when its role changes. Requests in flight
+        there stay."""
         key, slots = worker.key, worker.max_running_requests
         if worker.computes_prompts and key not in self.prefill:
             self.prefill[key] = PrefillLoad(key, slots)
@@ -348,8 +345,8 @@ class WorkerLoads:
     def reserve(
         self, flight: Flight, prefill: WorkerKey | None, decode: WorkerKey | None, *, local_tokens: float = 0
     ) -> None:
-        """Admission starts a request and keeps these workers' capacity for it until it is routed. `local_tokens` of its
-        prompt are expected to be computed by the decode worker itself."""
+        """Keeps these workers' capacity for a request that admission starts, until it is routed. The decode worker is
+        expected to compute `local_tokens` of the prompt itself."""
         flight.prefill, flight.decode = prefill, decode
         if (prefill_load := self._prefill_of(flight)) is not None:
             prefill_load.add_flight(flight)
@@ -367,18 +364,18 @@ class WorkerLoads:
         *,
         local_tokens: int = 0,
     ) -> None:
-        """An attempt goes to a pair, which is `decode` twice for a worker of role `both` that keeps the request.
+        """Moves a request to the pair of its attempt. A worker of role `both` may be both `prefill` and `decode`.
 
         The prefill worker has to compute `uncached_tokens` of the prompt, unless the decode worker is expected to
         compute `local_tokens` of it itself. A further attempt computes the prompt again.
         """
-        self._stop_awaiting(flight)
+        self.attempt_ended(flight)
         is_local = local_tokens > 0
-        holds = prefill if not is_local else None
-        if flight.computed or (flight.prefill, flight.decode) != (holds, decode):
+        computes = prefill if not is_local else None
+        if flight.computed or (flight.prefill, flight.decode) != (computes, decode):
             self._remove_flight(flight)
             flight.computed = False
-            self.reserve(flight, holds, decode)
+            self.reserve(flight, computes, decode)
         if decode is not None:
             self.count_stream(decode, flight.context_tokens)
         if is_local:
@@ -389,15 +386,16 @@ class WorkerLoads:
             self._await_prompt(flight, self.prefill.get(prefill), uncached_tokens)
 
     def prompt_begun(self, flight: Flight, prefill: WorkerKey | None, uncached_tokens: int) -> None:
-        """Decode has room. The prompt goes to this prefill worker now; None: the decode worker computes it itself."""
+        """Notes that the decode worker has reserved KV, and that the prompt goes to this prefill worker now; None: the
+        decode worker computes it itself."""
         load = flight.awaited_by
         if prefill is None:
             if isinstance(load, PrefillLoad):
-                self._stop_awaiting(flight)
-            if flight.prefill != flight.decode:  # a worker of role `both` computes it, as was reserved
+                self.attempt_ended(flight)
+            if flight.prefill != flight.decode:  # unless a worker of role `both` computes it, as reserved
                 self._leave_prefill(flight)
         elif load is not None:
-            self._stop_awaiting(flight)
+            self.attempt_ended(flight)
             if flight.prefill != prefill:
                 flight.prefill = prefill
                 if (prefill_load := self.prefill.get(prefill)) is not None:
@@ -405,10 +403,10 @@ class WorkerLoads:
             self.count_prompt(prefill, uncached_tokens)
 
     def output(self, flight: Flight, tokens: int) -> bool:
-        """So many output tokens were sent. True if they are the first, which frees capacity for prompts."""
+        """Counts output tokens that were sent. Returns whether they are the first, which frees capacity for prompts."""
         first = not flight.computed
         if first:
-            self._stop_awaiting(flight)
+            self.attempt_ended(flight)
             self._leave_prefill(flight)
             flight.computed = True
         flight.sent += tokens
@@ -417,41 +415,38 @@ class WorkerLoads:
         return first
 
     def decoded(self, flight: Flight) -> None:
-        """The decode worker holds nothing for the request any more."""
+        """Removes the request from its decode worker, which holds nothing for it any more."""
         if (load := self._decode_of(flight)) is not None:
             load.remove_flight(flight)
         flight.decode = None
 
     def attempt_ended(self, flight: Flight) -> None:
-        """The attempt is over: what no worker has begun with is not awaited any more. Idempotent."""
-        self._stop_awaiting(flight)
-
-    def ended(self, flight: Flight) -> None:
-        """The request is over. Idempotent."""
-        self._stop_awaiting(flight)
-        self._remove_flight(flight)
-
-    def count_prompt(self, key: WorkerKey, tokens: int) -> None:
-        """Counts a prompt of which `tokens` are to be computed as sent, until the next report. Boots that are unknown
-        or compute none are ignored."""
-        self._count(key, self.prefill.get(key), tokens)
-
-    def count_stream(self, key: WorkerKey, tokens: int) -> None:
-        """Counts a request of `tokens` prompt tokens as sent to where it is decoded, until the next report. Boots that
-        are unknown or do not decode are ignored."""
-        self._count(key, self.decode.get(key), tokens)
-
-    def _await_prompt(self, flight: Flight, load: PrefillLoad | DecodeLoad | None, tokens: int) -> None:
-        self._stop_awaiting(flight)
-        if load is not None:
-            flight.awaited_by, flight.awaited_tokens = load, tokens
-            load.awaited_tokens += tokens
-            self._log_change(load.key)
-
-    def _stop_awaiting(self, flight: Flight) -> None:
+        """Stops counting the prompt as awaited by a worker. Idempotent."""
         if (load := flight.awaited_by) is not None:
             load.awaited_tokens -= flight.awaited_tokens
             flight.awaited_by, flight.awaited_tokens = None, 0
+            self._log_change(load.key)
+
+    def ended(self, flight: Flight) -> None:
+        """Removes a request that is over from all workers. Idempotent."""
+        self.attempt_ended(flight)
+        self._remove_flight(flight)
+
+    def count_prompt(self, key: WorkerKey, tokens: int) -> None:
+        """Counts a prompt with `tokens` to compute as sent, until the next report. Ignores boots that are unknown or
+        compute no prompts."""
+        self._count(key, self.prefill.get(key), tokens)
+
+    def count_stream(self, key: WorkerKey, tokens: int) -> None:
+        """Counts a request of `tokens` prompt tokens as sent to its decode worker, until the next report. Ignores boots
+        that are unknown or do not decode."""
+        self._count(key, self.decode.get(key), tokens)
+
+    def _await_prompt(self, flight: Flight, load: PrefillLoad | DecodeLoad | None, tokens: int) -> None:
+        self.attempt_ended(flight)
+        if load is not None:
+            flight.awaited_by, flight.awaited_tokens = load, tokens
+            load.awaited_tokens += tokens
             self._log_change(load.key)
 
     def _remove_flight(self, flight: Flight) -> None:

@@ -1,13 +1,13 @@
-"""What workers send for the attempts of this coordinator: one output stream a worker, one collector an attempt.
+"""The workers' output for the attempts of this coordinator: one output stream a worker, one collector an attempt.
 
-*Reading.* While the stream of a decode worker is broken, the worker goes on, and keeps what it produces. The next one
-says for each attempt what has been received; the worker sends the rest, or says that it has lost the request. Attempts
-are failed, and so resumed on other workers, only when that takes too long.
+*Reading.* While the stream of a decode worker is broken, the worker goes on and keeps its output. The next stream
+begins with the position that each attempt has received; the worker sends the rest, or reports the request as lost.
+Attempts fail, and resume on other workers, only when the next stream takes too long.
 
-*Collecting.* Tokens leave at once while the event loop is idle, at intervals while it is busy: a message to a client
-costs far more than a token in it. Under load, decode output therefore stays in its collectors until the interval ends,
-and everything for one client goes out as one message. The interval, a few milliseconds at most, grows and shrinks with
-the load; see docs/internals/design-notes/coalescing.md.
+*Collecting.* Tokens are sent at once while the event loop is idle, and at intervals while it is busy: a message to a
+client costs far more than a token in it. Under load, decode output therefore stays in its collectors until the interval
+ends, and all output for one client is one message. The interval, a few milliseconds at most, follows the load; see
+docs/internals/design-notes/coalescing.md.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from splitserve.v1.decode_pb2_grpc import DecodeServiceAsyncStub
 
 BUSY, IDLE = 0.45, 0.3
-"""Shares of a core used by the loop. Above the first the interval grows, below the second it shrinks. gRPC's threads
-need about as much again, so a loop that shares its core with them rarely gets much more than half of it."""
+"""Shares of a core used by the loop: above BUSY the interval grows, below IDLE it shrinks. gRPC's threads need about as
+much, so a loop that shares its core with them rarely gets much more than half of it."""
 LATE_S = 0.01
 """A loop whose timers fire this late counts as fully busy, even if another process holds the core."""
 SMOOTHING = 0.4
@@ -42,7 +42,7 @@ MAX_WAITERS_PER_TURN = 32
 """Waiters woken in one turn of the loop; each then writes a message."""
 GROW, SHRINK = 1.5, 0.8
 MAX_CALL_WAIT_S = 2e-3
-"""Calls to workers wait less than output does: two of them, one after the other, come before a first token."""
+"""Longest wait of a call to a worker. It is short, because two consecutive calls come before a first token."""
 
 
 def next_interval_s(interval_s: float, load: float, max_interval_s: float) -> float:
@@ -93,7 +93,7 @@ class OutputCoalescer:
 
 
 MERGE_FROM = 16
-"""Unread events from which on output is merged: a slow client gets it in one message anyway."""
+"""Number of unread events from which on output is merged: a slow client gets it in one message anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,9 @@ WorkerEvent = prefill_pb2.FirstToken | prefill_pb2.HandoffDone | decode_pb2.Sequ
 
 
 class OutputCollector:
-    """A queue with one reader. It has no explicit bound, yet cannot grow without limit: it holds each token once, at
-    most the request's `max_tokens`, and merges what a slow client leaves unread, so that a token takes little more
-    than its text. A lower bound would let one slow client block the output stream that all requests share.
+    """A queue with one reader. It holds each token once, at most the request's `max_tokens`, and merges output that a
+    slow client leaves unread, so that a token takes little more than its text. A bound on the queue would let one slow
+    client block the output stream that all requests share.
     """
 
     def __init__(self, on_finished: Callable[[], None] = lambda: None) -> None:
@@ -121,14 +121,14 @@ class OutputCollector:
         self._reader: Callable[[], bool] | None = None
         self._on_finished = on_finished
         self.next_position = 0
-        """Position after the last token that has come from the decode worker; 0 before the first."""
+        """Position after the last token received from the decode worker; 0 before the first."""
         self.ended = False
-        """Whether the decode worker's last output has come."""
+        """Whether the decode worker's last output was received."""
 
     def put(self, event: WorkerEvent, coalescer: OutputCoalescer | None = None) -> None:
         """Adds an event; never blocks. Calls `on_finished` on the decode worker's last output.
 
-        Output that has come before is dropped. Output between the first and the last may be held back by `coalescer`.
+        Output that was received before is dropped. `coalescer` may hold back output between the first and the last.
         """
         if not isinstance(event, decode_pb2.SequenceOutput):
             self._events.append(event)
@@ -164,7 +164,7 @@ class OutputCollector:
         return isinstance(last, decode_pb2.SequenceOutput) and extend_output(last, event)
 
     def take_all(self) -> list[WorkerEvent]:
-        """All events since the last call, oldest first; none while the coalescer holds them back."""
+        """All events since the last call, the oldest first; none while the coalescer holds them back."""
         if not self._readable:
             return []
         events, self._events = self._events, []
@@ -174,19 +174,19 @@ class OutputCollector:
     async def wait(self, reader: Callable[[], bool] | None = None) -> None:
         """Returns once there are events to take. Only one task may wait at a time.
 
-        Meanwhile `reader` is called whenever there are any. Where it returns True, it has taken them and the wait goes
-        on: waking a task costs more than most of what it would do. It must not raise.
+        Meanwhile `reader` is called whenever there are events. If it returns True, it has taken them and the wait goes
+        on: waking a task costs more than most events do. It must not raise.
         """
         if not self._readable:
             self._waiter, self._reader = asyncio.get_running_loop().create_future(), reader
             try:
                 await self._waiter
             finally:
-                self._reader = None  # which refers to its owner, and so to this
+                self._reader = None  # it refers to its owner, which refers to this collector
 
     def _release(self) -> None:
         self._readable = True
-        if self._waiter is None or self._waiter.done():  # also where the waiting task is being cancelled
+        if self._waiter is None or self._waiter.done():  # done also while the waiting task is being cancelled
             return
         if self._reader is None or not self._reader():
             self._waiter.set_result(None)
@@ -194,15 +194,15 @@ class OutputCollector:
 
 OPEN_TIMEOUT_S = 5.0
 MAX_DETACHED_S = 5.0
-"""How long attempts wait for a broken stream to be open again; less if the worker's lease is shorter."""
+"""How long attempts wait until a broken stream is open again; less if the worker's lease is shorter."""
 ACKNOWLEDGE_S = 1.0
-"""Time between two acknowledgements, while output comes. The worker keeps what it sent in between."""
+"""Time between two acknowledgements. The worker keeps the output that it sent in between."""
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 1.0
 
 
 class OutputReader:
-    """The output streams of one boot of one decode worker, one after the other."""
+    """The consecutive output streams of one boot of a decode worker."""
 
     def __init__(
         self,
@@ -214,22 +214,22 @@ class OutputReader:
         numbers: Iterator[int],
         coalescer: OutputCoalescer | None,
     ) -> None:
-        """`collectors` has those of the attempts that decode here, by attempt id; `numbers` counts all streams of this
+        """`collectors` of the attempts that this worker decodes, by attempt id; `numbers` counts all streams of this
         coordinator."""
         self.is_open = False
         self.attachment = 0
-        """Number of the present stream, or of the last one."""
+        """Number of the present or last stream."""
         self._worker, self._stub = worker, stub
         self._coordinator_id, self._metadata = coordinator_id, metadata
         self._collectors, self._numbers, self._coalescer = collectors, numbers, coalescer
         self._lease_s = 0.0
-        """How long the worker keeps requests without a stream, as the present or last stream said."""
+        """How long the worker keeps requests without a stream, from the present or last stream."""
         self._received = self._acknowledged = 0
-        """Messages of the present stream."""
+        """Received and acknowledged messages of the present stream."""
         self._giving_up: asyncio.TimerHandle | None = None
 
     async def run(self, on_open: Callable[[bool], None]) -> None:
-        """Keeps the stream open until cancelled; tells `on_open` when it is open and when it has broken."""
+        """Keeps the stream open until cancelled; tells `on_open` when it opens and when it breaks."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._acknowledge())
@@ -238,7 +238,7 @@ class OutputReader:
             self._stop_waiting()
 
     def fail_all(self, error: SplitserveError) -> None:
-        """Fails all attempts that decode here."""
+        """Fails all attempts that this worker decodes."""
         for collector in self._collectors.values():
             collector.put(WorkerFailed(self._worker.key, error))
 
@@ -249,13 +249,15 @@ class OutputReader:
                 await self._read(on_open)
             except SplitserveError as error:
                 log_event("outputs.broken", worker_id=self._worker.worker_id, reason=error.reason)
-            except Exception as error:  # what one worker sends must not end the streams of the others
+            except Exception as error:  # a wrong message of one worker must not end the streams of the others
                 log_exception("outputs.broken", error, worker_id=self._worker.worker_id)
             if self.is_open:
                 self.is_open = False
                 backoff_s = FIRST_BACKOFF_S
                 on_open(False)
-                self._wait_for_next()
+                # The attempts wait for the next stream as long as the worker keeps them.
+                wait_s = min(MAX_DETACHED_S, self._lease_s)
+                self._giving_up = asyncio.get_running_loop().call_later(wait_s, self._give_up)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
 
@@ -334,14 +336,9 @@ class OutputReader:
             try:
                 await self._stub.AcknowledgeOutputs(request, timeout=OPEN_TIMEOUT_S, metadata=self._metadata)
             except grpc.aio.AioRpcError:
-                continue  # the next one says it, too
+                continue  # the next acknowledgement includes this one
             if request.attachment == self.attachment:
                 self._acknowledged = received
-
-    def _wait_for_next(self) -> None:
-        """The stream has broken: its attempts wait for the next one, if the worker keeps them."""
-        wait_s = min(MAX_DETACHED_S, self._lease_s)
-        self._giving_up = asyncio.get_running_loop().call_later(wait_s, self._give_up)
 
     def _give_up(self) -> None:
         self.fail_all(UnavailableError(f"{self._worker.name} went away", reason="WORKER_LOST"))

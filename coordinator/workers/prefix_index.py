@@ -1,4 +1,4 @@
-"""Which worker holds which KV blocks, from the workers' cache events. Bounded, and only a hint: blocks may be gone.
+"""The KV blocks that each worker holds, from the workers' cache events. Bounded, and only a hint: blocks may be gone.
 
 The index maps 60-bit block keys (`splitserve.generation.kv_blocks.keys_of`) to sets of slots; a slot is one bit, for
 one boot of a worker. A key stands for the whole prompt up to its block, so the longest cached prefix is a walk along
@@ -6,9 +6,7 @@ the prompt's keys until no worker is left. A worker that leaves frees its slot a
 few shards at a time, before the slot is reused. No I/O, no clock.
 
 `ExpectedBlocks` has the blocks that prompts in flight will fill, so that equal prompts that arrive together go to the
-same worker.
-
-`RecentPrompts` has the tokens of the latest prompts, from which `coordinator.routing.warming` takes hot prefixes.
+same worker. `RecentPrompts` has the tokens of the latest prompts, for `coordinator.routing.warming`.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from splitserve.generation.kv_blocks import NAME_BYTES, Adapter, keys_of
 from splitserve.v1 import registry_pb2
 
 MAX_LEVELS = 48
-"""Distinct depths kept per query: of sixteen workers that hold prefixes of different lengths."""
+"""Most distinct depths kept per query."""
 _FEW = 8
 """Up to this many bits are set one by one instead of unpacking the whole set."""
 
@@ -107,7 +105,7 @@ MAX_KEYS = 2**17
 
 
 class ExpectedBlocks:
-    """Blocks with sets of slots, in two generations: dropping the older one forgets what was not confirmed."""
+    """Blocks with sets of slots, in two generations: dropping the older one forgets unconfirmed blocks."""
 
     def __init__(self) -> None:
         self._young: dict[int, int] = {}
@@ -118,7 +116,7 @@ class ExpectedBlocks:
         return bool(self._young or self._old)
 
     def add(self, keys: Sequence[int], slots: int, now: float) -> None:
-        """The slots in the bit set `slots` will hold the blocks `keys` of one prompt."""
+        """Notes that the slots in the bit set `slots` will hold the blocks `keys` of one prompt."""
         self.expire(now)
         if len(self._young) > MAX_KEYS:
             self._begin(self._young, now)
@@ -174,7 +172,7 @@ class RecentPrompts:
         return self._prompts.get(model, ())
 
     def add(self, model: Model, token_ids: tuple[int, ...], keys: tuple[int, ...], cache_salt: bytes) -> None:
-        """A prompt, of which `keys` are the index keys, was sent to workers of the model."""
+        """Keeps a prompt, with its index keys `keys`, that was sent to workers of the model."""
         if not self._most:
             return
         blocks = min(len(keys), MAX_PROMPT_TOKENS // model.block_size_tokens)
@@ -189,10 +187,10 @@ class RecentPrompts:
 
 DEFAULT_MAX_BLOCKS = 10_000_000
 MAX_NAMES_A_MESSAGE = 2**17
-"""In each of the lists."""
+"""Most names in each list of a message."""
 MAX_SHARDS = 4096
 _BLOCKS_A_SHARD = 2048
-"""Approximate; a dict of this size is resized, or swept, in well under a millisecond."""
+"""Approximate size of a shard: a dict of this size is resized or swept in well under a millisecond."""
 _EVICTED_SHARE = 8
 """A full shard evicts one in this many of its keys."""
 _MAX_SHARED_SETS = 2**14
@@ -210,7 +208,7 @@ class _EventCursor:
     slot: int
     sequence: int = 0
     lost: bool = False
-    """A message was missed: everything is ignored until the worker has resent its whole cache."""
+    """A message was missed: all messages are ignored until the worker has resent its whole cache."""
 
 
 class PrefixIndex:
@@ -235,7 +233,7 @@ class PrefixIndex:
         self._expected = ExpectedBlocks()
         self._crowded = False
         self._found: deque[tuple[Sequence[int], int]] = deque(maxlen=_MAX_FOUND)
-        """Prompts found since the last message, with the depth: in use, so their keys should not be evicted."""
+        """Prompts found since the last message, with their depth. They are in use, so their keys stay longest."""
 
     def __len__(self) -> int:
         """Keys held now; those of removed workers count until they are swept. O(shards)."""
@@ -271,12 +269,12 @@ class PrefixIndex:
         if not cursor.lost:
             self._remove(cursor.slot, removed)
             self._store(cursor.slot, stored)
-            # Keys spread evenly: one shard speaks for all.
+            # Keys spread evenly, so one shard represents all.
             self._crowded = 4 * len(self._shards[0]) > 3 * self._shard_limit
         self.sweep(1)
 
     def take_resync(self, worker: WorkerKey) -> bool:
-        """Whether to ask the worker for its whole cache. True once per gap."""
+        """Whether to ask the worker for its whole cache; True once per gap."""
         asks = worker in self._resync
         self._resync.discard(worker)
         return asks
@@ -289,7 +287,7 @@ class PrefixIndex:
             self._release_slot(cursor.slot)
 
     def expect(self, workers: Iterable[WorkerKey], keys: Sequence[int], now: float) -> None:
-        """Counts a prompt sent to these workers as held by them, until they report its blocks or a lifetime is over."""
+        """Counts a prompt as cached on these workers until they report its blocks or a lifetime is over."""
         slots = 0
         for worker in workers:
             if (cursor := self._cursors.get(worker)) is not None:
@@ -298,7 +296,7 @@ class PrefixIndex:
             self._expected.add(keys, slots, now)
 
     def hits(self, keys: Sequence[int], now: float) -> PrefixHits:
-        """How many of a prompt's leading blocks each worker holds, or is expected to hold soon.
+        """The number of a prompt's leading blocks that each worker holds or is expected to hold soon.
 
         A worker that holds a block holds all blocks before it, because caches evict a prefix from its end. So the walk
         takes growing strides until no worker is left, then bisects each stride in which some worker drops out:
@@ -336,7 +334,7 @@ class PrefixIndex:
         return limited(levels) if levels else NO_HITS
 
     def _holders(self) -> Callable[[int], int]:
-        """Tells which slots hold a block, or are expected to, as a bit set."""
+        """A function from a key to the slots that hold its block or are expected to, as a bit set."""
         shards, mask, expected = self._shards, self._mask, self._expected
         if not expected:
             return lambda key: shards[key & mask].get(key, 0)

@@ -1,4 +1,4 @@
-"""Checks of a registration and of reports: each field against its bound, and the worker against its peers. Pure."""
+"""Checks of registrations and reports: each field against its bound, and the worker against its peers. Pure."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ FINGERPRINT = re.compile(r"[0-9a-f]{64}\Z")
 TRANSPORTS = ("nixl", "ucx")
 MAX_WAITING_TOKENS = 2**40
 MAX_MS = 1e9
-"""Eleven days: the process may have been stopped for a weekend."""
+"""Eleven days, since the process may have been stopped for a weekend."""
 MAX_GB_PER_S = MAX_START_S = 1e6
 MAX_NOTICE_NS = 86_400 * 10**9
 MAX_REPLACED = 1024
 
 
 class ReplacedBoots:
-    """The latest MAX_REPLACED boots whose ids others have taken. One that still runs would take its id back at once,
-    and so on for ever: of two workers of one id, which only a mistake starts, the one that came last serves."""
+    """The latest MAX_REPLACED boots whose ids other boots have taken. If two workers have the same id by mistake, the
+    later one serves: the earlier one may not take its id back, or both would replace each other for ever."""
 
     def __init__(self) -> None:
         self._keys: dict[WorkerKey, None] = {}
 
     def add(self, key: WorkerKey) -> None:
-        """A boot was replaced."""
-        self._keys[key] = self._keys.pop(key, None)  # the latest last
+        """Adds a boot that was replaced, or moves it to the latest ones."""
+        self._keys[key] = self._keys.pop(key, None)
         while len(self._keys) > MAX_REPLACED:
             del self._keys[next(iter(self._keys))]
 
     def check_takes(self, worker: Worker, registered: Worker) -> None:
-        """Checks that a worker may have the id of one that is registered. Raises UnavailableError (WORKER_ID_TAKEN) if
-        that one has another certificate, FailedPreconditionError (WORKER_REPLACED) if it has replaced the worker."""
+        """Checks that a worker may take the id of a registered one. Raises UnavailableError (WORKER_ID_TAKEN) if the
+        registered one has another certificate, FailedPreconditionError (WORKER_REPLACED) if it replaced the worker."""
         name = worker.worker_id
         if registered.certificate != worker.certificate:
-            # Retried: a renewed worker gets its id back once the registry has noticed that its earlier boot has ended.
+            # The worker tries again: it gets the id once the registry has noticed that the earlier boot has ended.
             message = f"worker_id: {name!r} is registered with another certificate and still alive"
             raise UnavailableError(message, reason="WORKER_ID_TAKEN", field="worker_id")
         if worker.key in self._keys and registered.key != worker.key:
@@ -103,8 +103,8 @@ def _checked_start(request: registry_pb2.RegisterRequest) -> registry_pb2.StartP
 
 
 def check_report(request: registry_pb2.ReportRequest) -> None:
-    """Checks what routing, admission and the autoscaler calculate with: one NaN would be in all of their sums. Raises
-    InvalidArgumentError naming field and bound."""
+    """Checks the numbers by which routing, admission and the autoscaler calculate: one NaN would spoil all their sums.
+    Raises InvalidArgumentError naming field and bound."""
     load = request.load
     between("load.waiting_tokens", load.waiting_tokens, 0, MAX_WAITING_TOKENS)
     if load.latency.HasField("decode"):
@@ -129,9 +129,9 @@ def check_report(request: registry_pb2.ReportRequest) -> None:
 
 
 def check_identity(request: registry_pb2.RegisterRequest, identity: PeerIdentity) -> None:
-    """Checks that the caller's certificate is one of a worker, of this one if it names any.
+    """Checks that the caller's certificate is a worker's, and names this worker if it names any.
 
-    Takes a request that `checked_worker` has passed. Raises PermissionDeniedError.
+    Call it after `checked_worker`. Raises PermissionDeniedError.
     """
     if "worker" not in identity.roles:
         shown = ", ".join(sorted(identity.roles)) or "no role"
@@ -145,7 +145,7 @@ def check_identity(request: registry_pb2.RegisterRequest, identity: PeerIdentity
 def check_beside(
     worker: Worker, own: TransferEndpoint, others: Iterable[tuple[Worker, TransferEndpoint]]
 ) -> None:
-    """Checks a worker, with its endpoint, against those of other ids. Raises as `_check_names` and `_check_fits`."""
+    """Checks a worker, with its endpoint, against workers of other ids. Raises as `_check_names` and `_check_fits`."""
     for other, endpoint in others:
         if other.worker_id != worker.worker_id:
             _check_names(worker, other)
@@ -154,10 +154,10 @@ def check_beside(
 
 
 def _check_names(new: Worker, old: Worker) -> None:
-    """Checks that a name stands for the same on two workers.
+    """Checks that no name means different things on two workers.
 
-    Raises FailedPreconditionError: MODEL_MISMATCH for a name of two models, ADAPTER_MISMATCH for an adapter's name with
-    other content.
+    Raises FailedPreconditionError: MODEL_MISMATCH if a name belongs to two models, ADAPTER_MISMATCH if two adapters of
+    one name have different files.
     """
     if new.model.name != old.model.name:
         both = {new.model.name, *new.adapters} & {old.model.name, *old.adapters}

@@ -32,7 +32,7 @@ from splitserve.roles import ROLE_NAMES
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
 
 MAX_ENDED = 256
-"""Ended boots announced to workers that take KV. One that misses one waits for the ticket to expire."""
+"""Ended boots announced to workers that take KV. A worker that misses one waits until the ticket expires."""
 MAX_CHANGES = 2**14
 """Length at which the change log is replaced by an empty one."""
 SWEPT_SHARDS = 64
@@ -45,8 +45,8 @@ class Registry:
     """The registered workers.
 
     `version` grows with every change that can alter which pairs may serve (membership, readiness, draining,
-    connections, circuit breakers, rotation, roles); load reports alone do not change it. `prefixes` holds what the
-    workers have cached, `loads` their load.
+    connections, circuit breakers, rotation, roles); load reports alone do not change it. `prefixes` has the workers'
+    caches, `loads` their loads.
     """
 
     def __init__(self, heartbeat_timeout_s: float, prefixes: PrefixIndex | None = None) -> None:
@@ -85,17 +85,17 @@ class Registry:
         before, self._plan = self._plan, plan
         for on_demand in plan.on_demand.values():
             self._catalog.know(on_demand.model, on_demand.adapters)
-        if plan.asks_otherwise(before):
+        if plan.differs_beyond_rotation(before):
             self._bump_version()
         self._set_rotation(plan.in_rotation)
 
     def register(self, request: registry_pb2.RegisterRequest, now: float, certificate: str = "") -> Worker:
         """Adds a worker and replaces an older boot of the same id. Idempotent for the same boot.
 
-        `certificate` is the fingerprint of the caller's. While a worker is registered, only its own certificate may
-        register its id: with another one this raises UnavailableError (WORKER_ID_TAKEN). Raises InvalidArgumentError
-        for a bad field, and FailedPreconditionError (LAYOUT_MISMATCH, TRANSPORT_MISMATCH, MODEL_MISMATCH,
-        ADAPTER_MISMATCH, WORKER_REPLACED) if the worker does not fit the others; the registry is unchanged then.
+        `certificate`: fingerprint of the caller's certificate. While a worker is registered, its id cannot register
+        with another certificate: UnavailableError (WORKER_ID_TAKEN). Raises InvalidArgumentError for a wrong field, and
+        FailedPreconditionError (LAYOUT_MISMATCH, TRANSPORT_MISMATCH, MODEL_MISMATCH, ADAPTER_MISMATCH, WORKER_REPLACED)
+        if the worker does not fit the others. The registry is unchanged after an error.
         """
         worker = checked_worker(request, certificate)
         older = self._workers.get(worker.worker_id)
@@ -112,7 +112,7 @@ class Registry:
         worker = dataclasses.replace(worker, in_rotation=self._plan.in_rotation(worker))
         self._workers = dict(sorted({**self._workers, worker.worker_id: worker}.items()))
         self._catalog.add(worker.model.name, worker.adapters)
-        self.loads.add(worker)
+        self.loads.take_role(worker)
         cold = worker.computes_prompts and bool(self.prefixes.recent.of(worker.model.name))
         self._joining.add(worker, cold=cold)
         self._endpoints[worker.key] = request.endpoint
@@ -150,8 +150,8 @@ class Registry:
         return reported
 
     def report_ended(self, key: WorkerKey) -> None:
-        """A worker's report stream has ended, which drops the worker. One whose output stream is open lives: it takes
-        no new requests until it reports again, and is dropped when that stream ends, too, or by `expire`."""
+        """Drops a worker whose report stream has ended. A worker whose output stream is open still lives: it gets no
+        new requests until it reports again, and is dropped when its output stream ends, too, or by `expire`."""
         worker = self.get(key)
         if worker is not None and worker.output_open:
             self._silent.add(key)
@@ -166,7 +166,7 @@ class Registry:
         return [worker for worker in workers if worker is not None and worker.usable]
 
     def warmed(self, key: WorkerKey) -> None:
-        """A worker needs no more warming: it joins once its lanes are settled."""
+        """Ends the warming of a worker, which joins once its lanes are measured."""
         self._joining.cold.discard(key)
         if self._join():
             self._bump_version()
@@ -182,12 +182,16 @@ class Registry:
             self._bump_version()
 
     def set_circuit_statuses(self, circuits: Mapping[WorkerKey, CircuitStatus]) -> None:
-        """Sets the circuit status of all workers; those that are not named are closed."""
-        wanted = ((w, circuits.get(w.key, CLOSED_CIRCUIT)) for w in self._workers.values())
-        self._replace([dataclasses.replace(w, circuit=status) for w, status in wanted if status != w.circuit])
+        """Sets the circuit status of all workers; the status of a worker that is not named is closed."""
+        changed = []
+        for worker in self._workers.values():
+            status = circuits.get(worker.key, CLOSED_CIRCUIT)
+            if status != worker.circuit:
+                changed.append(dataclasses.replace(worker, circuit=status))
+        self._replace(changed)
 
     def count_request(self, key: WorkerKey) -> None:
-        """Counts a request as sent to a worker, as far as `COUNTED_REQUESTS`. What it has to do is in `loads`."""
+        """Counts a request as sent to a worker, up to `COUNTED_REQUESTS`. Its work is counted in `loads`."""
         worker = self.get(key)
         if worker is not None and worker.total_requests < COUNTED_REQUESTS:
             self._put(dataclasses.replace(worker, total_requests=worker.total_requests + 1))
@@ -209,7 +213,7 @@ class Registry:
     def expire(self, now: float, absent_s: float = 0.0) -> None:
         """Drops workers that exceeded the heartbeat timeout, ends an expired plan, sweeps part of the prefix index.
 
-        `absent_s`: seconds since the last call in which this process did not run, so that it could not hear anybody.
+        `absent_s`: seconds since the last call in which this process did not run, so that it could hear no worker.
         """
         self.prefixes.sweep(SWEPT_SHARDS)
         for key, seen_s in self._last_seen_s.items():
@@ -224,7 +228,7 @@ class Registry:
                 self.drop(key, f"silent for more than {self.heartbeat_timeout_s:g} s")
 
     def mark_ended(self, worker: Worker) -> None:
-        """Records that a boot provably writes no more: its process has ended."""
+        """Records that the process of a boot has ended, so that it writes no more."""
         self._ended[worker.agent_id] = None
         while len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
@@ -235,7 +239,8 @@ class Registry:
         return worker.agent_id in self._ended
 
     def ended_writers_for(self, worker: Worker) -> list[str]:
-        """Agent ids of the latest MAX_ENDED ended writers, for one who releases what they were writing; else empty."""
+        """Agent ids of the latest MAX_ENDED ended writers, for a worker that takes KV and can release their blocks;
+        else empty."""
         return list(self._ended) if worker.takes_kv else []
 
     def get(self, key: WorkerKey) -> Worker | None:
@@ -251,16 +256,18 @@ class Registry:
         return self._snapshot
 
     def known_models(self) -> Mapping[str, Model]:
-        """Every model and adapter that has had a worker since the start, or was in a plan, by name. They stay known."""
+        """All models and adapters that have had a worker since the start, or were in a plan, by name."""
         return self._catalog.models
 
     def peers_of(self, worker: Worker) -> list[kv_transfer_pb2.TransferEndpoint]:
-        """Transfer endpoints of the workers that this one writes KV to: of its model, but not itself."""
-        if not worker.sends_kv:
-            return []
-        same = (peer for peer in self._workers.values() if peer.model.name == worker.model.name)
-        others = (peer for peer in same if peer.worker_id != worker.worker_id)
-        return [self._endpoints[peer.key] for peer in others if worker.writes_to(peer)]
+        """Transfer endpoints of the workers of its model to which this worker writes KV."""
+        return [
+            self._endpoints[peer.key]
+            for peer in self._workers.values()
+            if peer.model.name == worker.model.name
+            and peer.worker_id != worker.worker_id
+            and worker.writes_to(peer)
+        ]
 
     async def wait_change(self, version: int) -> int:
         """Waits until `version` differs from the given one; returns the new one."""
@@ -281,7 +288,7 @@ class Registry:
         return result
 
     def _join(self, now: float = 0.0) -> bool:
-        """Joins the workers that may join. True if any did."""
+        """Joins the workers that may join. Returns whether any did."""
         joining = self._joining.ready(self._workers, now)
         for worker in joining:
             self._put(dataclasses.replace(worker, joined=True))
@@ -322,6 +329,6 @@ class Registry:
 
 
 def _serving_state(worker: Worker) -> tuple[object, ...]:
-    """The part of a report that can alter which pairs may serve, or that somebody waits for."""
-    noticed = worker.preempted_by_s is not None
-    return worker.reported, worker.draining, worker.role, worker.connected_agents, noticed
+    """The part of a report that can alter which pairs may serve, or for which a request may wait."""
+    has_notice = worker.preempted_by_s is not None
+    return worker.reported, worker.draining, worker.role, worker.connected_agents, has_notice

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -29,58 +30,48 @@ RESEND_PEERS_S = 5.0
 """Interval at which a worker that is not connected to all its peers gets the list again: a try may have failed."""
 
 
+@dataclass(eq=False)
 class RegistryService(RegistryServiceServicer):
-    """Registers workers, takes their reports, sends them their peers.
+    """Registers workers, takes their reports, sends them their peers."""
 
-    `load_tokenizer` is awaited before a worker is accepted, so that a model whose tokenizer cannot be loaded is
-    refused at registration and not at its first request.
-    """
-
-    def __init__(
-        self,
-        registry: Registry,
-        coordinator_id: str,
-        load_tokenizer: Callable[[str], Awaitable[object]],
-        *,
-        mutual: bool = False,
-    ) -> None:
-        """`mutual`: callers present certificates, and may only register and report what these name."""
-        self._mutual = mutual
-        self._registry = registry
-        self._coordinator_id = coordinator_id
-        self._load_tokenizer = load_tokenizer
+    registry: Registry
+    coordinator_id: str
+    load_tokenizer: Callable[[str], Awaitable[object]]
+    """Awaited before a worker is accepted, so that a model whose tokenizer cannot be loaded is refused at
+    registration and not at its first request."""
+    mutual: bool = False
+    """Whether callers present certificates, and may only register and report what these name."""
 
     @override
     async def Register(
         self, request: registry_pb2.RegisterRequest, context: Any
     ) -> registry_pb2.RegisterResponse:
         worker, certificate = checked_worker(request), ""
-        if self._mutual:
+        if self.mutual:
             identity = peer_identity(context)
             check_identity(request, identity)
             certificate = identity.fingerprint
         try:
-            await self._load_tokenizer(worker.model.tokenizer_source)
+            await self.load_tokenizer(worker.model.tokenizer_source)
         except NotFoundError as error:
             message = f"model.tokenizer_source: {error.message}"
             raise InvalidArgumentError(message, field="model.tokenizer_source") from None
-        self._registry.register(request, time.monotonic(), certificate)
-        response = registry_pb2.RegisterResponse(coordinator_id=self._coordinator_id)
-        response.heartbeat_timeout.FromNanoseconds(round(self._registry.heartbeat_timeout_s * 1e9))
+        self.registry.register(request, time.monotonic(), certificate)
+        response = registry_pb2.RegisterResponse(coordinator_id=self.coordinator_id)
+        response.heartbeat_timeout.FromNanoseconds(round(self.registry.heartbeat_timeout_s * 1e9))
         return response
 
     @override
     async def Report(  # type: ignore[override]
         self, requests: AsyncIterator[registry_pb2.ReportRequest], context: ReportContext
     ) -> None:
-        """The end of the stream drops a worker of whom no output
-        stream is open."""
+        """Reads a worker's reports until the stream ends, which drops the worker unless its output stream is open."""
         first = await anext(requests, None)
         if first is None:
             return
         self._check_reporter(first, context)
         check_report(first)
-        worker = self._registry.report(first, time.monotonic())
+        worker = self.registry.report(first, time.monotonic())
         writing = asyncio.Lock()
         try:
             async with asyncio.TaskGroup() as group:
@@ -88,12 +79,12 @@ class RegistryService(RegistryServiceServicer):
                 await self._read_reports(worker, requests, context, writing)
                 updates.cancel()
         finally:
-            self._registry.report_ended(worker.key)
+            self.registry.report_ended(worker.key)
 
     def _check_reporter(self, first: registry_pb2.ReportRequest, context: ReportContext) -> None:
         """Raises PermissionDeniedError unless the worker registered with the certificate of this call."""
-        known = self._registry.get((first.worker_id, first.epoch))
-        if self._mutual and known is not None and known.certificate != peer_identity(context).fingerprint:
+        known = self.registry.get((first.worker_id, first.epoch))
+        if self.mutual and known is not None and known.certificate != peer_identity(context).fingerprint:
             message = f"worker {first.worker_id!r} registered with another certificate"
             raise PermissionDeniedError(message, reason="WRONG_WORKER_ID", field="worker_id")
 
@@ -109,44 +100,44 @@ class RegistryService(RegistryServiceServicer):
             if (request.worker_id, request.epoch) != worker.key:
                 raise InvalidArgumentError("a report stream belongs to one worker", field="worker_id")
             check_report(request)
-            self._registry.report(request, time.monotonic())
+            self.registry.report(request, time.monotonic())
             await self._ask_resync(worker, context, writing)
 
     async def _ask_resync(self, worker: Worker, context: ReportContext, writing: asyncio.Lock) -> None:
-        if self._registry.prefixes.take_resync(worker.key):
+        if self.registry.prefixes.take_resync(worker.key):
             log_event("worker.cache_lost", worker_id=worker.worker_id)
             async with writing:
                 await write_whole(context, self._update(worker, resync_cache=True))
 
     def _update(self, worker: Worker, resync_cache: bool = False) -> registry_pb2.ReportResponse:
-        now = self._registry.get(worker.key)
-        asked = self._registry.plan.role_asked_of(now or worker)
+        current = self.registry.get(worker.key) or worker
+        role = self.registry.plan.role_change_of(current)
         return registry_pb2.ReportResponse(
-            peers=self._registry.peers_of(now or worker),
-            ended_agent_ids=self._registry.ended_writers_for(worker),
+            peers=self.registry.peers_of(current),
+            ended_agent_ids=self.registry.ended_writers_for(worker),
             resync_cache=resync_cache,
-            role=registry_pb2.ROLE_UNSPECIFIED if asked is None else ROLE_NUMBERS[asked],
+            role=registry_pb2.ROLE_UNSPECIFIED if role is None else ROLE_NUMBERS[role],
         )
 
-    def _has_not_followed(self, worker: Worker) -> bool:
-        """Whether the worker lacks peers, or has not taken the role that it is asked to take."""
-        now = self._registry.get(worker.key)
-        if now is None:
+    def _must_repeat(self, worker: Worker) -> bool:
+        """Whether the worker is not connected to all its peers, or has not taken the role that the plan gives it."""
+        current = self.registry.get(worker.key)
+        if current is None:
             return False
-        if self._registry.plan.role_asked_of(now) is not None:
+        if self.registry.plan.role_change_of(current) is not None:
             return True
-        settled = now.connected_agents | {lane.agent_id for lane in now.lanes if lane.refused}
-        return any(peer.agent_id not in settled for peer in self._registry.peers_of(now))
+        settled = current.connected_agents | {lane.agent_id for lane in current.lanes if lane.refused}
+        return any(peer.agent_id not in settled for peer in self.registry.peers_of(current))
 
     async def _send_updates(self, worker: Worker, context: ReportContext, writing: asyncio.Lock) -> None:
-        """Sends peers, ended writers and the role that is asked for: first, after each change, and periodically
-        while a peer is not connected or the worker has another role.
+        """Sends the worker its peers, the writers that ended and the role to take: at once, after each change, and
+        periodically while a peer is not connected or the worker has another role.
 
         Raises NotFoundError once the worker has been dropped.
         """
         last: registry_pb2.ReportResponse | None = None
-        while self._registry.get(worker.key) is not None:
-            version = self._registry.version
+        while self.registry.get(worker.key) is not None:
+            version = self.registry.version
             update = self._update(worker)
             if update != last:
                 async with writing:
@@ -154,8 +145,8 @@ class RegistryService(RegistryServiceServicer):
                 last = update
             with suppress(TimeoutError):
                 async with asyncio.timeout(RESEND_PEERS_S):
-                    await self._registry.wait_change(version)
+                    await self.registry.wait_change(version)
                     continue
-            if self._has_not_followed(worker):
+            if self._must_repeat(worker):
                 last = None
         raise NotFoundError(f"worker {worker.worker_id!r} was dropped", reason="WORKER_NOT_REGISTERED")

@@ -40,12 +40,14 @@ class RotationPlan:
     active: frozenset[str] = frozenset()
     expires_s: float = float("inf")
     roles: Mapping[str, RoleName] = field(default_factory=dict)
-    """The roles that workers are to take, by their ids. A worker that is not named keeps its own."""
+    """The roles that workers are to take, by worker id. A worker that is not named keeps its role."""
     on_demand: Mapping[str, OnDemand] = field(default_factory=dict)
-    """By the model's name; those of an earlier plan among them, which may be another autoscaler's."""
+    """The models that are started on demand, by name. Includes those of earlier plans, perhaps of another autoscaler,
+    that have not expired."""
 
-    def role_asked_of(self, worker: Worker) -> RoleName | None:
-        """The role that a worker is to take; None: it has that already, is not named, or takes no other."""
+    def role_change_of(self, worker: Worker) -> RoleName | None:
+        """The role that the worker is to change to; None if it has that role already, is not named in the plan, or
+        cannot change its role."""
         role = self.roles.get(worker.worker_id)
         return role if role != worker.role and worker.changes_role else None
 
@@ -55,8 +57,8 @@ class RotationPlan:
             return False
         return worker.in_rotation or worker.worker_id in self.active
 
-    def asks_otherwise(self, before: RotationPlan) -> bool:
-        """Whether anything but rotation is another than in the plan `before`."""
+    def differs_beyond_rotation(self, before: RotationPlan) -> bool:
+        """Whether the roles or the models on demand differ from those of the plan `before`."""
         return (self.roles, self.names_on_demand) != (before.roles, before.names_on_demand)
 
     @property
@@ -76,7 +78,8 @@ def after_plan(worker: Worker) -> bool:
 def checked_plan(
     request: scaling_pb2.ApplyPlanRequest, now: float, before: RotationPlan = NO_PLAN
 ) -> RotationPlan:
-    """The plan of a request, after the one `before`. Raises InvalidArgumentError naming field and bound."""
+    """The plan of a request at the monotonic time `now`, which replaces `before`. Raises InvalidArgumentError naming
+    field and bound."""
     valid_s = DEFAULT_VALID_S
     if request.HasField("valid_for"):
         valid_s = request.valid_for.seconds + request.valid_for.nanos / 1e9
@@ -95,7 +98,7 @@ def checked_plan(
         active=active,
         expires_s=now + valid_s,
         roles=_checked_roles(request),
-        on_demand={n: model for n, model in before.on_demand.items() if now < model.expires_s}
+        on_demand={name: model for name, model in before.on_demand.items() if now < model.expires_s}
         | _checked_on_demand(request, now + valid_s),
     )
 
@@ -136,22 +139,23 @@ class Joining:
         self._usable_since_s: dict[WorkerKey, float] = {}
         self._now = 0.0
         self.cold: set[WorkerKey] = set()
-        """Those that are to be warmed before they join; see `coordinator.routing.warming`."""
+        """The workers that are to be warmed before they join; see `coordinator.routing.warming`."""
 
     def add(self, worker: Worker, *, cold: bool = False) -> None:
-        """A worker has registered. `cold`: it is to be warmed first."""
+        """Adds a worker that has registered. `cold`: it is to be warmed before it joins."""
         self._waiting.add(worker.worker_id)
         if cold:
             self.cold.add(worker.key)
 
     def remove(self, worker: Worker) -> None:
-        """A worker is gone."""
+        """Forgets a worker that is gone."""
         self._waiting.discard(worker.worker_id)
         self.cold.discard(worker.key)
         self._usable_since_s.pop(worker.key, None)
 
     def ready(self, workers: Mapping[str, Worker], now: float) -> list[Worker]:
-        """Those of all `workers` that join now, and wait no more. A time before the latest counts as that one."""
+        """The workers among all `workers` that join now; they are no longer waiting. A `now` before the latest call's
+        counts as the latest call's."""
         self._now = max(self._now, now)
         if not self._waiting:
             return []
@@ -168,24 +172,25 @@ class Joining:
 
 
 def may_join(worker: Worker, others: Iterable[Worker], waited_s: float, *, cold: bool = False) -> bool:
-    """Whether a usable worker may join: all its lanes are settled, or it has waited long enough. A cold one waits to be
-    warmed while another worker computes its model's prompts.
+    """Whether a usable worker may join: all its lanes are settled, or it has waited long enough. A cold worker waits
+    to be warmed while another worker computes its model's prompts.
 
-    `others` are all workers; `waited_s` is how long this one has been usable.
+    `others` are all workers; `waited_s` is how long `worker` has been usable.
     """
     if waited_s >= JOIN_WAIT_S:
         return True
-    same = [w for w in others if w.joined and w.usable and w.model.name == worker.model.name]
-    if cold and any(peer.computes_prompts and peer.accepts for peer in same):
+    peers = [peer for peer in others if peer.joined and peer.usable and peer.model.name == worker.model.name]
+    if cold and any(peer.computes_prompts and peer.accepts for peer in peers):
         return False
-    return all(_is_settled(worker, peer) for peer in same if peer.worker_id != worker.worker_id)
-
-
-def _is_settled(worker: Worker, peer: Worker) -> bool:
-    """Whether the lanes between the two, in each direction that KV may take, are up or were refused as too slow."""
-    lanes = [(p, d) for p, d in ((worker, peer), (peer, worker)) if p.computes_prompts and d.decodes]
     return all(
-        prefill.reaches(decode)
-        or any(lane.refused and lane.agent_id == decode.agent_id for lane in prefill.lanes)
-        for prefill, decode in lanes
+        _is_settled(worker, peer) and _is_settled(peer, worker)
+        for peer in peers
+        if peer.worker_id != worker.worker_id
     )
+
+
+def _is_settled(source: Worker, target: Worker) -> bool:
+    """Whether the lane from `source` to `target`, if KV may take it, is up or was refused as too slow."""
+    if not (source.computes_prompts and target.decodes) or source.reaches(target):
+        return True
+    return any(lane.refused and lane.agent_id == target.agent_id for lane in source.lanes)

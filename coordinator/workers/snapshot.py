@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -35,7 +34,7 @@ class Model:
 
 
 class ModelCatalog:
-    """What has had a worker since the start. Names stay known when their workers are gone."""
+    """The models and adapters that have had a worker since the start. Names stay known when their workers are gone."""
 
     def __init__(self) -> None:
         self.models: Mapping[str, Model] = {}
@@ -53,8 +52,8 @@ class ModelCatalog:
                 self._changed = True
 
     def know(self, model: Model, adapters: Mapping[str, Adapter]) -> None:
-        """Learns a base model and adapters that no worker has registered here; the next `update` shows them. One that
-        is known keeps its meaning."""
+        """Learns a base model and adapters that no worker has registered here; the next `update` shows them. A name
+        that is known already keeps its meaning."""
         if model.name not in self._bases and model.name not in self._adapters:
             self._bases[model.name] = model
             self._changed = True
@@ -69,7 +68,7 @@ class ModelCatalog:
             return
         self._bases, self._changed = bases, False
         adapters = {
-            name: dataclasses.replace(bases[base], name=name, adapter=adapter, base=base)
+            name: replace(bases[base], name=name, adapter=adapter, base=base)
             for name, (base, adapter) in self._adapters.items()
         }
         self.models = {**adapters, **bases}
@@ -91,14 +90,12 @@ class CircuitStatus:
     tripped: bool = False
     """Whether its breaker ejects it from routing."""
     pairs: tuple[tuple[str, CircuitState], ...] = ()
-    """If it sends KV: states of pair breakers that are not closed, by the agent id of the one that decodes."""
+    """If it sends KV: states of pair breakers that are not closed, by the agent id of the decode worker."""
     ejected_agents: frozenset[str] = frozenset()
-    """If it sends KV: agent ids of workers that it must not be paired with as those that decode."""
+    """If it sends KV: agent ids of the decode workers that it must not be paired with."""
 
 
 CLOSED_CIRCUIT = CircuitStatus()
-
-
 NO_ADAPTERS: Mapping[str, Adapter] = MappingProxyType({})
 
 
@@ -125,7 +122,7 @@ class Worker:
     connected_agents: frozenset[str] = frozenset()
     """If it sends KV: agent ids of the workers that it can write to."""
     lanes: tuple[registry_pb2.LaneReport, ...] = ()
-    """If it sends KV: its lanes to those, as measured at first contact."""
+    """If it sends KV: its lanes to the connected workers, as measured at first contact."""
     block_bytes: int = 0
     max_step_tokens: int = 0
     host_id: str = ""
@@ -150,7 +147,7 @@ class Worker:
     adapters: Mapping[str, Adapter] = field(default_factory=lambda: NO_ADAPTERS)
     """Adapters of its model that it has, by name."""
     start: registry_pb2.StartPhases | None = None
-    """How long its boot took, as it says; must not be mutated. None: unknown."""
+    """How long its boot took, as the worker reports; must not be mutated. None: unknown."""
     preempted_by_s: float | None = None
     """When its machine is taken away, by a spot notice, on the coordinator's monotonic clock; None: no notice."""
 
@@ -162,10 +159,11 @@ class Worker:
     def reported_as(
         self, report: registry_pb2.ReportRequest, role: RoleName, prefix_slot: int, now: float
     ) -> Worker:
-        """The worker after a report that came at `now` and has been checked; `role` is its role by that."""
+        """The worker after a checked report that came at `now` on the monotonic clock; `role` is its role by this
+        report."""
         preempted_by_s = self.preempted_by_s
         if report.HasField("preemption"):
-            # The earliest of all reports: the later ones say the same, some of them late.
+            # The earliest of all reports: later reports repeat the notice, and some of them arrive late.
             by_s = now + report.preemption.time_left.ToNanoseconds() / 1e9
             preempted_by_s = by_s if preempted_by_s is None else min(by_s, preempted_by_s)
         return replace(
@@ -245,7 +243,8 @@ class Worker:
         return self.connected_agents - ejected if ejected else self.connected_agents
 
     def reaches(self, decode: Worker) -> bool:
-        """Whether this worker may compute prompts for that one: it can and may write to it, or it is that one."""
+        """Whether this worker may compute prompts for `decode`: it is connected to it and no breaker parts them, or
+        both are the same worker of role both."""
         if decode.agent_id == self.agent_id:
             return self.role == "both"
         return decode.agent_id in self.reached_agents
@@ -254,7 +253,8 @@ class Worker:
 def has_pair(workers: Sequence[Worker]) -> bool:
     """Whether any of these workers may compute prompts for one of them, itself included. Their states do not count."""
     decodes = [worker for worker in workers if worker.decodes]
-    return any(p.reaches(d) for p in workers if p.computes_prompts for d in decodes)
+    prefills = [worker for worker in workers if worker.computes_prompts]
+    return any(prefill.reaches(decode) for prefill in prefills for decode in decodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,24 +283,25 @@ class PoolSnapshot:
 
     def accepting(self, model: str, pool: PoolName) -> list[Worker]:
         """The workers of one pool, those of role both among them, that take new requests."""
-        return [w for w in self.workers if pool in w.pools and w.serves(model) and w.accepts]
+        return [
+            worker
+            for worker in self.workers
+            if pool in worker.pools and worker.serves(model) and worker.accepts
+        ]
 
     def lacks_workers(self, model: str) -> bool:
-        """Whether a pool of the model has no worker in service: there is none, or all of them
-        start, rest or drain. One that a breaker has put aside is there."""
-        there = [w for w in self.workers if w.serves(model) and w.in_service]
-        return not (any(w.computes_prompts for w in there) and any(w.decodes for w in there))
+        """Whether a pool of the model has no worker in service: it is empty, or all its workers start, are on standby
+        or drain. A worker that a breaker ejects counts as in service."""
+        pools = [worker.pools for worker in self.workers if worker.serves(model) and worker.in_service]
+        return len(frozenset[PoolName]().union(*pools)) < 2
 
     def is_ready(self, worker: Worker) -> bool:
         """Whether the worker can serve now: alone if its role is both, else with at least one of the other pool."""
         if not worker.accepts or worker.role == "both":
             return worker.accepts
         if worker.role == "prefill":
-            return any(worker.reaches(peer) for peer in self._taking(worker.model.name) if peer.decodes)
-        return any(peer.reaches(worker) for peer in self._taking(worker.model.name) if peer.computes_prompts)
-
-    def _taking(self, model: str) -> list[Worker]:
-        return [worker for worker in self.workers if worker.serves(model) and worker.accepts]
+            return any(worker.reaches(decode) for decode in self.accepting(worker.model.name, "decode"))
+        return any(prefill.reaches(worker) for prefill in self.accepting(worker.model.name, "prefill"))
 
     def state_of(self, worker: Worker) -> WorkerState:
         """The worker's lifecycle state. Peers count as connected even if they are out of rotation."""
@@ -313,17 +314,17 @@ class PoolSnapshot:
     def _is_connected(self, worker: Worker) -> bool:
         if worker.role == "both":
             return True
-        peers = (w for w in self.workers if w.usable and w.model.name == worker.model.name)
+        peers = (peer for peer in self.workers if peer.usable and peer.model.name == worker.model.name)
         if worker.role == "prefill":
             return any(peer.agent_id in worker.connected_agents for peer in peers if peer.decodes)
         return any(worker.agent_id in peer.connected_agents for peer in peers if peer.computes_prompts)
 
     def ready_models(self) -> frozenset[str]:
         """Models and adapters with at least one complete pair that takes requests."""
+        accepting = [worker for worker in self.workers if worker.accepts]
+        names = {name for worker in accepting for name in (worker.model.name, *worker.adapters)}
         return frozenset(
-            name
-            for name in {name for worker in self.workers for name in (worker.model.name, *worker.adapters)}
-            if has_pair(self._taking(name))
+            name for name in names if has_pair([worker for worker in accepting if worker.serves(name)])
         )
 
     def handoff_lanes_of(self, worker: Worker) -> list[tuple[Worker, registry_pb2.LaneReport]]:
@@ -333,7 +334,7 @@ class PoolSnapshot:
     def lanes_of(self, worker: Worker) -> list[tuple[Worker, registry_pb2.LaneReport]]:
         """A worker's lanes to the registered ones that it writes to, in order of the peers' ids."""
         if not worker.lanes:
-            return []  # a thousand workers look for theirs at each scrape
+            return []  # each scrape calls this for every worker, and there may be a thousand
         lanes = {lane.agent_id: lane for lane in worker.lanes}
         return [(peer, lanes[peer.agent_id]) for peer in self.workers if peer.agent_id in lanes]
 

@@ -67,22 +67,20 @@ class ClusterDisplay(ClusterObserver):
 
     @override
     def ready(self, model: str) -> None:
-        self._stack_bar_off()
+        if self._bar is not None:
+            # Workers that join later report on lines: the weights of the first ones are loaded.
+            self._bar.stop()
+            self._bar = None
+            self._shown = dict.fromkeys(self._names, 1.0)
         # A reader that left after the ready line must not end the cluster.
         with suppress(BrokenPipeError):
             print(self._ready_line.format(model=model), flush=True)
 
     @override
     def line(self, spec: ChildSpec, line: str, event: Event | None) -> None:
-        self._keep(spec.name, line)
-        if event is None or event.get("level") in LOUD_LEVELS:
-            self._print(f"[{spec.name}] {line}")
-
-    def _keep(self, name: str, line: str) -> None:
-        """Writes to a log, opened here for a worker that joins while the cluster runs. Without room on the disk the
-        cluster runs on, and lines are lost."""
+        # The log of a worker that joins while the cluster runs is opened here. With a full disk the cluster runs on.
         try:
-            if log := self._logs.get(name) or self._open_log(name):
+            if log := self._logs.get(spec.name) or self._open_log(spec.name):
                 log.write(f"{line}\n")
         except (OSError, ConfigError) as error:
             if not self._loses_lines:
@@ -90,17 +88,13 @@ class ClusterDisplay(ClusterObserver):
             self._loses_lines = True
         else:
             self._loses_lines = False
+        if event is None or event.get("level") in LOUD_LEVELS:
+            self._print(f"[{spec.name}] {line}")
 
     def _print(self, text: str) -> None:
         # Without a reader the cluster keeps running.
         with suppress(OSError):
             self._console.print(text)
-
-    def _stack_bar_off(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-            self._shown = dict.fromkeys(self._names, 1.0)
 
     def _open_log(self, name: str) -> IO[str] | None:
         folder = self._log_dir

@@ -38,6 +38,6 @@ def init(
     from splitserve.rpc.credentials import TOKEN_VARIABLE
     from splitserve.security.api_keys import API_KEY_VARIABLE, make_key_folder
 
-    given = os.environ.get(TOKEN_VARIABLE, ""), os.environ.get(API_KEY_VARIABLE, "")
-    written = make_key_folder(folder, token=given[0], key=given[1])
+    token, key = os.environ.get(TOKEN_VARIABLE, ""), os.environ.get(API_KEY_VARIABLE, "")
+    written = make_key_folder(folder, token=token, key=key)
     write(f"{folder}: wrote {', '.join(written)}\n" if written else f"{folder}: all there\n")

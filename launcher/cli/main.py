@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 # gRPC reads this once, on import. Failures surface as errors; its own log only adds noise.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -16,9 +16,6 @@ from typer.exceptions import TyperException
 from launcher.cli.commands import CommandGroup
 from launcher.cli.output import write
 from splitserve import __version__
-
-if TYPE_CHECKING:
-    from splitserve.errors import SplitserveError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -64,10 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def exit_code_of(action: Callable[[], object]) -> int:
-    """Runs a callable and returns its exit code: its result if that is a number, else 0; the code of its printed error.
-
-    1 failure, 2 wrong usage, 130 Ctrl-C; the code of `typer.Exit` comes as a number from the command itself.
-    """
+    """Runs a callable, prints its error if it raises one, and returns the exit code: the callable's result if that is
+    a number, as for `typer.Exit`; else 0, or 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
     try:
         result = action()
     except KeyboardInterrupt:
@@ -83,24 +78,20 @@ def exit_code_of(action: Callable[[], object]) -> int:
 
 def explain(error: Exception) -> int:
     """Writes an error to stderr in one line; returns the exit code."""
-    # Imported here: needed on failure only, and gRPC comes with them.
+    # Imported here: only failures need them, and they import gRPC.
     from splitserve.errors import InvalidArgumentError
     from splitserve.rpc.status import known_error
 
     known = known_error(error)
     if known is None:
         return _complain(f"unexpected {type(error).__name__}: {error}", EXIT_FAILED)
+    hint = "" if known.retry_after_s is None else f" (try again in {known.retry_after_s:g} s)"
     code = EXIT_USAGE if isinstance(known, InvalidArgumentError) else EXIT_FAILED
-    return _complain(_with_retry_hint(known), code)
-
-
-def _with_retry_hint(error: SplitserveError) -> str:
-    hint = f" (try again in {error.retry_after_s:g} s)" if error.retry_after_s is not None else ""
-    return f"{error.message}{hint}"
+    return _complain(f"{known.message}{hint}", code)
 
 
 def _complain(message: str, code: int) -> int:
-    # Always one line, and a short one: scripts that read logs rely on it, and a message may quote what somebody wrote.
+    """Writes one short line to stderr, whatever a message quotes: scripts that read logs rely on it. Returns `code`."""
     line = " ".join(message[: 2 * MAX_ERROR_CHARACTERS].split())
     if len(line) > MAX_ERROR_CHARACTERS:
         line = f"{line[:MAX_ERROR_CHARACTERS]}…"

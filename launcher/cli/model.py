@@ -30,10 +30,10 @@ def list_models() -> None:
 
     for name in EMBEDDED:
         try:
-            where = resolve_model(name).path
+            folder = resolve_model(name).path
         except NotFoundError:
-            where = f"not fetched (splitserve model fetch {name})"
-        write(f"{name}\t{where}\n")
+            folder = f"not fetched (splitserve model fetch {name})"
+        write(f"{name}\t{folder}\n")
 
 
 def fetch_with_progress(name: str) -> Path:

@@ -57,14 +57,14 @@ Columns = Annotated[
 
 
 def addresses(targets: Sequence[str] | None) -> list[str]:
-    """What `--target` names, each option one address or several with commas; the default without any."""
-    return [address for given in targets or [DEFAULT_TARGET] for address in given.split(",")]
+    """The addresses that `--target` names, each option one address or several with commas; by default the local one."""
+    return [address for target in targets or [DEFAULT_TARGET] for address in target.split(",")]
 
 
 def client(
     target: str, api_key: str | None, tls: Path | None, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> AsyncClient:
-    """The client of a coordinator that the options `--target`, `--api-key` and `--tls` describe. `timeout_s`: for a
+    """A client of the coordinator that the options `--target`, `--api-key` and `--tls` describe. `timeout_s` limits a
     whole generation."""
     from splitserve.client import AsyncClient
     from splitserve.security.tls import client_files
@@ -74,7 +74,7 @@ def client(
 
 
 def column_map(text: str | None) -> ColumnMap | None:
-    """What `--columns` says. Raises InvalidArgumentError."""
+    """The columns that `--columns` names; None without the option. Raises InvalidArgumentError."""
     from autoscaler.simulation.traces.columns import ColumnMap
 
     return None if text is None else ColumnMap.parse(text)

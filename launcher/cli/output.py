@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EXIT_BROKEN_PIPE = 141
 """Exit code that a shell reports for SIGPIPE."""
 PIPED_WIDTH = 200
-"""Columns of what is drawn for a pipe, which has no width: programs cannot parse a table that is folded to 80."""
+"""Columns of a table that goes to a pipe, which has no width: programs cannot parse a table that is folded to 80."""
 
 
 def write(text: str) -> None:
@@ -38,9 +38,9 @@ def write_json(shown: Any) -> None:
 
 
 def drawn(*parts: RenderableType, piped_width: int = PIPED_WIDTH) -> str:
-    """What rich draws of these, one below the other, as wide as the terminal, or `piped_width` columns for a pipe. It
-    heeds NO_COLOR."""
-    # Imported here: it takes time, and not all commands draw.
+    """The parts as rich draws them, one below the other, as wide as the terminal, or `piped_width` columns for a pipe.
+    Without colors where NO_COLOR is set."""
+    # Imported here: rich is slow to import, and not all commands draw.
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else piped_width, highlight=False)
@@ -52,8 +52,8 @@ def drawn(*parts: RenderableType, piped_width: int = PIPED_WIDTH) -> str:
 
 @contextmanager
 def shown_progress(name: str, *, lines: bool = True) -> Iterator[Progress]:
-    """Within the context, progress is a bar on a terminal, else with `lines` one line for each step, which is named by
-    its first word. Goes to standard error, without colors where NO_COLOR is set."""
+    """Within the context, progress is shown on standard error: on a terminal a bar, elsewhere, with `lines`, one line
+    for each step; the first word of a text names its step. Without colors where NO_COLOR is set."""
     if not sys.stderr.isatty():
         yield _plain(name) if lines else lambda _what, _fraction: None
         return

@@ -1,7 +1,7 @@
 """`splitserve plan`: whether a traffic wants split or colocated workers, how many of each, and why.
 
-It replays the traffic on the production router in simulated time, with workers as fast as those of a running cluster,
-as a preset, or as a GPU and a model are by their figures.
+It replays the traffic on the production router in simulated time. A simulated worker is as fast as those of a running
+cluster, as a preset, or as the figures of a GPU and a model say.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autoscaler.simulation.scenario import Scenario, Slo
     from autoscaler.simulation.traces.synthetic import LengthDistribution
     from autoscaler.simulation.traces.trace import Trace
-    from autoscaler.sizing.candidates import ClusterShape, Prediction
+    from autoscaler.sizing.candidates import Prediction
     from autoscaler.sizing.model_shape import ModelShape
     from autoscaler.sizing.roofline import ReplicaDesign
     from autoscaler.sizing.sizing import SizingTerms
@@ -117,7 +117,7 @@ def register(app: typer.Typer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _GivenTraffic:
-    """The options that say what arrives. Exactly one of `trace` and `rate` is given."""
+    """The options that describe the traffic. Exactly one of `trace` and `rate` is given."""
 
     trace: Path | None
     columns: str | None
@@ -130,13 +130,13 @@ class _GivenTraffic:
 
 @dataclass(frozen=True, slots=True)
 class _GivenWorker:
-    """The options that say what a worker is."""
+    """The options that describe a worker."""
 
     model: str | None
     weight_dtype: str | None
     gpu: str | None
     measured: EngineModel | None
-    """Of a running cluster, or a preset."""
+    """The speed of a running cluster's workers, or a preset; None: `gpu` and `model` give the figures."""
     gpus: int | None
     lane_gb_per_s: float
 
@@ -183,11 +183,11 @@ def plan(
     else:
         measured = None if engine_preset is None else preset(engine_preset)
     worker = _GivenWorker(model, weight_dtype, gpu, measured, gpus_per_replica, lane_gb_per_s)
-    found = _planned(traffic, worker, terms, slo)
+    result = _planned(traffic, worker, terms, slo)
     if as_json:
-        write_json(found)
+        write_json(result)
     else:
-        write(plan_text(found))
+        write(plan_text(result))
 
 
 async def _signals(
@@ -213,36 +213,32 @@ def _measured(signals: scaling_pb2.GetSignalsResponse) -> EngineModel:
 
 
 def _planned(traffic: Trace, worker: _GivenWorker, terms: SizingTerms, slo: Slo) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The plan, as `--json` prints it."""
     from autoscaler.simulation.scenario import Scenario
     from autoscaler.simulation.traces.scaling import busiest
     from autoscaler.sizing.replica_choice import cheapest
     from splitserve.config.coordinator import AdmissionConfig
 
-    longest = max(one.prompt_tokens + one.output_tokens for one in traffic.requests)
+    longest = max(request.prompt_tokens + request.output_tokens for request in traffic.requests)
     designs, model = _designs(worker, longest)
     cut, notes = busiest(traffic, MOST_REQUESTS, designs[0].engine, slo.tpot_s), []
     if len(cut.requests) < len(traffic.requests):
         notes.append(f"of {len(traffic.requests)} requests the busiest {MOST_REQUESTS} in a row are replayed")
     scenario = Scenario(cut, designs[0].engine, slo, admission=AdmissionConfig())
     with shown_progress("plan", lines=False) as progress:
-
-        def tell(shape: ClusterShape) -> None:
-            progress(f"replayed {shape.name}", 0.5)
-
-        sized = cheapest(designs, scenario, terms, tell)
-    design, found = sized[0].design, sized[0].sizing
-    if found.out_of_time:
+        sized = cheapest(designs, scenario, terms, lambda shape: progress(f"replayed {shape.name}", 0.5))
+    design, sizing = sized[0].design, sized[0].sizing
+    if sizing.out_of_time:
         notes.append("the time was over before the search was (--limit): fewer replicas may do")
-    for kind, reached in (("split", found.split), ("colocated", found.colocated)):
-        closest = found.closest(kind)
+    for kind, reached in (("split", sizing.split), ("colocated", sizing.colocated)):
+        closest = sizing.closest(kind)
         if reached is None and closest is not None:
             notes.append(f"{closest.candidate.name} comes closest of its kind, with {closest.attainment:.1%}")
     scenario = dataclasses.replace(scenario, engine=design.engine)
     return {
-        "best": "colocated" if found.best is found.colocated else "split",
-        "split": _cluster(found.split, scenario, design.gpus),
-        "colocated": _cluster(found.colocated, scenario, design.gpus),
+        "best": "colocated" if sizing.best is sizing.colocated else "split",
+        "split": _cluster(sizing.split, scenario, design.gpus),
+        "colocated": _cluster(sizing.colocated, scenario, design.gpus),
         "replica": {**asdict(design), "gpu": worker.gpu},
         "other_replicas": [
             {
@@ -256,26 +252,26 @@ def _planned(traffic: Trace, worker: _GivenWorker, terms: SizingTerms, slo: Slo)
         "goal": terms.goal,
         "slo": asdict(slo),
         "traffic": _figures(cut),
-        "replays": len(found.replays),
-        "out_of_time": found.out_of_time,
+        "replays": len(sizing.replays),
+        "out_of_time": sizing.out_of_time,
         "notes": notes,
     }
 
 
-def _cluster(found: Prediction | None, scenario: Scenario, gpus: int) -> dict[str, Any] | None:
-    """A cluster, the GPUs that it takes, and the share of their time that the work of the trace takes."""
+def _cluster(prediction: Prediction | None, scenario: Scenario, gpus: int) -> dict[str, Any] | None:
+    """A cluster of workers of `gpus` GPUs each, and the share of its time that each pool computes, 0..1."""
     from autoscaler.simulation.traces.scaling import pool_work_s
 
-    if found is None:
+    if prediction is None:
         return None
-    shape, length_s = found.candidate, max(scenario.trace.duration_s, 1e-3)
+    shape, length_s = prediction.candidate, max(scenario.trace.duration_s, 1e-3)
     prefill_s, decode_s = pool_work_s(scenario.trace.requests, scenario.engine, scenario.slo.tpot_s)
     if shape.both:
         prefill_busy = decode_busy = (prefill_s + decode_s) / shape.both / length_s
     else:
         prefill_busy, decode_busy = prefill_s / shape.prefill / length_s, decode_s / shape.decode / length_s
     return {
-        **found.to_json(),
+        **prediction.to_json(),
         "gpus": shape.workers * gpus,
         "prefill_gpus": shape.prefill * gpus,
         "decode_gpus": shape.decode * gpus,
@@ -289,13 +285,13 @@ def _figures(trace: Trace) -> dict[str, float]:
     return {
         "requests": count,
         "requests_per_second": round(count / length_s, 4),
-        "mean_prompt_tokens": round(sum(one.prompt_tokens for one in trace.requests) / count, 1),
-        "mean_output_tokens": round(sum(one.output_tokens for one in trace.requests) / count, 1),
+        "mean_prompt_tokens": round(sum(request.prompt_tokens for request in trace.requests) / count, 1),
+        "mean_output_tokens": round(sum(request.output_tokens for request in trace.requests) / count, 1),
     }
 
 
 def _traffic(given: _GivenTraffic, slo: Slo) -> Trace:
-    """The trace that is planned for."""
+    """The trace to plan for. Raises InvalidArgumentError naming the option."""
     from autoscaler.simulation.traces.scaling import scaled
     from autoscaler.simulation.traces.synthetic import LengthDistribution, steady
     from autoscaler.simulation.traces.trace import load_trace
@@ -324,18 +320,20 @@ def _traffic(given: _GivenTraffic, slo: Slo) -> Trace:
 
 
 def _steady_s(rate: float, outputs: LengthDistribution, slo: Slo) -> float:
+    """Seconds of a steady trace at `rate` requests a second: long enough for many answers, short enough to replay."""
     from autoscaler.simulation.traces.trace import LONGEST_DAYS
 
-    median = math.exp(outputs.points[len(outputs.points) // 2][1])
-    wanted = max(60.0, _STEADY_REQUESTS / rate, _ANSWERS * (slo.ttft_s + median * slo.tpot_s))
-    most = min(10 * MOST_REQUESTS / rate, LONGEST_DAYS * 86_400)
-    return min(wanted, max(_LONGEST_STEADY_S, 20 / rate), max(60.0, MOST_REQUESTS / rate), most)
+    median_tokens = math.exp(outputs.points[len(outputs.points) // 2][1])
+    least_s = max(60.0, _STEADY_REQUESTS / rate, _ANSWERS * (slo.ttft_s + median_tokens * slo.tpot_s))
+    most_s = min(10 * MOST_REQUESTS / rate, LONGEST_DAYS * 86_400)
+    return min(least_s, max(_LONGEST_STEADY_S, 20 / rate), max(60.0, MOST_REQUESTS / rate), most_s)
 
 
 def _designs(given: _GivenWorker, longest: int) -> tuple[list[ReplicaDesign], ModelShape | None]:
-    """The workers to choose from, and the model if its figures are used. `longest`: tokens of the longest request."""
+    """The workers to choose from, and the model where its figures describe them. `longest`: tokens of the longest
+    request."""
     from autoscaler.sizing.replica_choice import designs_of
-    from autoscaler.sizing.roofline import ReplicaDesign, design, gpu_class
+    from autoscaler.sizing.roofline import ReplicaDesign, gpu_class, replica_design
 
     model = None
     if given.measured is not None:
@@ -343,18 +341,18 @@ def _designs(given: _GivenWorker, longest: int) -> tuple[list[ReplicaDesign], Mo
     else:
         gpu, model = gpu_class(given.gpu or ""), _model(given)
         if given.gpus is not None:
-            designs = [design(model, gpu, given.gpus, given.lane_gb_per_s)]
+            designs = [replica_design(model, gpu, given.gpus, given.lane_gb_per_s)]
         else:
             designs = designs_of(model, gpu, given.lane_gb_per_s, longest)
-    most = max(min(one.engine.context_tokens, one.engine.kv_capacity_tokens) for one in designs)
-    if longest > most:
-        message = f"trace: its longest request has {longest} tokens, a replica holds {most}"
+    held = max(min(design.engine.context_tokens, design.engine.kv_capacity_tokens) for design in designs)
+    if longest > held:
+        message = f"trace: its longest request has {longest} tokens, a replica holds {held}"
         raise FailedPreconditionError(message, reason="REQUEST_DOES_NOT_FIT", field="trace")
     return designs, model
 
 
 def _model(given: _GivenWorker) -> ModelShape:
-    """The model's figures. May ask the hub for a config.json, as every command does."""
+    """The model's figures. May fetch its config.json from the hub."""
     from autoscaler.sizing.model_shape import shape_of
     from splitserve.models.model_files import read_object
     from splitserve.models.sources import localize_model, resolve_model
@@ -373,11 +371,11 @@ def _model(given: _GivenWorker) -> ModelShape:
     return shape_of(source.short_name, config, given.weight_dtype)
 
 
-def plan_text(found: Mapping[str, Any]) -> str:
-    """The two clusters, what to take, and why. Plain when piped."""
+def plan_text(plan: Mapping[str, Any]) -> str:
+    """A plan for people: the two clusters, which to take, and why. Plain when piped."""
     from rich.table import Table
 
-    traffic, slo = found["traffic"], found["slo"]
+    traffic, slo = plan["traffic"], plan["slo"]
     table = Table(
         title=f"{traffic['requests_per_second']:g} requests/s of {traffic['mean_prompt_tokens']:.0f} + "
         f"{traffic['mean_output_tokens']:.0f} tokens, targets {slo['ttft_s'] * 1e3:g} ms TTFT, "
@@ -387,37 +385,40 @@ def plan_text(found: Mapping[str, Any]) -> str:
     for heading in ("workers", "GPUs", "attained", "TTFT p95 ms", "TPOT p95 ms", "busy"):
         table.add_column(heading, justify="right")
     for kind in _KINDS:
-        if found[kind] is not None:
-            table.add_row(*_row(kind, found[kind]))
-    return drawn(table) + "".join(f"{line}\n" for line in _lines(found))
+        if plan[kind] is not None:
+            table.add_row(*_row(kind, plan[kind]))
+    return drawn(table) + "".join(f"{line}\n" for line in _lines(plan))
 
 
-def _row(kind: str, one: Mapping[str, Any]) -> Sequence[str]:
-    busy = f"{one['prefill_busy']:.0%}"
+def _row(kind: str, cluster: Mapping[str, Any]) -> Sequence[str]:
+    gpus, busy = f"{cluster['gpus']}", f"{cluster['prefill_busy']:.0%}"
+    if kind == "split":
+        gpus = f"{cluster['prefill_gpus']} + {cluster['decode_gpus']}"
+        busy += f" / {cluster['decode_busy']:.0%}"
     return [
         kind,
-        one["name"],
-        f"{one['prefill_gpus']} + {one['decode_gpus']}" if kind == "split" else f"{one['gpus']}",
-        f"{one['attainment']:.1%}",
-        "" if one["ttft_p95_s"] is None else f"{one['ttft_p95_s'] * 1e3:.0f}",
-        "" if one["tpot_p95_s"] is None else f"{one['tpot_p95_s'] * 1e3:.1f}",
-        f"{busy} / {one['decode_busy']:.0%}" if kind == "split" else busy,
+        cluster["name"],
+        gpus,
+        f"{cluster['attainment']:.1%}",
+        "" if cluster["ttft_p95_s"] is None else f"{cluster['ttft_p95_s'] * 1e3:.0f}",
+        "" if cluster["tpot_p95_s"] is None else f"{cluster['tpot_p95_s'] * 1e3:.1f}",
+        busy,
     ]
 
 
-def _lines(found: Mapping[str, Any]) -> Iterator[str]:
-    best = found[found["best"]]
-    others = [found[kind] for kind in _KINDS if kind != found["best"] and found[kind] is not None]
+def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
+    best = plan[plan["best"]]
+    others = [plan[kind] for kind in _KINDS if kind != plan["best"] and plan[kind] is not None]
     if not others:
-        does = "was not seen to reach" if found["out_of_time"] else "does not reach"
-        why = f"the other kind {does} {found['goal']:.0%}"
+        does = "was not seen to reach" if plan["out_of_time"] else "does not reach"
+        why = f"the other kind {does} {plan['goal']:.0%}"
     elif others[0]["gpus"] > best["gpus"]:
         why = f"{others[0]['name']} takes {others[0]['gpus']}"
     else:
         why = f"{others[0]['name']} takes as many, and is no better"
     yield f"Take {best['name']}: {best['gpus']} GPUs; {why}."
     yield f"Apply: {best['apply']}"
-    replica = found["replica"]
+    replica = plan["replica"]
     gpus = f"{replica['gpus']} x {replica['gpu'] or 'GPU'}"
     kv_tokens = replica["engine"]["kv_capacity_tokens"]
     if replica["weights_gb"] is not None:
@@ -427,6 +428,6 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         )
     else:
         yield f"A worker is {gpus}, as measured: {kv_tokens:,} tokens of KV"
-    for other in found["other_replicas"]:
+    for other in plan["other_replicas"]:
         yield f"Workers of {other['gpus_per_replica']} GPUs: {other['name']}, {other['gpus']} GPUs"
-    yield from (f"note: {note}" for note in found["notes"])
+    yield from (f"note: {note}" for note in plan["notes"])

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import typer
@@ -41,13 +41,16 @@ def register(app: typer.Typer) -> None:
         app.command(name, help=summary, epilog=EPILOG, rich_help_panel=PANEL)(function)
 
     def worker(kind: Kind) -> Callable[..., None]:
-        defaults = {"worker_id": _default_worker_id(kind)}
+        # KIND-HOSTNAME-PID, cut to the length of a worker id.
+        host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40]
+        defaults = {"worker_id": f"{kind}-{host}-{os.getpid()}"}
         if kind != "worker":
             defaults["role"] = kind
         return command(WorkerConfig, _run_worker, defaults=defaults)
 
-    front = command(CoordinatorConfig, _run_coordinator)
-    add("coordinator", "Run the coordinator: the front door that routes requests to workers.", front)
+    coordinator = command(CoordinatorConfig, _run_coordinator)
+    summary = "Run the coordinator: the front door that routes requests to workers."
+    add("coordinator", summary, coordinator)
     add("worker", "Run a worker of any role: prompts, tokens or both, as its role says.", worker("worker"))
     add("prefill-worker", "Run a worker with role prefill: prompts in, KV out.", worker("prefill"))
     add("decode-worker", "Run a worker with role decode: KV in, tokens out.", worker("decode"))
@@ -61,7 +64,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _unless_followed(service: Callable[..., None]) -> Callable[..., None]:
-    """The service's command, which does nothing where another command follows it."""
+    """The service's command; it does nothing where a subcommand follows it."""
 
     def run(ctx: typer.Context, **given: Any) -> None:
         if ctx.invoked_subcommand is None:
@@ -82,7 +85,7 @@ def _run_autoscaler(settings: AutoscalerConfig) -> None:
 
 def _run_coordinator(settings: CoordinatorConfig) -> None:
     configure_logging("coordinator")
-    _tell_of_idle(settings.idle_settings())
+    _warn_of_idle_settings(settings)
     from coordinator.service import serve
 
     _run(serve(settings))
@@ -90,7 +93,7 @@ def _run_coordinator(settings: CoordinatorConfig) -> None:
 
 def _run_worker(settings: WorkerConfig) -> None:
     configure_logging(settings.worker_id)
-    _tell_of_idle(settings.idle_settings())
+    _warn_of_idle_settings(settings)
     from splitserve.gpus.worker_gpus import claim_gpus
 
     _claim_cores(settings)
@@ -98,19 +101,18 @@ def _run_worker(settings: WorkerConfig) -> None:
 
 
 async def _serve_worker(settings: WorkerConfig) -> None:
-    """Runs a worker until SIGTERM or SIGINT. It has the services of both pools, so that its role can change; with
-    engine vllm those of its role. Imported late: torch reads the number of threads on import."""
+    """Runs a worker until SIGTERM or SIGINT. It has the services of both pools, so that its role can change; a worker
+    of engine vllm has those of its role only."""
+    # Imported here, after `_claim_cores`: torch reads the number of threads on import.
     from decode_worker.service import DecodeService
     from prefill_worker.service import PrefillService
     from worker.process import WorkerProcess
     from worker.role import has_both_ends
 
-    if has_both_ends(settings):
-        await WorkerProcess(settings, [PrefillService, DecodeService]).run()
-    elif settings.role == "prefill":
-        await WorkerProcess(settings, [PrefillService]).run()
-    else:
-        await WorkerProcess(settings, [DecodeService]).run()
+    services = [PrefillService, DecodeService]
+    if not has_both_ends(settings):
+        services = [PrefillService if settings.role == "prefill" else DecodeService]
+    await WorkerProcess(settings, services).run()
 
 
 def _claim_cores(settings: WorkerConfig) -> None:
@@ -124,18 +126,12 @@ def _claim_cores(settings: WorkerConfig) -> None:
             ) from None
     threads = settings.engine.threads or (len(settings.cpus) if settings.cpus else None)
     if threads is not None:
-        # OpenMP and MKL read them when they are loaded.
+        # OpenMP and MKL read these variables when they are loaded.
         os.environ.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
 
 
-def _default_worker_id(kind: Kind) -> str:
-    """KIND-HOSTNAME-PID, cut to the length of a worker id."""
-    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40]
-    return f"{kind}-{host}-{os.getpid()}"
-
-
-def _tell_of_idle(settings: Mapping[str, str]) -> None:
-    for setting, why in settings.items():
+def _warn_of_idle_settings(settings: CoordinatorConfig | WorkerConfig) -> None:
+    for setting, why in settings.idle_settings().items():
         log_event("settings.no_effect", level=logging.WARNING, setting=setting, why=why)
 
 
@@ -154,8 +150,9 @@ def _run(service: Coroutine[Any, Any, None]) -> None:
 
 
 async def leaving(service: Coroutine[Any, Any, None]) -> NoReturn:
-    """Runs a service, and ends the process with its exit code at once: closing the event loop would wait for its tasks
-    and for the threads of `asyncio.to_thread`, the interpreter's end for other threads and the hooks of libraries."""
+    """Runs a service, then ends the process with its exit code at once. Closing the event loop would wait for its tasks
+    and for the threads of `asyncio.to_thread`; ending the interpreter would wait for other threads and for the exit
+    hooks of libraries."""
     from launcher.cli.main import explain
     from splitserve.rpc.status import known_error
     from splitserve.runtime.process import leave_at_once

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -117,25 +117,27 @@ def simulate(
     from autoscaler.simulation.engine_model import preset
     from autoscaler.simulation.scenario import Scenario, StartTimes
     from autoscaler.simulation.simulator import compare
-    from autoscaler.simulation.traces.synthetic import TraceShape
+    from autoscaler.simulation.traces.synthetic import SYNTHETIC, TraceShape, synthetic
+    from autoscaler.simulation.traces.trace import load_trace
 
     policies = _policies(policy, ttft_ms, tpot_ms, peak_replicas)
     slo = _slo(next(iter(policies.values())), ttft_ms, tpot_ms)
-    starts = StartTimes(cold_start, cold_start_p95, failed_starts, seed)
-    engine, means = preset(engine_preset), (prompt_tokens, output_tokens)
-    loaded = _trace(
-        trace,
-        lambda kind: TraceShape(kind, rate, peak_rate, duration, burst, *means, seed=seed),
-        columns,
-        seed,
-    )
+    engine = preset(engine_preset)
+    if trace in SYNTHETIC:
+        if columns is not None:
+            message = f"columns: trace {trace} is made, and there is no file to read"
+            raise InvalidArgumentError(message, field="columns")
+        means = (prompt_tokens, output_tokens)
+        loaded = synthetic(TraceShape(trace, rate, peak_rate, duration, burst, *means, seed=seed))
+    else:
+        loaded = load_trace(Path(trace), seed, options.column_map(columns))
     replayed = _scaled(loaded, scale, peak_replicas, engine, slo, seed)
     scenario = Scenario(
         replayed,
         engine,
         slo,
         cold_start,
-        start_times=starts,
+        start_times=StartTimes(cold_start, cold_start_p95, failed_starts, seed),
         admission=_admission(admission),
         changes_role=role_moves,
     )
@@ -150,7 +152,7 @@ def simulate(
 def _policies(
     paths: Sequence[Path] | None, ttft_ms: float | None, tpot_ms: float | None, peak: float | None
 ) -> dict[str, ScalingPolicy]:
-    """The policies by name: that of the file, without its suffix where no two are alike."""
+    """The policies by name: a file's name without its suffix, or its whole path where two files have the same name."""
     from autoscaler.policies.policy_file import load_policy
 
     if not paths:
@@ -163,7 +165,8 @@ def _policies(
 
 
 def _default_policy(ttft_ms: float | None, tpot_ms: float | None, peak: float | None) -> ScalingPolicy:
-    """The kind `slo` with its defaults in both pools; where a trace is scaled up, twice the replicas that it fills."""
+    """A policy of kind `slo` with its defaults in both pools. Where the trace is scaled up to fill `peak` replicas, a
+    pool may have twice as many."""
     from autoscaler.policies.policy_file import PoolPolicy, parse_policy
 
     ttft = DEFAULT_TTFT_MS if ttft_ms is None else ttft_ms
@@ -178,37 +181,24 @@ def _default_policy(ttft_ms: float | None, tpot_ms: float | None, peak: float | 
 
 
 def _slo(policy: ScalingPolicy, ttft_ms: float | None, tpot_ms: float | None) -> Slo:
-    """The targets that are given, else those of the policy, else the defaults."""
+    """The targets of the options, else those of the policy, else the defaults."""
     from autoscaler.policies.policy_file import SloPool
     from autoscaler.simulation.scenario import Slo
 
     prefill, decode = policy.prefill, policy.decode
-    own_ttft = prefill.target_ms if isinstance(prefill, SloPool) else DEFAULT_TTFT_MS
-    own_tpot = decode.target_ms if isinstance(decode, SloPool) else DEFAULT_TPOT_MS
-    ttft = own_ttft if ttft_ms is None else ttft_ms
-    tpot = own_tpot if tpot_ms is None else tpot_ms
-    _check_above("ttft_ms", ttft)
-    _check_above("tpot_ms", tpot)
-    return Slo(ttft / 1e3, tpot / 1e3)
-
-
-def _trace(name: str, shape: Any, columns: str | None, seed: int) -> Trace:
-    """The synthetic trace of that kind, or the file of that name."""
-    from autoscaler.simulation.traces.synthetic import SYNTHETIC, synthetic
-    from autoscaler.simulation.traces.trace import load_trace
-
-    if name not in SYNTHETIC:
-        return load_trace(Path(name), seed, options.column_map(columns))
-    if columns is not None:
-        message = f"columns: trace {name} is made, and there is no file to read"
-        raise InvalidArgumentError(message, field="columns")
-    return synthetic(shape(name))
+    if ttft_ms is None:
+        ttft_ms = prefill.target_ms if isinstance(prefill, SloPool) else DEFAULT_TTFT_MS
+    if tpot_ms is None:
+        tpot_ms = decode.target_ms if isinstance(decode, SloPool) else DEFAULT_TPOT_MS
+    _check_above("ttft_ms", ttft_ms)
+    _check_above("tpot_ms", tpot_ms)
+    return Slo(ttft_ms / 1e3, tpot_ms / 1e3)
 
 
 def _scaled(
     trace: Trace, scale: float | None, peak_replicas: float | None, engine: EngineModel, slo: Slo, seed: int
 ) -> Trace:
-    """The trace as often as asked for. Raises InvalidArgumentError naming the option."""
+    """The trace, with its arrival rate scaled as the options say. Raises InvalidArgumentError naming the option."""
     from autoscaler.simulation.traces.scaling import scaled, scaled_to_peak
 
     if peak_replicas is not None and scale is not None:
@@ -223,7 +213,7 @@ def _scaled(
 
 
 def _check_above(name: str, value: float, least: float | None = None) -> None:
-    """Raises InvalidArgumentError for a value that is not finite or below `least`; None: not above 0."""
+    """Raises InvalidArgumentError for a value that is not finite, or below `least`; without `least`, not above 0."""
     if not math.isfinite(value) or value < 0 or (value == 0 and least is None):
         bound = "above 0" if least is None else f"at least {least:g}"
         raise InvalidArgumentError(f"{name} must be {bound}, not {value:g}", field=name)
@@ -243,7 +233,7 @@ def _admission(mode: str) -> AdmissionConfig:
 
 
 def _table(outcomes: Sequence[Outcome], scenario: Scenario) -> str:
-    """One line a policy."""
+    """The table of the outcomes, with one line for each policy."""
     from rich.table import Table
 
     slo, trace = scenario.slo, scenario.trace

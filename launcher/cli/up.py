@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 EXIT_KILLED = 130
 CHOICES = 10
-"""How often free ports are chosen until they fit together."""
+"""How many times free ports are chosen, at most, until they fit together."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
 
 
 def up(settings: ClusterConfig, log_dir: Path | None = None) -> None:
-    """Runs a cluster with these settings. Removes the parts' variables from the environment.
+    """Runs a cluster with these settings. Removes the variables of its parts' settings from the environment.
 
     Raises UnavailableError or FailedPreconditionError for a port that is taken, ConfigError without the model.
     """
@@ -79,7 +79,7 @@ def _claim_ports(settings: ClusterConfig) -> ClusterConfig:
         settings = settings.model_copy(update={"coordinator": front.model_copy(update=ports)})
     _check_ports(settings)
     if 0 in (front.grpc_port, front.http_port, settings.coordinator.cluster_port):
-        # Ports that were chosen may be each other's, or not have the next ones free.
+        # Two chosen ports may be the same, or the ports after a chosen one may be taken.
         for _ in range(CHOICES - 1):
             with suppress(ConfigError, FailedPreconditionError):
                 return _with_free_ports(settings)
@@ -87,6 +87,10 @@ def _claim_ports(settings: ClusterConfig) -> ClusterConfig:
 
 
 def _with_free_ports(settings: ClusterConfig) -> ClusterConfig:
+    """The settings with free ports in place of 0, after a check of all coordinators' ports. Raises ConfigError, and
+    FailedPreconditionError naming a port that is taken."""
+    from launcher.cluster.process_specs import each_coordinator
+
     front = settings.coordinator
     ports = {"grpc_port": claim_port(front.host, front.grpc_port)}
     if front.http_port is not None:
@@ -95,12 +99,17 @@ def _with_free_ports(settings: ClusterConfig) -> ClusterConfig:
         assert front.cluster_port is not None
         ports["cluster_port"] = claim_port(front.host, front.cluster_port)
     settings = settings.model_copy(update={"coordinator": front.model_copy(update=ports)})
-    _claim_further_ports(settings)
+    _check_ports(settings)
+    for numbered in each_coordinator(settings)[1:]:
+        claim_port(numbered.coordinator.host, numbered.coordinator.grpc_port)
+        if numbered.coordinator.http_port is not None:
+            claim_port(numbered.coordinator.host, numbered.coordinator.http_port, "http_port")
     return settings
 
 
 def _leave_settings_to_options() -> None:
-    """The parts are configured by their command lines, which omit defaults: a variable must not override those."""
+    """Removes the variables of the parts' settings from the environment. Command lines configure the parts and omit
+    defaults, which a variable would override."""
     from splitserve.config.command_line import settings_of
     from splitserve.config.coordinator import CoordinatorConfig
     from splitserve.config.worker import WorkerConfig
@@ -110,26 +119,14 @@ def _leave_settings_to_options() -> None:
             os.environ.pop(setting.variable, None)
 
 
-def _claim_further_ports(config: ClusterConfig) -> None:
-    """Checks the ports of further coordinators. Raises UnavailableError naming one in use."""
-    from launcher.cluster.process_specs import each_coordinator
-
-    _check_ports(config)
-    for seen in each_coordinator(config)[1:]:
-        front = seen.coordinator
-        claim_port(front.host, front.grpc_port)
-        if front.http_port is not None:
-            claim_port(front.host, front.http_port, "http_port")
-
-
 def _check_ports(config: ClusterConfig) -> None:
-    """Checks that the coordinators' consecutive ports exist and are different ones. Raises ConfigError."""
+    """Checks that the coordinators' consecutive ports are valid and all different. Raises ConfigError."""
     from launcher.cluster.process_specs import each_coordinator
 
     owners: dict[int, str] = {}
-    for number, seen in enumerate(each_coordinator(config)):
+    for number, numbered in enumerate(each_coordinator(config)):
         for setting in ("grpc_port", "cluster_port", "http_port", "metrics_port"):
-            port = getattr(seen.coordinator, setting)
+            port = getattr(numbered.coordinator, setting)
             if not port or (setting == "cluster_port" and config.tls is None):
                 continue
             owner = f"{setting} of coordinator {number}"
@@ -150,7 +147,7 @@ async def run_cluster(
     command: CommandFactory | None = None,
     policy: RestartPolicy | None = None,
 ) -> bool:
-    """Runs until a stop signal. True if it took a second signal, which kills instead of draining."""
+    """Runs the cluster until a stop signal. True if it took a second signal, which kills instead of draining."""
     from launcher.cli.cluster_display import ClusterDisplay
     from launcher.cluster.placement import available_cores, machine_gpus, make_inventory
     from launcher.cluster.process_specs import (
@@ -177,18 +174,15 @@ async def run_cluster(
     gpus = machine_gpus(config.engine.kind, config.engine.device, config.replicas_per_gpu)
     workers = worker_count(config) if scaling is None else scaling.most_workers
     inventory = make_inventory(available_cores(), workers, pin_cores=config.pin_cores, gpus=gpus)
-    with ExitStack() as stack:
-        given = (config, start) if scaling is None else (start,)
-        make = partial(worker_spec if scaling is None else scaling.worker_spec, *given)
-        seats = {} if scaling is None else scaling.seats
-        specs = [*coordinator_specs(config, start), *worker_specs(config, inventory, make, seats)]
-        line = _ready_line(config)
-        display = stack.enter_context(ClusterDisplay(specs, line, log_dir))
+    make = partial(worker_spec, config, start) if scaling is None else partial(scaling.worker_spec, start)
+    seats = {} if scaling is None else scaling.seats
+    specs = [*coordinator_specs(config, start), *worker_specs(config, inventory, make, seats)]
+    with ClusterDisplay(specs, _ready_line(config), log_dir) as display:
         async with AsyncClient(parts_target(config), security=security) as client:
             probe, shared = cluster_probe(client, config), {TOKEN_VARIABLE: token}
             times = ClusterTimes(ready_s=config.ready_timeout_s, drain_s=config.coordinator.drain_s)
             cluster = LocalCluster(specs, probe, display, times=times, policy=policy, environment=shared)
-            _steer_by_signals(cluster, display.message)
+            _stop_on_signals(cluster, display.message)
             if scaling is None:
                 await cluster.run()
             else:
@@ -225,18 +219,18 @@ def _provide_model(config: ClusterConfig) -> None:
         fetch_with_progress(config.model)
 
 
-def _steer_by_signals(cluster: LocalCluster, tell: Callable[[str], None]) -> None:
-    """The first signal drains, a second one kills."""
-    stopping = False
+def _stop_on_signals(cluster: LocalCluster, show: Callable[[str], None]) -> None:
+    """Drains the cluster on the first stop signal and kills it on a second one."""
+    signalled = False
 
     def on_signal() -> None:
-        nonlocal stopping
-        if stopping:
-            tell("killing all processes")
+        nonlocal signalled
+        if signalled:
+            show("killing all processes")
             cluster.kill_now()
             return
-        stopping = True
-        tell("draining; once more to kill at once")
+        signalled = True
+        show("draining; once more to kill at once")
         cluster.request_stop()
 
     for number in STOP_SIGNALS:
@@ -249,12 +243,12 @@ def _ready_line(config: ClusterConfig) -> str:
     from launcher.cluster.process_specs import cluster_target, openai_url
 
     target = cluster_target(config)
-    elsewhere = "" if target == DEFAULT_TARGET else f" --target {target}"
+    client_options = "" if target == DEFAULT_TARGET else f" --target {target}"
     if config.tls is not None:
-        elsewhere += f" --tls {config.tls}"
+        client_options += f" --tls {config.tls}"
     pools = f"{config.prefill} prefill + {config.decode} decode"
     if config.workers is not None:
         pools = f"{config.workers} workers of role both"
-    line = f'splitserve ready on {target} · {{model}} · {pools} · try: splitserve generate "Hello"{elsewhere}'
+    line = f'splitserve ready on {target} · {{model}} · {pools} · try: splitserve generate "Hello"{client_options}'
     url = openai_url(config)
     return line if url is None else f"{line}\nOpenAI-compatible API: {url}"

@@ -8,8 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from splitserve.runtime.child_launch import launcher
@@ -19,7 +18,7 @@ Event = Mapping[str, Any]
 
 MAX_LINE_BYTES = 2**20
 SERVES_EVENTS = frozenset({"coordinator.ready", "registry.registered"})
-"""A child takes its part in the cluster: what hindered it before does no more."""
+"""Log events after which a child takes part in the cluster: errors that it logged before no longer matter."""
 LAST_LINES_S = 1.0
 """How long to read output after the process ended, in case a grandchild holds the pipe open."""
 
@@ -33,25 +32,24 @@ class ChildSpec:
     command: tuple[str, ...]
     layout: str = ""
     least_stop_s: float = 0.0
-    """How many seconds it has to end by itself at least: it may have to end processes, even before it serves."""
+    """Least time in seconds that the process gets to end by itself: it may have to end processes of its own, even
+    before it serves."""
 
 
 OnLine = Callable[[ChildSpec, str, Event | None], None]
 """Called with each line of output, and the log event if the line is one."""
 
 
+@dataclass(eq=False)
 class ChildProcess:
-    """A child that can be started repeatedly. Its standard output and error are read as one stream.
+    """A child that can be started repeatedly. Its standard output and error are read as one stream."""
 
-    `environment` is added to this process's own.
-    """
+    spec: ChildSpec
+    on_line: OnLine
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to this process's own environment."""
 
-    def __init__(
-        self, spec: ChildSpec, on_line: OnLine, environment: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
-        self.spec = spec
-        self._on_line = on_line
-        self._environment = environment
+    def __post_init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._last_error = _LastError()
@@ -83,7 +81,7 @@ class ChildProcess:
                 stdout=write,
                 stderr=write,
                 start_new_session=True,
-                env={**os.environ, **self._environment},
+                env={**os.environ, **self.environment},
             )
         except BaseException:
             os.close(read)
@@ -125,7 +123,7 @@ class ChildProcess:
             async for line in _lines(stream):
                 event = _parse_event(line)
                 self._last_error.add(line, event)
-                self._on_line(self.spec, line, event)
+                self.on_line(self.spec, line, event)
         finally:
             transport.close()
 
@@ -141,8 +139,8 @@ def describe_exit(code: int) -> str:
 
 
 class _LastError:
-    """Picks the line that best explains why a process ended, or serves nobody: its `error:` line, the error that it
-    logged last, before it serves of any level, any text."""
+    """Picks the line that best explains why a process ended, or does not serve. In this order: its `error:` line; the
+    error that it logged last, which before it serves may have any level; its last line of plain text."""
 
     def __init__(self) -> None:
         self._printed: str | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,21 +41,21 @@ class HostVerdict:
     """Empty if nothing is to be done."""
 
 
-def pair_verdicts(workers: Iterable[inference_pb2.WorkerInfo], host: HostFacts) -> list[PairVerdict]:
+def pair_verdicts(workers: Sequence[inference_pb2.WorkerInfo], host: HostFacts) -> list[PairVerdict]:
     """A verdict on each pair of workers of the same model of which one writes KV to the other."""
-    all_workers = list(workers)
     verdicts = []
-    for prefill in (worker for worker in all_workers if worker.role != "decode"):
+    for prefill in (worker for worker in workers if worker.role != "decode"):
         lanes = {lane.peer: lane for lane in prefill.lanes}
-        for decode in all_workers:
-            decodes = decode.role != "prefill"
-            if decodes and decode.model == prefill.model and decode.worker_id != prefill.worker_id:
+        for decode in (worker for worker in workers if worker.role != "prefill"):
+            if decode.model == prefill.model and decode.worker_id != prefill.worker_id:
                 lane = lanes.get(decode.worker_id)
-                verdicts.append(_pair(prefill.worker_id, decode.worker_id, lane, host))
+                verdicts.append(_pair_verdict(prefill.worker_id, decode.worker_id, lane, host))
     return verdicts
 
 
-def _pair(prefill: str, decode: str, lane: inference_pb2.LaneInfo | None, host: HostFacts) -> PairVerdict:
+def _pair_verdict(
+    prefill: str, decode: str, lane: inference_pb2.LaneInfo | None, host: HostFacts
+) -> PairVerdict:
     if lane is None:
         text, advice = "not measured: the two are not connected", "wait, or read the prefill worker's log"
         return PairVerdict(prefill, decode, "unknown", 0.0, 0.0, "note", text, advice)
@@ -85,7 +85,9 @@ def host_verdicts(host: HostFacts) -> list[HostVerdict]:
         _memlock(host),
         _namespaces(host),
         _ptrace(host),
-        _rdma(host),
+        HostVerdict(
+            "RDMA", "ok", ", ".join(host.rdma_devices) or "no devices: pairs on other machines use TCP"
+        ),
         _gpus(host),
         *_variables(host),
     ]
@@ -130,12 +132,6 @@ def _ptrace(host: HostFacts) -> HostVerdict:
     return HostVerdict("process_vm_writev", "note", text, "set it to 0, or give the workers CAP_SYS_PTRACE")
 
 
-def _rdma(host: HostFacts) -> HostVerdict:
-    if host.rdma_devices:
-        return HostVerdict("RDMA", "ok", ", ".join(host.rdma_devices))
-    return HostVerdict("RDMA", "ok", "no devices: pairs on other machines use TCP")
-
-
 def _gpus(host: HostFacts) -> HostVerdict:
     if not host.gpus:
         return HostVerdict("CUDA", "ok", "no devices: KV lies in main memory")
@@ -164,7 +160,7 @@ SUBJECTS: Mapping[str, str] = {
 
 
 def device_names(gpus: int, visible: str | None) -> list[str]:
-    """The devices to test, as `engine.device` names them: all CUDA devices that a process sees, or the cpu.
+    """The devices to test, as `engine.device` names them: all CUDA devices that a process sees, or else the CPU.
 
     `visible`: the variable CUDA_VISIBLE_DEVICES, if set.
     """
@@ -173,7 +169,7 @@ def device_names(gpus: int, visible: str | None) -> list[str]:
 
 
 def device_verdicts(answer: Mapping[str, Any]) -> list[HostVerdict]:
-    """A verdict on each check; `answer` as `engine.runner.self_test --json` prints it."""
+    """A verdict on each check of a self-test; `answer` is what `engine.runner.self_test --json` prints."""
     verdicts = []
     for check in answer["checks"]:
         subject = SUBJECTS[check["name"]]

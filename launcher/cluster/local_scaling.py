@@ -31,19 +31,19 @@ from splitserve.runtime.reload import FileWatcher
 
 @dataclass(frozen=True, slots=True)
 class LocalScaling:
-    """A local cluster's settings under a policy."""
+    """A local cluster that an autoscaler scales: its settings and the policy."""
 
     config: ClusterConfig
-    """With the first number of workers in each pool."""
+    """The settings, with the number of workers that each pool starts with."""
     file: PolicyFile
     security: ClusterCredentials = UNSECURED
     """Credentials for the coordinator."""
 
     @classmethod
     def of(cls, config: ClusterConfig, path: Path, security: ClusterCredentials = UNSECURED) -> LocalScaling:
-        """Reads the policy. Pools without a given size start with `min_replicas`, or with one worker where that is 0;
-        each replica gets the policy's `gpus_per_replica`. Raises ConfigError, also where the first workers do not fit
-        `gpu_budget`."""
+        """Reads the policy in the file `path`. A pool without a size in `config` starts with `min_replicas`, or with
+        one worker where that is 0; each replica gets the policy's `gpus_per_replica`. Raises ConfigError, also where
+        the first workers need more GPUs than `gpu_budget`."""
         if config.workers is not None:
             message = "workers: an autoscaler scales pools; give prefill and decode in place of workers"
             raise ConfigError(message, field="workers")
@@ -64,7 +64,7 @@ class LocalScaling:
 
     @property
     def policy(self) -> ScalingPolicy:
-        """The policy as of now."""
+        """The policy in force."""
         return self.file.value.rules
 
     @property
@@ -78,10 +78,9 @@ class LocalScaling:
 
     @property
     def most_workers(self) -> int:
-        """Most workers of both pools, standbys included."""
-        pools = self.policy.pools.values()
-        most = sum(pool.max_replicas + pool.warm_standby for pool in pools)
-        return max(most, worker_count(self.config))
+        """The most workers that both pools may have, standbys included."""
+        allowed = sum(pool.max_replicas + pool.warm_standby for pool in self.policy.pools.values())
+        return max(allowed, worker_count(self.config))
 
     def worker_spec(self, command: CommandFactory, pool: PoolName, name: str, place: Place) -> ChildSpec:
         """One worker's process, with its pool's drain deadline."""
@@ -97,7 +96,8 @@ class LocalScaling:
             loops = LoopRunner()
             scaling = group.create_task(loops.run("scaling", scale))
             following = group.create_task(loops.run("files", follow))
-            ending = group.create_task(_cancel_after(cluster.stopping, scaling))
+            ending = group.create_task(cluster.stopping.wait())
+            ending.add_done_callback(lambda _: scaling.cancel())
             try:
                 await cluster.run()
             finally:
@@ -116,8 +116,3 @@ class LocalScaling:
             window_s=config.autoscale_window_s,
         ) as loop:
             await loop.run()
-
-
-async def _cancel_after(event: asyncio.Event, task: asyncio.Task[None]) -> None:
-    await event.wait()
-    task.cancel()

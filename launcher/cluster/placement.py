@@ -30,7 +30,7 @@ _PROBE = "import torch; print(torch.cuda.device_count() if torch.cuda.is_availab
 
 @dataclass(frozen=True, slots=True)
 class CoreShare:
-    """One worker's cores and its number of compute threads. Without cores it may run on all."""
+    """One worker's cores and its number of compute threads. A worker without cores may run on all of them."""
 
     cpus: tuple[int, ...]
     threads: int
@@ -38,20 +38,20 @@ class CoreShare:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One worker's share of the machine. Without GPUs (None) it uses the device in its settings; with an empty list of
-    them the cpu."""
+    """One worker's share of the machine."""
 
     share: CoreShare
     gpus: tuple[str, ...] | None = None
+    """The worker's GPUs. None: it uses the device in its settings; empty: it uses the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuWish:
-    """What one worker wants of the GPUs."""
+    """The number of GPUs that one worker wants, and their kind."""
 
     gpus: int
     kind: str = ""
-    """Only such; empty: any."""
+    """Empty: any."""
 
 
 @dataclass(slots=True)
@@ -61,16 +61,18 @@ class Inventory:
     shares: Sequence[CoreShare]
     gpus: GpuInventory = field(default_factory=GpuInventory)
     _taken: dict[str, tuple[int, str, Place]] = field(default_factory=dict)
+    """By worker: the index of its core share, its pool and its place."""
 
     def take(self, name: str, pool: str, gpus: int = 1, kind: str = "") -> Place:
-        """Assigns the worker the share with the fewest users, the first among equals, and so many GPUs of this kind.
+        """Assigns the worker the share with the fewest users, the first among equals, and `gpus` GPUs of this kind.
 
         Raises as `choose_gpus`. On a machine without GPUs the settings decide on the device.
         """
         users = Counter(number for number, _, _ in self._taken.values())
-        number = min(range(len(self.shares)), key=lambda n: users[n])
-        own = choose_gpus(self.gpus, self._uses(), pool, gpus, kind) if self.gpus.gpus else None
-        place = Place(self.shares[number], own)
+        number = min(range(len(self.shares)), key=users.__getitem__)
+        uses = [GpuUse(user_pool, place.gpus or ()) for _, user_pool, place in self._taken.values()]
+        chosen = choose_gpus(self.gpus, uses, pool, gpus, kind) if self.gpus.gpus else None
+        place = Place(self.shares[number], chosen)
         self._taken[name] = number, pool, place
         return place
 
@@ -79,7 +81,7 @@ class Inventory:
         self._taken.pop(name, None)
 
     def release_except(self, names: Collection[str]) -> None:
-        """Releases the places of all other workers."""
+        """Releases the places of all workers but those of `names`."""
         for name in self._taken.keys() - set(names):
             self.release(name)
 
@@ -87,9 +89,6 @@ class Inventory:
         """A worker's place; None if it has none."""
         taken = self._taken.get(name)
         return taken[2] if taken else None
-
-    def _uses(self) -> list[GpuUse]:
-        return [GpuUse(pool, place.gpus or ()) for _, pool, place in self._taken.values()]
 
 
 def make_inventory(
@@ -105,8 +104,8 @@ def machine_gpus(
 ) -> GpuInventory:
     """The GPUs to spread workers over: all that PyTorch can use, for device `auto` or `cuda`; else none.
 
-    NVML says which share NVLink; where it cannot be asked, all are taken for equally near. PyTorch is asked in a
-    child process, and only if the kernel reports a GPU: it is slow to import, and the supervisor does not need it.
+    NVML says which GPUs share NVLink; where NVML does not answer, all GPUs count as equally near. A child process asks
+    PyTorch, and only if the kernel reports a GPU: PyTorch is slow to import, and the supervisor does not need it.
     """
     if kind == "simulated" or device not in ("auto", "cuda") or not read_host_facts().gpus:
         return GpuInventory(replicas_per_gpu=replicas_per_gpu)
@@ -156,7 +155,7 @@ def layout_cores(cores: Sequence[int], workers: int) -> list[CoreShare]:
         raise InvalidArgumentError(f"workers must be at least 1, not {workers}", field="workers")
     ordered = sorted(cores)
     if workers >= len(ordered):
-        return [CoreShare((ordered[n % len(ordered)],), 1) for n in range(workers)]
+        return [CoreShare((ordered[number % len(ordered)],), 1) for number in range(workers)]
     if len(ordered) <= 2 * workers:
         cores_each, more = divmod(len(ordered), workers)
     else:

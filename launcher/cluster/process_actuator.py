@@ -18,8 +18,8 @@ from launcher.cluster.supervisor import LocalCluster
 class ProcessActuator(Actuator):
     """Adds workers to a running `LocalCluster` and removes them.
 
-    The cluster itself restarts a worker that died, under its name; one that keeps crashing is given up and no longer
-    listed. An added worker gets GPUs of its own where there are any.
+    The cluster itself restarts a worker that died, under its name; it gives up a worker that keeps crashing, which is
+    no longer listed then. An added worker gets GPUs of its own where there are any.
     """
 
     proves_end = True  # a child stays a member until it has been waited for
@@ -55,7 +55,9 @@ class ProcessActuator(Actuator):
         """Raises UnavailableError when no process can be started."""
         self._inventory.release_except({member.name for member in self._cluster.processes})
         for _ in range(count):
-            name = self._new_name(pool)
+            # A name not used before in this cluster: peers may still know workers that have left.
+            name = f"{pool}-{self._next_number[pool]}"
+            self._next_number[pool] += 1
             place = self._inventory.take(name, pool, shape.gpus, shape.gpu)
             try:
                 await self._cluster.add(self._make_spec(pool, name, place))
@@ -71,12 +73,6 @@ class ProcessActuator(Actuator):
 
     async def close(self) -> None:
         """The processes stay with the cluster, which ends them with itself."""
-
-    def _new_name(self, pool: PoolName) -> str:
-        """A name not used before in this cluster: peers may still know workers that have left."""
-        name = f"{pool}-{self._next_number[pool]}"
-        self._next_number[pool] += 1
-        return name
 
 
 def _pool(spec: ChildSpec) -> PoolName | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
@@ -14,7 +14,6 @@ from splitserve.addresses import join_address, reachable_host
 from splitserve.client import AsyncClient
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.command_line import arguments
-from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.config.engine import EngineConfig
 from splitserve.config.security import CeilingConfig, TlsConfig
 from splitserve.config.tracing import TracingConfig
@@ -79,22 +78,21 @@ def openai_url(config: ClusterConfig) -> str | None:
 
 
 def each_coordinator(config: ClusterConfig) -> list[ClusterConfig]:
-    """The cluster's settings for each of its coordinators: equal except for consecutive ports, which must be set, and
-    for the file of the request log, which is FILE-1, FILE-2, … of further ones.
+    """The cluster's settings for each of its coordinators. They are equal except for consecutive ports, which must be
+    set, and for the file of the request log, which further coordinators call FILE-1, FILE-2, …
 
     With TLS the gRPC and metrics ports advance by two, as each coordinator then has two gRPC ports.
     """
     coordinator, step = config.coordinator, 1 if config.tls is None else 2
-    return [
-        config.model_copy(
-            update={
-                "coordinator": coordinator.model_copy(
-                    update=_ports(coordinator, number, step) | _request_log(coordinator, number)
-                )
-            }
-        )
-        for number in range(config.coordinators)
-    ]
+    steps = {"grpc_port": step, "cluster_port": step, "http_port": 1, "metrics_port": step}
+    numbered = []
+    for number in range(config.coordinators):
+        ports = ((name, getattr(coordinator, name), by) for name, by in steps.items())
+        changes: dict[str, object] = {name: port + number * by for name, port, by in ports if port}
+        if number and (log := coordinator.request_log) is not None:
+            changes["request_log"] = log.with_stem(f"{log.stem}-{number}")
+        numbered.append(config.model_copy(update={"coordinator": coordinator.model_copy(update=changes)}))
+    return numbered
 
 
 def coordinator_specs(config: ClusterConfig, command: CommandFactory = splitserve_command) -> list[ChildSpec]:
@@ -129,16 +127,19 @@ def worker_spec(
     *,
     drain_s: float | None = None,
 ) -> ChildSpec:
-    """The spec of one worker. Its role is the one that `kind` names, for `worker` both. `drain_s` defaults to the
+    """The spec of one worker. `kind` names its role; kind `worker` stands for role both. `drain_s` defaults to the
     coordinator's. Raises ConfigError for more GPUs than its engine computes on."""
     check_gpu_count(config.engine.kind, config.engine.engine_args, len(place.gpus or ()))
     worker = _worker(config, name, place, drain_s, "both" if kind == "worker" else kind)
+    cores = f"cores {format_cores(worker.cpus)}" if worker.cpus else "any cores"
+    threads = f"{worker.engine.threads} {'thread' if worker.engine.threads == 1 else 'threads'}"
+    gpus = f", GPU {','.join(place.gpus)}" if place.gpus else ""
     start_s = worker.engine.stop_in_start_s
     return ChildSpec(
         name,
         kind,
         command(kind, arguments(worker)),
-        _layout(worker, place),
+        f"{cores}, {threads}{gpus}",
         least_stop_s=start_s + CHILD_S + KILLED_S if start_s else 0.0,
     )
 
@@ -158,7 +159,7 @@ def check_workers(config: ClusterConfig) -> None:
 
 
 def worker_count(config: ClusterConfig) -> int:
-    """Workers of the cluster, of whichever kind."""
+    """The number of workers that the cluster starts with."""
     return config.workers or config.prefill + config.decode
 
 
@@ -168,7 +169,8 @@ def worker_specs(
     make: WorkerSpecMaker,
     seats: Mapping[str, GpuWish] = MappingProxyType({}),
 ) -> list[ChildSpec]:
-    """The initial workers, each with its GPUs, where its name is in `seats` with those.
+    """The specs of the first workers. A worker that `seats` names gets the GPUs given there, the others those of the
+    settings.
 
     Raises ConfigError for a number of GPUs that the engine cannot use, ResourceExhaustedError (NO_GPU) where the
     machine has too few, FailedPreconditionError (GPU_KIND) where it has none of a kind.
@@ -194,15 +196,12 @@ def _take(inventory: Inventory, config: ClusterConfig, kind: Kind, name: str, se
     try:
         return inventory.take(name, kind, seat.gpus, seat.kind)
     except ResourceExhaustedError as error:
-        who, wanted = (
-            f"{config.prefill} prefill and {config.decode} decode",
-            config.prefill * config.prefill_gpus,
-        )
-        wanted += config.decode * config.decode_gpus
+        workers = f"{config.prefill} prefill and {config.decode} decode"
+        gpus = config.prefill * config.prefill_gpus + config.decode * config.decode_gpus
         if config.workers is not None:
-            who, wanted = f"{config.workers}", config.workers * config.worker_gpus
+            workers, gpus = f"{config.workers}", config.workers * config.worker_gpus
         message = (
-            f"{name}: {error.message}; {who} workers take {wanted}. Start fewer, or let them share GPUs with "
+            f"{name}: {error.message}; {workers} workers take {gpus}. Start fewer, or let them share GPUs with "
             "--replicas-per-gpu"
         )
         raise ResourceExhaustedError(message, reason=error.reason) from None
@@ -216,11 +215,13 @@ def ready_model(
     """The served model's name once the model and all workers are ready; else None."""
     wanted = {"prefill": config.prefill, "decode": config.decode} if config.workers is None else {}
     for model in models:
-        workers = [w for w in info.workers if w.model == model.name and w.state in SERVING_STATES]
-        if len(workers) < worker_count(config):
-            continue
-        counts = {pool: sum(worker.role == pool for worker in workers) for pool in wanted}
-        if model.ready and all(counts[pool] >= wanted[pool] for pool in wanted):
+        roles = Counter(
+            worker.role
+            for worker in info.workers
+            if worker.model == model.name and worker.state in SERVING_STATES
+        )
+        enough = roles.total() >= worker_count(config) and all(roles[pool] >= wanted[pool] for pool in wanted)
+        if model.ready and enough:
             return model.name
     return None
 
@@ -264,29 +265,5 @@ def _worker(
     )
 
 
-def _ports(coordinator: CoordinatorConfig, number: int, step: int) -> dict[str, int]:
-    ports = {
-        "grpc_port": coordinator.grpc_port,
-        "cluster_port": coordinator.cluster_port,
-        "http_port": coordinator.http_port,
-        "metrics_port": coordinator.metrics_port,
-    }
-    return {
-        name: port + number * (step if name != "http_port" else 1) for name, port in ports.items() if port
-    }
-
-
-def _request_log(coordinator: CoordinatorConfig, number: int) -> dict[str, Path]:
-    log = coordinator.request_log
-    return {"request_log": log.with_stem(f"{log.stem}-{number}")} if log is not None and number else {}
-
-
 def _tls(config: ClusterConfig) -> TlsConfig | None:
     return TlsConfig(directory=config.tls) if config.tls else None
-
-
-def _layout(worker: WorkerConfig, place: Place) -> str:
-    where = f"cores {format_cores(worker.cpus)}" if worker.cpus else "any cores"
-    threads = worker.engine.threads
-    gpu = f", GPU {','.join(place.gpus)}" if place.gpus else ""
-    return f"{where}, {threads} {'thread' if threads == 1 else 'threads'}{gpu}"

@@ -1,4 +1,4 @@
-"""What `splitserve doctor` says of RDMA: ports, device files, and which network card each GPU uses. Pure."""
+"""The verdicts of `splitserve doctor` on RDMA: ports, device files, and which network card each GPU uses. Pure."""
 
 from __future__ import annotations
 
@@ -70,12 +70,8 @@ def _files(facts: RdmaFacts) -> HostVerdict:
 
 def _lanes(variables: Mapping[str, str]) -> HostVerdict:
     lanes = variables.get("UCX_TLS", "all")
-    if lanes.startswith("^"):
-        out = set(lanes[1:].split(",")) & set(RDMA_LANES)
-        allowed = not out
-    else:
-        allowed = bool(set(lanes.split(",")) & set(RDMA_LANES))
-    if allowed:
+    named = set(RDMA_LANES).intersection(lanes.removeprefix("^").split(","))
+    if bool(named) != lanes.startswith("^"):  # "^" excludes the named lanes
         return HostVerdict("RDMA lanes", "ok", f"UCX_TLS allows them ({lanes})")
     return HostVerdict(
         "RDMA lanes", "note", f"UCX_TLS={lanes} leaves RDMA out", "unset UCX_TLS, or add rc to it"
@@ -92,27 +88,29 @@ def _peer_memory(facts: RdmaFacts) -> HostVerdict:
 
 
 def _pinned(pinned: Sequence[str], ports: Sequence[RdmaPort]) -> HostVerdict:
+    advice = _pinning_advice(pinned, ports)
+    return HostVerdict(
+        "NIC pinning", "note" if advice else "ok", f"{NICS_VARIABLE}={','.join(pinned)}", advice
+    )
+
+
+def _pinning_advice(pinned: Sequence[str], ports: Sequence[RdmaPort]) -> str:
+    """What to change in UCX_NET_DEVICES, which names the ports `pinned`; empty: nothing."""
     known = {port.name: port for port in ports}
     devices = {port.device for port in ports}
-    text = f"{NICS_VARIABLE}={','.join(pinned)}"
     for name in pinned:
-        device, mark, _ = name.partition(":")
-        if device in devices and not mark:
-            return HostVerdict("NIC pinning", "note", text, f"name a port: {device}:1 in place of {device}")
+        device, colon, number = name.partition(":")
+        if device in devices and not colon:
+            return f"name a port: {device}:1 in place of {device}"
         if device in devices and name not in known:
-            return HostVerdict("NIC pinning", "note", text, f"{device} has no port {name.partition(':')[2]}")
+            return f"{device} has no port {number}"
         if name in known and not known[name].active:
-            return HostVerdict(
-                "NIC pinning", "note", text, f"{name} is {known[name].state}: name an active port"
-            )
-    missing = [name for name in pinned if name not in known and ":" in name]
-    if missing:
-        return HostVerdict("NIC pinning", "note", text, f"{missing[0]} does not exist on this machine")
+            return f"{name} is {known[name].state}: name an active port"
+    if missing := [name for name in pinned if name not in known and ":" in name]:
+        return f"{missing[0]} does not exist on this machine"
     if not any(name in known for name in pinned):
-        return HostVerdict(
-            "NIC pinning", "note", text, "no RDMA port is among them: add one, or transfers take TCP"
-        )
-    return HostVerdict("NIC pinning", "ok", text)
+        return "no RDMA port is among them: add one, or transfers take TCP"
+    return ""
 
 
 def _locality(gpu: PlacedGpu, ports: Sequence[RdmaPort], pinned: Sequence[str]) -> HostVerdict:
@@ -128,7 +126,10 @@ def _locality(gpu: PlacedGpu, ports: Sequence[RdmaPort], pinned: Sequence[str]) 
             advice = "put a network card on its NUMA node, or give the workers other GPUs"
             return HostVerdict(subject, "note", f"nearest {names}, {IN_WORDS[best]}", advice)
         return HostVerdict(subject, "ok", f"nearest {names}, {IN_WORDS[best]}")
-    now = min(nearness(gpu.place, port.place) for port in used)
-    text = f"{', '.join(port.name for port in used)} is pinned, {IN_WORDS[now]}; {names} is nearer, {IN_WORDS[best]}"
+    pinned_nearness = min(nearness(gpu.place, port.place) for port in used)
+    text = (
+        f"{', '.join(port.name for port in used)} is pinned, {IN_WORDS[pinned_nearness]}; "
+        f"{names} is nearer, {IN_WORDS[best]}"
+    )
     advice = f"UCX_NET_DEVICES={','.join(port.name for port in nearest)} for its worker, or --nics nearest"
     return HostVerdict(subject, "note", text, advice)

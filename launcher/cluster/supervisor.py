@@ -43,10 +43,10 @@ class ClusterTimes:
     drain_s: float = 30.0
     """Drain time of the coordinators, and then of the workers."""
     unready_drain_s: float = 3.0
-    """The same before the cluster was ready or after it failed, when there is nothing to drain. A child that needs
-    longer to end by itself says so: `ChildSpec.least_stop_s`."""
+    """Drain time before the cluster was ready or after it failed, when there is nothing to drain. A child that needs
+    longer to end by itself has a `ChildSpec.least_stop_s`."""
     drain_margin_s: float = 2.0
-    """Added to both, as the children have the same deadlines."""
+    """Added to both drain times, as the children have the same deadlines."""
 
 
 class ClusterObserver(Protocol):
@@ -104,15 +104,11 @@ class LocalCluster:
         self._observer = observer
         self._times = times or ClusterTimes()
         self._policy = policy or RestartPolicy()
-        self._stop = asyncio.Event()
         self._probe = probe
+        self.stopping = asyncio.Event()
+        """Set once the cluster shall end."""
         self.was_ready = asyncio.Event()
         self.was_killed = False
-
-    @property
-    def stopping(self) -> asyncio.Event:
-        """Set once the cluster shall end."""
-        return self._stop
 
     @property
     def processes(self) -> list[SupervisedProcess]:
@@ -132,7 +128,7 @@ class LocalCluster:
                 for process in self.processes:
                     group.create_task(self._supervise(process, started=False))
                 readiness = group.create_task(self._watch_ready())
-                await self._stop.wait()
+                await self.stopping.wait()
                 readiness.cancel()
                 await self._drain(
                     self._times.drain_s if self.was_ready.is_set() else self._times.unready_drain_s
@@ -144,14 +140,18 @@ class LocalCluster:
             await self._drain(self._times.unready_drain_s)
             raise known from None
         finally:
-            await self._kill_all()
+            running = [process.child for process in self.processes if process.child.running]
+            for child in running:
+                child.kill()
+            for child in running:
+                await asyncio.shield(child.wait())
 
     async def add(self, spec: ChildSpec) -> None:
         """Starts and supervises one more worker.
 
         Raises UnavailableError (STOPPING, START_FAILED) and FailedPreconditionError (NAME_TAKEN).
         """
-        if self._group is None or self._stop.is_set():
+        if self._group is None or self.stopping.is_set():
             raise UnavailableError("the cluster is not running", reason="STOPPING")
         if spec.name in self._processes:
             raise FailedPreconditionError(f"{spec.name} exists already", reason="NAME_TAKEN")
@@ -184,12 +184,12 @@ class LocalCluster:
 
     def request_stop(self) -> None:
         """Starts the drain: coordinators first, then workers."""
-        self._stop.set()
+        self.stopping.set()
 
     def kill_now(self) -> None:
         """Kills all processes."""
         self.was_killed = True
-        self._stop.set()
+        self.stopping.set()
         for process in self.processes:
             process.child.kill()
 
@@ -211,26 +211,26 @@ class LocalCluster:
             self._observer.message(f"{spec.name}: compiling the kernels for this processor, once")
 
     async def _start(self, process: SupervisedProcess) -> bool:
-        """Starts a process. False if the cluster shall end: the process does not run then."""
-        if self._stop.is_set():
+        """Starts a process. False if the cluster shall end: then it starts none."""
+        if self.stopping.is_set():
             return False
         child = process.child
-        process.started_wall_s = time.time()  # before it runs: whoever sees it run sees when it was started
+        process.started_wall_s = time.time()  # set before the start, so that a running child always has it
         await child.start()
         layout = f", {child.spec.layout}" if child.spec.layout else ""
         self._observer.message(f"{child.spec.name}: started, pid {child.pid}{layout}")
         if process.leaving.is_set():
             child.terminate()  # `remove` was called while it was not running
-        if self._stop.is_set():
-            child.kill()  # who ends the others may have looked before it ran; it serves nobody yet
+        if self.stopping.is_set():
+            child.kill()  # the drain may have missed a child that was not running yet; the child serves nobody yet
         return True
 
     async def _supervise(self, process: SupervisedProcess, *, started: bool) -> None:
-        """Restarts a child whenever it ends, until it shall end or an elastic one is given up."""
+        """Restarts a child whenever it ends, until it shall end or, if it is elastic, is given up."""
         while started or await self._start(process):
             started = False
             code = await process.child.wait()
-            if self._stop.is_set():
+            if self.stopping.is_set():
                 return
             delay_s = None if process.leaving.is_set() else self._after_death(process, code)
             if delay_s is None or await self._wait_until_leaving(process, delay_s):
@@ -241,7 +241,7 @@ class LocalCluster:
 
     async def _wait_until_leaving(self, process: SupervisedProcess, wait_s: float) -> bool:
         """Waits up to `wait_s` seconds; returns whether the process or the cluster shall end."""
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._stop, process.leaving)]
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.stopping, process.leaving)]
         try:
             done, _ = await asyncio.wait(waits, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -272,15 +272,15 @@ class LocalCluster:
             async with asyncio.timeout(self._times.ready_s):
                 model = await self._served_model()
         except TimeoutError:
-            said = [(process.name, process.child.last_error) for process in self.processes]
-            why = "".join(f"; {name} last said: {error}" for name, error in said if error)
+            errors = [(process.name, process.child.last_error) for process in self.processes]
+            why = "".join(f"; {name} last said: {error}" for name, error in errors if error)
             message = f"the cluster was not ready within {self._times.ready_s:g} s{why}"
             raise DeadlineExceededError(message, reason="NOT_READY") from None
         self.was_ready.set()
         self._observer.ready(model)
 
     async def _served_model(self) -> str:
-        """The model's name, once the probe returns one."""
+        """Waits until the cluster is ready; returns the served model's name."""
         while True:
             with suppress(UnavailableError, DeadlineExceededError):
                 if (model := await self._probe()) is not None:
@@ -288,7 +288,7 @@ class LocalCluster:
             await asyncio.sleep(READY_POLL_S)
 
     async def _drain(self, drain_s: float) -> None:
-        self._stop.set()
+        self.stopping.set()
         deadline_s = drain_s + self._times.drain_margin_s
         children = [process.child for process in self.processes]
         coordinators = [child for child in children if child.spec.role == "coordinator"]
@@ -313,10 +313,3 @@ class LocalCluster:
             self._observer.message(f"{child.spec.name}: did not end within {deadline_s:g} s, killed")
             child.kill()
         await asyncio.wait([end])
-
-    async def _kill_all(self) -> None:
-        running = [process.child for process in self.processes if process.child.running]
-        for child in running:
-            child.kill()
-        for child in running:
-            await asyncio.shield(child.wait())

@@ -33,11 +33,11 @@ POLL_S = 0.05
 END_S = 5.0
 
 Connect = Callable[[float], APIClient]
-"""Opens a client whose requests each have this deadline, seconds. Raises DockerException or OSError."""
+"""Opens a client; takes the deadline of each of its requests, in seconds. Raises DockerException or OSError."""
 
 
 def connector(host: DockerHost) -> tuple[Connect, Callable[[], None]]:
-    """How to connect to a host, and how to let go of it at the end.
+    """Two functions: one connects to a host, one ends what the first began.
 
     Raises ConfigError for TLS files that are missing.
     """
@@ -54,8 +54,8 @@ def _client(endpoint: str, tls: TLSConfig | bool, timeout_s: float) -> APIClient
 
 
 def _direct(endpoint: str, version: str, tls: TLSConfig | bool, timeout_s: float) -> APIClient:
-    """A client that asks nothing yet. Variables of the environment for proxies and authorities do not apply to it: they
-    would take the place of the host's own authority."""
+    """A client that has sent no request yet. It ignores the environment's variables for proxies and certificate
+    authorities, which would replace the host's own authority."""
     client = APIClient(endpoint, version=version, timeout=max(1, round(timeout_s)), tls=tls)
     client.trust_env = False
     return client
@@ -71,8 +71,8 @@ def _tls(host: DockerHost) -> TLSConfig | bool:
 
 
 class SshTunnel:
-    """The remote Engine's socket as a socket of this machine, forwarded by the system's `ssh`, with its keys, its
-    configuration and its known hosts. A tunnel that has ended is opened again at the next connection."""
+    """The remote Engine's socket as a local socket, forwarded by the system's `ssh` with its keys, its configuration
+    and its known hosts. A tunnel that has ended is opened again at the next connection."""
 
     def __init__(self, endpoint: str, program: str = "ssh") -> None:
         self._url = urlsplit(endpoint)
@@ -81,40 +81,40 @@ class SshTunnel:
         self._process: subprocess.Popen[bytes] | None = None
 
     def connect(self, timeout_s: float) -> APIClient:
-        """A client through the tunnel. Raises DockerException with the words of `ssh` where there is none."""
+        """A client through the tunnel. Raises DockerException with the output of `ssh` when it cannot be opened."""
         socket = Path(self._folder.name) / "docker.sock"
         if self._process is None or self._process.poll() is not None:
             self._open(socket, timeout_s)
         return _client(f"unix://{socket}", False, timeout_s)
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the tunnel."""
         self._end()
         self._folder.cleanup()
 
     def command(self, socket: Path, timeout_s: float) -> list[str]:
-        """The words that open the tunnel."""
+        """The command that opens the tunnel."""
         options = [*SSH_OPTIONS, f"ConnectTimeout={max(1, round(timeout_s))}"]
-        words = [self._program, "-nNT", *(word for option in options for word in ("-o", option))]
-        words += ["-p", str(self._url.port)] if self._url.port else []
-        words += ["-l", self._url.username] if self._url.username else []
+        command = [self._program, "-nNT", *(word for option in options for word in ("-o", option))]
+        command += ["-p", str(self._url.port)] if self._url.port else []
+        command += ["-l", self._url.username] if self._url.username else []
         remote = self._url.path if self._url.path not in ("", "/") else REMOTE_SOCKET
-        return [*words, "-L", f"{socket}:{remote}", "--", self._url.hostname or ""]
+        return [*command, "-L", f"{socket}:{remote}", "--", self._url.hostname or ""]
 
     def _open(self, socket: Path, timeout_s: float) -> None:
         socket.unlink(missing_ok=True)
         if shutil.which(self._program) is None:
             raise DockerException(f"ssh: there is no program {self._program}")
-        # It ends with this process, however that ends: nobody else would close a way to root on that host.
+        # `launcher` ends the tunnel with this process, even a killed one: the tunnel gives root on the remote host.
         command = [*launcher(), *self.command(socket, timeout_s)]
-        words = Path(self._folder.name) / "ssh.log"
-        with words.open("wb") as log:
+        log_path = Path(self._folder.name) / "ssh.log"
+        with log_path.open("wb") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         deadline = time.monotonic() + timeout_s
         while not socket.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self._end()
-                raise DockerException(f"ssh: {words.read_text(errors='replace').strip() or 'no answer'}")
+                raise DockerException(f"ssh: {log_path.read_text(errors='replace').strip() or 'no answer'}")
             time.sleep(POLL_S)
 
     def _end(self) -> None:

@@ -1,4 +1,4 @@
-"""What is known of one host: its replicas as last seen, and orders whose outcome nobody has heard of."""
+"""What is known of one host: its replicas as last seen, and orders whose outcome is unknown."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from splitserve.errors import DeadlineExceededError, SplitserveError, Unavailabl
 from splitserve.logs import log_event
 
 UNREADY = frozenset({"NO_IMAGE", "NO_MODEL", "NO_TEMPLATE"})
-"""What a host may lack before any question of room."""
+"""Reasons of a host that lacks what every replica needs, however much room it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
-    """One host and the actuator of its own."""
+    """One host with its actuator."""
 
     name: str
     actuator: RoomActuator
@@ -27,17 +27,19 @@ class HostLink:
 
 
 class HostWatch:
-    """One host over time. Its list is asked for in a task of its own, one at a time, which a slow host may keep busy
-    for longer than the caller waits."""
+    """One host over time. A task of its own asks for the host's replicas, one question at a time: a slow host may take
+    longer to answer than the caller waits."""
 
     def __init__(self, link: HostLink) -> None:
         self.link = link
         self.answered_s: float | None = None
-        """When it last said what runs there; None: never since this process began."""
+        """When the host last listed its replicas; None: never since this process began."""
         self.reachable = True
-        """Whether the last question was answered in time. A new host is given the benefit of the doubt."""
+        """Whether the last question was answered in time. True before the first answer."""
         self.replicas: tuple[ActualReplica, ...] = ()
+        """The last list."""
         self._unsure: Counter[PoolName] = Counter()
+        """By pool: orders since the last list that may have been carried out."""
         self._asked: asyncio.Task[tuple[ActualReplica, ...]] | None = None
         self._preparation: asyncio.Task[None] | None = None
 
@@ -48,9 +50,9 @@ class HostWatch:
         return self._asked
 
     def settle(self, now_s: float) -> bool:
-        """Takes the answer, if there is one. Returns whether the host has just come back: what it said was asked
-        while it was away, and is to be asked again."""
-        task, was = self._asked, self.reachable
+        """Takes the answer, if there is one. Returns whether the host has just come back. Its answer is old in that
+        case, since the question was sent while the host was away: ask again."""
+        task, was_reachable = self._asked, self.reachable
         if task is None or not task.done():
             self._lost("no answer in time")
             return False
@@ -61,17 +63,20 @@ class HostWatch:
             self._lost(error.message)
             return False
         self.replicas = tuple(replace(replica, host=self.link.name) for replica in listed)
-        if (self.answered_s is None or not was) and (self._preparation is None or self._preparation.done()):
+        if (self.answered_s is None or not was_reachable) and (
+            self._preparation is None or self._preparation.done()
+        ):
             self._preparation = asyncio.create_task(self._prepare())
         self.answered_s, self.reachable = now_s, True
         # All calls to a host run in order: orders before this question have been carried out, or never will be.
         self._unsure.clear()
-        if not was:
+        if not was_reachable:
             log_event("host.back", host=self.link.name, replicas=[replica.name for replica in self.replicas])
-        return not was
+        return not was_reachable
 
     def listed(self, now_s: float, unknown_s: float) -> list[ActualReplica]:
-        """Its replicas, and places for those that may have been started when it was lost."""
+        """The host's replicas; while the host is away also a placeholder for each order that it may have carried
+        out."""
         if self.reachable or self.answered_s is None:
             return list(self.replicas)
         silent_s = now_s - self.answered_s
@@ -91,19 +96,19 @@ class HostWatch:
         return [replace(replica, presence=presence) for replica in (*self.replicas, *ordered)]
 
     async def start(self, pool: PoolName, shape: ReplicaShape) -> None:
-        """Orders one replica. Where that is not certain to have failed, it counts until the host has said."""
+        """Orders one replica. An order that may have been carried out despite an error counts until the next list."""
         self._unsure[pool] += 1
         try:
             await self.link.actuator.start(pool, 1, shape)
         except SplitserveError as error:
-            if _is_unheard(error):
+            if _may_be_done(error):
                 self._lost(error.message)
             else:
                 self._unsure[pool] -= 1
             raise
 
     async def room(self, pool: PoolName, shape: ReplicaShape) -> Room | None:
-        """None where it does not answer."""
+        """The host's room; None when it does not answer."""
         try:
             return await self.link.actuator.room(pool, shape)
         except SplitserveError as error:
@@ -111,7 +116,7 @@ class HostWatch:
             return None
 
     async def close(self) -> None:
-        """Ends what is under way, and the connection."""
+        """Cancels the questions under way and closes the connection."""
         for task in (self._asked, self._preparation):
             if task is not None:
                 task.cancel()
@@ -120,12 +125,12 @@ class HostWatch:
         await self.link.actuator.close()
 
     async def _prepare(self) -> None:
-        """Says what the host lacks before a replica is wanted there."""
+        """Logs what the host lacks before a replica is wanted there."""
         for pool in POOLS:
             try:
                 room = await self.link.actuator.room(pool, ReplicaShape(gpus=0))
             except SplitserveError:
-                return  # it is asked again when it is back
+                return  # asked again when the host is back
             if room.reason in UNREADY:
                 fields = {"host": self.link.name, "pool": pool, "reason": room.reason}
                 log_event("host.unready", level=logging.WARNING, why=room.why, **fields)
@@ -139,8 +144,8 @@ class HostWatch:
         self.reachable = False
 
 
-def _is_unheard(error: SplitserveError) -> bool:
-    """Whether the host may have done what it was asked to although an error came back."""
+def _may_be_done(error: SplitserveError) -> bool:
+    """Whether the host may have carried out the request although an error came back."""
     return isinstance(error, DeadlineExceededError) or (
         isinstance(error, UnavailableError) and error.reason != "DOCKER"
     )

@@ -1,12 +1,12 @@
 """One actuator over those of several hosts.
 
-An unreachable host is unknown, not gone. Its replicas stay on the list as they were last seen, so that nothing is
-started in their place, and no replica is started on it. After `unknown_s` they are given up: others may take their
-places, and whatever runs when the host comes back counts again. An order whose outcome was not heard keeps a place
+An unreachable host is unknown, not gone. Its replicas stay on the list as they were last seen, so that none is
+replaced, and no replica is started on the host. After `unknown_s` its replicas are given up: others may take their
+places. Those that still run when the host comes back count again. An order whose outcome is unknown keeps a place
 likewise.
 
-What runs on a host that has not answered since this process began cannot be known. Until it answers, or for
-`unknown_s`, nothing is started anywhere. Replicas that the coordinators see there count as capacity all the same.
+Nothing is known of a host that has not answered since this process began. Until it answers, or for `unknown_s`, nothing
+is started anywhere. Replicas that the coordinators see there count as capacity nevertheless.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing_extensions import override
 from autoscaler.actuators.actuator import ONE_GPU, ActualReplica, Actuator, ReplicaShape
 from autoscaler.actuators.hosts.host_placement import HostCandidate, choose_host
 from autoscaler.actuators.hosts.host_watch import HostLink, HostWatch
-from autoscaler.snapshot import POOLS, PoolName
+from autoscaler.snapshot import PoolName
 from splitserve.errors import FailedPreconditionError, SplitserveError, UnavailableError
 from splitserve.logs import log_event
 
 
 class HostsActuator(Actuator):
-    """Replicas of all hosts. Each host is asked beside the others and may take `answer_s` seconds.
+    """Replicas of all hosts, which are asked concurrently. Each host may take `answer_s` seconds.
 
-    It remembers what `replicas` cannot recover while a host is away, and nothing else.
+    The only state is what `replicas` cannot recover while a host is away.
     """
 
     def __init__(
@@ -48,28 +48,28 @@ class HostsActuator(Actuator):
 
     @override
     async def replicas(self) -> tuple[ActualReplica, ...]:
-        """Raises FailedPreconditionError (SAME_WORKER_ID) when two hosts have workers of one id."""
+        """Raises FailedPreconditionError (SAME_WORKER_ID) when workers of two hosts have the same id."""
         await self._ask(self._hosts)
         now_s = self._clock()
-        found = [replica for host in self._hosts for replica in host.listed(now_s, self._unknown_s)]
-        twice = [name for name, count in Counter(replica.name for replica in found).items() if count > 1]
+        replicas = [replica for host in self._hosts for replica in host.listed(now_s, self._unknown_s)]
+        twice = [name for name, count in Counter(replica.name for replica in replicas).items() if count > 1]
         if twice:
-            where = sorted({replica.host for replica in found if replica.name == twice[0]})
+            hosts = sorted({replica.host for replica in replicas if replica.name == twice[0]})
             message = (
-                f"worker {twice[0]} is on the hosts {', '.join(where)}; each needs a host name of its own"
+                f"worker {twice[0]} is on the hosts {', '.join(hosts)}; each needs a host name of its own"
             )
             raise FailedPreconditionError(message, reason="SAME_WORKER_ID")
-        return tuple(sorted(found, key=lambda replica: replica.name))
+        return tuple(sorted(replicas, key=lambda replica: replica.name))
 
     @override
     async def tidy(self) -> None:
-        """Hosts that do not answer are left out."""
+        """Skips hosts that do not answer."""
         await self._tell_each(lambda actuator: actuator.tidy())
 
     @property
     @override
     def gpu_inventory(self) -> int | None:
-        """Without the GPUs of hosts that were given up."""
+        """The GPUs of hosts that were given up are left out."""
         now_s = self._clock()
         counts = [
             host.link.actuator.gpu_inventory for host in self._hosts if not self._is_given_up(host, now_s)
@@ -94,46 +94,46 @@ class HostsActuator(Actuator):
             for _ in range(count):
                 await self._start_one(pool, shape, ordered)
         finally:
-            # So that their names are known if their host is cut off at once.
+            # The new replicas' names are then known even if their host is cut off at once.
             await self._ask([host for host in self._hosts if ordered[host.link.name]])
 
     @override
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
-        """Raises UnavailableError (HOST_UNKNOWN) for replicas of a host that does not answer, once all
-        others have been told: they are to be told again."""
+        """Raises UnavailableError (HOST_UNKNOWN) for replicas of a host that does not answer, after all other hosts
+        have been told: call again for these replicas."""
         await self._tell_each(lambda actuator: actuator.stop(pool, names, drain_s))
         for host in self._hosts:
-            away = [replica.name for replica in host.replicas if replica.name in names]
-            if away and not host.reachable:
+            untold = [replica.name for replica in host.replicas if replica.name in names]
+            if untold and not host.reachable:
                 message = (
-                    f"{', '.join(away)}: host {host.link.name} does not answer; it is told when it is back"
+                    f"{', '.join(untold)}: host {host.link.name} does not answer; it is told when it is back"
                 )
                 raise UnavailableError(message, reason="HOST_UNKNOWN")
 
     @override
     async def close(self) -> None:
-        """Replicas stay."""
+        """Replicas keep running."""
         await asyncio.gather(*(host.close() for host in self._hosts))
 
     async def _tell_each(self, order: Callable[[Actuator], Awaitable[None]]) -> None:
-        """Tells all hosts that answer; raises the first error once all of them have been told."""
-        told = [order(host.link.actuator) for host in self._hosts if host.reachable]
-        for answer in await asyncio.gather(*told, return_exceptions=True):
-            if answer is not None:
-                raise answer
+        """Tells all reachable hosts; raises the first error once all of them have been told."""
+        orders = [order(host.link.actuator) for host in self._hosts if host.reachable]
+        for error in await asyncio.gather(*orders, return_exceptions=True):
+            if error is not None:
+                raise error
 
     async def _ask(self, hosts: Collection[HostWatch]) -> None:
-        """Asks all of them. Only those that answered the last time are waited for: who is away delays nobody."""
-        asked = {host: host.ask() for host in hosts}
-        if waited := [task for host, task in asked.items() if host.reachable]:
-            await asyncio.wait(waited, timeout=self._answer_s)
-        back = [host for host in asked if host.settle(self._clock())]
+        """Asks these hosts for their replicas. Waits only for hosts that answered the last time."""
+        questions = {host: host.ask() for host in hosts}
+        if awaited := [question for host, question in questions.items() if host.reachable]:
+            await asyncio.wait(awaited, timeout=self._answer_s)
+        back = [host for host in questions if host.settle(self._clock())]
         if back:
             await self._ask(back)
 
     async def _start_one(self, pool: PoolName, shape: ReplicaShape, ordered: Counter[str]) -> None:
-        """One order. Where the Engine of the best host refuses it, the next best gets it: one broken host must not take
-        all orders. An order without an answer goes nowhere else."""
+        """Orders one replica. When the Engine of the best host refuses, the next best host gets the order, so that one
+        broken host does not stop all starts. An order without an answer goes to no other host."""
         refused: dict[str, UnavailableError] = {}
         while True:
             try:
@@ -161,21 +161,20 @@ class HostsActuator(Actuator):
         for host, room in zip(reachable, rooms, strict=True):
             if room is None:
                 continue
-            there = Counter(replica.pool for replica in host.replicas if not replica.stopping)
-            there[pool] += ordered[host.link.name]
-            counts = {one: there[one] for one in POOLS}
+            counts = Counter(replica.pool for replica in host.replicas if not replica.stopping)
+            counts[pool] += ordered[host.link.name]
             candidates.append(HostCandidate(host.link.name, room, counts, host.link.fabric))
         silent = [host.link.name for host in self._hosts if not host.reachable]
         chosen = choose_host(pool, candidates, silent)
         return next(host for host in reachable if host.link.name == chosen)
 
     def _refuse_while_unknown(self) -> None:
-        """While hosts that have not answered since this began may yet."""
+        """Raises UnavailableError while a host that has not answered since this process began may still do so."""
         left_s = self._began_s + self._unknown_s - self._clock()
-        never = [host.link.name for host in self._hosts if host.answered_s is None]
-        if never and left_s >= 0:
+        silent = [host.link.name for host in self._hosts if host.answered_s is None]
+        if silent and left_s >= 0:
             message = (
-                f"host {', '.join(never)} has not answered since the autoscaler began: what runs there is not known, "
+                f"host {', '.join(silent)} has not answered since the autoscaler began: what runs there is not known, "
                 f"and nothing is started until it answers, or for another {left_s:.0f} s"
             )
             raise UnavailableError(message, reason="HOST_UNKNOWN")

@@ -1,4 +1,4 @@
-"""The file of Docker hosts: how each is reached, where its workers are found, and what it has. Read once at start."""
+"""The file of Docker hosts: how each host is reached, the address of its workers, and its GPUs. Read once at start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SSH_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\Z")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address leads to this machine alone."""
+    """Whether a host name or address always means this machine."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -38,7 +38,7 @@ def check_endpoint(endpoint: str) -> str:
     """Returns the endpoint of a Docker Engine. Raises ValueError unless it is `unix:///PATH`, `tcp://HOST:PORT`, or
     `ssh://[USER@]HOST[:PORT][/PATH]` with PATH the remote socket."""
     parts = urlsplit(endpoint)
-    # Exactly as it is written: what looks at its beginning later must find the same scheme as this does.
+    # `urlsplit` lowers the case of a scheme; later checks compare the beginning of the text as it is written.
     scheme = parts.scheme if endpoint.startswith(f"{parts.scheme}://") else ""
     match "" if parts.query or parts.fragment else scheme:
         case "unix" if parts.path.startswith("/") and not parts.netloc:
@@ -60,7 +60,7 @@ def _is_ssh(parts: SplitResult) -> bool:
 
 
 def _port(parts: SplitResult) -> int | None:
-    """The port, 0 without one, None for one that is no port."""
+    """The port; 0 without one; None for text that is no port."""
     try:
         return parts.port or 0
     except ValueError:
@@ -94,7 +94,7 @@ class DockerHost(Settings):
     address: Annotated[str, Field(pattern=r"^[A-Za-z0-9:][A-Za-z0-9.:_-]{0,252}$")]
     """Host name or IP address at which workers of other hosts and the coordinators reach this host."""
     gpus: GpuGroups = ""
-    """GPUs that replicas may get, as of `docker.gpus`; `auto` asks the host itself, for their kinds too."""
+    """GPUs that replicas may get, in the form of `docker.gpus`; `auto` asks the host itself, also for their kinds."""
     replicas_per_gpu: Annotated[int, Field(ge=1, le=16)] = 1
     """How many replicas may share one GPU."""
     max_replicas: Annotated[int, Field(ge=1, le=1024)] = 64

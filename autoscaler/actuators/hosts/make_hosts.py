@@ -19,7 +19,7 @@ from splitserve.gpus.nvml import driver_inventory
 
 
 def make_docker_actuator(config: DockerConfig, model: str) -> Actuator:
-    """Of one Engine, or of several hosts. Raises ConfigError for a wrong file of hosts."""
+    """The actuator of one Engine, or of several hosts. Raises ConfigError for a wrong file of hosts."""
     if config.hosts is None:
         return DockerActuator(DockerEngine(), config.project, docker_gpus(config), model)
     file = load_hosts(config.hosts)
@@ -28,7 +28,7 @@ def make_docker_actuator(config: DockerConfig, model: str) -> Actuator:
 
 
 def docker_gpus(config: DockerConfig) -> GpuInventory:
-    """The GPUs that Docker replicas may get. Raises UnavailableError (NO_NVML) where `auto` cannot ask for them."""
+    """The GPUs that Docker replicas may get. Raises UnavailableError (NO_NVML) when `auto` finds no driver to ask."""
     if config.gpus == AUTO:
         return driver_inventory(config.replicas_per_gpu)
     return GpuInventory.listed(config.gpus, config.replicas_per_gpu)

@@ -40,26 +40,22 @@ def recommend_decode(
             status.current, "no measured rate of arrivals, step time or KV capacity: count kept"
         )
     else:
-        if shape is None:
-            recommendation = _empty(signals, status)
-        else:
+        if shape is not None:
             recommendation = _by_velocity(pool, signals, signals.step, status, demand, shape, lead)
+        else:
+            wanted = status.current if signals.running_requests or signals.waiting_reservations else 1
+            recommendation = Recommendation(wanted, "nothing arrives", 0.0)
         busy = recommendation.need
     return trim(pool, memory or TrimMemory(), snapshot.now_s, status, recommendation, signals.tpot, busy)
 
 
 def _shape(snapshot: Snapshot, history_s: float) -> RequestShape | None:
-    recent = [b for b in snapshot.arrivals if b.start_s + b.length_s > snapshot.now_s - history_s]
+    recent = snapshot.arrivals_of_last(history_s)
     requests = sum(bucket.requests for bucket in recent)
     if not requests:
         return None
     output = max(1.0, sum(bucket.output_tokens for bucket in recent) / requests)
     return RequestShape(output, sum(bucket.prompt_tokens for bucket in recent) / requests + output / 2)
-
-
-def _empty(signals: DecodeSignals, status: PoolStatus) -> Recommendation:
-    wanted = status.current if signals.running_requests or signals.waiting_reservations else 1
-    return Recommendation(wanted, "nothing arrives", 0.0)
 
 
 def _by_velocity(
@@ -104,20 +100,20 @@ def replicas_needed(
     each_s = step.sequence_s + step.context_token_s * shape.context_tokens
     by_time = (pool.target_ms / 1e3 - step.base_s) / each_s if each_s > 0 else math.inf
     if by_time < 1:
-        by_time = math.inf  # Not even one sequence alone meets the target: no number of replicas would help.
+        by_time = math.inf  # A single sequence misses the target: more replicas would not help.
     usable = KV_UTILIZATION * (signals.kv_capacity_tokens or 0)
-    places = signals.max_running_requests or math.inf
-    batch = max(1.0, min(by_time, usable / shape.context_tokens, places))
+    slots = signals.max_running_requests or math.inf
+    batch = max(1.0, min(by_time, usable / shape.context_tokens, slots))
     # b + spread sqrt(b) = batch, solved for the mean b.
     spread = BATCH_SPREAD
     mean = max(1.0, ((math.sqrt(spread**2 + 4 * batch) - spread) / 2) ** 2)
     steady = tokens_per_s / (mean / (step.base_s + each_s * mean))
     waiting = signals.waiting_reservations
     held = signals.context_tokens / usable if usable else 0.0
-    # What waits for room needs it beside what is held; a burst counts for twice the steady need at most.
-    crowd = (signals.running_requests + waiting) / batch
-    wanted_kv = (signals.context_tokens + waiting * shape.context_tokens) / usable if usable else 0.0
-    return max(steady, min(max(crowd, wanted_kv), steady * 2), held)
+    # Waiting requests need slots and KV beside those in use. A burst adds at most the steady need once more.
+    slots_need = (signals.running_requests + waiting) / batch
+    kv_need = (signals.context_tokens + waiting * shape.context_tokens) / usable if usable else 0.0
+    return max(steady, min(max(slots_need, kv_need), steady * 2), held)
 
 
 def decode_for_rate(pool: SloPool, snapshot: Snapshot, tokens_per_s: float) -> int | None:

@@ -79,11 +79,11 @@ def _backlog_replicas(
     rate: float,
     lead_s: float,
 ) -> int:
-    """Replicas that clear a backlog beyond what ready replicas can; 0 while the target is not in danger.
+    """Replicas that clear a backlog which the ready ones cannot clear in time; 0 while the target is not in danger.
 
-    New replicas are ready one lead time from now. Until then the backlog grows by the fast rate, less what ready and
-    starting replicas compute; the rest shall be gone half a `window_s` later, besides what keeps arriving: prompts are
-    computed in the order of their deadlines, so none is in time before the backlog is gone.
+    New replicas are ready one lead time from now. Until then the backlog grows by the fast rate and shrinks by the work
+    of ready and starting replicas. The rest is to be cleared within another half `window_s`, beside new arrivals:
+    prompts are computed in the order of their deadlines, so no request is in time before the backlog is gone.
     """
     waiting = snapshot.prefill.backlog_tokens
     if waiting <= status.ready * rate * pool.target_ms / 1e3:
@@ -98,7 +98,7 @@ def _backlog_replicas(
     if left <= 0:
         return 0
     drain_s = pool.slo.window_s / 2
-    # Bounded by what the fast rate brings in half a lead time: anything beyond is taken for a passing burst.
+    # At most half a lead time of the fast rate is added: more counts as a passing burst.
     left = min(left, waiting + demand.fast * max(drain_s, lead_s / 2))
     return math.ceil((demand.fast + left / drain_s) / rate)
 
@@ -117,7 +117,7 @@ def _replicas(
     lead_s: float,
     spare_per_s: float = 0.0,
 ) -> int:
-    """Replicas for the covered demand plus `spare_per_s` tokens per second, and for random queueing at its mean."""
+    """Replicas for the covered demand plus `spare_per_s` tokens per second, and for random queueing at mean demand."""
     wait_s = _longest_wait_s(pool, prompt_s)
     share = pool.percentile / 100
     strict = 1 - (1 - share) * pool.slo.miss_share
@@ -142,7 +142,7 @@ def prefill_for_rate(pool: SloPool, snapshot: Snapshot, tokens_per_s: float) -> 
 
 
 def _longest_wait_s(pool: SloPool, prompt_s: float) -> float:
-    """How long a mean prompt may wait; a tenth of the target where it takes longer than that by itself."""
+    """How long a mean prompt may wait: the target less its computation, at least a tenth of the target."""
     target_s = pool.target_ms / 1e3
     return max(target_s - prompt_s, 0.1 * target_s)
 

@@ -1,7 +1,7 @@
 """The coordinator's admission on simulated requests, all of one tenant and of the class `standard`.
 
-Decisions are made when they are in production: at arrivals, first tokens, ends, reports, changes of the rotation, and
-when a wait is over. Output tokens are counted with the workers' reports instead of one by one.
+Decisions are made at the same moments as in production: at arrivals, first tokens, ends, reports, changes of the
+rotation, and when a wait is over. Output tokens are counted with the workers' reports instead of one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autoscaler.simulation.cluster.routed_workers import RoutedWorkers
 from autoscaler.simulation.cluster.simulated_registry import MODEL, REPORT_S
 from autoscaler.simulation.scenario import Scenario
 from coordinator.admission.model_admission import ModelAdmission
-from coordinator.admission.queue import NOTHING_HELD, Entry, Held
+from coordinator.admission.queue import Entry, Held
 from coordinator.request.inference_request import ANYONE
 from splitserve.config.coordinator import CoordinatorConfig
 
@@ -54,12 +54,10 @@ class AdmittedRequests:
     def held(self) -> Held:
         """What waits for admission."""
         queue = self._admission.queue
-        if not queue.requests:
-            return NOTHING_HELD
         return Held(queue.requests, queue.uncached_tokens, self._admission.held_by)
 
     def rotated(self, now_s: float) -> None:
-        """Another set of workers takes requests."""
+        """Takes the new set of workers that accept requests."""
         self._admission.set_workers(self._workers.registry.snapshot, MODEL.name, self._on_demand)
         self._release(now_s)
 
@@ -80,12 +78,12 @@ class AdmittedRequests:
         return self._entries[request]
 
     def first_token(self, request: SimulatedRequest, now_s: float) -> None:
-        """The prompt has been computed."""
+        """Notes that a prompt has been computed."""
         self._sent(self._entries[request], 1)
         self._release(now_s)
 
     def ended(self, request: SimulatedRequest, now_s: float) -> None:
-        """The request is over."""
+        """Notes that a request is over."""
         entry = self._entries.pop(request)
         del self._requests[entry]
         self._loads.ended(entry)
@@ -117,7 +115,7 @@ class AdmittedRequests:
         self._refuse(request, now_s)
 
     def _plan_next(self, now_s: float) -> None:
-        """Wakes at the next report while requests wait, sooner where time alone changes something."""
+        """Wakes while requests wait: at the next report, or sooner when a wait is over."""
         due_s = min(self._admission.next_release_s(), self._workers.registry.next_report_s)
         if not self._admission.queue.requests or self._wakes_s <= due_s:
             return

@@ -28,11 +28,10 @@ NO_WORKER_WAIT_S: float = CoordinatorConfig.model_fields["no_worker_wait_s"].def
 
 
 class Cluster:
-    """The replicas with their requests. Calls `on_first_token` and `on_end` for every request, and `on_local` for those
-    whose prompt is no demand of the prefill pool, as in `coordinator.telemetry.request_stats`.
+    """The replicas with their requests. Calls `on_first_token` and `on_end` for every request, and `on_local` for a
+    request whose prompt is no demand of the prefill pool, as in `coordinator.telemetry.request_stats`.
 
-    `on_demand`: whether replicas of a pool that has none are started on demand; requests then wait for them for
-    `TIMEOUT_S`.
+    `on_demand`: whether replicas of an empty pool are started on demand; requests then wait for them for `TIMEOUT_S`.
     """
 
     def __init__(
@@ -50,19 +49,20 @@ class Cluster:
         self._on_local = on_local
         self._on_first_token, self._on_end = on_first_token, on_end
         self.replicas: list[SimulatedReplica] = []
-        """Those that have not ended, in the order in which they were ordered."""
+        """Replicas that have not ended, in the order in which they were ordered."""
         self.ended: list[SimulatedReplica] = []
         self._numbers: dict[RoleName, int] = {"prefill": 0, "decode": 0, "both": 0}
         self._calls = ReplicaCalls(self._reserved, self._computed, partial(self._ended, joined=True))
         self._unrouted: list[SimulatedRequest] = []
         self._routed = RoutedWorkers(scenario, router)
         self._flights: dict[SimulatedRequest, Flight] = {}
-        """Without admission: requests in the account of work."""
+        """Without admission: each request's entry in the account of work."""
         self._admitted: AdmittedRequests | None = None
         if scenario.admission is not None and scenario.admission.mode == "queue":
             calls = self._send, self._refuse
             self._admitted = AdmittedRequests(scenario, self._routed, events, *calls, on_demand=on_demand)
-        self.on_waiting: Callable[[float], None] = lambda now_s: None  # when one begins to wait for replicas
+        self.on_waiting: Callable[[float], None] = lambda now_s: None
+        """Called when a request begins to wait for replicas."""
 
     def pool(self, name: PoolName) -> list[SimulatedReplica]:
         """The replicas of a pool that have not ended. One of role `both` is in both pools."""
@@ -77,7 +77,7 @@ class Cluster:
         )
 
     def order(self, role: RoleName, count: int, now_s: float, cold_start_s: float | None = None) -> None:
-        """Orders replicas; they are ready one cold start later (0: at once), or end then where the start fails."""
+        """Orders replicas. Each is ready one cold start later (0: at once), or ends then if its start fails."""
         for _ in range(count):
             self._numbers[role] += 1
             replica = self._new_replica(f"{role}-{self._numbers[role]}", role, now_s)
@@ -160,7 +160,7 @@ class Cluster:
         return True
 
     def _flight(self, request: SimulatedRequest) -> Flight:
-        """The request in the account of work."""
+        """The request's entry in the account of work."""
         if self._admitted is not None:
             return self._admitted.entry(request)
         if (flight := self._flights.get(request)) is None:
@@ -241,7 +241,7 @@ class Cluster:
 
     def _become_ready(self, replica: SimulatedReplica, now_s: float) -> None:
         if replica.state is ReplicaState.STARTING:
-            # `reconcile` moves it to standby where the plan wants that.
+            # `reconcile` moves it to standby if the plan wants that.
             replica.enter(ReplicaState.READY, now_s)
             self._rotation_changed(now_s)
 

@@ -10,7 +10,7 @@ from autoscaler.simulation.traces.trace import BLOCK_TOKENS
 
 
 class CacheChanges(NamedTuple):
-    """Names of trace blocks that a prefix cache took in, parents first, and of those that it gave up."""
+    """Ids of the trace blocks that a prefix cache stored, parents first, and of those that it evicted."""
 
     stored: list[int]
     removed: list[int]
@@ -23,10 +23,10 @@ class PrefixCache:
         self._capacity = max(1, capacity_tokens // BLOCK_TOKENS)
         self._blocks: OrderedDict[int, None] = OrderedDict()
         self.changes: dict[int, bool] = {}
-        """Blocks stored (True) or evicted (False) since this was last emptied."""
+        """Blocks stored (True) or evicted (False) since the last `take_changes`."""
 
     def take_changes(self) -> CacheChanges:
-        """What has changed since the last call."""
+        """The changes since the last call."""
         changes, self.changes = self.changes, {}
         # Parents first: the cache inserts a prompt's blocks from its end.
         stored = [block for block, is_stored in reversed(changes.items()) if is_stored]
@@ -42,8 +42,8 @@ class PrefixCache:
         return min(hits * BLOCK_TOKENS, prompt_tokens - 1)
 
     def keep(self, block_ids: Sequence[int], taken_tokens: int = 0) -> None:
-        """Stores the blocks of a prompt, evicting the least recently used beyond what `taken_tokens` leave of the
-        capacity."""
+        """Stores the blocks of a prompt and evicts the least recently used blocks beyond the capacity, of which
+        sequences use `taken_tokens`."""
         blocks, changes = self._blocks, self.changes
         # The last block goes in first, so that eviction shortens a chain from its end.
         for block in reversed(block_ids):

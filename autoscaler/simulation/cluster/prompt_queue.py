@@ -17,11 +17,11 @@ class QueuedPrompt:
     tokens: int
     computed: int
     done: Callable[[float, float], None]
-    """Called with the times when its first chunk began and when all of it is computed."""
+    """Called with two times: when the first chunk began, and when the whole prompt is computed."""
     handed_off: bool
     """Whether its KV is written to another replica while it is computed."""
     began_s: float | None = None
-    """When its first chunk began; None: it waits."""
+    """When the first chunk began; None while the prompt waits."""
 
     @property
     def remaining(self) -> int:
@@ -33,7 +33,7 @@ class PromptQueue:
     """Prompts in order of arrival. Those that have begun share the steps."""
 
     def __init__(self, engine: EngineModel, tpot_s: float | None) -> None:
-        """`tpot_s`: the TPOT target of all requests; None: they have none."""
+        """`tpot_s`: the TPOT target of all requests; None: no target."""
         self._engine, self._tpot_s = engine, tpot_s
         self._waiting: deque[QueuedPrompt] = deque()
         self._running: list[QueuedPrompt] = []
@@ -58,8 +58,8 @@ class PromptQueue:
         self._waiting.append(prompt)
 
     def begin_step(self, batch: int, context_tokens: float, now_s: float) -> float:
-        """Cuts a step that `batch` sequences share, with so many tokens of KV. Returns the seconds that its prompt
-        tokens add to the step."""
+        """Cuts a step beside `batch` sequences that have `context_tokens` of KV together. Returns the seconds that the
+        prompt tokens add to the step."""
         budget = self._budget(batch, context_tokens)
         shares: list[int] = []
         for prompt in self._running:
@@ -73,14 +73,17 @@ class PromptQueue:
             budget -= shares[-1]
         self._step = []
         for prompt, share in zip(self._running, shares, strict=True):
-            rest = min(prompt.remaining - share, budget)  # what is left over goes to the first in line
+            rest = min(
+                prompt.remaining - share, budget
+            )  # the unused budget goes to the first prompts in line
             budget -= rest
             if share + rest:
                 self._step.append((prompt, share + rest))
         return self._engine.chunks_s((tokens, prompt.computed) for prompt, tokens in self._step)
 
     def end_step(self) -> tuple[Sequence[QueuedPrompt], int, int]:
-        """Ends the step. Returns the prompts that are complete now, the tokens computed, and those handed off."""
+        """Ends the step. Returns the prompts that are complete, the tokens computed, and how many of them to hand
+        off."""
         computed = handed_off = 0
         for prompt, tokens in self._step:
             prompt.computed += tokens

@@ -1,12 +1,12 @@
-"""A simulated replica: one engine that computes prompts, decodes sequences, or both, as its role has it.
+"""A simulated replica: one engine that computes prompts, decodes sequences, or both, by its role.
 
-While it computes prompts its steps are simulated one by one: each has a token of every sequence, and chunks of prompts.
-A sequence that joins during such a step takes part from the next one on.
+While it computes prompts, its steps are simulated one by one: each has a token of every sequence, and chunks of
+prompts. A sequence that joins during such a step takes part from the next one on.
 
 Without prompts the batch is advanced in closed form. Between two events it has B sequences whose context C grows by B
-tokens a step, so that k steps take k (base + s B + c C) + c B k (k - 1) / 2 seconds. The number of steps done so far is
-the replica's own clock: a sequence ends when that clock has advanced by its number of tokens. An event costs O(log B).
-Steps are divisible: a sequence may join in the middle of a step, an error of at most one step per request.
+tokens a step, so k steps take k (base + s B + c C) + c B k (k - 1) / 2 seconds. The number of steps done so far is the
+replica's own clock: a sequence ends when the clock has advanced by the sequence's number of tokens. An event costs
+O(log B). Steps are divisible: a sequence may join in the middle of a step, an error of at most one step per request.
 
 As in the engine, KV for the prompt is reserved and then grows. When KV runs out, the sequence that joined last is
 preempted, and recomputed here once there are free blocks again.
@@ -62,16 +62,16 @@ class EventQueue:
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """State and timestamps of one request. Times in seconds of the virtual clock; None: has not happened."""
+    """State and timestamps of one request. Times in seconds of the virtual clock; None: not yet."""
 
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
     block_ids: tuple[int, ...]
     admitted_s: float
-    """When admission let it through; its arrival where there is none."""
+    """When admission started it; its arrival without admission."""
     held_s: tuple[float, float] = (0.0, 0.0)
-    """How long admission held it for want of capacity: of prefill, and of decode."""
+    """How long it waited in admission for capacity: of prefill, and of decode workers."""
     cached: int = 0
     """Prompt tokens found in the prefix cache."""
     computed: int = 0
@@ -79,18 +79,18 @@ class SimulatedRequest:
     decoded: int = 0
     """Tokens after the first that were decoded before a preemption."""
     rejoins: bool = False
-    """Whether it was preempted, and its decode replica computes it again."""
+    """Whether it was preempted, so that its decode replica computes it again."""
     relieves_prefill: bool = False
-    """Whether its decode replica computes the prompt only because others wait at the prefill replica."""
+    """Whether its decode replica computes the prompt only because prompts wait at the prefill replica."""
     prefill: SimulatedReplica | None = None
     decode: SimulatedReplica | None = None
     reserved_s: float | None = None
     """When decode reserved its KV."""
     started_s: float | None = None
-    """When its first chunk started."""
+    """When the first chunk of its prompt started."""
     first_token_s: float | None = None
     joined_s: float | None = None
-    """When its KV was complete on decode."""
+    """When its KV was complete on the decode replica."""
     finished_s: float | None = None
     failed: bool = False
 
@@ -120,12 +120,12 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCalls:
-    """What a replica tells its cluster."""
+    """Callbacks of a replica into its cluster. Times in seconds."""
 
     reserved: Callable[[SimulatedRequest, float], None]
-    """A request has its KV here, at this time."""
+    """A request's KV is reserved, at this time."""
     computed: Callable[[SimulatedRequest, float, float], None]
-    """A prompt is computed, at the first time; at the second its KV is where it is decoded."""
+    """A prompt is computed, at the first time; its KV is on the decode replica at the second."""
     decoded: Callable[[SimulatedRequest, float], None]
     """A request has ended, at this time."""
 
@@ -144,7 +144,8 @@ class SimulatedReplica:
         cache: PrefixCache | None = None,
         tpot_s: float | None = None,
     ) -> None:
-        """`cache`: of the prompts that are computed here or whose KV arrives here."""
+        """`cache`: keeps the prompts that are computed here or whose KV arrives here. `tpot_s`: all requests'
+        target."""
         self.name, self.role = name, role
         self.state = ReplicaState.STARTING
         self.since_s = self.ordered_s = ordered_s
@@ -155,7 +156,7 @@ class SimulatedReplica:
         """Prompt tokens computed so far, and the seconds of the steps that had any."""
         self.cache = cache
         self._roles: list[tuple[RoleName, float]] = [(role, ordered_s)]
-        """Its roles, each with the time since when."""
+        """Its roles so far, each with the time of its beginning."""
         self._engine, self._events, self._calls = engine, events, calls
         self.prompts = PromptQueue(engine, tpot_s)
         self._handed_off = 0
@@ -173,7 +174,7 @@ class SimulatedReplica:
         """KV tokens reserved for sequences that do not run yet."""
         self.preempted = 0
         self._sharing: int | None = None
-        """Sequences in the step under way, where steps are simulated one by one; None: they are not."""
+        """Sequences in the step under way while steps are simulated one by one; else None."""
 
     @property
     def pools(self) -> frozenset[PoolName]:
@@ -202,7 +203,7 @@ class SimulatedReplica:
 
     @property
     def latency(self) -> LatencyModel:
-        """What it has measured of itself, as workers report it."""
+        """The part of the latency model that it has measured, as workers report it."""
         engine = self._engine
         return LatencyModel(
             engine.prefill if self.computed_tokens else None, engine.decode if self._joined else None
@@ -213,18 +214,18 @@ class SimulatedReplica:
         self.state, self.since_s = state, now_s
 
     def take_role(self, role: RoleName, now_s: float) -> None:
-        """Takes another role. What is under way by the earlier one goes on."""
+        """Takes another role. Requests under way go on."""
         self.role = role
         self._roles.append((role, now_s))
 
     def hours_as(self, role: RoleName, end_s: float) -> float:
-        """Hours from its order until it ended, or until `end_s`, for which it has had a role."""
+        """Hours with this role, from its order until it ended or until `end_s`."""
         end_s = min(end_s, end_s if self.ended_s is None else self.ended_s)
         ends = [since_s for _, since_s in self._roles[1:]] + [end_s]
         spans = (
             min(until_s, end_s) - since_s
-            for (had, since_s), until_s in zip(self._roles, ends, strict=True)
-            if had == role
+            for (earlier_role, since_s), until_s in zip(self._roles, ends, strict=True)
+            if earlier_role == role
         )
         return sum(max(0.0, span_s) for span_s in spans) / 3600
 
@@ -240,7 +241,7 @@ class SimulatedReplica:
         self._admit(now_s)
 
     def compute(self, request: SimulatedRequest, now_s: float, *, handed_off: bool) -> None:
-        """Computes a prompt, for another replica where it is `handed_off`, in steps that the batch here shares."""
+        """Computes a prompt in steps that the batch here shares. `handed_off`: its KV goes to another replica."""
         if self.cache is not None:
             request.cached = self.cache.cached_tokens(request.block_ids, request.prompt_tokens)
         self._handed_off += handed_off
@@ -251,7 +252,8 @@ class SimulatedReplica:
             self._keep(request)
             self._calls.computed(request, at_s, self._lane_free_s if handed_off else at_s)
 
-        self._queue(QueuedPrompt(request.prompt_tokens, request.cached, done, handed_off), now_s)
+        self.prompts.add(QueuedPrompt(request.prompt_tokens, request.cached, done, handed_off))
+        self._begin_step(now_s)
 
     def join(self, request: SimulatedRequest, now_s: float) -> None:
         """Adds a sequence to the batch: its KV has arrived and its first token is known."""
@@ -271,16 +273,12 @@ class SimulatedReplica:
         self._admit(now_s)
 
     def _keep(self, request: SimulatedRequest) -> None:
-        """Caches a prompt in what sequences leave of the KV."""
+        """Caches a prompt in the KV that sequences do not use."""
         if self.cache is not None and request.block_ids:
             self.cache.keep(request.block_ids, int(self.context_tokens))
 
-    def _queue(self, prompt: QueuedPrompt, now_s: float) -> None:
-        self.prompts.add(prompt)
-        self._begin_step(now_s)
-
     def _begin_step(self, now_s: float) -> None:
-        """Begins a step with prompt tokens, or leaves the batch to the closed form where there are none."""
+        """Begins a step with prompt tokens; without prompts the batch goes on in closed form."""
         if self._sharing is not None:
             return
         if not self.prompts.tokens:
@@ -309,7 +307,7 @@ class SimulatedReplica:
             self._preempt_last()
         for prompt in complete:
             prompt.done(prompt.began_s or 0.0, now_s)
-        # After the events that `done` has made for now: a prompt's sequence takes part in the next step.
+        # After the events that `done` has scheduled for now, so that a prompt's sequence takes part in the next step.
         self._events.at(now_s, self._begin_step)
 
     def _admit(self, now_s: float) -> None:
@@ -326,7 +324,8 @@ class SimulatedReplica:
             if request.rejoins:
                 request.rejoins = False
                 rejoin = partial(self._rejoin, request)
-                self._queue(QueuedPrompt(request.kv_tokens, 0, rejoin, handed_off=False), now_s)
+                self.prompts.add(QueuedPrompt(request.kv_tokens, 0, rejoin, handed_off=False))
+                self._begin_step(now_s)
             else:
                 request.reserved_s = now_s
                 self._calls.reserved(request, now_s)
@@ -363,7 +362,7 @@ class SimulatedReplica:
         return alpha, self._engine.decode.decode_step_s(batch, self._context) - alpha
 
     def _advance(self, now_s: float) -> None:
-        """Advances the batch to `now_s`; no effect during a step that is simulated by itself."""
+        """Advances the batch to `now_s`; no effect while steps are simulated one by one."""
         elapsed_s = now_s - self._at_s
         if elapsed_s <= 0 or self._sharing is not None:
             return

@@ -23,11 +23,11 @@ class RoutedRequest(NamedTuple):
     """Where a request goes."""
 
     prefill: SimulatedReplica | None
-    """Computes the prompt and hands it off; None where decode computes it itself."""
+    """Computes the prompt and hands it off; None when the decode replica computes it."""
     decode: SimulatedReplica | None
     """None for answers of one token."""
     relieves_prefill: bool
-    """Whether decode computes the prompt only because others wait at the prefill replica."""
+    """Whether the decode replica computes the prompt only because prompts wait at the prefill replica."""
 
 
 class RoutedWorkers:
@@ -46,7 +46,7 @@ class RoutedWorkers:
         self._expected_output += (request.output_tokens - self._expected_output) / self._answers
 
     def reserved(self, request: SimulatedRequest, flight: Flight) -> None:
-        """Decode has reserved KV for a request, whose prompt is begun with now."""
+        """Notes that a decode replica has reserved KV for a request, whose prompt begins now."""
         prefill = flight.prefill if request.prefill is not None else None
         self.registry.loads.prompt_begun(flight, prefill, flight.awaited_tokens)
 
@@ -72,9 +72,9 @@ class RoutedWorkers:
         prefill, decode = pair.prefill, pair.decode
         lacking = tokens - min(pair.cost.decode_cached_tokens, tokens - 1)
         mode, tpot_s = self._scenario.local_prefill, self._scenario.tpot_target_s
-        case = mode, pair, tokens, registry.loads, tpot_s
-        is_local = local_tokens_of_pair(*case) >= lacking
-        relieves_prefill = is_local and not local_tokens_of_pair(*case, behind_queue=False)
+        choice = mode, pair, tokens, registry.loads, tpot_s
+        is_local = local_tokens_of_pair(*choice) >= lacking
+        relieves_prefill = is_local and not local_tokens_of_pair(*choice, behind_queue=False)
         registry.loads.route(
             flight,
             prefill.key,
@@ -99,7 +99,7 @@ class RoutedWorkers:
         return RequestEstimate(self._expected_output, float(request.prompt_tokens - held), hits)
 
     def _hits(self, request: SimulatedRequest, now_s: float) -> PrefixHits:
-        """What replicas hold of a prompt, in KV blocks. The index has the trace's, each of which is many of those."""
+        """The cached part of a prompt on each replica, in KV blocks. The index counts the trace's larger blocks."""
         if not request.block_ids:
             return NO_HITS
         hits = self.registry.index.hits(request.block_ids, now_s)

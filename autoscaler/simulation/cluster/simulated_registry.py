@@ -21,19 +21,19 @@ from splitserve.v1 import registry_pb2
 
 REPORT_S = 0.5
 SOON_S = 0.1
-"""Report intervals, seconds, as in `splitserve.client.registry_client`: the heartbeat, and the least distance of two
-reports when only the cache has changed."""
+"""Report intervals in seconds, as in `splitserve.client.registry_client`: the heartbeat, and the shortest time between
+two reports when only the cache has changed."""
 MODEL = Model("trace", "trace", 2**24, 2**24, BLOCK_TOKENS)
 KV_BLOCK_TOKENS = 16
-"""Of an engine."""
+"""Block size of the simulated engines."""
 _GOLDEN = 0.618
 
 
 class SimulatedRegistry:
-    """The replicas in rotation, each with what it has last reported: loads and prefix caches.
+    """The replicas in rotation with their last reports: loads and prefix caches.
 
-    The prefix index knows prompts by the trace's blocks of 512 tokens. KV blocks are those of an engine: for each
-    sequence admission counts a partly filled one and one to grow, which would double a chat's context at 512 tokens.
+    The prefix index knows prompts by the trace's blocks of 512 tokens. KV is counted in an engine's smaller blocks:
+    admission adds a partly filled block and one to grow to each sequence, which would double a chat at 512 tokens.
     """
 
     def __init__(self, engine: EngineModel) -> None:
@@ -42,7 +42,7 @@ class SimulatedRegistry:
         self.snapshot = PoolSnapshot()
         self.index = PrefixIndex()
         self.replicas: dict[str, SimulatedReplica] = {}
-        """By name, those in rotation."""
+        """The replicas in rotation, by name."""
         self._workers: dict[str, Worker] = {}
         self._due: list[tuple[float, str]] = []
         """Heap of (due time, replica). Entries of replicas that have reported since are skipped."""
@@ -89,7 +89,7 @@ class SimulatedRegistry:
                 self._report(self.replicas[name], now_s)
 
     def take_cache_changes(self, now_s: float) -> None:
-        """Processes the reports that changes of the prefix caches cause."""
+        """Processes the reports that changes of prefix caches cause."""
         for name, replica in self.replicas.items():
             changed = replica.cache is not None and replica.cache.changes
             if changed and now_s >= self._reported_s[name] + SOON_S:
@@ -111,7 +111,7 @@ class SimulatedRegistry:
             block_bytes=KV_BLOCK_TOKENS * self._engine.kv_bytes_per_token,
             host_id="simulated",
         )
-        self.loads.add(worker)
+        self.loads.take_role(worker)
         self._tell_cache(replica, worker)
         self._workers[replica.name] = dataclasses.replace(worker, prefix_slot=self.index.slot_of(worker.key))
 
@@ -126,7 +126,8 @@ class SimulatedRegistry:
         heappush(self._due, (now_s + REPORT_S, replica.name))
 
     def _tell_cache(self, replica: SimulatedReplica, worker: Worker) -> None:
-        """Tells the index what the replica's own prefix cache has taken in and given up; all of it the first time."""
+        """Tells the index which blocks the replica's prefix cache has stored and evicted; the first time all of
+        them."""
         if replica.cache is None:
             return
         sequence = self._sequence.get(worker.worker_id, 0) + 1

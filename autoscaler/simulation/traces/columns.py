@@ -1,5 +1,5 @@
-"""What every trace format checks of a line; and the column map, which reads any log of requests as a trace: CSV with a
-header, or one JSON object a line."""
+"""The checks of a line that all trace formats share, and the column map, which reads any log of requests as a trace:
+CSV with a header, or one JSON object a line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_TOKENS = 2**24
 
 
 def lines_of(text: str) -> list[str]:
-    """Its lines. `str.splitlines` would also break inside of a string of JSON, at U+2028 for one."""
+    """The lines of a text. `str.splitlines` would also break inside of JSON strings, for example at U+2028."""
     return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
 
 
@@ -60,36 +60,36 @@ _DELIMITERS = (",", ";", "\t")
 
 @dataclass(frozen=True, slots=True)
 class ColumnMap:
-    """Which column of a log has what. In JSON a name may have dots: `usage.prompt_tokens` is a field of `usage`."""
+    """The columns of a log to read. In JSON a name may have dots: `usage.prompt_tokens` is a field of `usage`."""
 
     timestamp: str
     input_length: str
     output_length: str
     unit_s: float = 1.0
-    """Of timestamps that are numbers, seconds. Others are times as in ISO 8601."""
+    """Unit of timestamps that are numbers, in seconds. Other timestamps are ISO 8601."""
 
     @classmethod
     def parse(cls, text: str) -> ColumnMap:
         """From `timestamp=NAME,input_length=NAME,output_length=NAME[,unit=ms]`. Raises InvalidArgumentError."""
-        found: dict[str, str] = {}
+        columns: dict[str, str] = {}
         for part in text.split(","):
             key, equals, name = (word.strip() for word in part.partition("="))
             if not equals or not name:
                 raise _wrong(f"expected KEY=COLUMN, not {part!r}")
             if key not in (*NEEDED, "unit"):
                 raise _wrong(f"no such key: {key!r} ({', '.join(NEEDED)}, unit)")
-            if key in found:
+            if key in columns:
                 raise _wrong(f"{key} is given twice")
-            found[key] = name
-        if missing := [key for key in NEEDED if key not in found]:
+            columns[key] = name
+        if missing := [key for key in NEEDED if key not in columns]:
             raise _wrong(f"missing: {', '.join(missing)}")
-        unit = found.pop("unit", "s")
+        unit = columns.pop("unit", "s")
         if unit not in UNITS:
             raise _wrong(f"unit must be {', '.join(UNITS)}, not {unit!r}")
-        return cls(**found, unit_s=UNITS[unit])
+        return cls(**columns, unit_s=UNITS[unit])
 
     def lines(self, path: Path, text: str) -> Iterator[tuple[int, float, Any, Any]]:
-        """The requests: line, time in seconds, and lengths as they are written there. Raises InvalidArgumentError
+        """The requests: line, time in seconds, and the two lengths as the log has them. Raises InvalidArgumentError
         naming the first bad line."""
         rows = self._json(path, text) if text.lstrip().startswith("{") else self._csv(path, text)
         for line, (when, prompt, output) in rows:
@@ -137,12 +137,12 @@ class ColumnMap:
 def _field(path: Path, line: int, data: Any, name: str) -> Any:
     if isinstance(data, Mapping) and name in data:
         return data[name]
-    found = data
+    value = data
     for part in name.split("."):
-        if not isinstance(found, Mapping) or part not in found:
+        if not isinstance(value, Mapping) or part not in value:
             raise bad_line(path, line, f"no field {name!r}")
-        found = found[part]
-    return found
+        value = value[part]
+    return value
 
 
 def _wrong(what: str) -> InvalidArgumentError:

@@ -14,17 +14,14 @@ from autoscaler.simulation.traces.trace import MOST_REQUESTS, Trace, TraceReques
 from splitserve.errors import InvalidArgumentError
 
 PEAK_WINDOW_S = 60.0
-"""A peak is the mean over a minute."""
+"""A peak is the busiest minute's mean."""
 JITTER_S = 120.0
-"""Copies move by up to two minutes either way; longer variations keep their shape."""
+"""Copies move by at most this time either way; longer variations keep their shape."""
 
 
 def peak_replicas(trace: Trace, engine: EngineModel, tpot_s: float) -> float:
-    """Replicas of both pools together that the busiest minute keeps fully busy at the TPOT target.
-
-    Prefill: seconds of compute that arrive a second. Decode: seconds of a full batch that arrive a second
-    (`decode_claim`).
-    """
+    """Replicas of both pools together that the busiest minute keeps fully busy at the TPOT target: seconds of work that
+    arrive a second, of computing prompts and of full batches (`decode_claim`)."""
     bins = math.floor(trace.duration_s / PEAK_WINDOW_S) + 1
     work = np.zeros(bins)
     for request in trace.requests:
@@ -35,8 +32,8 @@ def peak_replicas(trace: Trace, engine: EngineModel, tpot_s: float) -> float:
 def decode_claim(engine: EngineModel, request: TraceRequest, tpot_s: float) -> tuple[float, float]:
     """(share of one decode replica that a request takes, for how many seconds) in a fully used replica.
 
-    A replica is full with B such requests when its step takes the TPOT target, its KV pool is taken, or its batch
-    has no slot left; the request then has 1/B of it for as long as its tokens take at that step.
+    A replica is full with B such requests when its step takes as long as the TPOT target, its KV is used up, or its
+    batch has no free slot. The request takes 1/B of the replica for as many such steps as it has tokens to decode.
     """
     context = request.prompt_tokens + request.output_tokens / 2
     step = engine.decode
@@ -50,10 +47,10 @@ def decode_claim(engine: EngineModel, request: TraceRequest, tpot_s: float) -> t
 def scaled(trace: Trace, factor: float, seed: int = 0, jitter_s: float = JITTER_S) -> Trace:
     """The trace with its arrival rate times `factor`.
 
-    Each request comes floor(factor) or ceil(factor) times, at random so that `factor` is the mean, each copy
-    moved by up to `jitter_s` either way: more users who behave alike, but not in lock-step. The copies share no
-    prefix. This smooths bursts shorter than the jitter, as more users do; longer ones keep their shape. Raises
-    InvalidArgumentError (TRACE_TOO_LONG) for more than `MOST_REQUESTS`.
+    Each request comes floor(factor) or ceil(factor) times, at random so that `factor` is the mean. Each copy moves by
+    up to `jitter_s` either way, as for more users who behave alike, but not in lock-step. The copies share no prefix.
+    The jitter smooths bursts that are shorter; longer ones keep their shape. Raises InvalidArgumentError
+    (TRACE_TOO_LONG) for more than `MOST_REQUESTS`.
     """
     if (requests := len(trace.requests) * factor) > MOST_REQUESTS:
         message = f"scale: {requests:.3g} requests are more than {MOST_REQUESTS}: cut the trace"
@@ -84,7 +81,7 @@ def scaled_to_peak(trace: Trace, replicas: float, engine: EngineModel, tpot_s: f
 
 
 def pool_work_s(requests: Sequence[TraceRequest], engine: EngineModel, tpot_s: float) -> tuple[float, float]:
-    """Seconds of a full replica that the requests take of each pool: (prefill, decode)."""
+    """Seconds of a fully used replica that the requests take: (of prefill, of decode)."""
     prefill = decode = 0.0
     for request in requests:
         share, busy_s = decode_claim(engine, request, tpot_s)
@@ -94,13 +91,13 @@ def pool_work_s(requests: Sequence[TraceRequest], engine: EngineModel, tpot_s: f
 
 
 def busiest(trace: Trace, requests: int, engine: EngineModel, tpot_s: float) -> Trace:
-    """The stretch of so many requests in a row that has the most work a second, from its own beginning."""
+    """The `requests` consecutive requests with the most work a second; the first of them arrives at 0."""
     if len(trace.requests) <= requests:
         return trace
-    work = np.cumsum([0.0, *(sum(pool_work_s([one], engine, tpot_s)) for one in trace.requests)])
-    arrivals = np.array([one.arrival_s for one in trace.requests])
+    work = np.cumsum([0.0, *(sum(pool_work_s([request], engine, tpot_s)) for request in trace.requests)])
+    arrivals = np.array([request.arrival_s for request in trace.requests])
     spans = np.maximum(arrivals[requests - 1 :] - arrivals[: len(arrivals) - requests + 1], 1e-3)
     first = int(np.argmax((work[requests:] - work[:-requests]) / spans))
-    began = trace.requests[first].arrival_s
+    began_s = trace.requests[first].arrival_s
     cut = trace.requests[first : first + requests]
-    return Trace(trace.name, [replace(one, arrival_s=one.arrival_s - began) for one in cut])
+    return Trace(trace.name, [replace(request, arrival_s=request.arrival_s - began_s) for request in cut])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import NormalDist
 
@@ -42,16 +42,8 @@ def synthetic(shape: TraceShape) -> Trace:
         raise InvalidArgumentError(
             f"trace: no such synthetic trace: {shape.kind!r} ({', '.join(SYNTHETIC)})", field="trace"
         )
-    sizes = {
-        "rate": shape.rate,
-        "peak_rate": shape.peak_rate,
-        "duration_s": shape.duration_s,
-        "burst_s": shape.burst_s,
-        "prompt_tokens": shape.prompt_tokens,
-        "output_tokens": shape.output_tokens,
-    }
-    for name, value in sizes.items():
-        if not (math.isfinite(value) and value > 0):
+    for name, value in asdict(shape).items():
+        if name not in ("kind", "seed") and not (math.isfinite(value) and value > 0):
             raise InvalidArgumentError(f"{name} must be above 0, not {value}", field=name)
     chance = random.Random(shape.seed)
     highest = max(shape.rate, shape.peak_rate)
@@ -95,8 +87,9 @@ _TAIL_Z = _NORMAL.inv_cdf(0.999)
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """Points (quantile as standard normal z, logarithm of the length), rising; between them and up to the 0.1st and
-    99.9th percentile the logarithm goes on straight. Two points are a log-normal distribution, one is a fixed length.
+    """Points (quantile as standard normal z, logarithm of the length), rising. The logarithm is linear between them,
+    and beyond them as far as the 0.1st and 99.9th percentile. Two points are a log-normal distribution, one a fixed
+    length.
     """
 
     points: Sequence[tuple[float, float]]
@@ -107,11 +100,11 @@ class LengthDistribution:
         pairs = [part.strip().partition("=") for part in text.split(",")]
         if len(pairs) == 1 and not pairs[0][1]:
             return cls([(0.0, math.log(_tokens(name, pairs[0][0])))])
-        points = []
-        for percentile, _, tokens in pairs:
-            points.append((_NORMAL.inv_cdf(_share(name, percentile)), math.log(_tokens(name, tokens))))
-        points.sort()
-        if any(b[0] == a[0] or b[1] < a[1] for a, b in pairwise(points)):
+        points = sorted(
+            (_NORMAL.inv_cdf(_share(name, percentile)), math.log(_tokens(name, tokens)))
+            for percentile, _, tokens in pairs
+        )
+        if any(left[0] == right[0] or left[1] > right[1] for left, right in pairwise(points)):
             message = (
                 f"{name}: percentiles must differ, and lengths may not fall from one to the next: {text!r}"
             )

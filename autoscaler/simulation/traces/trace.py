@@ -8,7 +8,7 @@ import json
 import random
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import groupby, islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from splitserve.runtime.bounded_file import read_named_file
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request. `block_ids` name the prompt's 512-token blocks: equal beginnings have equal ids."""
+    """One request. `block_ids` name the prompt's 512-token blocks: prompts that begin alike have the same first ids."""
 
     arrival_s: float
     prompt_tokens: int
@@ -42,7 +42,7 @@ class Trace:
 
     @property
     def duration_s(self) -> float:
-        """Until the last arrival."""
+        """Seconds until the last arrival."""
         return self.requests[-1].arrival_s if self.requests else 0.0
 
 
@@ -50,29 +50,28 @@ AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 LOG_FIELDS = frozenset({"time", "prefix_hashes", "outcome"})
 """Fields of a request log's line that no other format has."""
 csv.field_size_limit(2**24)
-"""Logs have prompts beside the numbers."""
+"""Logs may have whole prompts beside the numbers."""
 MOST_BYTES = 2**29
-"""Of a file. It is read as a whole."""
+"""Largest file: it is read as a whole."""
 MOST_REQUESTS = 2_000_000
-"""Of a trace, copies included. The simulator keeps each of them, about a kilobyte, until the end of the run."""
+"""Most requests of a trace, copies included: the simulator keeps each, about a kilobyte, until the end of the run."""
 LONGEST_DAYS = 31
-"""Of a trace. One in microseconds that is read as seconds lasts for years."""
+"""Longest trace. A longer one probably has times in another unit."""
 GZIP = b"\x1f\x8b"
-"""What a compressed file begins with."""
+"""Beginning of a compressed file."""
 _MOST_MS = 1e15
-"""Times since the epoch are less."""
+"""Larger than any time since the epoch."""
 _HASH_MASK = 2**48 - 1
-_MICROSECOND_DIGITS = 26
-"""Length of a timestamp with six digits of fraction, as far as datetime reads."""
+_TIMESTAMP_CHARACTERS = 26
+"""Length of a timestamp with six digits of fraction, the most that `datetime` reads."""
 
 
 def load_trace(path: Path, seed: int = 0, columns: ColumnMap | None = None) -> Trace:
-    """The trace in a file; its first character tells the format. With `columns` it is any log that has these.
+    """The trace in a file. Its first line shows the format; with `columns` it is any log that has these columns.
 
     `seed` decides how arrivals are spread inside the ticks of a Mooncake trace; a request log has exact times.
     Raises ConfigError for a file that cannot be read or has more than `MOST_BYTES`, InvalidArgumentError (BAD_TRACE)
-    with the number of the first bad line, and (TRACE_TOO_LONG) for more than `MOST_REQUESTS`, or more than
-    `LONGEST_DAYS` from the first to the last.
+    with the number of the first bad line, and (TRACE_TOO_LONG) for more than `MOST_REQUESTS` or `LONGEST_DAYS`.
     """
     text, in_ticks = _text(path), False
     try:
@@ -135,7 +134,7 @@ def _unpacked(path: Path, content: bytes) -> bytes:
 
 
 def _is_request_log(text: str) -> bool:
-    """Whether a JSONL file is a request log: its first line says so."""
+    """Whether a JSONL file is a request log, by its first line."""
     head, _, _ = text.lstrip().partition("\n")
     try:
         data = json.loads(head)
@@ -145,7 +144,7 @@ def _is_request_log(text: str) -> bool:
 
 
 def _request_log(path: Path, text: str) -> Iterator[TraceRequest]:
-    """Requests that did not complete count with the answer that they had."""
+    """The requests of a request log. One that did not complete counts with the output that it had."""
     for line, data in json_lines(path, text):
         at_s, hashes = _time(path, line, data, "time", "seconds"), data.get("prefix_hashes")
         try:
@@ -170,7 +169,7 @@ def _azure(path: Path, text: str) -> Iterator[TraceRequest]:
         if len(row) != len(AZURE_HEADER):
             raise bad_line(path, line, f"expected {len(AZURE_HEADER)} columns, found {len(row)}")
         try:
-            arrival_s = datetime.fromisoformat(row[0].strip()[:_MICROSECOND_DIGITS]).timestamp()
+            arrival_s = datetime.fromisoformat(row[0].strip()[:_TIMESTAMP_CHARACTERS]).timestamp()
         except ValueError:
             raise bad_line(path, line, f"TIMESTAMP is not a time: {row[0]!r:.80}") from None
         prompt = token_count(path, line, AZURE_HEADER[1], row[1])
@@ -202,12 +201,13 @@ def _time(path: Path, line: int, data: Mapping[str, Any], name: str, unit: str) 
     return value
 
 
-def _spread(found: list[TraceRequest], seed: int) -> list[TraceRequest]:
-    """Spreads the requests of each tick over the time until the next one; the last tick is as long as the mean.
+def _spread(requests: list[TraceRequest], seed: int) -> list[TraceRequest]:
+    """Spreads the requests of each tick, about 3 s, over the time until the next one. The last tick has the mean
+    length.
 
-    Otherwise every tick, about 3 s, would be a burst that the real service never had.
+    Otherwise every tick would be a burst that the real service never had.
     """
-    ticks = [list(tick) for _, tick in groupby(found, key=lambda request: request.arrival_s)]
+    ticks = [list(tick) for _, tick in groupby(requests, key=lambda request: request.arrival_s)]
     starts = [tick[0].arrival_s for tick in ticks]
     mean_s = (starts[-1] - starts[0]) / max(1, len(starts) - 1)
     chance = random.Random(seed)
@@ -220,6 +220,4 @@ def _spread(found: list[TraceRequest], seed: int) -> list[TraceRequest]:
 
 
 def _shifted(request: TraceRequest, by_s: float) -> TraceRequest:
-    return TraceRequest(
-        request.arrival_s + by_s, request.prompt_tokens, request.output_tokens, request.block_ids
-    )
+    return replace(request, arrival_s=request.arrival_s + by_s)

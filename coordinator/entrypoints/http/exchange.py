@@ -42,13 +42,13 @@ STATUS: Mapping[grpc.StatusCode, int] = {
     grpc.StatusCode.CANCELLED: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
-"""Everything else is 500."""
+"""All other codes are status 500."""
 TYPES: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
     429: "rate_limit_error",
 }
-"""Other statuses below 500 are "invalid_request_error", from 500 on "server_error"."""
+"""Error types by status. Other statuses below 500 are "invalid_request_error", from 500 on "server_error"."""
 CODES: Mapping[str, str | None] = {
     "INVALID_ARGUMENT": "invalid_value",
     "PROMPT_TOO_LONG": "context_length_exceeded",
@@ -62,7 +62,7 @@ CODES: Mapping[str, str | None] = {
 
 
 CHALLENGE = (b"www-authenticate", b'Bearer realm="splitserve"')
-"""What a response with status 401 has to say by RFC 9110."""
+"""The header that RFC 9110 requires in a response with status 401."""
 
 
 class HttpError(InvalidArgumentError):
@@ -80,7 +80,7 @@ class FieldNames:
     def __init__(
         self, names: Mapping[str, str] | None = None, parts: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """`parts`: words in messages that stand for a part of the request, and what they stand for."""
+        """`parts`: replacements for words in messages that name a part of the request."""
         self._given = names or {}
         self._parts = parts
 
@@ -154,7 +154,7 @@ def _retry_headers(status: int, error: SplitserveError) -> Headers:
 
 
 BODY_TIMEOUT_S = 60.0
-"""From the end of the head to the end of the body."""
+"""Longest time from the end of the head to the end of the body."""
 LINGER_S = 2.0
 LINGER_BYTES = 64 * 2**20
 """How much of a refused body is still read, so that the client gets the response instead of a broken pipe."""
@@ -163,7 +163,7 @@ ERROR_WRITE_S = 5.0
 JSON_TYPE = b"application/json"
 EVENTS_TYPE = b"text/event-stream; charset=utf-8"
 COMPRESSED = frozenset(("gzip", "x-gzip", "deflate", "compress", "x-compress", "br", "zstd"))
-"""Content encodings that are refused. Others change nothing: some clients name their charset there."""
+"""Content encodings that are refused. Other values have no effect: some clients name their charset there."""
 CHOICE_DIGITS = 5
 """Characters reserved in a request id for the index of a choice."""
 
@@ -225,8 +225,8 @@ class HttpExchange:
         return self._authenticator.caller(self.credential)
 
     async def json_body(self) -> bytes:
-        """The body of a POST. Raises HttpError unless its content type is JSON, which forms on foreign web pages cannot
-        send without a CORS preflight."""
+        """The body of a POST. Raises HttpError unless its content type is JSON, which a form on another site's page
+        cannot send without a CORS preflight."""
         kind = (self.header(b"content-type") or "").partition(";")[0].strip().lower()
         body = await self.body(self._limits.request_bytes)
         if kind.encode() != JSON_TYPE:
@@ -280,8 +280,8 @@ class HttpExchange:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _begin_events(self) -> None:
-        """Sends the status of a stream, once. The choices of an answer come here side by side, and while the client
-        does not read an earlier response on this connection, the status waits as well."""
+        """Sends the status of a stream, once: several choices of an answer may begin it concurrently. It waits while
+        the client does not read an earlier response on this connection."""
         async with self._beginning:
             if self.started:
                 return
@@ -299,12 +299,14 @@ class HttpExchange:
 
     @property
     def takes_events(self) -> bool:
-        """Whether `event_now` may be called: the status has been sent, the end has not, and the client reads."""
+        """Whether `event_now` may be called: the status has been sent, the stream has not ended, and the client
+        reads."""
         return self.started and self._write_chunk is not None and self._is_writable()
 
     def event_now(self, data: bytes) -> None:
-        """Sends rendered server-sent events, at least one, without a wait; only while `takes_events`. Past uvicorn's
-        `send`, which costs a fifth of a message; it has begun the response, as chunked, and ends it."""
+        """Sends rendered server-sent events, at least one, without a wait; call it only while `takes_events`. It
+        bypasses uvicorn's `send`, which takes a fifth of a message's time; `send` begins and ends the chunked
+        response."""
         assert self._write_chunk is not None, "the stream has ended"
         self._write_chunk(data)
 
@@ -342,7 +344,7 @@ class HttpExchange:
 
         try:
             async with gone:
-                # By a call: a task that waits for it would be a tenth of all tasks' work.
+                # A callback: a task that waits for the loss would take a tenth of the time of all tasks.
                 self._when_lost(lost)
                 yield
         except TimeoutError:
@@ -372,7 +374,7 @@ class HttpExchange:
 
 
 def _never(_on_lost: OnLost | None) -> None:
-    """Where nothing tells that a connection is lost."""
+    """Used when the server does not report lost connections."""
 
 
 Serve = Callable[[HttpExchange], Awaitable[None]]

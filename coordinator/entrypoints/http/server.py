@@ -1,7 +1,7 @@
 """Runs uvicorn inside the coordinator's event loop, and adds what uvicorn's HTTP server lacks.
 
-That is: bounds on connections, on bytes parsed at once, on size and duration of a request's head; and requests that
-offer another protocol, which are served in the one that they came in.
+That is: bounds on connections, on bytes parsed at once, and on size and duration of a request's head. A request that
+offers another protocol is served in HTTP/1.1.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from splitserve.security.tls import ServerTls
 MAX_HEAD_BYTES = 64 * 2**10
 """Size of request line and headers. One slice may exceed it before it is noticed."""
 SLICE_BYTES = 8 * 2**10
-"""What is parsed before the event loop goes on. A read of the socket has up to 256 KiB: thousands of headers, chunks or
-pipelined requests, each with callbacks in Python."""
+"""Bytes that are parsed before the event loop goes on. A read of the socket has up to 256 KiB: thousands of headers,
+chunks or pipelined requests, each with callbacks in Python."""
 HEAD_TIMEOUT_S = 20.0
 """From the start of a connection, or the first byte of a request, to the end of the head."""
 
@@ -71,12 +71,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = True
         self._ended_message = False
         self._declines_upgrade = False
-        """The head that was parsed last offers another protocol; it is going to be parsed again without the offer."""
+        """Whether the head that was parsed last offers another protocol. It is parsed again without the offer."""
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._on_lost: Callable[[], None] | None = None
         self._unparsed = b""
-        """The rest of what was read from the socket, which is not read meanwhile."""
+        """The unparsed rest of the last read from the socket, which is paused meanwhile."""
 
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -127,7 +127,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._feed(data)
         if not self._in_head or self._ended_message:
             return
-        # Also after bare line ends, which start no message but reset the keep-alive timer.
+        # Also after empty lines, which begin no message but reset the keep-alive timer.
         self._await_head()
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES:
@@ -135,8 +135,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(HttpError(431, message, "HEAD_TOO_LARGE"))
 
     def _feed(self, data: bytes) -> None:
-        """As uvicorn's `data_received`, but a request that offers another protocol keeps its body: httptools takes what
-        follows such a head for that protocol. Java's HttpClient and `curl --http2` offer h2c in a first request."""
+        """As uvicorn's `data_received`, but keeps the body of a request that offers another protocol, which httptools
+        takes for data of that protocol. Java's HttpClient and `curl --http2` offer h2c in their first request."""
         self._unset_keepalive_if_required()
         while data:
             try:
@@ -150,13 +150,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                     return
                 self._declines_upgrade = False
                 data = self._head_without_offer() + data[upgrade.args[0] :]
-                self.parser = self._new_parser()
-
-    def _new_parser(self) -> HttpRequestParser:
-        """As uvicorn makes its first: what comes behind a last request does not keep that one from its response."""
-        parser = HttpRequestParser(self)
-        parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        return parser
+                self.parser = HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(
+                    lenient_data_after_close=True
+                )  # as in uvicorn's own parser
 
     def _head_without_offer(self) -> bytes:
         version = self.parser.get_http_version().encode()
@@ -173,7 +170,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     @override
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        # Lets the application abort a connection whose client does not read, and write without a wait where it does.
+        # The application aborts a connection whose client does not read, and writes without a wait to one that does.
         self.scope["state"] |= {
             "abort_connection": self.transport.abort,
             "is_writable": self._is_writable,
@@ -198,7 +195,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_over()
         self._declines_upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         if self._declines_upgrade:
-            self._in_head = True  # which comes again, and is no trailer
+            self._in_head = True  # the head is parsed again, so its headers are no trailers
             return
         if version == "1.0":
             self.scope["state"]["write_chunk"] = self.transport.write
@@ -207,7 +204,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.cycle.__class__ = _UnchunkedCycle
 
     def _check_host(self, version: str) -> None:
-        """Refuses as RFC 9112, section 3.2, has it: a host that is given twice or is none, and none in HTTP/1.1."""
+        """Refuses requests as RFC 9112, section 3.2, demands: with several hosts, an invalid one, or none in
+        HTTP/1.1."""
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (version != "1.0" and not hosts) or not all(map(_HOST.fullmatch, hosts)):
             self._refuse(HttpError(400, "the header Host must be given once, with a host", "MALFORMED_HTTP"))
@@ -222,7 +220,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @override
     def on_response_complete(self) -> None:
-        """The response is written, but the client may not have read it yet."""
+        """Bounds the time that the client may take to read the last response."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._head_over()
@@ -230,7 +228,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @override
     def timeout_keep_alive_handler(self) -> None:
-        """Aborts, because closing would wait for a client that has not read its last response."""
+        """Aborts the connection: closing it would wait for a client that has not read its last response."""
         self.transport.abort()
 
     @override
@@ -242,7 +240,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._answering and (self._in_head or self.cycle.response_started):
-            # Another response is in progress or due first; nothing may be mixed into it.
+            # Another response is in progress or comes first; nothing may be mixed into it.
             self.transport.abort()
             return
         response = error_response(refusal)
@@ -260,8 +258,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return not self.flow.write_paused and not self.transport.is_closing()
 
     def _when_lost(self, on_lost: Callable[[], None] | None) -> None:
-        """Calls `on_lost` once the connection is lost, in place of what was given before: one request is served at a
-        time. Reads on, which alone tells that the client has closed it."""
+        """Calls `on_lost` once the connection is lost. Replaces the earlier callback, since one request is served at a
+        time. Resumes reading: only a read shows that the client has closed the connection."""
         self._on_lost = on_lost
         if on_lost is None:
             return
@@ -271,8 +269,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _write_chunk(self, data: bytes) -> None:
-        """Writes a chunk, not an empty one, of a chunked response that has begun and not ended; only while writable.
-        uvicorn's `send` does the same with a coroutine and a message around it."""
+        """Writes a chunk, not an empty one, of a chunked response that has begun and not ended; call it only while
+        writable. uvicorn's `send` does the same with a coroutine and a message around it."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     @property
@@ -302,7 +300,7 @@ BACKLOG = 2048
 END_S = 2
 """How long pending responses may take to be sent at shutdown; requests have been ended before."""
 STOP_S = 5
-"""How long uvicorn may take to stop beyond that."""
+"""How much longer uvicorn may take to stop."""
 
 
 class _Server(uvicorn.Server):

@@ -102,12 +102,12 @@ MAX_ID = 1024
 MAX_SETTINGS = 64 * 2**10
 """Characters of `sampling_parameters`."""
 MAX_SESSION = 128
-"""Characters of a session's name that count."""
+"""Leading characters of a session's name that are used."""
 NOT_A_SESSION = re.compile(r"[^A-Za-z0-9._-]")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedRequest:
     """A parsed request. `generate.model` is still the name that the client gave."""
 
     generate: inference_pb2.GenerateRequest
@@ -123,7 +123,7 @@ class Asked:
     trace: RequestTrace | None = None
 
 
-def read_request(request: pb.ModelInferRequest) -> Asked:
+def read_request(request: pb.ModelInferRequest) -> ParsedRequest:
     """Parses a request. Raises InvalidArgumentError naming the input, parameter or output."""
     if len(request.id) > MAX_ID:
         refuse("id", f"must have at most {MAX_ID} characters, not {len(request.id)}")
@@ -135,15 +135,11 @@ def read_request(request: pb.ModelInferRequest) -> Asked:
         )
     prompt: str | list[int] = given[prompts[0]]
     options = GenerateOptions(model=request.model_name)
-    for name in SAMPLING:
+    for name in (*SAMPLING, "ttft_ms", "tpot_ms"):
         if name in given:
             options[name] = given[name]  # type: ignore[literal-required]
     if "priority" in given:
         options["priority"] = _priority(given["priority"])
-    if "ttft_ms" in given:
-        options["ttft_ms"] = given["ttft_ms"]
-    if "tpot_ms" in given:
-        options["tpot_ms"] = given["tpot_ms"]
     if REQUEST_ID.match(request.id):
         options["request_id"] = request.id
     generate = build_request(prompt if isinstance(prompt, str) else prompt[:1], options)
@@ -151,7 +147,7 @@ def read_request(request: pb.ModelInferRequest) -> Asked:
         _set_tokens(generate, prompt)
     _set_rest(generate, given)
     stream = given.get("stream", False)
-    return Asked(
+    return ParsedRequest(
         generate,
         _outputs(request, given),
         raw=bool(request.raw_input_contents),
@@ -190,7 +186,7 @@ def _json_object(text: str) -> Mapping[str, Any]:
     if len(text) > MAX_SETTINGS:
         refuse("sampling_parameters", f"must have at most {MAX_SETTINGS} characters, not {len(text)}")
     try:
-        value = from_json(text or "{}")  # unlike json's, it refuses halves of surrogate pairs
+        value = from_json(text or "{}")  # unlike `json`, it refuses halves of surrogate pairs
     except ValueError:
         value = None
     if not isinstance(value, dict):
@@ -224,7 +220,7 @@ def _set_rest(generate: inference_pb2.GenerateRequest, given: Mapping[str, Any])
 
 
 def _priority(level: int) -> int:
-    """Triton's level 1 is the highest and 0 is the default; our priorities grow with urgency, around 0."""
+    """Our priority for a level of Triton, whose level 1 is the highest and 0 the default; ours grow with urgency."""
     if level < 0:
         refuse("priority", "must be 0 (default) or a level from 1, the highest")
     return max(-MAX_PRIORITY, MAX_PRIORITY + 1 - level) if level else 0

@@ -1,11 +1,11 @@
-"""Translates deltas of an answer, and what is known of a model, into responses of the Open Inference Protocol. Pure."""
+"""Translates deltas of an answer, and information about models, into responses of the Open Inference Protocol. Pure."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
-from coordinator.entrypoints.kserve.requests import Asked
+from coordinator.entrypoints.kserve.requests import ParsedRequest
 from coordinator.entrypoints.kserve.tensors import Tensor, add_output
 from splitserve import __version__
 from splitserve.errors import NotFoundError, SplitserveError
@@ -25,9 +25,9 @@ FINISH_REASONS = {
 class Responses:
     """Builds the responses to one request."""
 
-    def __init__(self, request: pb.ModelInferRequest, asked: Asked) -> None:
+    def __init__(self, request: pb.ModelInferRequest, parsed: ParsedRequest) -> None:
         self._name, self._id = request.model_name, request.id
-        self._asked = asked
+        self._parsed = parsed
 
     def whole(
         self, deltas: Sequence[generation_pb2.OutputDelta], done: inference_pb2.GenerationDone
@@ -36,7 +36,7 @@ class Responses:
         response = self._envelope(done)
         merged = generation_pb2.OutputDelta(
             token_ids=[token for delta in deltas for token in delta.token_ids],
-            text=self._asked.prefix + "".join(delta.text for delta in deltas),
+            text=self._parsed.prefix + "".join(delta.text for delta in deltas),
             logprobs=[entry for delta in deltas for entry in delta.logprobs],
             finish_reason=done.finish_reason,
         )
@@ -83,15 +83,16 @@ class Responses:
         delta: generation_pb2.OutputDelta,
         done: inference_pb2.GenerationDone | None,
     ) -> None:
-        for name in self._asked.outputs:
+        for name in self._parsed.outputs:
             if name != "num_input_tokens" or done is not None:  # the prompt's length is known only at the end
-                add_output(response, _tensor(name, delta, done), self._asked.raw)
+                add_output(response, _tensor(name, delta, done), self._parsed.raw)
 
 
 def failure(request_id: str, error: SplitserveError) -> pb.ModelStreamInferResponse:
-    """The error that ends one request of a stream. The message repeats the id for clients that show nothing else."""
-    who = f"[request id: {request_id}] " if request_id else ""
-    response = pb.ModelStreamInferResponse(error_message=f"{who}{error.message}")
+    """The error that ends one request of a stream. The message repeats the id for clients that show only the
+    message."""
+    label = f"[request id: {request_id}] " if request_id else ""
+    response = pb.ModelStreamInferResponse(error_message=f"{label}{error.message}")
     response.infer_response.id = request_id
     parameters = response.infer_response.parameters
     parameters[FINAL].bool_param = True
@@ -118,7 +119,7 @@ def _tensor(
             return Tensor(name, "UINT32", (1,), (done.usage.prompt_tokens if done else 0,))
         case "num_output_tokens":
             return Tensor(name, "UINT32", (1,), (len(delta.token_ids),))
-    # Entry by entry: one call for all would keep the interpreter to itself.
+    # Entry by entry: one call for all would hold the interpreter's lock for long.
     return _text(name, f"[{', '.join(map(json.dumps, _logprobs(delta)))}]")
 
 
@@ -187,14 +188,11 @@ def server_metadata() -> pb.ServerMetadataResponse:
 
 def model_metadata(model: inference_pb2.ModelInfo) -> pb.ModelMetadataResponse:
     """A model's input and output tensors."""
-    kind = pb.ModelMetadataResponse.TensorMetadata
-    return pb.ModelMetadataResponse(
-        name=model.name,
-        versions=versions_of(model),
-        platform=PLATFORM,
-        inputs=[kind(name=name, datatype=t, shape=[length]) for name, (t, length) in INPUTS.items()],
-        outputs=[kind(name=name, datatype=t, shape=[length]) for name, (t, length) in OUTPUTS.items()],
-    )
+    response = pb.ModelMetadataResponse(name=model.name, versions=versions_of(model), platform=PLATFORM)
+    for tensors, shapes in ((response.inputs, INPUTS), (response.outputs, OUTPUTS)):
+        for name, (datatype, length) in shapes.items():
+            tensors.add(name=name, datatype=datatype, shape=[length])
+    return response
 
 
 def model_config(model: inference_pb2.ModelInfo) -> pb.ModelConfigResponse:

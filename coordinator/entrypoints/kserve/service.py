@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from coordinator.entrypoints.inference_api import InferenceApi
 from coordinator.entrypoints.inference_service import TRACEPARENT, TraceHeaders, trace_headers
-from coordinator.entrypoints.kserve.requests import MAX_ID, Asked, read_request
+from coordinator.entrypoints.kserve.requests import MAX_ID, ParsedRequest, read_request
 from coordinator.entrypoints.kserve.responses import (
     ONLY_VERSION,
     Responses,
@@ -44,13 +44,13 @@ MAX_IN_FLIGHT = 1024
 Put = Callable[[pb.ModelInferResponse], Awaitable[None]]
 
 
+@dataclass(eq=False)
 class KserveService(GRPCInferenceServiceServicer):
     """The servicer of the Open Inference Protocol, on top of InferenceApi."""
 
-    def __init__(self, api: InferenceApi, access: AccessControl, max_in_flight: int = MAX_IN_FLIGHT) -> None:
-        self._api = api
-        self._access = access
-        self._max_in_flight = max_in_flight
+    api: InferenceApi
+    access: AccessControl
+    max_in_flight: int = MAX_IN_FLIGHT
 
     @override
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Any) -> pb.ServerLiveResponse:
@@ -60,7 +60,7 @@ class KserveService(GRPCInferenceServiceServicer):
     @override
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Any) -> pb.ServerReadyResponse:
         """Needs no credentials, like any health check."""
-        return pb.ServerReadyResponse(ready=self._api.is_ready)
+        return pb.ServerReadyResponse(ready=self.api.is_ready)
 
     @override
     async def ServerMetadata(
@@ -89,7 +89,7 @@ class KserveService(GRPCInferenceServiceServicer):
     async def RepositoryIndex(
         self, request: pb.RepositoryIndexRequest, context: Any
     ) -> pb.RepositoryIndexResponse:
-        models = await self._api.models(self._access.caller(context))
+        models = await self.api.models(self.access.caller(context))
         return repository_index(models, request.ready)
 
     @override
@@ -99,11 +99,11 @@ class KserveService(GRPCInferenceServiceServicer):
         async def keep(response: pb.ModelInferResponse) -> None:
             answers.append(response)
 
-        caller = self._access.caller(context)
-        asked = await self._read(request, trace_headers(context))
-        if asked.trace is not None and self._api.traces:
-            await context.send_initial_metadata(((TRACEPARENT, asked.trace.context.traceparent),))
-        await self._whole(request, asked, caller, keep, context.time_remaining())
+        caller = self.access.caller(context)
+        parsed = await self._read(request, trace_headers(context))
+        if parsed.trace is not None and self.api.traces:
+            await context.send_initial_metadata(((TRACEPARENT, parsed.trace.context.traceparent),))
+        await self._whole(request, parsed, caller, keep, context.time_remaining())
         return answers[0]
 
     @override
@@ -111,8 +111,8 @@ class KserveService(GRPCInferenceServiceServicer):
         self, requests: AsyncIterator[pb.ModelInferRequest], context: StreamContext
     ) -> None:
         """Cancelling the stream cancels every request on it."""
-        caller, headers = self._access.caller(context), trace_headers(context)
-        room, writing = asyncio.Semaphore(self._max_in_flight), asyncio.Lock()
+        caller, headers = self.access.caller(context), trace_headers(context)
+        room, writing = asyncio.Semaphore(self.max_in_flight), asyncio.Lock()
 
         async def write(response: pb.ModelStreamInferResponse) -> None:
             async with writing:  # gRPC allows one write at a time
@@ -130,9 +130,9 @@ class KserveService(GRPCInferenceServiceServicer):
                 group.create_task(answer(request))
                 await room.acquire()
 
-    async def _read(self, request: pb.ModelInferRequest, headers: TraceHeaders) -> Asked:
-        asked = await self._api.parser.run(request.ByteSize(), read_request, request)
-        return replace(asked, trace=self._api.begin_trace(*headers, "text_completion"))
+    async def _read(self, request: pb.ModelInferRequest, headers: TraceHeaders) -> ParsedRequest:
+        parsed = await self.api.parser.run(request.ByteSize(), read_request, request)
+        return replace(parsed, trace=self.api.begin_trace(*headers, "text_completion"))
 
     async def _one_of_stream(
         self,
@@ -146,16 +146,21 @@ class KserveService(GRPCInferenceServiceServicer):
             await write(pb.ModelStreamInferResponse(infer_response=response))
 
         try:
-            asked = await self._read(request, headers)
-            serve = self._pieces if asked.stream else self._whole
-            await serve(request, asked, caller, put, left_s)
+            parsed = await self._read(request, headers)
+            serve = self._pieces if parsed.stream else self._whole
+            await serve(request, parsed, caller, put, left_s)
         except Exception as error:
             await write(failure(request.id[:MAX_ID], shown_error(error)))
 
     async def _whole(
-        self, request: pb.ModelInferRequest, asked: Asked, caller: Caller, put: Put, left_s: float | None
+        self,
+        request: pb.ModelInferRequest,
+        parsed: ParsedRequest,
+        caller: Caller,
+        put: Put,
+        left_s: float | None,
     ) -> None:
-        responses, deltas = Responses(request, asked), list[generation_pb2.OutputDelta]()
+        responses, deltas = Responses(request, parsed), list[generation_pb2.OutputDelta]()
         ended: list[inference_pb2.GenerationDone] = []
 
         async def send(response: inference_pb2.GenerateResponse) -> None:
@@ -164,23 +169,28 @@ class KserveService(GRPCInferenceServiceServicer):
             else:
                 deltas.append(response.delta)
 
-        await self._generate(request, asked, caller, send, left_s)
+        await self._generate(request, parsed, caller, send, left_s)
         size = sum(delta.ByteSize() for delta in deltas)
-        await put(await self._api.parser.run(size, responses.whole, deltas, ended[0]))
+        await put(await self.api.parser.run(size, responses.whole, deltas, ended[0]))
 
     async def _pieces(
-        self, request: pb.ModelInferRequest, asked: Asked, caller: Caller, put: Put, left_s: float | None
+        self,
+        request: pb.ModelInferRequest,
+        parsed: ParsedRequest,
+        caller: Caller,
+        put: Put,
+        left_s: float | None,
     ) -> None:
-        responses = Responses(request, asked)
+        responses = Responses(request, parsed)
         last: list[generation_pb2.OutputDelta] = []
 
         async def send(response: inference_pb2.GenerateResponse) -> None:
             if not response.HasField("done"):
-                if response.delta.finish_reason and not asked.empty_final:
+                if response.delta.finish_reason and not parsed.empty_final:
                     last.append(response.delta)  # sent together with `done`, which follows at once
                 else:
                     await put(responses.piece(response.delta))
-            elif asked.empty_final:
+            elif parsed.empty_final:
                 await put(responses.empty_final(response.done))
             else:
                 last_delta = (
@@ -188,26 +198,26 @@ class KserveService(GRPCInferenceServiceServicer):
                 )
                 await put(responses.piece(last_delta, response.done))
 
-        await self._generate(request, asked, caller, send, left_s)
+        await self._generate(request, parsed, caller, send, left_s)
 
     async def _generate(
         self,
         request: pb.ModelInferRequest,
-        asked: Asked,
+        parsed: ParsedRequest,
         caller: Caller,
         send: Callable[[inference_pb2.GenerateResponse], Awaitable[None]],
         left_s: float | None,
     ) -> None:
         version = request.model_version
         if version not in ("", ONLY_VERSION):
-            model = named(await self._api.models(caller), request.model_name, version)
-            asked.generate.model = version if version in versions_of(model) else model.name
-        await self._api.generate(asked.generate, caller, WaitingOutput(send), left_s, asked.trace)
+            model = named(await self.api.models(caller), request.model_name, version)
+            parsed.generate.model = version if version in versions_of(model) else model.name
+        await self.api.generate(parsed.generate, caller, WaitingOutput(send), left_s, parsed.trace)
 
     async def _model(
         self,
         request: pb.ModelReadyRequest | pb.ModelMetadataRequest | pb.ModelConfigRequest,
         context: Any,
     ) -> inference_pb2.ModelInfo:
-        models = await self._api.models(self._access.caller(context))
+        models = await self.api.models(self.access.caller(context))
         return named(models, request.name, request.version)

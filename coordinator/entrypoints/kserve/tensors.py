@@ -26,7 +26,7 @@ MAX_RANK = 8
 MAX_ELEMENTS = 2**20
 """Elements per tensor. The message limit comes first, except for shapes that claim more than was sent."""
 SLICE_ELEMENTS = 2**16
-"""Elements that are converted at once: one call for all would keep the interpreter to itself for 30 ms."""
+"""Elements that are converted at once: one call for all would hold the interpreter's lock for 30 ms."""
 LENGTH = struct.Struct("<I")
 
 _RAW_TYPES: Mapping[str, np.dtype[Any]] = {
@@ -242,16 +242,12 @@ def as_name(name: str, value: Any) -> str:
     return str(_single(name, value))
 
 
-def as_texts(name: str, value: Any) -> list[str]:
-    """A list of strings; a single one may be given without a list."""
-    return [as_text(name, item) for item in (value if isinstance(value, list) else [value])]
-
-
 def as_stops(name: str, value: Any) -> list[str]:
-    """Stop strings: a list, or one inside of a list, as in Triton's `stop_words`. Empty ones are padding."""
+    """Stop strings: one, a list, or a list in a list, as in Triton's `stop_words`. Empty strings are padding."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
         value = value[0]
-    return [text for text in as_texts(name, value) if text]
+    texts = [as_text(name, item) for item in (value if isinstance(value, list) else [value])]
+    return [text for text in texts if text]
 
 
 def as_ints(name: str, value: Any) -> list[int]:
@@ -293,7 +289,8 @@ def _parsed(name: str, text: str, kind: type[int] | type[float]) -> int | float:
 
 
 def _shown(value: Any) -> str:
-    # Cut before it is rendered: a large value takes long, and an integer of thousands of digits cannot be.
+    # The value is cut first: a large one takes long to render, and an integer of thousands of digits cannot be
+    # rendered.
     if isinstance(value, int) and value.bit_length() > MAX_TEXT:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, dict | list):

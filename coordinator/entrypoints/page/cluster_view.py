@@ -1,4 +1,4 @@
-"""The cluster at one moment as JSON for the page. Pure and bounded: of many, some are shown."""
+"""The cluster at one moment as JSON for the page. Pure. Lists are cut at a bound."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WORKER_COLUMNS = (
 
 
 def workers_view(snapshot: PoolSnapshot, states: WorkerStates, now_s: float) -> dict[str, Any]:
-    """The workers as rows of `WORKER_COLUMNS`, their last reports as they came. At most `MAX_WORKERS`."""
+    """The workers with their last reports, as rows of `WORKER_COLUMNS`. At most `MAX_WORKERS`."""
     return {
         "count": len(snapshot.workers),
         "columns": WORKER_COLUMNS,
@@ -52,7 +52,7 @@ def workers_view(snapshot: PoolSnapshot, states: WorkerStates, now_s: float) -> 
 
 def _row(worker: Worker, states: WorkerStates, now_s: float) -> list[Any]:
     load, latency = worker.load, LatencyModel.from_proto(worker.load.latency)
-    known = states.find(worker.key)
+    known = states.since.get(worker.key)
     return [
         worker.worker_id,
         worker.role,
@@ -75,7 +75,7 @@ def _row(worker: Worker, states: WorkerStates, now_s: float) -> list[Any]:
 
 
 def flows_view(flows: Sequence[KvFlow]) -> list[list[Any]]:
-    """The pairs that most KV went between, as [prefill worker, decode worker, handoffs/s, bytes/s]."""
+    """The pairs with the most KV traffic, as [prefill worker, decode worker, handoffs/s, bytes/s]."""
     return [
         [
             flow.prefill_worker,
@@ -90,7 +90,7 @@ def flows_view(flows: Sequence[KvFlow]) -> list[list[Any]]:
 def models_view(
     stats: Mapping[str, ModelStats], queues: Mapping[str, AdmissionCounts]
 ) -> list[dict[str, Any]]:
-    """What is in progress of each model, its queue by class, and how much its prefix caches spared."""
+    """Each model's requests in progress, its queue by class, and the hit rates of its prefix caches."""
     return [_model(name, stats[name], queues.get(name)) for name in sorted(stats)[:MAX_MODELS]]
 
 
@@ -110,7 +110,7 @@ def _model(name: str, stats: ModelStats, queue: AdmissionCounts | None) -> dict[
 
 
 def scaling_view(timeline: ScalingTimeline, plan: RotationPlan, now_s: float) -> dict[str, Any]:
-    """The last decision about each pool with what follows from it, and the decisions before, the latest first."""
+    """The last decision about each pool with its actions, and the earlier decisions, the latest first."""
     in_force = plan is not NO_PLAN
     return {
         "in_force": in_force,

@@ -1,7 +1,7 @@
-"""The page at `/`: its files, who may see its data, and the data that it asks for.
+"""The page at `/`: its files, the access to its data, and the data.
 
-The page itself is public: it holds nothing. The snapshot is made at most once a second, or four times while workers
-come and go, and shared by all who look. Nothing here is counted on its own: workers come from the registry, figures
+The page itself is public, since it holds no data. The snapshot is made at most once a second, or four times a second
+while workers come and go, and all viewers share it. No figure is counted here: workers come from the registry, figures
 from the statistics behind the metrics, requests from their records, reasons from the autoscaler's plans.
 """
 
@@ -46,10 +46,10 @@ from splitserve.v1 import records_pb2
 
 
 class PageAccess:
-    """With tenants an API key is asked for, else the secret of `page_token_file`. With neither, the data are open on
-    loopback and closed on every other interface.
+    """Who may see the page's data: with tenants, holders of an API key; else, holders of the secret in
+    `page_token_file`. With neither, the data are open on loopback and closed on every other interface.
 
-    Raises ConfigError for a secret that cannot be read, or one beside tenants.
+    Raises ConfigError for a secret that cannot be read, and for a secret beside tenants.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -59,7 +59,7 @@ class PageAccess:
             raise ConfigError(message, field="page_token_file")
         self._has_tenants = config.tenants is not None
         self.asks_for: Literal["api_key", "token"] | None = None
-        """What credential the page has to ask for; None: none."""
+        """The credential that the page has to ask for; None: none."""
         self._token = read_token_file(path, "page_token_file") if path is not None else None
         self._is_local = is_loopback(config.host)
         if self._has_tenants:
@@ -72,10 +72,10 @@ class PageAccess:
         if self._has_tenants:
             return exchange.caller()
         if self._token is not None:
-            given = exchange.credential
-            if given is None:
+            credential = exchange.credential
+            if credential is None:
                 raise UnauthenticatedError("the page needs its token", reason="NO_PAGE_TOKEN")
-            if not hmac.compare_digest(given.encode(), self._token.encode()):
+            if not hmac.compare_digest(credential.encode(), self._token.encode()):
                 raise UnauthenticatedError("this is not the page's token", reason="WRONG_PAGE_TOKEN")
             return ANYONE
         if not self._is_local:
@@ -85,7 +85,7 @@ class PageAccess:
             )
             raise PermissionDeniedError(message, reason="PAGE_CLOSED")
         if not _names_this_machine(exchange.header(b"host") or ""):
-            # A name that a stranger's web page had resolved to 127.0.0.1.
+            # Another site's page may have its own name resolved to 127.0.0.1.
             message = "without a credential the page is served to localhost only, whatever name leads here"
             raise PermissionDeniedError(message, reason="PAGE_CLOSED")
         return ANYONE
@@ -119,7 +119,7 @@ SECURITY_HEADERS: Headers = [
     (b"cross-origin-opener-policy", b"same-origin"),
     (b"cross-origin-resource-policy", b"same-origin"),
 ]
-"""On every response of the page, its data included."""
+"""Headers of every response of the page, its data included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +153,12 @@ def static_file(name: str) -> StaticFile:
 
 SNAPSHOT_S = 1.0
 CHANGED_S = 0.25
-"""Least age of a snapshot that is replaced because the set of workers, or what they can do, has changed."""
+"""Least age of a snapshot that is replaced because the workers or their states have changed."""
 LISTED = 12
 """Requests in each list."""
 
-UNASKED = ModelStats()
-"""Of a model that no request has come for."""
+NO_STATS = ModelStats()
+"""Statistics of a model without requests."""
 
 Queues = Callable[[], Mapping[str, AdmissionCounts]]
 
@@ -185,7 +185,7 @@ class PageEndpoints:
 
     @property
     def paths(self) -> list[tuple[str, Serve]]:
-        """What is served under GET."""
+        """The paths that are served under GET."""
         return [
             ("/", self.index),
             ("/page/static/{name}", self.file),
@@ -211,8 +211,8 @@ class PageEndpoints:
         await _respond_file(exchange, exchange.path_params["name"])
 
     async def access(self, exchange: HttpExchange) -> None:
-        """GET /page/access: which credential the data need, and whether this caller has it. Always 200, for browsers
-        report every other status as an error."""
+        """GET /page/access: which credential the data need, and whether this caller has it. Always 200: browsers report
+        every other status as an error."""
         message = ""
         try:
             self._admit(exchange)
@@ -240,8 +240,8 @@ class PageEndpoints:
     async def request(self, exchange: HttpExchange) -> None:
         """GET /page/request/{request_id}: one record, as `splitserve explain --json` shows it."""
         exchange.response_headers += DATA_HEADERS
-        asked = records_pb2.GetRequestRecordRequest(request_id=exchange.path_params["request_id"])
-        response = self._explainer.record(asked, self._access.caller(exchange))
+        lookup = records_pb2.GetRequestRecordRequest(request_id=exchange.path_params["request_id"])
+        response = self._explainer.record(lookup, self._access.caller(exchange))
         await exchange.respond(200, compact_json(document(response.record)).encode())
 
     def _admit(self, exchange: HttpExchange) -> None:
@@ -270,12 +270,12 @@ class PageEndpoints:
         }
 
     def _models(self) -> dict[str, ModelStats]:
-        """The statistics of all models that had a worker, whether or not a request has come."""
-        return dict.fromkeys(sorted(self._registry.known_models()), UNASKED) | self._stats.models()
+        """The statistics of all models that have had a worker, also of those without requests."""
+        return dict.fromkeys(sorted(self._registry.known_models()), NO_STATS) | self._stats.models()
 
     def _listed(self, *, slow: bool = False, failed: bool = False) -> list[dict[str, Any]]:
-        asked = records_pb2.ListRequestRecordsRequest(slow=slow, failed=failed, limit=LISTED)
-        return [document(summary) for summary in self._explainer.records(asked, ANYONE).requests]
+        lookup = records_pb2.ListRequestRecordsRequest(slow=slow, failed=failed, limit=LISTED)
+        return [document(summary) for summary in self._explainer.records(lookup, ANYONE).requests]
 
 
 DATA_HEADERS = [*SECURITY_HEADERS, (b"cache-control", b"no-store")]

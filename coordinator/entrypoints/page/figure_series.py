@@ -1,6 +1,6 @@
 """Figures over time: every two seconds the growth of the statistics that metrics and autoscalers read. Pure.
 
-A point holds sums and counts of its two seconds, so that whoever adds points up gets what the metrics say.
+A point holds sums and counts of its two seconds, so that points add up to the metrics.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from splitserve.v1 import scaling_pb2
 STEP_S = 2.0
 MAX_POINTS = 300
 MAX_MODELS = 16
-"""Models with figures: those with most requests."""
+"""Most models with figures: those with most requests."""
 TTFT_PHASES: tuple[Phase, ...] = (
     scaling_pb2.PHASE_ADMIT,
     scaling_pb2.PHASE_RESERVE,
@@ -28,7 +28,7 @@ TTFT_PHASES: tuple[Phase, ...] = (
     scaling_pb2.PHASE_PREFILL_COMPUTE,
     scaling_pb2.PHASE_LOCAL_PREFILL,
 )
-"""Parts of the time to the first token; what is left of it is the way of prompt and token."""
+"""Phases of the time to the first token; the rest of it is spent on transporting prompt and token."""
 COLUMNS = (
     "at",
     "requests",
@@ -47,8 +47,9 @@ COLUMNS = (
     "prefill_kv",
     "decode_kv",
 )
-"""Of a point. `at`: seconds since 1970, the end of its interval. Milliseconds are sums over the interval's requests but
-for percentiles, which are None without any. `queued` and the share of KV in use (0..1, None: no worker) are of `at`."""
+"""Columns of a point. `at`: the end of its interval, seconds since 1970. Milliseconds are sums over the interval's
+requests, except percentiles, which are None without requests. `queued` and the shares of KV in use (0..1, None: no
+worker) are the values at `at`."""
 
 Row = tuple[float | int | None, ...]
 NO_HISTOGRAM = Histogram(LATENCY_BOUNDS_S, (0.0,) * (len(LATENCY_BOUNDS_S) + 1))
@@ -95,7 +96,7 @@ class FigureSeries:
         snapshot: PoolSnapshot,
         now_unix_s: float,
     ) -> None:
-        """Adds a point to each model. Counts of cold requests are in: clients saw them."""
+        """Adds a point to each model. Cold requests count too: clients saw them."""
         shown = sorted(stats, key=lambda name: (-stats[name].requests, name))[:MAX_MODELS]
         used = kv_shares(snapshot)
         for name in shown:
@@ -131,7 +132,7 @@ def _row(now: _Counts, before: _Counts, now_unix_s: float) -> Row:
     ttft, tpot = now.ttft - before.ttft, now.tpot - before.tpot
 
     def grown_ms(phase: Phase) -> float:
-        return _rounded(max(0.0, now.sums_s[phase] - before.sums_s.get(phase, 0.0)) * 1e3)
+        return round(max(0.0, now.sums_s[phase] - before.sums_s.get(phase, 0.0)) * 1e3, 3)
 
     return (
         round(now_unix_s, 3),
@@ -148,7 +149,7 @@ def _row(now: _Counts, before: _Counts, now_unix_s: float) -> Row:
 
 
 def kv_shares(snapshot: PoolSnapshot) -> dict[tuple[str, str], float]:
-    """Share of KV blocks that cannot be had, by (model, pool), where there are workers."""
+    """Share of KV blocks that are not free, by (model, pool) with workers."""
     sums: dict[tuple[str, str], tuple[int, int]] = {}
     for worker in snapshot.workers:
         load = worker.load
@@ -166,8 +167,4 @@ def _histogram(counts: PhaseCounts) -> Histogram:
 def _percentiles_ms(values: Histogram) -> Iterator[float | None]:
     for percent in (50, 99):
         value_s = values.percentile(percent)
-        yield None if value_s is None else _rounded(value_s * 1e3)
-
-
-def _rounded(ms: float) -> float:
-    return round(ms, 3)
+        yield None if value_s is None else round(value_s * 1e3, 3)

@@ -1,5 +1,5 @@
-"""`splitserve doctor`: the lanes between the workers of a running cluster, and what to change; with `--device` the
-engine's self-test on each device of this machine, in a process each."""
+"""`splitserve doctor`: the lanes between the workers of a running cluster, and what to change. With `--device`: the
+engine's self-test on each device of this machine, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -60,12 +60,11 @@ def doctor(
     from launcher.cluster.rdma_verdicts import rdma_verdicts
     from splitserve.gpus.rdma import read_rdma_facts
     from splitserve.gpus.worker_gpus import GPU_VARIABLE
-    from splitserve.host_facts import read_host_facts
 
     info = None if machine else asyncio.run(_ask(target, api_key, tls))
     host = read_host_facts()
     pairs = [] if info is None else pair_verdicts(info.workers, host)
-    # In a worker's container the first one names its own GPUs.
+    # In a worker's container the first variable names the worker's own GPUs.
     visible = os.environ.get(GPU_VARIABLE) or os.environ.get("CUDA_VISIBLE_DEVICES")
     facts = [*host_verdicts(host), *rdma_verdicts(read_rdma_facts(), host.variables, visible)]
     if machine and not as_json:
@@ -79,7 +78,7 @@ def doctor(
 
 
 def _test_devices(*, as_json: bool) -> None:
-    """Exit code 1 when a check fails."""
+    """Writes the verdicts of every device's self-test. Exit code 1 when a check fails."""
     tests = dict(self_test_of(device) for device in all_devices())
     if as_json:
         devices = {name: [asdict(verdict) for verdict in verdicts] for name, verdicts in tests.items()}
@@ -136,14 +135,15 @@ LIMIT_S = 300.0
 
 
 def all_devices() -> list[str]:
-    """What there is to test here."""
+    """The devices of this machine to test, as `engine.device` names them."""
     return device_names(read_host_facts().gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def self_test_of(
     device: str, command: Sequence[str] | None = None, limit_s: float = LIMIT_S
 ) -> tuple[str, list[HostVerdict]]:
-    """The device with its name, and the verdicts. A test that ends without an answer is a verdict, too."""
+    """The device with its name, and the verdicts of its self-test, which may take `limit_s` seconds. A self-test that
+    ends without an answer gives a verdict, too."""
     number_devices_like_nvidia_smi()
     try:
         ended = subprocess.run(

@@ -30,9 +30,9 @@ RequestId = Annotated[
     str | None,
     typer.Argument(help="Id of the request, or of an OpenAI answer. Without it: a list of kept records."),
 ]
-Slow = Annotated[bool, typer.Option("--slow", help="List those kept because they were slow.")]
+Slow = Annotated[bool, typer.Option("--slow", help="List records kept because they were slow.")]
 Failed = Annotated[
-    bool, typer.Option("--failed", help="List those kept because they failed, were refused or resumed.")
+    bool, typer.Option("--failed", help="List records kept because they failed, were refused or resumed.")
 ]
 Limit = Annotated[int, typer.Option(min=1, max=MAX_LIMIT, help="Records in a list, at most.")]
 
@@ -60,8 +60,9 @@ def explain(
         record = asyncio.run(_record(targets, request_id, api_key, tls))
         _show(document(record), record_lines(record, _width()), as_json=as_json)
         return
-    asked = _records(targets, slow=slow, failed=failed, limit=limit, api_key=api_key, tls=tls)
-    summaries = asyncio.run(asked)
+    summaries = asyncio.run(
+        _records(targets, slow=slow, failed=failed, limit=limit, api_key=api_key, tls=tls)
+    )
     shown = {"requests": [document(summary) for summary in summaries]}
     _show(shown, summary_lines(summaries, _width()), as_json=as_json)
 
@@ -70,7 +71,7 @@ async def _record(
     targets: Sequence[str], request_id: str, api_key: str | None, tls: Path | None
 ) -> records_pb2.RequestRecord:
     """The latest record of that id that any of the coordinators has."""
-    answers = await _each(targets, lambda client: client.request_record(request_id), api_key, tls)
+    answers = await _ask_all(targets, lambda client: client.request_record(request_id), api_key, tls)
     records = [answer for answer in answers if not isinstance(answer, SplitserveError)]
     if records:
         return max(records, key=lambda record: record.received.ToNanoseconds())
@@ -81,8 +82,8 @@ async def _record(
 async def _records(
     targets: Sequence[str], *, slow: bool, failed: bool, limit: int, api_key: str | None, tls: Path | None
 ) -> list[records_pb2.RequestSummary]:
-    """The latest of all coordinators."""
-    answers = await _each(
+    """The latest records of all coordinators, at most `limit`. Raises the error of a coordinator that fails."""
+    answers = await _ask_all(
         targets, lambda client: client.request_records(slow=slow, failed=failed, limit=limit), api_key, tls
     )
     summaries: list[records_pb2.RequestSummary] = []
@@ -93,12 +94,14 @@ async def _records(
     return sorted(summaries, key=lambda summary: summary.received.ToNanoseconds(), reverse=True)[:limit]
 
 
-async def _each(
+async def _ask_all(
     targets: Sequence[str],
     ask: Callable[[AsyncClient], Awaitable[T]],
     api_key: str | None,
     tls: Path | None,
 ) -> list[T | SplitserveError]:
+    """The answer or the error of each coordinator, in the order of `targets`."""
+
     async def answer_of(target: str) -> T | SplitserveError:
         async with options.client(target, api_key, tls) as client:
             try:

@@ -30,9 +30,15 @@ ModelName = Annotated[str, typer.Option(help="Model name. Default: the only one 
 MaxTokens = Annotated[int | None, typer.Option(help="Output tokens at most.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy; up to 100.", rich_help_panel=PANEL)]
 TopK = Annotated[int, typer.Option(help="Keep the k likeliest; 0 keeps all.", rich_help_panel=PANEL)]
-TopP = Annotated[float | None, typer.Option(help="Keep this much probability.", rich_help_panel=PANEL)]
+TopP = Annotated[
+    float | None,
+    typer.Option(help="Keep the likeliest tokens up to this probability.", rich_help_panel=PANEL),
+]
 MinP = Annotated[
-    float, typer.Option(help="Drop what is less likely than this share of the best.", rich_help_panel=PANEL)
+    float,
+    typer.Option(
+        help="Drop tokens below this share of the likeliest one's probability.", rich_help_panel=PANEL
+    ),
 ]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling reproducible.", rich_help_panel=PANEL)]
 Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")]
@@ -108,15 +114,20 @@ def generate(
         chosen["regex"] = regex
     if lark is not None:
         chosen["lark"] = _file_or_text(lark, "lark")
-    text = _read_stdin() if prompt == "-" else prompt
+    if prompt == "-":
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError:
+            raise InvalidArgumentError("prompt: standard input is not UTF-8 text", field="prompt") from None
 
     def prompt_for(model: inference_pb2.ModelInfo) -> Prompt:
-        return _prompt(text, model, system=system, raw=raw, token_ids=token_ids)
+        return _prompt(prompt, model, system=system, raw=raw, token_ids=token_ids)
 
     client = options.client(target, api_key, tls, timeout)
     completion = asyncio.run(_ask(client, prompt_for, chosen, stream=not as_json))
     if as_json:
-        write_json(_document(completion))
+        # Without the log-probabilities, which no option requests.
+        write_json({name: value for name, value in asdict(completion).items() if name != "logprobs"})
     if timings:
         _show_timings(completion)
     if completion.finish_reason == "abort":
@@ -124,17 +135,10 @@ def generate(
 
 
 def _file_or_text(given: str, option: str) -> str:
-    """The text itself, or the content of the file of that name. With a brace or a colon it is no file name."""
+    """The text itself, or the content of the file of that name. A text with a brace or a colon is no file name."""
     if "{" in given or ":" in given:
         return given
     return read_named_text(Path(given), option)
-
-
-def _read_stdin() -> str:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError:
-        raise InvalidArgumentError("prompt: standard input is not UTF-8 text", field="prompt") from None
 
 
 async def _ask(
@@ -144,7 +148,7 @@ async def _ask(
     *,
     stream: bool,
 ) -> Completion:
-    """The whole answer, which is written as it comes with `stream`."""
+    """The whole answer; `stream` writes its text as it comes."""
     from splitserve.client import Completion
     from splitserve.client.request_builder import build_request
 
@@ -192,7 +196,11 @@ def _prompt(
     from splitserve.client import ChatMessage
 
     if token_ids:
-        return _parse_token_ids(text)
+        words = re.split(r"[\s,]+", text.strip())
+        if not all(word.isdecimal() for word in words):
+            message = "prompt must be token ids, separated by commas or blanks, with --token-ids"
+            raise InvalidArgumentError(message, field="prompt")
+        return [int(word) for word in words]
     if raw or not model.has_chat_template:
         if system is not None:
             message = "system must not be given for a raw prompt or a model without a chat template"
@@ -204,19 +212,13 @@ def _prompt(
     return [*turns, ChatMessage("user", text)]
 
 
-def _parse_token_ids(text: str) -> list[int]:
-    words = re.split(r"[\s,]+", text.strip())
-    if not all(word.isdecimal() for word in words):
-        message = "prompt must be token ids, separated by commas or blanks, with --token-ids"
-        raise InvalidArgumentError(message, field="prompt")
-    return [int(word) for word in words]
-
-
 def _show_timings(completion: Completion) -> None:
     from rich.console import Console
+    from rich.filesize import decimal
     from rich.table import Table
 
     times, usage, served = completion.timings, completion.usage, completion.served_by
+    written = f"{decimal(times.transfer_bytes)} over {served.transport}"
     table = Table(title=f"request {completion.request_id}", title_justify="left")
     table.add_column("phase")
     table.add_column("ms", justify="right")
@@ -224,7 +226,7 @@ def _show_timings(completion: Completion) -> None:
     rows: list[tuple[str, float, Any]] = [
         ("queue", times.queue_ms, f"of it {times.reserve_ms:.1f} ms for the decode reservation"),
         ("prefill", times.prefill_ms, f"{usage.prompt_tokens} tokens, {usage.cached_prompt_tokens} cached"),
-        ("transfer", times.transfer_ms, _transfer(completion)),
+        ("transfer", times.transfer_ms, written if times.transfer_bytes else "nothing shipped"),
         ("decode admit", times.decode_admit_ms, f"{usage.decode_cached_tokens} tokens held already"),
         ("TTFT", times.ttft_ms, f"on {served.prefill_worker or served.decode_worker}"),
         ("TPOT", times.tpot_ms, f"{usage.completion_tokens} tokens, on {served.decode_worker or 'none'}"),
@@ -232,15 +234,3 @@ def _show_timings(completion: Completion) -> None:
     for phase, milliseconds, what in rows:
         table.add_row(phase, f"{milliseconds:.1f}", what)
     Console(stderr=True).print(table)
-
-
-def _transfer(completion: Completion) -> str:
-    from rich.filesize import decimal
-
-    shipped = completion.timings.transfer_bytes
-    return f"{decimal(shipped)} over {completion.served_by.transport}" if shipped else "nothing shipped"
-
-
-def _document(completion: Completion) -> dict[str, Any]:
-    """The completion without its log-probabilities, which no option requests."""
-    return {name: value for name, value in asdict(completion).items() if name != "logprobs"}

@@ -38,16 +38,16 @@ def show(
 ) -> None:
     """Show the routes in force and the part of new requests that each model gets."""
     results = asyncio.run(_client(target, api_key, tls, cluster_token_file).routes())
-    answers = {where: routes for where, routes in results.items() if not isinstance(routes, SplitserveError)}
+    answers = {
+        address: routes for address, routes in results.items() if not isinstance(routes, SplitserveError)
+    }
     if as_json:
-        write_json({where: [_fields(route) for route in routes] for where, routes in answers.items()})
+        write_json({address: [_fields(route) for route in routes] for address, routes in answers.items()})
     else:
-        for where, routes in answers.items():
-            write(f"{where}\n" + "".join(map(_lines, routes)) + ("" if routes else "  no routes\n"))
-        if (
-            len({tuple((r.name, tuple(r.weights.items())) for r in routes) for routes in answers.values()})
-            > 1
-        ):
+        for address, routes in answers.items():
+            write(f"{address}\n" + "".join(map(_lines, routes)) + ("" if routes else "  no routes\n"))
+        weights = [[(route.name, *route.weights.items()) for route in routes] for routes in answers.values()]
+        if any(other != weights[0] for other in weights):
             write("the coordinators differ\n")
     _checked(results)
 
@@ -109,30 +109,27 @@ def _client(
 
 def _set(client: RoutesClient, name: str, weights: Weights) -> None:
     results = asyncio.run(client.set(name, weights))
-    for where, unknown in results.items():
+    for address, unknown in results.items():
         if not isinstance(unknown, SplitserveError):
             note = f" (no worker serves {', '.join(unknown)} yet)" if unknown else ""
-            write(f"{where}: {name} -> {_shown(weights) or 'removed'}{note}\n")
+            write(f"{address}: {name} -> {_shown(weights) or 'removed'}{note}\n")
     _checked(results)
 
 
 def _checked(results: Mapping[str, object]) -> None:
     """Raises the first error among the results, naming its coordinator."""
-    for where, result in results.items():
+    for address, result in results.items():
         if isinstance(result, SplitserveError):
-            raise type(result)(f"{where}: {result.message}", reason=result.reason, field=result.field)
+            raise type(result)(f"{address}: {result.message}", reason=result.reason, field=result.field)
 
 
 def _lines(route: RouteState) -> str:
-    head = f"  {route.name}" + (
-        f"  (before: {_shown(route.previous) or 'none'})" if route.previous is not None else ""
-    )
-    lines = [
-        f"    {model}  weight {weight:g}, {route.share(model):.1%} of new requests"
-        + ("" if model in route.ready_models else ", no ready workers")
-        for model, weight in route.weights.items()
-    ]
-    return "\n".join([head, *lines]) + "\n"
+    before = "" if route.previous is None else f"  (before: {_shown(route.previous) or 'none'})"
+    text = f"  {route.name}{before}\n"
+    for model, weight in route.weights.items():
+        note = "" if model in route.ready_models else ", no ready workers"
+        text += f"    {model}  weight {weight:g}, {route.share(model):.1%} of new requests{note}\n"
+    return text
 
 
 def _shown(weights: Weights) -> str:

@@ -52,7 +52,8 @@ def explain_scaling(
 
 
 def _fetched(target: str, tls: Path | None, token: str | None) -> dict[str, Any]:
-    """The page. Raises UnavailableError, UnauthenticatedError, NotFoundError and InvalidArgumentError."""
+    """The autoscaler's page of decisions. Raises UnavailableError without an answer, UnauthenticatedError without the
+    cluster token, NotFoundError for another service's answer, InvalidArgumentError for a malformed `target`."""
     host, _, port = target.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise InvalidArgumentError(f"target must be HOST:PORT, not {target!r}", field="target")
@@ -97,12 +98,15 @@ def _lines(decisions: list[Mapping[str, Any]]) -> Iterator[str]:
     """Plain text, the same piped and on a terminal."""
     if not decisions:
         yield "no decision yet"
+    bold, plain = (
+        ("\x1b[1m", "\x1b[0m") if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else ("", "")
+    )
     for number, decision in enumerate(decisions):
         if number:
             yield ""
         notes = "" if decision["acted"] else "  (not acted on)"
         notes += "" if decision["complete"] else "  (a coordinator was silent)"
-        yield f"{_bold('decision ' + str(decision['number']))}  {decision['time']}{notes}"
+        yield f"{bold}decision {decision['number']}{plain}  {decision['time']}{notes}"
         for name, pool in decision["pools"].items():
             yield from _pool_lines(name, pool)
 
@@ -112,15 +116,10 @@ def _pool_lines(name: str, pool: Mapping[str, Any]) -> Iterator[str]:
     starting = f" + {pool['starting']} starting" if pool["starting"] else ""
     yield f"  {name}: {pool['ready']} ready{starting}, wants {pool['desired']}{standby}"
     yield f"    bound by {pool['cause']}: {pool['reason']}"
-    inputs = ", ".join(f"{key} {_figure(value)}" for key, value in pool["inputs"].items())
-    yield f"    inputs: {inputs}"
+    inputs = (
+        f"{signal} {'unknown' if value is None else f'{value:.4g}'}"
+        for signal, value in pool["inputs"].items()
+    )
+    yield f"    inputs: {', '.join(inputs)}"
     if pool["actions"]:
         yield f"    actions: {', '.join(pool['actions'])}"
-
-
-def _figure(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.4g}"
-
-
-def _bold(text: str) -> str:
-    return f"\x1b[1m{text}\x1b[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from launcher.cli import options
+from launcher.cli.client.top_figures import LatencyTargets, Reading, figures
 from launcher.cli.output import drawn, write, write_json
 from splitserve.errors import SplitserveError
 from splitserve.rpc.documents import document
@@ -21,7 +23,7 @@ from splitserve.rpc.documents import document
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from launcher.cli.client.top_figures import LatencyFigures, ModelFigures, Reading, WorkerFigures
+    from launcher.cli.client.top_figures import LatencyFigures, ModelFigures, WorkerFigures
     from splitserve.client import AsyncClient
     from splitserve.client.scaling_client import ScalingClient
     from splitserve.v1 import records_pb2
@@ -75,64 +77,60 @@ def top(
     on_terminal = sys.stdout.isatty() and not as_json
     if count is None and not sys.stdout.isatty():
         count = 1
-    watch = _Watch(options.addresses(target), interval, (ttft, tpot), api_key, tls)
+    watch = _Watch(
+        options.addresses(target)[:MAX_TARGETS], interval, LatencyTargets(ttft, tpot), api_key, tls
+    )
     try:
         asyncio.run(_live(watch, count) if on_terminal else _printed(watch, count, as_json=as_json))
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
 
 
+@dataclass(slots=True)
 class _Watch:
-    """Asks the coordinators every `interval` seconds."""
+    """Asks the coordinators every `interval_s` seconds."""
 
-    def __init__(
-        self,
-        targets: Sequence[str],
-        interval: float,
-        wanted_s: tuple[float, float],
-        api_key: str | None,
-        tls: Path | None,
-    ) -> None:
-        self._targets, self.interval, self._wanted_s = targets[:MAX_TARGETS], interval, wanted_s
-        self._api_key, self._tls = api_key, tls
-        self._scaling: list[ScalingClient] = []
-        self._clients: list[AsyncClient] = []
-        self.missing: Sequence[str] = ()
-        """Coordinators that did not answer last time."""
+    addresses: Sequence[str]
+    """Of the coordinators."""
+    interval_s: float
+    latency_targets: LatencyTargets
+    api_key: str | None
+    tls: Path | None
+    missing: Sequence[str] = ()
+    """Addresses of the coordinators that did not answer the last reading."""
+    _scaling: list[ScalingClient] = field(default_factory=list)
+    _clients: list[AsyncClient] = field(default_factory=list)
 
     async def intervals(self, count: int | None) -> AsyncIterator[Interval]:
-        """The figures of each of the next `count` intervals, for ever without one, and the slowest of the latest slow
-        requests."""
-        from launcher.cli.client.top_figures import LatencyTargets, figures
+        """The figures of each of the next `count` intervals, and the slowest of the latest slow requests. Without a
+        count it never ends."""
         from splitserve.client.scaling_client import ScalingClient
         from splitserve.rpc.credentials import ClusterCredentials
         from splitserve.security.tls import client_files
 
-        security = ClusterCredentials(client_files(self._tls) if self._tls else None)
+        security = ClusterCredentials(client_files(self.tls) if self.tls else None)
         async with AsyncExitStack() as stack:
-            for target in self._targets:
-                scaling = ScalingClient(target, security=security, api_key=self._api_key)
+            for address in self.addresses:
+                scaling = ScalingClient(address, security=security, api_key=self.api_key)
                 self._scaling.append(await stack.enter_async_context(scaling))
-                client = options.client(target, self._api_key, self._tls)
+                client = options.client(address, self.api_key, self.tls)
                 self._clients.append(await stack.enter_async_context(client))
-            before, left = await self._read(), count
-            while left is None or left > 0:
-                await asyncio.sleep(self.interval)
+            before = await self._read()
+            for _ in itertools.count() if count is None else range(count):
+                await asyncio.sleep(self.interval_s)
                 now = await self._read()
-                yield figures(before, now, LatencyTargets(*self._wanted_s)), await self._slow()
-                before, left = now, None if left is None else left - 1
+                yield figures(before, now, self.latency_targets), await self._slow()
+                before = now
 
     async def _read(self) -> Reading:
-        """Raises the first error if no coordinator answers."""
-        from launcher.cli.client.top_figures import Reading
-
+        """The signals of the coordinators that answer. Raises the first error if none does."""
         answers = await asyncio.gather(
             *(client.signals() for client in self._scaling), return_exceptions=True
         )
         signals, errors = [], {}
-        for target, answer in zip(self._targets, answers, strict=True):
+        for address, answer in zip(self.addresses, answers, strict=True):
             if isinstance(answer, SplitserveError):
-                errors[target] = answer
+                errors[address] = answer
             elif isinstance(answer, BaseException):
                 raise answer
             else:
@@ -143,8 +141,10 @@ class _Watch:
         return Reading(time.monotonic(), signals)
 
     async def _slow(self) -> list[records_pb2.RequestSummary]:
-        asked = (client.request_records(slow=True, limit=SLOW_REQUESTS) for client in self._clients)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        answers = await asyncio.gather(
+            *(client.request_records(slow=True, limit=SLOW_REQUESTS) for client in self._clients),
+            return_exceptions=True,
+        )
         records = [record for answer in answers if not isinstance(answer, BaseException) for record in answer]
         return sorted(records, key=lambda record: record.total_ms, reverse=True)[:SLOW_REQUESTS]
 
@@ -152,31 +152,26 @@ class _Watch:
 async def _printed(watch: _Watch, count: int | None, *, as_json: bool) -> None:
     async for models, slow in watch.intervals(count):
         if as_json:
-            write_json(_document(watch, models, slow))
+            answer = {
+                "models": [asdict(model) for model in models],
+                "slow_requests": [document(record) for record in slow],
+                "missing": list(watch.missing),
+            }
+            write_json(answer)
         else:
-            write(drawn(_picture(watch, models, slow), piped_width=PIPED_WIDTH))
+            write(drawn(_picture(watch.missing, models, slow), piped_width=PIPED_WIDTH))
 
 
 async def _live(watch: _Watch, count: int | None) -> None:
     from rich.live import Live
 
-    with Live(f"measuring for {watch.interval:g} s", auto_refresh=False) as live:
+    with Live(f"measuring for {watch.interval_s:g} s", auto_refresh=False) as live:
         async for models, slow in watch.intervals(count):
-            live.update(_picture(watch, models, slow), refresh=True)
-
-
-def _document(
-    watch: _Watch, models: Sequence[ModelFigures], slow: Sequence[records_pb2.RequestSummary]
-) -> dict[str, Any]:
-    return {
-        "models": [asdict(model) for model in models],
-        "slow_requests": [document(record) for record in slow],
-        "missing": list(watch.missing),
-    }
+            live.update(_picture(watch.missing, models, slow), refresh=True)
 
 
 def _picture(
-    watch: _Watch, models: Sequence[ModelFigures], slow: Sequence[records_pb2.RequestSummary]
+    missing: Sequence[str], models: Sequence[ModelFigures], slow: Sequence[records_pb2.RequestSummary]
 ) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
@@ -203,23 +198,21 @@ def _picture(
         parts.append(
             Text(f"  {record.request_id}  {record.outcome}, {first}{record.total_ms:.0f} ms in all: {why}")
         )
-    parts += [Text(f"no answer from {target}", style="red") for target in watch.missing]
+    parts += [Text(f"no answer from {address}", style="red") for address in missing]
     return Group(*parts)
 
 
 def _head(model: ModelFigures) -> list[str]:
     ends = ", ".join(f"{rate:.1f} {outcome}" for outcome, rate in model.outcomes_per_s.items() if rate)
     waits = ", ".join(f"{number} {wait}" for wait, number in model.in_progress.items())
-    return [
+    lines = [
         f"{model.model}: {model.requests_per_s:.1f} requests/s, {model.prompt_tokens_per_s:.0f} prompt tokens/s"
         f" ({model.cached_share:.0%} cached); ends a second: {ends or 'none'}",
         f"{waits}; TTFT {_times(model.ttft)}; TPOT {_times(model.tpot)}",
-        *(
-            [f"TTFT of long prompts {_times(model.ttft_long)}"]
-            if model.ttft_long.attained is not None
-            else []
-        ),
     ]
+    if model.ttft_long.attained is not None:
+        lines.append(f"TTFT of long prompts {_times(model.ttft_long)}")
+    return lines
 
 
 def _times(times: LatencyFigures) -> str:

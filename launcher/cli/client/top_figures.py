@@ -5,6 +5,7 @@ The signals are cumulative; rates and latencies are those of the time between th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class LatencyTargets:
-    """Latencies that an answer is to keep to. Seconds."""
+    """The latencies that an answer shall not exceed, in seconds."""
 
     ttft_s: float
     tpot_s: float
@@ -50,11 +51,11 @@ class WorkerFigures:
     waiting_requests: int
     waiting_tokens: int
     kv_used: float
-    """Share of its KV blocks that cannot be had, 0..1."""
+    """Share of its KV blocks that are not free, 0..1."""
     prefill_tokens_per_s: float
     """0: not measured yet."""
     step_ms: float
-    """A decode step of what it runs; 0: not measured yet."""
+    """Time of a decode step with its running requests; 0: not measured yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +66,12 @@ class ModelFigures:
     requests_per_s: float
     prompt_tokens_per_s: float
     outcomes_per_s: Mapping[str, float]
-    """Ends by their outcome, for example `completed`."""
+    """Requests that ended, by outcome, for example `completed`."""
     in_progress: Mapping[str, int]
     """Generations by what they wait for: `admitting`, `reserving`, `prefilling`, `decoding`."""
     ttft: LatencyFigures
     ttft_long: LatencyFigures
-    """Of prompts of `long_prompt_tokens` or more."""
+    """The TTFT of prompts of `long_prompt_tokens` or more."""
     tpot: LatencyFigures
     cached_share: float
     """Share of prompt tokens that recent prefills found cached, 0..1; the mean of the coordinators."""
@@ -78,7 +79,7 @@ class ModelFigures:
 
 
 def figures(before: Reading, now: Reading, targets: LatencyTargets) -> list[ModelFigures]:
-    """One entry a model, in order of their names.
+    """The figures of each model, in order of the models' names.
 
     A coordinator that was not in `before` counts from the next reading on.
     """
@@ -86,41 +87,40 @@ def figures(before: Reading, now: Reading, targets: LatencyTargets) -> list[Mode
     pairs = [(earlier[new.coordinator_id], new) for new in now.signals if new.coordinator_id in earlier]
     names = sorted({model.model for signals in now.signals for model in signals.models})
     elapsed_s = max(now.at_s - before.at_s, 1e-9)
-    return [_model(name, pairs, now.signals, elapsed_s, targets) for name in names]
+    return [_model_figures(name, pairs, now.signals, elapsed_s, targets) for name in names]
 
 
 _Signals = scaling_pb2.GetSignalsResponse
 _Pair = tuple[_Signals, _Signals]
+"""A coordinator's signals of the two readings."""
 
 
-def _model(
+def _model_figures(
     name: str, pairs: Sequence[_Pair], signals: Sequence[_Signals], elapsed_s: float, targets: LatencyTargets
 ) -> ModelFigures:
-    both = [(_of(old, name), _of(new, name)) for old, new in pairs]
-    mine = [model for answer in signals for model in answer.models if model.model == name]
-    outcomes: dict[str, float] = {}
+    both = [(_model_signals(old, name), _model_signals(new, name)) for old, new in pairs]
+    models = [model for answer in signals for model in answer.models if model.model == name]
+    outcomes: Counter[str] = Counter()
     for old, new in both:
-        for outcome, count in _outcomes(new).items():
-            outcomes[outcome] = (
-                outcomes.get(outcome, 0.0) + (count - _outcomes(old).get(outcome, 0)) / elapsed_s
-            )
+        outcomes.update(_outcomes(new))
+        outcomes.subtract(_outcomes(old))
     waits = ("admitting", "reserving", "prefilling", "decoding")
-    workers = {worker.worker_id: worker for model in mine for worker in model.workers}
+    workers = {worker.worker_id: worker for model in models for worker in model.workers}
     return ModelFigures(
         name,
         sum(new.arrivals.requests - old.arrivals.requests for old, new in both) / elapsed_s,
         sum(new.arrivals.prompt_tokens - old.arrivals.prompt_tokens for old, new in both) / elapsed_s,
-        outcomes,
-        {wait: sum(getattr(model.in_progress, f"{wait}_requests") for model in mine) for wait in waits},
-        _figures(_counted(pairs, name, scaling_pb2.PHASE_TTFT), targets.ttft_s),
-        _figures(_counted(pairs, name, scaling_pb2.PHASE_TTFT_LONG), targets.ttft_s),
-        _figures(_counted(pairs, name, scaling_pb2.PHASE_TPOT), targets.tpot_s),
-        sum(model.cached_share for model in mine) / max(1, len(mine)),
-        [_worker(workers[worker_id]) for worker_id in sorted(workers)],
+        {outcome: count / elapsed_s for outcome, count in outcomes.items()},
+        {wait: sum(getattr(model.in_progress, f"{wait}_requests") for model in models) for wait in waits},
+        _latency_figures(pairs, name, scaling_pb2.PHASE_TTFT, targets.ttft_s),
+        _latency_figures(pairs, name, scaling_pb2.PHASE_TTFT_LONG, targets.ttft_s),
+        _latency_figures(pairs, name, scaling_pb2.PHASE_TPOT, targets.tpot_s),
+        sum(model.cached_share for model in models) / max(1, len(models)),
+        [_worker_figures(workers[worker_id]) for worker_id in sorted(workers)],
     )
 
 
-def _of(signals: _Signals, name: str) -> scaling_pb2.ModelSignals:
+def _model_signals(signals: _Signals, name: str) -> scaling_pb2.ModelSignals:
     return next((model for model in signals.models if model.model == name), scaling_pb2.ModelSignals())
 
 
@@ -132,7 +132,10 @@ def _outcomes(model: scaling_pb2.ModelSignals) -> dict[str, int]:
     }
 
 
-def _counted(pairs: Iterable[_Pair], name: str, phase: scaling_pb2.Phase.ValueType) -> Histogram | None:
+def _latency_figures(
+    pairs: Iterable[_Pair], name: str, phase: scaling_pb2.Phase.ValueType, target_s: float
+) -> LatencyFigures:
+    """The latency of one phase between the readings, over all coordinators."""
     total: Histogram | None = None
     for old, new in pairs:
         after = _histogram(new, name, phase)
@@ -143,25 +146,23 @@ def _counted(pairs: Iterable[_Pair], name: str, phase: scaling_pb2.Phase.ValueTy
         part = after if earlier is None or earlier.bounds != after.bounds else after - earlier
         if total is None or total.bounds == part.bounds:
             total = part if total is None else total + part
-    return total
-
-
-def _figures(counted: Histogram | None, target_s: float) -> LatencyFigures:
-    if counted is None:
+    if total is None:
         return LatencyFigures()
-    ms = [None if value is None else value * 1e3 for value in map(counted.percentile, (50, 99))]
-    return LatencyFigures(ms[0], ms[1], counted.share_within(target_s))
+    p50_ms, p99_ms = (
+        None if value_s is None else value_s * 1e3 for value_s in map(total.percentile, (50, 99))
+    )
+    return LatencyFigures(p50_ms, p99_ms, total.share_within(target_s))
 
 
 def _histogram(signals: _Signals, name: str, phase: scaling_pb2.Phase.ValueType) -> Histogram | None:
     bounds = tuple(signals.bounds_seconds)
-    for times in _of(signals, name).phases:
+    for times in _model_signals(signals, name).phases:
         if times.phase == phase and len(times.counts) == len(bounds) + 1:
             return Histogram(bounds, tuple(times.counts))
     return None
 
 
-def _worker(worker: scaling_pb2.WorkerSignals) -> WorkerFigures:
+def _worker_figures(worker: scaling_pb2.WorkerSignals) -> WorkerFigures:
     load, latency = worker.load, LatencyModel.from_proto(worker.load.latency)
     used = 1.0 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
     return WorkerFigures(

@@ -20,7 +20,7 @@ STYLES = {
     "transfer": "cyan",
     "decode": "green",
 }
-"""Waiting is yellow, computing green, writing cyan, and what came to nothing red."""
+"""Style of each phase: waiting is yellow, computing green, writing cyan, and a prefill that failed red."""
 UNITS = ("B", "kB", "MB", "GB")
 
 
@@ -32,7 +32,7 @@ class Line(NamedTuple):
 
 
 def record_lines(record: records_pb2.RequestRecord, width: int) -> list[Line]:
-    """The whole record; lines have at most `width` characters but for what cannot be broken, like ids."""
+    """The whole record. Lines have at most `width` characters, except where a word, like an id, is longer."""
     return [
         *_head(record, width),
         *_waterfall(record, width),
@@ -47,7 +47,7 @@ def record_lines(record: records_pb2.RequestRecord, width: int) -> list[Line]:
 
 
 def summary_lines(summaries: Sequence[records_pb2.RequestSummary], width: int) -> list[Line]:
-    """A line for each kept record, and why it is kept below it."""
+    """A line for each kept record, and below it the reasons for keeping it."""
     if not summaries:
         return [Line("no such records are kept")]
     lines = [Line(f"{'request':32}  {'received (UTC)':14}  {'TTFT ms':>8}  outcome", "bold")]
@@ -64,15 +64,15 @@ def _head(record: records_pb2.RequestRecord, width: int) -> list[Line]:
     ttft = f"TTFT {record.ttft_ms:.1f} ms" if record.HasField("ttft_ms") else "no first token"
     served = record.served_model
     model = f"{record.model} (served by {served})" if served not in ("", record.model) else record.model
-    about = (
+    facts = (
         f"{record.outcome}, {ttft}, {record.total_ms:.1f} ms in all; model {model or 'not named'}, "
         f"tenant {record.tenant}, {record.prompt_tokens} prompt and {record.output_tokens} output tokens, "
         f"received {record.received.ToJsonString()}"
     )
     if record.trace_id:
-        about += f", trace {record.trace_id}{'' if record.trace_exported else ' (not exported)'}"
+        facts += f", trace {record.trace_id}{'' if record.trace_exported else ' (not exported)'}"
     failure = _wrapped(record.failure, width, "", "red") if record.failure else []
-    return [Line(f"request {record.request_id}", "bold"), *_wrapped(about, width, ""), *failure, Line("")]
+    return [Line(f"request {record.request_id}", "bold"), *_wrapped(facts, width, ""), *failure, Line("")]
 
 
 def _waterfall(record: records_pb2.RequestRecord, width: int) -> list[Line]:
@@ -96,12 +96,8 @@ def _bar(phase: records_pb2.RequestPhase, from_ms: float, to_ms: float, width: i
     span = max(to_ms - from_ms, 1e-9)
     left = min(int((phase.start_ms - from_ms) / span * room), room - 1)
     length = max(1, min(round((phase.end_ms - phase.start_ms) / span * room), room - left))
-    text = f"{columns} {_cut(phase.worker):{WORKER}} {' ' * left}{'#' * length}"
-    return Line(text, STYLES.get(phase.name, ""))
-
-
-def _cut(worker: str) -> str:
-    return worker if len(worker) <= WORKER else f"..{worker[2 - WORKER :]}"
+    worker = phase.worker if len(phase.worker) <= WORKER else f"..{phase.worker[2 - WORKER :]}"
+    return Line(f"{columns} {worker:{WORKER}} {' ' * left}{'#' * length}", STYLES.get(phase.name, ""))
 
 
 def _attempts(record: records_pb2.RequestRecord, width: int) -> Iterable[Line]:

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from autoscaler.plan import Decide
-from autoscaler.reconcile import Bounds
+from autoscaler.reconcile import Bounds, bounds_of
 from autoscaler.simulation.engine_model import preset
 from autoscaler.simulation.scenario import Scenario, Slo
-from autoscaler.simulation.simulator import NO_BOUNDS, Simulation, bounds_of, run_policy
+from autoscaler.simulation.simulator import NO_BOUNDS, Simulation, run_policy
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.simulation.traces.trace import TraceRequest
 from autoscaler.snapshot import ArrivalBucket, DecodeSignals, PrefillSignals, Replica, ReplicaState, Snapshot

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
+from autoscaler.reconcile import bounds_of
 from autoscaler.simulation.scenario import Scenario, Slo
-from autoscaler.simulation.simulator import bounds_of, compare
+from autoscaler.simulation.simulator import compare
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
 from bench.autoscaling.opponents.runs import run_baseline
 from splitserve.config.coordinator import AdmissionConfig

@@ -11,7 +11,7 @@ import pytest
 from autoscaler.simulation.engine_model import preset
 from autoscaler.sizing.model_shape import ModelShape, shape_of
 from autoscaler.sizing.replica_choice import designs_of
-from autoscaler.sizing.roofline import CATALOG, design, gpu_class
+from autoscaler.sizing.roofline import CATALOG, gpu_class, replica_design
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 from splitserve.models.model_files import read_object
 from tests.support.scaling.model_shapes import CONFIG_8B, LLAMA_8B, LLAMA_70B
@@ -28,7 +28,7 @@ def of(weight_dtype: str | None = None, **changed: Any) -> ModelShape:
     [("h100-8b", LLAMA_8B, 1), ("h100x4-70b", LLAMA_70B, 4), ("h100x8-70b", LLAMA_70B, 8)],
 )
 def test_datasheets_agree_with_the_presets(name: str, model: ModelShape, gpus: int) -> None:
-    ours, known = design(model, H100, gpus, 25.0).engine, preset(name)
+    ours, known = replica_design(model, H100, gpus, 25.0).engine, preset(name)
     near = {"rel": 0.15}
     for tokens in (500, 2000, 8000):
         assert ours.prompt_s(tokens) == pytest.approx(known.prompt_s(tokens), **near)
@@ -43,28 +43,28 @@ def test_datasheets_agree_with_the_presets(name: str, model: ModelShape, gpus: i
 
 def test_the_memory_of_a_replica_adds_up() -> None:
     for gpus in (2, 4, 8):
-        found = design(LLAMA_70B, H100, gpus, 25.0)
+        found = replica_design(LLAMA_70B, H100, gpus, 25.0)
         parts = (found.weights_gb, found.workspace_gb, found.kv_gb)
         assert sum(part or 0 for part in parts) == pytest.approx(gpus * 80 * 0.9)
     with pytest.raises(FailedPreconditionError, match=r"does not fit 1 x H100: weights 140\.0 GB") as caught:
-        design(LLAMA_70B, H100, 1, 25.0)
+        replica_design(LLAMA_70B, H100, 1, 25.0)
     assert caught.value.reason == "MODEL_DOES_NOT_FIT"
 
 
 def test_what_a_faster_part_changes() -> None:
-    base = design(LLAMA_8B, H100, 1, 25.0).engine
-    h200 = design(LLAMA_8B, gpu_class("H200"), 1, 25.0).engine
+    base = replica_design(LLAMA_8B, H100, 1, 25.0).engine
+    h200 = replica_design(LLAMA_8B, gpu_class("H200"), 1, 25.0).engine
     assert h200.prefill.token_s == base.prefill.token_s
     assert h200.decode.base_s == pytest.approx(base.decode.base_s * 3350 / 4800)
     fp8 = of("fp8")
-    narrow = design(fp8, H100, 1, 25.0).engine
+    narrow = replica_design(fp8, H100, 1, 25.0).engine
     assert narrow.decode.base_s == pytest.approx(base.decode.base_s / 2)
     assert narrow.prefill.token_s == pytest.approx(base.prefill.token_s * 989 / 1979)
     # Without units for fp8 the weights are narrower, and the arithmetic is not.
-    a100 = [design(one, gpu_class("A100-80GB"), 1, 25.0).engine for one in (LLAMA_8B, fp8)]
+    a100 = [replica_design(one, gpu_class("A100-80GB"), 1, 25.0).engine for one in (LLAMA_8B, fp8)]
     assert a100[0].prefill.token_s == a100[1].prefill.token_s
     # PCIe: eight small GPUs exchange more than they compute.
-    small = [design(LLAMA_8B, gpu_class("L4"), gpus, 25.0).engine for gpus in (1, 8)]
+    small = [replica_design(LLAMA_8B, gpu_class("L4"), gpus, 25.0).engine for gpus in (1, 8)]
     assert small[1].prefill.token_s > small[0].prefill.token_s / 8 * 2
 
 
@@ -83,7 +83,7 @@ def test_replicas_to_choose_from() -> None:
             10,
         )
     with pytest.raises(InvalidArgumentError, match="do not divide among 2"):
-        design(of(num_attention_heads=9, num_key_value_heads=3), H100, 2, 25.0)
+        replica_design(of(num_attention_heads=9, num_key_value_heads=3), H100, 2, 25.0)
 
 
 def test_the_shape_of_a_config(tmp_path: Path) -> None:

@@ -273,7 +273,7 @@ def test_a_new_worker_releases_the_queue() -> None:
     waiting = entry()
     model.arrive(waiting, 0.0)
     later = worker("d1", "decode", 1)
-    loads.add(later)
+    loads.take_role(later)
     model.set_workers(PoolSnapshot((prefill, decode, later)), MODEL.name)
     assert model.release(0.1).started == (waiting,)
     assert waiting.decode == ("d1", 1)

@@ -20,7 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.entrypoints.kserve.requests import Asked, read_request
+from coordinator.entrypoints.kserve.requests import ParsedRequest, read_request
 from coordinator.entrypoints.kserve.responses import Responses, failure
 from coordinator.entrypoints.kserve.tensors import Tensor, add_output, read_inputs
 from splitserve.errors import InvalidArgumentError, ResourceExhaustedError
@@ -170,7 +170,7 @@ def test_texts_that_every_response_or_parser_would_pay_for_are_bounded() -> None
             read_request(message)
 
 
-def read(*tensors: Tensor, **parameters: Any) -> Asked:
+def read(*tensors: Tensor, **parameters: Any) -> ParsedRequest:
     return read_request(request(*tensors, **parameters))
 
 

@@ -120,7 +120,7 @@ def test_a_further_attempt_is_work_of_its_own_workers() -> None:
 
 def test_changes_are_logged_in_order() -> None:
     loads = WorkerLoads()
-    loads.add(PREFILL)
+    loads.take_role(PREFILL)
     loads.count_prompt(PREFILL.key, 5)
     loads.count_prompt(("gone", 1), 5)
     loads.on_report(PREFILL.key, PREFILL.load)

@@ -200,7 +200,7 @@ def test_a_plan_that_names_roles_is_passed_on_while_it_is_in_force() -> None:
     registry.register(registration("d", DECODE), 0.0)
 
     def asked() -> list[RoleName | None]:
-        return [registry.plan.role_asked_of(found(registry, name)) for name in ("w0", "w1", "d")]
+        return [registry.plan.role_change_of(found(registry, name)) for name in ("w0", "w1", "d")]
 
     registry.apply_plan(checked_plan(plan_of(("w0", DECODE), ("w1", DECODE), ("d", PREFILL)), 0.0))
     assert asked() == ["decode", None, None], "w1 has it, d takes no other role"
