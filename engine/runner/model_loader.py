@@ -32,7 +32,7 @@ from splitserve.errors import SplitserveError, UnavailableError, UnsupportedMode
 from splitserve.logs import log_event
 from splitserve.models.model_files import CONFIG_FILE, INDEX_FILE, check_settings, damaged, read_object
 from splitserve.models.progress import report_progress
-from splitserve.models.sources import ModelSource, localize_model
+from splitserve.models.sources import ModelSource, local_files
 
 _MOST_CHARACTERS = 400
 
@@ -76,11 +76,11 @@ def load_model(
 ) -> LoadedModel:
     """Loads a model in evaluation mode.
 
-    `dtype` is "float32" or "bfloat16"; `kernels` are for bfloat16 on cpu. `progress` is called with 0..1 as weights are
-    loaded. Raises UnsupportedModelError for a model family or option that the engine refuses, before weights are read
-    where possible; what `localize_model` raises.
+    `source` comes from `checked_model`; `dtype` is "float32" or "bfloat16"; `kernels` are for bfloat16 on cpu.
+    `progress` is called with 0..1 as weights are loaded. Raises UnsupportedModelError for a model family or option that
+    the engine refuses, before weights are downloaded or read where possible; what `local_files` raises.
     """
-    files = localize_model(source, weights=False)
+    files = local_files(source, weights=False)
     path = Path(files.path) / (files.gguf_file or CONFIG_FILE)
     with _told(path):
         config = AutoConfig.from_pretrained(files.path, local_files_only=True, **_gguf_options(files))
@@ -91,7 +91,7 @@ def load_model(
         with torch.device("meta"), no_init_weights():  # its class and its modules
             skeleton = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
         refuse_by_class(skeleton)
-        module = _load_weights(localize_model(source), skeleton, DTYPES[dtype], device, progress)
+        module = _load_weights(local_files(source), skeleton, DTYPES[dtype], device, progress)
         context = AttentionContext()
         layers = bind_layers(module, context, declared_windows(settings))
         attention = probe_model(module, context, layers, settings)

@@ -160,7 +160,8 @@ def build_torch_runner(
 ) -> TorchRunner:
     """Loads a model, calls `loaded`, and allocates its KV blocks; sets the number of compute threads of the process.
 
-    Raises UnavailableError, UnsupportedModelError and ConfigError as `load_weights` and `choose_num_blocks`.
+    `source` comes from `checked_model`, which has checked its files. Raises UnavailableError, UnsupportedModelError and
+    ConfigError as `load_weights` and `choose_num_blocks`.
     """
     model, kernels = load_weights(config, source, progress)
     loaded()

@@ -204,21 +204,29 @@ def load_tokenizer(source: str) -> Tokenizer:
     if source == SIMULATED:
         return ByteTokenizer()
     try:
-        return HfTokenizer(_read(localize_model(resolve_model(source), weights=False)))
-    except InvalidArgumentError as error:  # here a peer gives the name, and no setting of this process
+        files = localize_model(resolve_model(source), weights=False)
+    except (
+        InvalidArgumentError
+    ) as error:  # a peer may have given the name, so it is no setting of this process
         raise NotFoundError(error.message) from None
+    return tokenizer_of(files)
 
 
-def _read(source: ModelSource) -> TokenizerDefinition:
-    folder = Path(source.path)
-    if source.gguf_file:
-        return converted_tokenizer(source)
-    if not has_tokenizer(folder):
-        raise NotFoundError(f"model {source.path} has no usable tokenizer: it has no tokenizer files")
+def tokenizer_of(files: ModelSource) -> HfTokenizer:
+    """The tokenizer of a model whose files are on this machine and checked; see `localize_model`.
+
+    Raises NotFoundError for a model without a usable tokenizer, UnavailableError if its conversion fails.
+    """
+    folder = Path(files.path)
+    if not files.gguf_file and not has_tokenizer(folder):
+        raise NotFoundError(f"model {files.path} has no usable tokenizer: it has no tokenizer files")
     try:
-        return read_tokenizer(folder) if is_plain(folder) else converted_tokenizer(source)
+        plain = not files.gguf_file and is_plain(folder)
+        return HfTokenizer(read_tokenizer(folder) if plain else converted_tokenizer(files))
+    except InvalidArgumentError as error:
+        raise NotFoundError(error.message) from None
     except (ValueError, TypeError, OSError) as error:
-        raise NotFoundError(f"model {source.path} has no usable tokenizer: {error}") from None
+        raise NotFoundError(f"model {files.path} has no usable tokenizer: {error}") from None
 
 
 def _longest_entries(rust: tokenizers.Tokenizer) -> tuple[int, int] | None:

@@ -141,6 +141,21 @@ def _no_model(why: str) -> ConfigError:
     return ConfigError(f"model: {why}", field="model")
 
 
+def checked_model(name: str) -> ModelSource:
+    """Resolves a model name, and checks the files of a model that is on this machine. `local_files` checks others.
+
+    Raises the errors of `resolve_model`, `check_folder` and `check_gguf`.
+    """
+    source = resolve_model(name)
+    return localize_model(source) if source.is_local else source
+
+
+def local_files(source: ModelSource, *, weights: bool = True) -> ModelSource:
+    """The files of a source that `checked_model` returned: as they are, or downloaded and checked as `localize_model`
+    does."""
+    return source if source.is_local else localize_model(source, weights=weights)
+
+
 def localize_model(source: ModelSource, *, weights: bool = True) -> ModelSource:
     """Ensures that a model's files are on this machine, and not damaged; downloads a Hugging Face model if needed.
 
