@@ -124,7 +124,7 @@ class GrammarProcesses:
         self._vocabulary = vocabulary
         self._control: socket.socket | None = None
         self._parent: subprocess.Popen[bytes] | None = None
-        self._quick, self._slow = (FairLane(n, MAX_WAITING, BUSY) for n in (QUICK_AT_ONCE, 1))
+        self._quick, self._slow = FairLane(QUICK_AT_ONCE), FairLane(1)
         self._verdicts: OrderedDict[bytes, InvalidArgumentError | None] = OrderedDict()
         self._checks: SharedCalls[None] = SharedCalls()
 
@@ -181,11 +181,9 @@ class GrammarProcesses:
         key = grammar.SerializeToString(deterministic=True)
         self._raise_remembered(key)
         try:
-            async with self._quick.turn(tenant, len(key)):
-                connection = await self._compiled(grammar, QUICK_CPU_S)
+            connection = await self._compiled_in_turn(grammar, tenant, self._quick, QUICK_CPU_S)
             if connection is None:
-                async with self._slow.turn(tenant, len(key)):
-                    connection = await self._compiled(grammar, SLOW_CPU_S)
+                connection = await self._compiled_in_turn(grammar, tenant, self._slow, SLOW_CPU_S)
             if connection is None:
                 raise refused(grammar, COSTLY)
         except InvalidArgumentError as error:
@@ -215,6 +213,14 @@ class GrammarProcesses:
         asked = {"kind": kind, "text": text, "cpu_s": cpu_s, "niceness": niceness}
         connection.send(json.dumps(asked).encode())
         return connection
+
+    async def _compiled_in_turn(
+        self, grammar: generation_pb2.Grammar, tenant: object, lane: FairLane, cpu_s: float
+    ) -> Connection | None:
+        if lane.waiting(tenant) >= MAX_WAITING:
+            raise _busy(f"{MAX_WAITING} others of this tenant wait already")
+        async with lane.turn(tenant, grammar.ByteSize()):
+            return await self._compiled(grammar, cpu_s)
 
     async def _compiled(self, grammar: generation_pb2.Grammar, cpu_s: float) -> Connection | None:
         """A connection to a process that has compiled a grammar; None if the process has ended."""
