@@ -15,9 +15,9 @@ from engine.model.sibling_linears import pack_siblings
 from engine.model.support import context_limit, declared_windows
 from engine.runner.device import choose_device, choose_dtype
 from engine.runner.torch_runner import TorchRunner, build_torch_runner, make_torch_runner
-from splitserve.config.engine import EngineConfig
+from splitserve.config.engine import SIMULATED, EngineConfig
 from splitserve.models.hf_tokenizer import load_tokenizer
-from splitserve.models.sources import SIMULATED, checked_model
+from splitserve.models.sources import checked_model
 from splitserve.models.tokenizer import Tokenizer
 
 
