@@ -21,6 +21,7 @@ from kv_transfer.handoff.checksums import KvMemory
 from kv_transfer.transports import make_transport
 from kv_transfer.transports.regions import VRAM
 from kv_transfer.transports.transport import TransferEndpoint, Transport
+from splitserve.config.engine import SIMULATED
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError, UnsupportedModelError
 from splitserve.host_facts import host_id
@@ -36,7 +37,6 @@ Post = Callable[[Callable[[Engine], object]], None]
 if TYPE_CHECKING:
     from engine.vllm.sampling import VllmGrammars
 
-SIMULATED = "simulated"
 VLLM = "vllm"
 PROGRESS_STEP = 0.05
 """Minimum share of the weights between two progress events."""
@@ -55,7 +55,7 @@ _Loaded: TypeAlias = tuple[ModelRunner, ServedAs, Tokenizer]
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """The parts of an engine. All but `grammars` and the plain data belong to the engine thread."""
+    """The parts of an engine. All except `grammars` and the plain data belong to the engine thread."""
 
     core: Engine
     facts: ModelFacts
@@ -72,7 +72,7 @@ class EngineParts:
     def registration(
         self, epoch: int, address: str, role: RoleName, *, changes_role: bool
     ) -> registry_pb2.RegisterRequest:
-        """What the worker says of itself: of its boot `epoch`, at "host:port"."""
+        """The message with which the worker registers: its boot `epoch`, and its address "host:port"."""
         config, facts, engine = self.config, self.facts, self.config.engine
         return registry_pb2.RegisterRequest(
             worker_id=config.worker_id,
