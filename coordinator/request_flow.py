@@ -27,6 +27,7 @@ from coordinator.request.inference_request import (
     check_highest,
     check_length,
     check_names,
+    check_not_longer,
     check_prompt_form,
     check_request,
     check_resume,
@@ -316,7 +317,8 @@ class InputProcessor:
                 tenant=caller.tenant,
             )
         except TooManyTokensError as error:
-            check_length(error.count, prompt_field, model, caller.max_prompt_tokens, counted=False)
+            has = f"{prompt_field} has {error}"
+            check_not_longer(error.count, has, prompt_field, model, caller.max_prompt_tokens)
             raise
         check_length(len(prompt.token_ids), prompt_field, model, caller.max_prompt_tokens)
         check_highest(prompt.highest, prompt_field, model)

@@ -7,6 +7,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 
+from typing_extensions import override
+
 from decode_worker.requests import (
     Granted,
     LiveRequest,
@@ -56,7 +58,7 @@ class KvConsumer(KvConnector):
         spans: SpanSink | None = None,
         polls: PollDealer | None = None,
     ) -> None:
-        """`polls`: see `KvConnector`; None: it polls the transport for itself."""
+        """`polls`: see `KvConnector`; None: the consumer polls the transport for itself."""
         transport, config = parts.transport, parts.config
         super().__init__(parts.endpoint, transport, polls or PollDealer(transport.poll), on_idle)
         self._block_bytes = parts.endpoint.memory.layout.block_bytes
@@ -80,8 +82,7 @@ class KvConsumer(KvConnector):
     def reserve(self, core: Engine, entry: WaitingReservation, now: float) -> None:
         """Queues a reservation, and grants it at once if blocks are free.
 
-        Raises like `ReservationQueue.add`. The error of a request that can never fit is
-        passed to `entry.reply`.
+        Raises like `ReservationQueue.add`. The error of a request that can never fit is passed to `entry.reply`.
         """
         self._waiting.add(entry)
         self._grant(core, now)
@@ -105,29 +106,27 @@ class KvConsumer(KvConnector):
     def keep_requests(
         self, core: Engine, coordinator_id: str, request_ids: Set[str], now: float
     ) -> frozenset[str]:
-        """Ends a coordinator's requests, except those that it still wants; returns which of these are live.
+        """Ends a coordinator's requests, except those that it still wants (`request_ids`); returns which of these are
+        live.
 
         Request ids are the coordinator's own.
         """
-        mine = {
-            request.public_id: key
-            for key, request in self._requests.items()
+        engine_ids = {
+            request.public_id: engine_id
+            for engine_id, request in self._requests.items()
             if request.coordinator_id == coordinator_id
         }
-        mine |= {public_id(key): key for key in self._waiting.ids_of(coordinator_id)}
-        for unwanted in mine.keys() - request_ids:
-            self.abort(core, mine[unwanted], coordinator_id, False, now)
-        return frozenset(mine.keys() & request_ids)
-
-    def coordinator_lost(self, core: Engine, coordinator_id: str, now: float) -> None:
-        """Ends all requests of a coordinator that has not read its outputs for the length of its lease."""
-        self.keep_requests(core, coordinator_id, frozenset(), now)
+        engine_ids |= {public_id(engine_id): engine_id for engine_id in self._waiting.ids_of(coordinator_id)}
+        for unwanted in engine_ids.keys() - request_ids:
+            self.abort(core, engine_ids[unwanted], coordinator_id, False, now)
+        return frozenset(engine_ids.keys() & request_ids)
 
     def writers_lost(self, agent_ids: Sequence[str], now: float) -> None:
         """Shortens the quarantine of these writers' blocks: their processes have certainly ended."""
         for agent_id in agent_ids:
             self._table.writer_lost(agent_id, now)
 
+    @override
     def advance(self, core: Engine, now: float) -> bool:
         """Admits KV that has arrived, expires what is overdue, grants waiting reservations.
 
@@ -140,6 +139,7 @@ class KvConsumer(KvConnector):
         self._flush(core)
         return self._table.awaited_writers > 0 or len(self._waiting) > 0 or self._transport.needs_poll
 
+    @override
     def after_step(self, core: Engine, result: StepResult, now: float) -> None:
         """Converts a step's outputs to messages for their coordinators."""
         for engine_id, cached_tokens in result.started.items():
@@ -160,7 +160,7 @@ class KvConsumer(KvConnector):
         self._flush(core)
 
     def _give_up_waiting(self, core: Engine, engine_id: str) -> None:
-        """The engine may have begun to make room for a reservation that waits no more."""
+        """Tells the engine, which may have begun to make room for the reservation, that it waits no more."""
         if engine_id not in self._requests:
             core.abort(engine_id)
 
@@ -174,7 +174,7 @@ class KvConsumer(KvConnector):
     def _try_reserve(self, core: Engine, entry: WaitingReservation, now: float) -> bool:
         """Grants a reservation, or replies with the error of one that can never fit; False to keep it waiting."""
         request_id, number = entry.request.request_id, self._table.next_number
-        duplicate = request_id in self._requests
+        is_duplicate = request_id in self._requests
         try:
             if self._try_compute(core, entry, now):
                 return True
@@ -184,7 +184,7 @@ class KvConsumer(KvConnector):
             ticket = self._open(entry, blocks, now)
         except BaseException as error:
             self._replies.append((entry.reply, request_error(error, request_id, entry.request.trace)))
-            if not duplicate:  # nobody has its ticket
+            if not is_duplicate:  # nobody has its ticket
                 self._apply(core, self._table.abort(request_id, entry.coordinator_id, True, now), silent=True)
                 self._requests.pop(request_id, None)
                 self._verifier.forget(number)
@@ -229,9 +229,8 @@ class KvConsumer(KvConnector):
 
     def _try_compute(self, core: Engine, entry: WaitingReservation, now: float) -> bool:
         """Computes the prompt here, without a handoff, if few enough of its tokens are not in the prefix cache."""
-        request = entry.request
-        cached = core.cached_tokens(request) if entry.local_prefill_tokens else 0
-        if not entry.computes_here(cached):
+        request, most_tokens = entry.request, entry.local_prefill_tokens
+        if not most_tokens or len(request.token_ids) - core.cached_tokens(request) > most_tokens:
             return False
         core.add_request(request)
         self._requests[request.request_id] = LiveRequest.of(entry, now, is_local=True)
@@ -245,12 +244,12 @@ class KvConsumer(KvConnector):
                 self._admit(core, verdict, now)
             except BaseException as error:
                 self._give_up(core, verdict.request_id, error, now)
-        elif isinstance(verdict, WriterDone):
+            return
+        if isinstance(verdict, WriterDone):
             core.release_writer(verdict.number)
-            self._apply(core, verdict.actions, silent=False)
         else:
             log_event("handoff.rejected", agent_id=agent_id, reason=verdict.reason)
-            self._apply(core, verdict.actions, silent=False)
+        self._apply(core, verdict.actions, silent=False)
 
     def _admit(self, core: Engine, verdict: Admit, now: float) -> None:
         request = self._requests[verdict.request_id]
@@ -265,7 +264,7 @@ class KvConsumer(KvConnector):
         if output is not None:
             self._on_output(core, output, now)
 
-    def _apply(self, core: Engine, actions: list[Action] | tuple[Action, ...], *, silent: bool) -> None:
+    def _apply(self, core: Engine, actions: Sequence[Action], *, silent: bool) -> None:
         """Carries out the reservation table's actions; `silent`: aborted requests get no output."""
         for action in actions:
             match action:
@@ -289,10 +288,11 @@ class KvConsumer(KvConnector):
         request = self._requests.get(output.request_id)
         if request is None:
             return
-        if output.failure is not None and request.only_reserved:
+        only_reserved = request.admitted_s is None and not request.is_local
+        if output.failure is not None and only_reserved:
             # The engine failed a request that was only reserved: its writer may still be writing.
             aborted = self._table.abort(output.request_id, request.coordinator_id, False, now)
-            del self._requests[output.request_id]  # its last output, below, ends it
+            del self._requests[output.request_id]  # the last output, below, ends the request
             self._apply(core, aborted, silent=True)
             self._requests[output.request_id] = request
         elif output.finish_reason is not None:
@@ -326,7 +326,7 @@ class KvConsumer(KvConnector):
             self._outputs[request.coordinator_id].append(request.failed(reason, text))
 
     def _flush(self, core: Engine) -> None:
-        """Publishes the status, then sends replies and outputs: when one arrives, its request shows in the status."""
+        """Publishes the status, then sends replies and outputs: when a reply arrives, its request is in the status."""
         if sum(self._rejected.values()) != self._table.counters.total():
             self._rejected = dict(self._table.counters)  # a new dict: the old one is in a published status
         self._publish(

@@ -16,7 +16,7 @@ from splitserve.logs import log_event
 from splitserve.v1 import decode_pb2
 
 MAX_MESSAGE_BYTES = 2**20
-"""Outputs that have accumulated leave in messages of this size, or of one output."""
+"""Most bytes of a message, unless it has one output only."""
 
 
 class KeptOutputs:
@@ -116,13 +116,13 @@ def _is_wanted(output: decode_pb2.SequenceOutput, positions: Mapping[str, int]) 
 
 
 MAX_KEPT_BYTES = 64 * 2**20
-"""Most output that is kept: for all coordinators whose streams are broken, and of what one has been sent and does not
-acknowledge. A coordinator that exceeds it counts as lost at once."""
+"""Most output that is kept: in total for all coordinators whose streams are broken, and for each coordinator with an
+open stream what was sent to it and is not acknowledged. A coordinator that exceeds it counts as lost at once."""
 
 
 class Attachment:
-    """Whether a coordinator reads its outputs, and how long its requests outlive it if it does not. Pure; times in
-    seconds on the caller's clock.
+    """Whether a coordinator reads its outputs, and how long its requests go on if it does not. Pure; times in seconds
+    on the caller's clock.
 
     Coordinators number their streams upwards, from 1. Messages of two connections may overtake each other, so a number
     that is not above the last one is an older stream that arrives late, and a reservation under another number than the
@@ -174,7 +174,7 @@ class OutputStream:
     """One stream of one coordinator. Read `messages` after `rewind`."""
 
     def __init__(self, outputs: _CoordinatorOutputs, number: int) -> None:
-        """Opens it in place of an older one. Raises FailedPreconditionError (STALE_ATTACHMENT)."""
+        """Opens the stream in place of an older one. Raises FailedPreconditionError (STALE_ATTACHMENT)."""
         self.outputs = outputs
         outputs.attachment.open(number)
         self._number = number
@@ -182,7 +182,8 @@ class OutputStream:
         self._closed = False
 
     def rewind(self, positions: Mapping[str, int], live: Collection[str]) -> list[str]:
-        """Has kept outputs sent again from `positions` on; returns the requests that are lost. Nothing once closed."""
+        """Has kept outputs sent again from `positions` on; returns the requests that are lost. Does nothing once
+        closed."""
         return [] if self._closed else self.outputs.kept.rewind(positions, live)
 
     def wake(self) -> None:
@@ -281,8 +282,10 @@ class OutputStreams:
             if (coordinator := self._coordinators.get(coordinator_id)) is None:
                 continue
             coordinator.put(batch)
-            kept = self._detached_bytes() if coordinator.reader is None else coordinator.kept.sent_bytes
-            if kept > MAX_KEPT_BYTES:
+            kept_bytes = coordinator.kept.sent_bytes
+            if coordinator.reader is None:
+                kept_bytes = sum(other.detached_bytes for other in self._coordinators.values())
+            if kept_bytes > MAX_KEPT_BYTES:
                 self._lose(coordinator)
 
     def acknowledge(self, coordinator_id: str, number: int, messages: int) -> None:
@@ -296,9 +299,6 @@ class OutputStreams:
         for outputs in self._coordinators.values():
             outputs.stop()
         self._coordinators.clear()
-
-    def _detached_bytes(self) -> int:
-        return sum(outputs.detached_bytes for outputs in self._coordinators.values())
 
     def _lose(self, outputs: _CoordinatorOutputs) -> None:
         outputs.stop()

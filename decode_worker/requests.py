@@ -31,7 +31,7 @@ class Granted:
     wait_s: float
 
 
-Reply = Callable[[Granted | SplitserveError], None]
+Reply = Callable[[Granted | SplitserveError], object]
 """Receives the outcome of a reservation, on the engine thread."""
 
 
@@ -48,28 +48,23 @@ class WaitingReservation:
     local_prefill_tokens: int = 0
     """The prompt is computed here if at most this many of its tokens are not cached."""
     arrival: int = 0
-    """Its number in the order of arrival, set by the queue."""
+    """The request's number in the order of arrival, set by the queue."""
     place: int = 0
-    """Its place in the order of service: `arrival`, until it trades places. Set by the queue."""
+    """The request's place in the order of service: `arrival`, until it trades places. Set by the queue."""
 
     @property
     def precedence(self) -> Precedence:
-        """Where it stands among other requests."""
+        """Where the request stands among others."""
         return self.request.precedence
 
     @property
     def due_s(self) -> float:
-        """When its first token is due."""
+        """When the request's first token is due."""
         return self.request.first_due_s
-
-    def computes_here(self, cached_tokens: int) -> bool:
-        """Whether the prompt is computed here if so many of its tokens are cached."""
-        lacking = len(self.request.token_ids) - cached_tokens
-        return bool(self.local_prefill_tokens) and lacking <= self.local_prefill_tokens
 
 
 class ReservationQueue:
-    """In order of precedence; one that does not fit may be bypassed `max_bypasses` times.
+    """Reservations that wait, in order of precedence. One that does not fit may be bypassed `max_bypasses` times.
 
     The cost per step does not depend on how many wait.
     """
@@ -82,7 +77,7 @@ class ReservationQueue:
         self._by_id: dict[str, list[WaitingReservation]] = {}
         self._arrivals = 0
         self._tried_at: tuple[int, ...] | None = None
-        """The state in which they were last tried; None if others have come since."""
+        """The state of the engine in which reservations were last tried; None if others have come since."""
 
     def __len__(self) -> int:
         return len(self._order)
@@ -118,10 +113,11 @@ class ReservationQueue:
         their requests."""
         expired: list[str] = []
         while (first := self._deadlines.peek()) is not None and first[0] <= now:
-            self._forget(first[1])
+            entry = first[1]
+            self._forget(entry)
             message = "the deadline passed while waiting for KV blocks on the decode worker"
-            first[1].reply(DeadlineExceededError(message))
-            expired.append(first[1].request.request_id)
+            entry.reply(DeadlineExceededError(message))
+            expired.append(entry.request.request_id)
         return expired
 
     def grant(
@@ -129,13 +125,13 @@ class ReservationQueue:
     ) -> None:
         """Tries the first entries in order, and removes those that `try_reserve` has served.
 
-        Nothing is done in a `state` of the engine in which they were tried before: a try looks the prompt up in the
-        prefix cache, which costs time and is useless while nothing was freed.
+        Does nothing in a `state` of the engine in which the entries were tried before: a try looks the prompt up in
+        the prefix cache, which costs time and is useless while nothing was freed.
         """
         if not len(self._order) or state == self._tried_at:
             return
         for entry in offer_in_order(
-            self._first(MAX_LOOKS),
+            self._first(),
             lambda entry: Offer.TAKEN if try_reserve(entry) else Offer.MISFIT,
             max_bypasses=self._max_bypasses,
             max_looks=MAX_LOOKS,
@@ -143,9 +139,9 @@ class ReservationQueue:
             self._forget(entry)
         self._tried_at = state
 
-    def _first(self, count: int) -> list[WaitingReservation]:
+    def _first(self) -> list[WaitingReservation]:
         first: list[WaitingReservation] = []
-        while len(first) < count and (entry := self._order.pop()) is not None:
+        while len(first) < MAX_LOOKS and (entry := self._order.pop()) is not None:
             first.append(entry)
         for entry in first:
             self._order.push(entry)
@@ -176,11 +172,11 @@ class LiveRequest:
     """Leading tokens of a local prompt that were in the prefix cache when it began."""
     local_reported: bool = False
     trace: TraceContext | None = None
-    """Its attempt's span."""
+    """The span of the request's attempt."""
     arrived_s: float = 0.0
     granted_s: float = 0.0
     began_s: float = 0.0
-    """When its first step began; 0: it has not. On `time.monotonic`, like the two before."""
+    """When the request's first step began; 0: it has not begun. On `time.monotonic`, like the two before."""
     public_id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -190,7 +186,7 @@ class LiveRequest:
     def of(
         cls, entry: WaitingReservation, now: float, received_blocks: int = 0, *, is_local: bool = False
     ) -> LiveRequest:
-        """A reservation that is granted now."""
+        """The request of a reservation that is granted at `now`."""
         request = entry.request
         return cls(
             request.request_id,
@@ -202,13 +198,8 @@ class LiveRequest:
             granted_s=now,
         )
 
-    @property
-    def only_reserved(self) -> bool:
-        """Whether its KV has not arrived, and is not computed here either."""
-        return self.admitted_s is None and not self.is_local
-
     def admitted(self) -> decode_pb2.SequenceOutput:
-        """The message that its KV has arrived and it decodes."""
+        """The message that the request's KV has arrived and the request decodes."""
         return decode_pb2.SequenceOutput(request_id=self.public_id, admitted=True)
 
     def progressed(self, output: RequestOutput, now: float) -> decode_pb2.SequenceOutput:
@@ -226,14 +217,14 @@ class LiveRequest:
         return message
 
     def failed(self, reason: str, text: str) -> decode_pb2.SequenceOutput:
-        """The message that it has failed."""
+        """The message that the request has failed."""
         ended = RequestOutput(self.engine_id, 0, finish_reason=FinishReason.ABORT)
         message = decode_pb2.SequenceOutput(request_id=self.public_id, delta=output_delta(ended))
         message.failure.reason, message.failure.message = reason, text
         return message
 
     def spans(self, trace: TraceContext, ended_s: float, offset_s: float, failure: str) -> list[FinishedSpan]:
-        """The whole, then its parts in order. `offset_s` turns its times into seconds since 1970."""
+        """The whole decode, then its parts in order. `offset_s` is to add for seconds since 1970."""
         attributes: Attributes = {
             "splitserve.request_id": self.public_id,
             "splitserve.blocks": self.received_blocks,
@@ -242,17 +233,14 @@ class LiveRequest:
         start_s, end_s = self.arrived_s + offset_s, ended_s + offset_s
         own, parent = trace.child(), trace.span_id
         whole = FinishedSpan("decode", own, parent, start_s, end_s, attributes, "server", error=failure)
-        moments = [("reserve", self.granted_s)]
-        if not self.is_local:
-            moments += [("receive", self.admitted_s or 0.0), ("admit", self.began_s), ("generate", ended_s)]
-        else:
-            moments += [("queue", self.began_s), ("generate", ended_s)]
-        spans, at_s = [whole], self.arrived_s
-        for name, until_s in moments:
-            spans.append(whole.part(name, at_s + offset_s, (until_s or ended_s) + offset_s))
-            at_s = until_s
+        received = [("receive", self.admitted_s or 0.0), ("admit", self.began_s)]
+        waited = [("queue", self.began_s)] if self.is_local else received
+        spans, begin_s = [whole], self.arrived_s
+        for name, until_s in [("reserve", self.granted_s), *waited, ("generate", ended_s)]:
+            spans.append(whole.part(name, begin_s + offset_s, (until_s or ended_s) + offset_s))
+            begin_s = until_s
             if not until_s:
-                break  # it ended during this part
+                break  # the request ended during this part
         return spans
 
 
@@ -265,12 +253,12 @@ class LiveRequests(dict[str, LiveRequest]):
         self._sink = sink
 
     def end(self, engine_id: str, failure: str = "") -> LiveRequest | None:
-        """Removes a request that has ended, and exports its spans if it is traced; None if it is unknown. `failure` is
+        """Removes a request that has ended, and exports its spans if it is traced; None for an unknown id. `failure` is
         reason and message."""
         request = self.pop(engine_id, None)
-        if request is None or self._sink is None or request.trace is None or not request.trace.sampled:
-            return request
-        self._sink(request.spans(request.trace, time.monotonic(), unix_offset_s(), failure))
+        trace = request.trace if request is not None else None
+        if request is not None and trace is not None and trace.sampled and self._sink is not None:
+            self._sink(request.spans(trace, time.monotonic(), unix_offset_s(), failure))
         return request
 
 

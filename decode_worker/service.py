@@ -125,7 +125,10 @@ class DecodeService(DecodeServiceServicer, PoolService):
                 self._worker.service_idle()
             if response is None:
                 # Cancelled or failed: the caller has no ticket, so nobody can write.
-                self._abort_later(engine_id, request.coordinator_id)
+                ended_s, coordinator_id = time.monotonic(), request.coordinator_id
+                self._worker.engine.post(
+                    lambda core: self.consumer.abort(core, engine_id, coordinator_id, True, ended_s)
+                )
         return response
 
     @override
@@ -136,20 +139,21 @@ class DecodeService(DecodeServiceServicer, PoolService):
         call = self._worker.engine.call(
             lambda core: self.consumer.abort(core, engine_id, request.coordinator_id, request.no_writer, now)
         )
-        # A step may outlast the caller's patience, and a call that is cancelled before it begins does not run.
+        # Shielded: a step may last longer than the caller waits, and a call that is cancelled before it begins does not
+        # run.
         return decode_pb2.AbortResponse(aborted=await asyncio.shield(call))
 
     @override
     async def StreamOutputs(
         self, request: decode_pb2.StreamOutputsRequest, context: Context
     ) -> AsyncIterator[decode_pb2.StreamOutputsResponse]:
-        """Streams the outputs of a coordinator's requests; ends those that it names no more."""
+        """Streams the outputs of a coordinator's requests; ends the requests that the coordinator names no more."""
         coordinator_id = _checked_id(request.coordinator_id)
         if not request.attachment:
             raise InvalidArgumentError("attachment must be at least 1", field="attachment")
         positions = {attached.request_id: attached.next_position for attached in request.requests}
         stream = self._streams.open(coordinator_id, request.attachment)
-        # Queued before the coordinator can know that the stream is open, so before any reservation under it.
+        # Queued before the coordinator can know that the stream is open, so before any reservation that names it.
         joining = asyncio.ensure_future(self._keep_requests(coordinator_id, frozenset(positions)))
         try:
             yield decode_pb2.StreamOutputsResponse(epoch=self._worker.epoch, lease=self._lease)
@@ -188,18 +192,12 @@ class DecodeService(DecodeServiceServicer, PoolService):
             else:
                 reply.set_result(result)
 
-        def post(result: Granted | SplitserveError) -> None:
-            self._loop.call_soon_threadsafe(settle, result)
-
-        return post
-
-    def _abort_later(self, engine_id: str, coordinator_id: str) -> None:
-        now = time.monotonic()
-        self._worker.engine.post(lambda core: self.consumer.abort(core, engine_id, coordinator_id, True, now))
+        return lambda result: self._loop.call_soon_threadsafe(settle, result)
 
     def _on_coordinator_lost(self, coordinator_id: str) -> None:
-        now = time.monotonic()
-        self._worker.engine.post(lambda core: self.consumer.coordinator_lost(core, coordinator_id, now))
+        """Ends all requests of a coordinator that has not read its outputs for the length of its lease."""
+        now, none = time.monotonic(), frozenset[str]()
+        self._worker.engine.post(lambda core: self.consumer.keep_requests(core, coordinator_id, none, now))
 
 
 def _engine_id(coordinator_id: str, request_id: str) -> str:
@@ -208,7 +206,7 @@ def _engine_id(coordinator_id: str, request_id: str) -> str:
 
 
 def _checked_id(coordinator_id: str) -> str:
-    """Raises InvalidArgumentError where the ids of requests here would be ambiguous."""
+    """Raises InvalidArgumentError for an id with which `_engine_id` would be ambiguous."""
     if not coordinator_id or "/" in coordinator_id:
         message = 'coordinator_id must not be empty and not contain "/"'
         raise InvalidArgumentError(message, field="coordinator_id")

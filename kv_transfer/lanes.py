@@ -2,7 +2,7 @@
 
 `LaneProber` measures with a few writes of increasing size into the peer's probe blocks, which no request owns. It runs
 on the transport's thread; one `poll` waits at most `MAX_POLL_S` for a posted write, later polls pick it up. Peers are
-measured one at a time, once each, at first contact. `PeerLanes` judges what was measured.
+measured one at a time, once each, at first contact. `PeerLanes` judges the measured lanes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ reached 4.6-30 GB/s, depending on caches, and loopback TCP 1.6-6 GB/s. Speed alo
 `lane_problem` also checks the kind."""
 DeviceLink = Literal["nvlink", "pcie", "host"]
 LEAST_DEVICE_GB_PER_S: Mapping[DeviceLink, float] = {"nvlink": 40.0, "pcie": 6.0, "host": 1.5}
-"""What each way between the memories of two devices of one machine gives at least, fastest first, by its nominal rate:
-NVLink 56 to 450 GB/s a direction, PCIe 12 (3.0) to 64 (5.0) with peer access, and copies through main memory about half
-of PCIe or less. Far below nominal, because a probe of 16 MiB measures latency, too. Not measured by us."""
+"""Lowest measured speed by which a link between two devices of one machine is recognized, fastest link first. Nominal
+rates: NVLink 56 to 450 GB/s a direction, PCIe 12 (3.0) to 64 (5.0) with peer access, copies through main memory at most
+half of PCIe. The bounds are far lower, because a probe of 16 MiB measures latency, too. Not verified on hardware."""
 MIN_BANDWIDTH_PROBE_BYTES = 2**20
 """Smaller probe writes measure latency rather than bandwidth."""
 
@@ -72,7 +72,8 @@ def lane_kind(*, through_network: bool | None, same_host: bool) -> LaneKind:
 
 
 def device_link(lane: Lane) -> DeviceLink | None:
-    """The way between two devices of one machine that a lane is as fast as; None if slower, or for another lane."""
+    """The fastest link between two devices of one machine whose bound a lane reaches; None if none, or for another
+    lane."""
     if lane.memory_kind != "VRAM" or not lane.same_host or lane.kind == "tcp":
         return None
     return next((link for link, least in LEAST_DEVICE_GB_PER_S.items() if lane.gb_per_s >= least), None)
@@ -310,11 +311,11 @@ class PeerLanes:
         self._judged: dict[str, JudgedLane] = {}
         self._own_probe_blocks = endpoint.memory.probe_blocks
         self._unmeasured: set[str] = set()
-        """Peers to which nothing can be written but the KV of requests."""
+        """Peers without probe blocks on one side, so that only KV of requests can be written to them."""
 
     @property
     def measuring(self) -> bool:
-        """Whether a lane is still to be measured; the transport must then be polled."""
+        """Whether a measurement is pending; the transport must then be polled."""
         return self._prober.active
 
     def connected(self, endpoint: TransferEndpoint) -> None:

@@ -11,7 +11,7 @@ AXIS_ORDER = "layer,kv,head,token,dim"
 MAX_NAME = 128
 """Characters of an `axis_order` or an `engine_version`."""
 ENGINE_VERSION = "1"
-"""Stands for the meaning of KV (rotary order, scaling) in this project's own engines."""
+"""Version of the meaning of KV (rotary order, scaling) in this project's own engines."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 
@@ -43,7 +43,7 @@ class KvLayout:
 
         `who` names the owner of `other` in the message.
         """
-        # The order first: where two engines meet, it is the reason, whatever else differs.
+        # `axis_order` first: between two different engines it is the reason, whatever else differs.
         for name in ("axis_order", *(f.name for f in fields(self))):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:

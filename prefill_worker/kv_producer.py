@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing_extensions import override
 
 from engine.core.engine import ChunkProgress, Engine, EngineRequest, RequestOutput, StepResult
-from kv_transfer.handoff.messages import KvTicket
+from kv_transfer.handoff.messages import KvTicket, refused_ticket
 from kv_transfer.handoff.pusher import BlockWrite, KvPusher, PushDone, PushEvent, PushFailed
 from kv_transfer.lanes import LaneKind, PeerLanes
 from kv_transfer.transports.polling import PollDealer
 from kv_transfer.transports.transport import TransferEndpoint
-from splitserve.errors import FailedPreconditionError, SplitserveError
+from splitserve.errors import SplitserveError
 from splitserve.logs import log_context, log_event
 from splitserve.rpc.status import failure_error, request_error
 from splitserve.tracing.context import (
@@ -72,31 +72,26 @@ EmitEvents = Callable[[list[tuple[str, PrefillEvent]]], None]
 
 @dataclass(slots=True)
 class LivePrefill:
-    """One prompt. Times are on `time.monotonic`; 0: it has not come to that."""
+    """One prompt. Times are on `time.monotonic`; 0: that moment has not come."""
 
     request_id: str
     ticket: KvTicket | None
     arrived_s: float
     trace: TraceContext | None = None
-    """Its attempt's span."""
+    """The span of the prompt's attempt."""
     writes: dict[int, BlockWrite] | None = None
-    """Its writes of KV by handle; None where its spans are not exported."""
+    """The writes of the prompt's KV by handle; None where its spans are not exported."""
     began_s: float = 0.0
     computed_s: float = 0.0
     cached_tokens: int = 0
     chunks: int = 0
     over: bool = False
-    """Whether the client has got its last event; only blocks are still held."""
+    """Whether the call has got its last event; the engine still holds the prompt's blocks."""
     failure: str = ""
     """Reason and message."""
 
-    def export(self, sink: SpanSink) -> None:
-        """Exports its spans, if it has a trace. Call it once, when its blocks are released."""
-        if self.trace is not None:
-            sink(self.spans(self.trace, time.monotonic(), unix_offset_s()))
-
     def spans(self, trace: TraceContext, ended_s: float, offset_s: float) -> list[FinishedSpan]:
-        """The whole, then waiting, computing and each write. `offset_s` turns its times into seconds since 1970."""
+        """The whole prefill, then waiting, computing and each write. `offset_s` is to add for seconds since 1970."""
         attributes: Attributes = {
             "splitserve.request_id": public_id(self.request_id),
             "splitserve.cached_tokens": self.cached_tokens,
@@ -117,10 +112,10 @@ class LivePrefill:
 
 
 def engine_id(request_id: str, number: int) -> str:
-    """A prompt's id in the engine. `number` is another one for each call: a retry may come back with the same request
-    id while the first attempt still drains.
+    """A prompt's id in the engine. `number` differs for each call: a retry may come with the same request id while the
+    writes of the first attempt are still in flight.
 
-    It begins with a slash, as no id of a reservation does: one engine may have both.
+    The id begins with a slash. No id of a reservation does, and one engine may have both.
     """
     return f"/{request_id}/{number}"
 
@@ -128,19 +123,6 @@ def engine_id(request_id: str, number: int) -> str:
 def public_id(engine_id: str) -> str:
     """The coordinator's id of a request."""
     return engine_id.removeprefix("/").rpartition("/")[0] or engine_id
-
-
-def log_written(done: PushDone, now: float) -> None:
-    """Logs a handoff whose last write has ended at `now`, in monotonic seconds."""
-    log_event(
-        "handoff.written",
-        level=logging.DEBUG,
-        bytes=done.written_bytes,
-        descriptors=done.descriptors,
-        contiguous_runs=done.contiguous_runs,
-        computed_s=now - done.transfer_s,
-        written_s=now,
-    )
 
 
 class KvProducer(KvConnector):
@@ -179,8 +161,7 @@ class KvProducer(KvConnector):
         """Queues a prompt.
 
         Raises FailedPreconditionError or InvalidArgumentError, with the field, for a ticket that must not be used here;
-        otherwise like `Engine.add_request`, and the decode worker is told that nothing will be
-        written.
+        otherwise like `Engine.add_request`, after telling the decode worker that nothing will be written.
         """
         trace = request.trace
         exported = self._spans is not None and trace is not None and trace.sampled
@@ -200,11 +181,12 @@ class KvProducer(KvConnector):
     def end(self, core: Engine, request_id: str, ticket: KvTicket | None, now: float) -> None:
         """Ends a request that nobody waits for any more: no further chunk is computed; writes in flight complete.
 
-        The owner of a ticket that was never started is told that nothing will be written. Idempotent.
+        If the request was never started, the decode worker of its ticket is told that nothing will be written.
+        Idempotent.
         """
         if (prefill := self._live.get(request_id)) is not None:
             core.abort(request_id)
-            self._end(core, request_id, prefill)
+            self._end(core, prefill)
         elif ticket is not None and ticket.writer_agent_id == self.endpoint.agent_id:
             self._pusher.decline(ticket, now)
 
@@ -219,7 +201,7 @@ class KvProducer(KvConnector):
             log_event("peer.refused", agent_id=endpoint.agent_id, reason=known.reason, error=known.message)
 
     def retire(self, agent_id: str) -> None:
-        """Takes no more tickets of a peer; it is still told how its pushes end."""
+        """Takes no more tickets of a peer. The peer is still told how the pushes to it end."""
         self._endpoints.pop(agent_id, None)
         self._peers.lost(agent_id)
 
@@ -229,26 +211,28 @@ class KvProducer(KvConnector):
         self._pusher.peer_lost(agent_id)
 
     def targets(self) -> frozenset[str]:
-        """Agent ids that tickets may name; `WorkerStatus.usable_agents` are those that they should."""
+        """Agent ids that tickets may name. Coordinators name those in `WorkerStatus.usable_agents`."""
         return self._transport.connected() & self._endpoints.keys()
 
     @override
     def before_step(self, core: Engine, now: float) -> bool:
-        """Nobody writes to a worker that is a producer only: notifications are dropped."""
+        """Also drops notifications: nobody writes to a worker that only sends KV."""
         polling = super().before_step(core, now)
         self.polls.take_notifications()
         return polling
 
+    @override
     def advance(self, core: Engine, now: float) -> bool:
         """Collects finished writes; True while any push or measurement is in progress."""
         self._collect(core, now)
         self._flush(core)
         return self._pusher.active > 0 or self._peers.measuring or self._transport.needs_poll
 
+    @override
     def after_step(self, core: Engine, result: StepResult, now: float) -> None:
         """Reports first tokens, then posts the writes of the chunks that became final."""
         if result.progress and self._pusher.in_flight:
-            # An earlier chunk may have ended meanwhile: then the last one need not wait for it.
+            # The write of an earlier chunk may have ended meanwhile: then the last write need not wait for it.
             self.polls.poll()
             self._collect(core, now)
         for request_id in result.started:
@@ -282,11 +266,8 @@ class KvProducer(KvConnector):
         ticket.require_another_owner(self.endpoint.agent_id)
         endpoint = self._endpoints.get(ticket.decode_agent_id)
         if endpoint is None:
-            raise FailedPreconditionError(
-                f"decode agent {ticket.decode_agent_id} is not connected here",
-                reason="UNKNOWN_PEER",
-                field="ticket.decode_agent_id",
-            )
+            message = f"decode agent {ticket.decode_agent_id} is not connected here"
+            raise refused_ticket("UNKNOWN_PEER", "decode_agent_id", message)
         self._peers.require_not_refused(ticket.decode_agent_id)
         return endpoint
 
@@ -314,7 +295,7 @@ class KvProducer(KvConnector):
         if output.failure is not None:
             self._events.append((output.request_id, Failed(failure_error(*output.failure))))
             prefill.failure = ": ".join(output.failure)
-            self._end(core, output.request_id, prefill)
+            self._end(core, prefill)
             return
         prefill.computed_s = now
         last = prefill.ticket is None or output.finish_reason is not None
@@ -328,7 +309,7 @@ class KvProducer(KvConnector):
         )
         self._events.append((output.request_id, event))
         if last:
-            self._end(core, output.request_id, prefill)
+            self._end(core, prefill)
 
     def _collect(self, core: Engine, now: float) -> None:
         for event in self._pusher.poll(now, self.polls.take_writes()):
@@ -345,7 +326,15 @@ class KvProducer(KvConnector):
         core.abort(event.request_id)
         core.release_held(event.request_id)
         if isinstance(event, PushDone):
-            log_written(event, now)
+            log_event(
+                "handoff.written",
+                level=logging.DEBUG,
+                bytes=event.written_bytes,
+                descriptors=event.descriptors,
+                contiguous_runs=event.contiguous_runs,
+                computed_s=now - event.transfer_s,
+                written_s=now,
+            )
         if prefill is None:
             return
         if isinstance(event, PushFailed):
@@ -371,18 +360,19 @@ class KvProducer(KvConnector):
         ended = self._writes.get((lane, outcome), 0) + 1
         self._writes = {**self._writes, (lane, outcome): ended}  # the old one is in a status
 
-    def _end(self, core: Engine, request_id: str, prefill: LivePrefill) -> None:
+    def _end(self, core: Engine, prefill: LivePrefill) -> None:
         prefill.over = True
         if prefill.ticket is not None:
-            self._pusher.abort(request_id)  # the push's last event releases the blocks
+            self._pusher.abort(prefill.request_id)  # the push's last event releases the blocks
             return
-        del self._live[request_id]
+        del self._live[prefill.request_id]
         self._export(prefill)
-        core.release_held(request_id)
+        core.release_held(prefill.request_id)
 
     def _export(self, prefill: LivePrefill) -> None:
-        if self._spans is not None and prefill.writes is not None:
-            prefill.export(self._spans)
+        """Exports the spans of a traced prompt. Call it once, when the prompt's blocks are released."""
+        if self._spans is not None and prefill.trace is not None and prefill.writes is not None:
+            self._spans(prefill.spans(prefill.trace, time.monotonic(), unix_offset_s()))
 
     def _give_up(self, core: Engine, request_id: str, error: BaseException) -> None:
         """Ends a request whose handling raised `error`."""
@@ -393,12 +383,13 @@ class KvProducer(KvConnector):
         prefill.failure = f"{known.reason}: {known.message}"
         self._events.append((request_id, Failed(known)))
         core.abort(request_id)
-        self._end(core, request_id, prefill)
+        self._end(core, prefill)
 
     def _send_first_tokens(self) -> None:
         """Emits the pending events, and waits up to `token_first_s` until first tokens have left the process.
 
-        Where a write is a copy by this thread, a token would otherwise wait for it if both share one core.
+        Where a write is a copy by this thread, and the event loop shares its core, a token would otherwise wait for
+        the copy.
         """
         waited_for = [
             event.sent for _, event in self._events if isinstance(event, FirstTokenReady) and not event.last

@@ -26,8 +26,8 @@ from worker.messages import engine_request, output_delta
 from worker.process import PoolService, WorkerProcess
 
 PEER_KEPT_S = 5.0
-"""Seconds that a decode worker stays connected after no coordinator names it any more. When a coordinator dies, all its
-requests are aborted, and the decode workers, which live on, must still be told that their writers are done."""
+"""Seconds that a decode worker stays connected after no coordinator names it any more. When a coordinator dies, its
+requests are aborted, and the prefill worker must still tell the decode workers that it writes nothing more."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -50,7 +50,7 @@ class PrefillService(PrefillServiceServicer, PoolService):
     def make_connector(
         self, parts: EngineParts, epoch: int, on_idle: Callable[[], None], polls: PollDealer | None = None
     ) -> KvProducer:
-        """It polls itself: `polls` is None."""
+        """The producer polls for itself: `polls` is None."""
         self.producer = KvProducer(
             parts, self._emit, on_idle, self._on_peers_changed, spans=self._worker.spans
         )
@@ -67,8 +67,8 @@ class PrefillService(PrefillServiceServicer, PoolService):
 
     @override
     def on_peers(self, coordinator: str, peers: Sequence[TransferEndpoint]) -> None:
-        """Connects to new workers, but not to itself; fences those that no coordinator names any more, after
-        PEER_KEPT_S."""
+        """Connects to new workers, but not to this one. Fences, after PEER_KEPT_S, workers that no coordinator names
+        any more."""
         producer, before = self.producer, self._wanted()
         own = producer.endpoint.agent_id
         self._peers[coordinator] = {peer.agent_id: peer for peer in peers if peer.agent_id != own}
@@ -120,7 +120,8 @@ class PrefillService(PrefillServiceServicer, PoolService):
         name = engine_id(request.request_id, next(self._numbers))
         queue = self._queues[name] = asyncio.Queue()
         try:
-            # Once the caller has these it may cancel: from here on the ticket's owner is told how the handoff ends.
+            # Once the caller has this metadata it may cancel: from here on the decode worker is told how the handoff
+            # ends.
             await context.send_initial_metadata(())
             self._worker.require_accepting("prefill")
             facts, tenant = self._worker.parts.facts, request.precedence.tenant_key
@@ -142,8 +143,8 @@ class PrefillService(PrefillServiceServicer, PoolService):
                 if last:
                     return
                 if isinstance(event, FirstTokenReady):
-                    # gRPC asks for the next response when it has written this one, a stream of calls writes in the
-                    # turn that follows.
+                    # gRPC asks for the next response once it has written this one. A stream of carried calls writes in
+                    # the event loop's next turn.
                     loop.call_soon(event.sent.set)
         finally:
             del self._queues[name]
@@ -158,7 +159,7 @@ class PrefillService(PrefillServiceServicer, PoolService):
             yield
         except SplitserveError as error:
             if error.field is not None and error.field.startswith("ticket."):
-                self._worker.ticket_rejected()
+                self._worker.rejected_tickets += 1
                 log_event("ticket.rejected", reason=error.reason, error=error.message)
             raise
 

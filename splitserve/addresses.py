@@ -18,7 +18,7 @@ _SCOPE = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 MAX_HOST_CHARACTERS = 253
 MAX_PORT = 65535
 QUIET_PORTS = range(10_000, 32_768)
-"""From here services get a port that is not named: systems give connections theirs from above."""
+"""Services whose port is not named get one of these: systems give outgoing connections ports above them."""
 _TRIES = 100
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
@@ -80,8 +80,8 @@ def claim_port(host: str, port: int, setting: str = "grpc_port") -> int:
     """A port of `host` that is free now: `port`, or any free one for 0, one of `QUIET_PORTS` if there is one.
 
     Raises FailedPreconditionError (PORT_IN_USE) or UnavailableError (BIND_FAILED). The port is not held: another
-    program may take it before the service binds it; the service then reports the same error. No connection takes a
-    quiet one by chance, then or while the service restarts.
+    program may take it before the service binds it; the service then reports the same error. No outgoing connection
+    takes one of QUIET_PORTS by chance, then or while the service restarts.
     """
     if port == 0:
         for _ in range(_TRIES):

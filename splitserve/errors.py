@@ -15,6 +15,10 @@ class SplitserveError(Exception):
     code: grpc.StatusCode = grpc.StatusCode.INTERNAL
     default_reason = "INTERNAL"
 
+    def __init_subclass__(cls) -> None:
+        if "code" in vars(cls):  # a class with a status code of its own has the code's name as its reason
+            cls.default_reason = cls.code.name
+
     def __init__(
         self,
         message: str,
@@ -37,63 +41,54 @@ class InvalidArgumentError(SplitserveError):
     """The request is invalid; `field` names the invalid part."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
-    default_reason = "INVALID_ARGUMENT"
 
 
 class NotFoundError(SplitserveError):
     """A model, worker or file that does not exist."""
 
     code = grpc.StatusCode.NOT_FOUND
-    default_reason = "NOT_FOUND"
 
 
 class UnauthenticatedError(SplitserveError):
     """A missing or unknown credential."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
-    default_reason = "UNAUTHENTICATED"
 
 
 class PermissionDeniedError(SplitserveError):
     """The caller is authenticated but not permitted to do this."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
-    default_reason = "PERMISSION_DENIED"
 
 
 class ResourceExhaustedError(SplitserveError):
     """Not enough capacity now (with a retry hint) or ever (without one)."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    default_reason = "RESOURCE_EXHAUSTED"
 
 
 class FailedPreconditionError(SplitserveError):
     """The system is not in the state that the operation requires, for example incompatible peers."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
-    default_reason = "FAILED_PRECONDITION"
 
 
 class UnavailableError(SplitserveError):
     """A component cannot be reached or used now; a retry may succeed."""
 
     code = grpc.StatusCode.UNAVAILABLE
-    default_reason = "UNAVAILABLE"
 
 
 class DeadlineExceededError(SplitserveError):
     """The request's own deadline passed."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
-    default_reason = "DEADLINE_EXCEEDED"
 
 
 class CancelledByPeerError(SplitserveError):
     """The peer cancelled the request."""
 
     code = grpc.StatusCode.CANCELLED
-    default_reason = "CANCELLED"
 
 
 ERROR_BY_CODE = {kind.code: kind for kind in SplitserveError.__subclasses__()}

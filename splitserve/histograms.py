@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-__all__ = ["LATENCY_BOUNDS_S", "Histogram"]
-
 LATENCY_BOUNDS_S: tuple[float, ...] = tuple(0.0005 * 1.15**i for i in range(104))
 """0.5 ms to about 15 minutes in steps of 15%, which bounds the relative error of percentiles."""
 
@@ -51,11 +49,11 @@ class Histogram:
         if total <= 0:
             return None
         wanted = total * percent / 100
-        for index, reached in enumerate(accumulate(self.counts)):
-            if reached >= wanted and self.counts[index] > 0:
+        for index, count_to_here in enumerate(accumulate(self.counts)):
+            if count_to_here >= wanted and self.counts[index] > 0:
                 low = self.bounds[index - 1] if index > 0 else 0.0
                 high = self.bounds[index] if index < len(self.bounds) else self.bounds[-1]
-                inside = (wanted - (reached - self.counts[index])) / self.counts[index]
+                inside = (wanted - (count_to_here - self.counts[index])) / self.counts[index]
                 return low + (high - low) * inside
         return self.bounds[-1]
 
@@ -65,22 +63,18 @@ class Histogram:
         if total <= 0:
             return None
         index = bisect_left(self.bounds, seconds)
-        reached = sum(self.counts[:index])
+        count = sum(self.counts[:index])
         if index < len(self.bounds):
             low = self.bounds[index - 1] if index > 0 else 0.0
-            reached += self.counts[index] * (seconds - low) / (self.bounds[index] - low)
-        return reached / total
-
-
-def _no_counts() -> list[int]:
-    return [0] * (len(LATENCY_BOUNDS_S) + 1)
+            count += self.counts[index] * (seconds - low) / (self.bounds[index] - low)
+        return count / total
 
 
 @dataclass(slots=True)
 class DurationCounts:
     """A mutable histogram with `LATENCY_BOUNDS_S`; `counts` as in `Histogram`."""
 
-    counts: list[int] = field(default_factory=_no_counts)
+    counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
     sum_s: float = 0.0
 
     def add(self, seconds: float) -> None:
@@ -89,7 +83,7 @@ class DurationCounts:
         self.sum_s += seconds
 
     def include(self, other: DurationCounts) -> None:
-        """Counts all values of another one."""
+        """Adds all counts of another histogram."""
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
         self.sum_s += other.sum_s
 

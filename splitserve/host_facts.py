@@ -34,9 +34,10 @@ class HostFacts:
 
 def read_host_facts() -> HostFacts:
     """The facts of this machine, as this process sees it."""
+    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)  # the soft limit
     return HostFacts(
         shared_memory_bytes=_shared_memory_bytes(),
-        memlock_bytes=_memlock_bytes(),
+        memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         in_container=(Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()),
         rdma_devices=rdma_devices(),
         gpus=sum(path.name[6:].isdecimal() for path in _DEV.glob("nvidia[0-9]*")),
@@ -77,11 +78,6 @@ def _shared_memory_bytes() -> int | None:
         return shutil.disk_usage(_DEV / "shm").total
     except OSError:
         return None
-
-
-def _memlock_bytes() -> int | None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _number(path: Path) -> int | None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import fmean
+from typing import TypeVar
 
 from splitserve.v1 import registry_pb2
 
@@ -44,9 +45,9 @@ class PrefillLatency:
         left_s = seconds - self.base_s
         if left_s <= 0:
             return 0
-        # pair_s / 2 * n^2 + each_s * n = left_s, solved for n without cancellation.
-        each_s = self.token_s + self.pair_s * context_tokens
-        return int(2 * left_s / (each_s + math.sqrt(each_s * each_s + 2 * self.pair_s * left_s)))
+        # pair_s / 2 * n^2 + linear_s * n = left_s, solved for n without cancellation.
+        linear_s = self.token_s + self.pair_s * context_tokens
+        return int(2 * left_s / (linear_s + math.sqrt(linear_s * linear_s + 2 * self.pair_s * left_s)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,13 @@ class DecodeLatency:
         return self.base_s + self.sequence_s * sequences + self.context_token_s * context_tokens
 
 
+Part = TypeVar("Part", PrefillLatency, DecodeLatency)
+
+
 @dataclass(frozen=True, slots=True)
 class LatencyModel:
-    """What one worker has measured of itself. A part is None until the worker has computed enough of its kind."""
+    """What one worker has measured of its steps. A part is None until the worker has computed enough steps of its
+    kind."""
 
     prefill: PrefillLatency | None = None
     decode: DecodeLatency | None = None
@@ -115,27 +120,20 @@ class LatencyModel:
 
 
 UNMEASURED = LatencyModel()
-"""Of a worker that has computed nothing yet."""
+"""The model of a worker that has computed nothing yet."""
 
 
 def mean_latency(models: Iterable[LatencyModel]) -> LatencyModel:
     """The means of what workers have measured; a part that none of them has measured is None."""
     measured = list(models)
-    prefill = [model.prefill for model in measured if model.prefill is not None]
-    decode = [model.decode for model in measured if model.decode is not None]
-    return LatencyModel(
-        PrefillLatency(
-            fmean(part.base_s for part in prefill),
-            fmean(part.token_s for part in prefill),
-            fmean(part.pair_s for part in prefill),
-        )
-        if prefill
-        else None,
-        DecodeLatency(
-            fmean(part.base_s for part in decode),
-            fmean(part.sequence_s for part in decode),
-            fmean(part.context_token_s for part in decode),
-        )
-        if decode
-        else None,
-    )
+    prefill, decode = ([model.prefill for model in measured], [model.decode for model in measured])
+    return LatencyModel(_mean(prefill), _mean(decode))
+
+
+def _mean(parts: Iterable[Part | None]) -> Part | None:
+    """The mean of each figure."""
+    measured = [part for part in parts if part is not None]
+    if not measured:
+        return None
+    kind = type(measured[0])
+    return kind(*(fmean(getattr(part, figure.name) for part in measured) for figure in fields(kind)))

@@ -19,6 +19,8 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from typing_extensions import override
+
 from splitserve.errors import ConfigError
 
 LOG_LEVEL_VARIABLE = "SPLITSERVE_LOG_LEVEL"
@@ -28,7 +30,7 @@ _FORMATS: tuple[str, ...] = get_args(LogFormat)
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 MAX_FIELD_CHARACTERS = 2000
-"""Longer texts in a field are cut: an error's message may repeat what a client sent."""
+"""Longer texts in a field are cut: the message of an error may repeat what a client sent."""
 _QUIET = ("asyncio", "grpc", "grpc_reflection", "transformers", "tokenizers", "urllib3", "filelock", "httpx")
 _logger = logging.getLogger("splitserve")
 _context_fields: ContextVar[Mapping[str, str]] = ContextVar("context_fields", default=MappingProxyType({}))
@@ -36,8 +38,8 @@ _context_fields: ContextVar[Mapping[str, str]] = ContextVar("context_fields", de
 
 @contextmanager
 def log_context(**fields: str) -> Iterator[None]:
-    """Adds these to every event logged in this context and in tasks started from it, beside what is there already, such
-    as `request_id` and `trace_id`. An empty one is in no event. A field of an event's own goes before them."""
+    """Adds fields, such as `request_id`, to every event logged in this context and in tasks started from it, beside
+    those of outer contexts. Empty fields are left out. An event's own field of the same name wins."""
     merged = {**_context_fields.get(), **fields}
     token = _context_fields.set({name: value for name, value in merged.items() if value})
     try:
@@ -113,8 +115,9 @@ class JsonFormatter(logging.Formatter):
         super().__init__()
         self._part = part
 
+    @override
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line of JSON; values without a JSON form are written as strings."""
+        """Values without a JSON form are written as strings."""
         whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "time": f"{whole}.{int(record.msecs):03d}Z",
@@ -136,8 +139,8 @@ class TextFormatter(logging.Formatter):
         super().__init__()
         self._part = part
 
+    @override
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line, followed by its traceback, if any."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         pairs = " ".join(f"{key}={_shown(value)}" for key, value in _fields(record).items())
         level = record.levelname.lower()

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from typing_extensions import override
 
 from splitserve.addresses import join_address
 from splitserve.errors import FailedPreconditionError
@@ -34,8 +35,8 @@ class Metrics(Collector):
     def __init__(self, read: Read) -> None:
         self._read = read
 
+    @override
     def collect(self) -> Iterator[Metric]:
-        """Called by prometheus_client."""
         yield from self._read()
 
 
@@ -111,7 +112,7 @@ def add_durations(family: HistogramMetricFamily, labels: list[str], durations: D
 
 
 def reload_metrics(files: Sequence[ReloadedFiles[Any]]) -> list[Metric]:
-    """Counts of reloads, and which files are refused as they are now; none if nothing reloads."""
+    """Counts of reloads, and which files are refused at present; no metrics if no files reload."""
     if not files:
         return []
     reloads = CounterMetricFamily(

@@ -1,7 +1,7 @@
 """The HTTP server of the metrics port: few connections at a time, each for a limited time.
 
-`prometheus_client`'s own server starts a thread a connection without a bound, and over TLS shakes hands in the thread
-that accepts: one client that connects and says nothing would stop all scrapes, and the process's end.
+`prometheus_client`'s own server starts a thread for each connection, without a bound, and over TLS shakes hands in the
+thread that accepts: one client that connects and sends nothing would stop all scrapes, and the process's end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from http import HTTPStatus
 from socketserver import ThreadingMixIn
 from types import MappingProxyType
@@ -20,16 +20,18 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
+from typing_extensions import override
 
 MAX_CONNECTIONS = 16
-"""Further ones are closed at once. A Prometheus has one."""
+"""Further connections are closed at once. A Prometheus server has one."""
 Pages = Mapping[str, Callable[[], Mapping[str, Any]]]
-"""Further pages by path: what is served there as JSON, read anew each time on the connection's thread."""
+"""Further pages by path: a function of the JSON object served there, called for each request on its own thread."""
 CONNECTION_S = 10.0
-"""Time from a connection's begin after which it is cut. Prometheus gives up after as long by default."""
+"""A connection is cut this long after its begin. Prometheus gives up after as long by default."""
 
 
 class _Handler(WSGIRequestHandler):
+    @override
     def log_message(self, format: str, *args: Any) -> None:
         """Logs nothing."""
 
@@ -61,13 +63,13 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it; open connections end by themselves."""
+        """Ends the server; open connections end by themselves."""
         self.shutdown()
         self.server_close()
         self._thread.join()
 
+    @override
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Called on the accepting thread."""
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -77,30 +79,28 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             self._free.release()
             raise
 
+    @override
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Called on the connection's own thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()
 
+    @override
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Serves a connection."""
-        with self._secured(request) as connection, _cut_after(connection, CONNECTION_S):
+        secured = (
+            nullcontext(request)
+            if self._tls is None
+            else self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+        )
+        with secured as connection, _cut_after(connection, CONNECTION_S):
             if isinstance(connection, ssl.SSLSocket):
                 connection.do_handshake()
             super().finish_request(connection, client_address)
 
+    @override
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that broke, was cut or has no valid certificate is its client's affair."""
-
-    @contextmanager
-    def _secured(self, request: socket.socket) -> Iterator[socket.socket]:
-        if self._tls is None:
-            yield request
-            return
-        with self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False) as secured:
-            yield secured
+        """Does nothing for a connection that broke, was cut or has no valid certificate."""
 
 
 def _with_pages(metrics: Any, pages: Pages, token: str | None) -> Callable[[Any, Any], Iterable[bytes]]:
@@ -125,7 +125,7 @@ def _with_pages(metrics: Any, pages: Pages, token: str | None) -> Callable[[Any,
 def _cut_after(connection: socket.socket, limit_s: float) -> Iterator[None]:
     def cut() -> None:
         with suppress(OSError):
-            socket.socket.shutdown(connection, socket.SHUT_RDWR)  # what waits on it gets an error
+            socket.socket.shutdown(connection, socket.SHUT_RDWR)  # reads and writes in progress get an error
 
     timer = threading.Timer(limit_s, cut)
     timer.daemon = True

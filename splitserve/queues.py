@@ -26,11 +26,11 @@ class Offer(enum.Enum):
     """Result of offering the free capacity to an item."""
 
     TAKEN = enum.auto()
-    """It left the queue."""
+    """The item left the queue."""
     MISFIT = enum.auto()
-    """It does not fit; smaller ones behind it might."""
+    """The item does not fit; smaller items behind it might."""
     SKIP = enum.auto()
-    """It waits for something else; items taken meanwhile do not count as bypassing it."""
+    """The item waits for something else; items taken meanwhile do not count as bypassing it."""
     STOP = enum.auto()
     """No capacity is left for any item."""
 
@@ -38,7 +38,7 @@ class Offer(enum.Enum):
 def offer_in_order(
     items: Iterable[B], attempt: Callable[[B], Offer], *, max_bypasses: int, max_looks: int
 ) -> Iterator[B]:
-    """Offers capacity to items in order and yields those that were taken, while it is iterated.
+    """Offers capacity to items in order, while it is iterated, and yields the items that were taken.
 
     A misfit may be bypassed `max_bypasses` times in total over all rounds; after that no later item is taken before
     it, so a stream of small items cannot starve it. A round ends after `max_looks` misfits, which bounds its cost.

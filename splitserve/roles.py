@@ -30,4 +30,4 @@ ROLE_NUMBERS: Mapping[RoleName, registry_pb2.Role.ValueType] = MappingProxyType(
     }
 )
 ROLE_NAMES: Mapping[int, RoleName] = MappingProxyType({number: name for name, number in ROLE_NUMBERS.items()})
-"""By their numbers; a number of a later version is not in it."""
+"""The roles by number, without those that only later versions know."""

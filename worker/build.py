@@ -21,12 +21,13 @@ from kv_transfer.handoff.checksums import KvMemory
 from kv_transfer.transports import make_transport
 from kv_transfer.transports.regions import VRAM
 from kv_transfer.transports.transport import TransferEndpoint, Transport
+from splitserve.config.engine import SIMULATED
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError, UnsupportedModelError
 from splitserve.host_facts import host_id
 from splitserve.logs import log_event
-from splitserve.models.hf_tokenizer import load_tokenizer
-from splitserve.models.sources import localize_model, resolve_model
+from splitserve.models.hf_tokenizer import ByteTokenizer, tokenizer_of
+from splitserve.models.sources import checked_model, local_files
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.roles import ROLE_NUMBERS, RoleName
 from splitserve.v1 import generation_pb2, registry_pb2
@@ -36,7 +37,6 @@ Post = Callable[[Callable[[Engine], object]], None]
 if TYPE_CHECKING:
     from engine.vllm.sampling import VllmGrammars
 
-SIMULATED = "simulated"
 VLLM = "vllm"
 PROGRESS_STEP = 0.05
 """Minimum share of the weights between two progress events."""
@@ -55,7 +55,7 @@ _Loaded: TypeAlias = tuple[ModelRunner, ServedAs, Tokenizer]
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """The parts of an engine. All but `grammars` and the plain data belong to the engine thread."""
+    """The parts of an engine. All except `grammars` and the plain data belong to the engine thread."""
 
     core: Engine
     facts: ModelFacts
@@ -72,7 +72,7 @@ class EngineParts:
     def registration(
         self, epoch: int, address: str, role: RoleName, *, changes_role: bool
     ) -> registry_pb2.RegisterRequest:
-        """What the worker says of itself: of its boot `epoch`, at "host:port"."""
+        """The message with which the worker registers: its boot `epoch`, and its address "host:port"."""
         config, facts, engine = self.config, self.facts, self.config.engine
         return registry_pb2.RegisterRequest(
             worker_id=config.worker_id,
@@ -144,15 +144,13 @@ def _require_transfer(transport: str, device_index: int) -> None:
 def _simulated(config: WorkerConfig, clock: StartClock) -> _Loaded:
     clock.imported()
     runner = SimulatedRunner(config.engine)
-    return runner, ServedAs(config.served_model_name or SIMULATED, SIMULATED), load_tokenizer(SIMULATED)
+    return runner, ServedAs(config.served_model_name or SIMULATED, SIMULATED), ByteTokenizer()
 
 
 def _torch(config: WorkerConfig, clock: StartClock) -> _Loaded:
-    # Damaged files are told before torch is imported and the weights are read, which takes time.
-    source = resolve_model(config.model)
-    if source.is_local:
-        localize_model(source)
-    tokenizer = load_tokenizer(source.tokenizer_source)
+    # A worker with damaged files ends here, before torch is imported and the weights are read, which takes time.
+    source = checked_model(config.model)
+    tokenizer = tokenizer_of(local_files(source, weights=False))
     # Imported here, so that simulated workers start without torch.
     from engine.runner.torch_runner import build_torch_runner
 
@@ -176,10 +174,10 @@ def _vllm(config: WorkerConfig, clock: StartClock, post: Post) -> EngineParts:
 
     if config.verify_kv not in ("auto", "off"):
         raise ConfigError("verify_kv: vLLM's blocks are not read, so it must be off", field="verify_kv")
-    source = localize_model(resolve_model(config.model))
+    source = local_files(checked_model(config.model))
     if source.gguf_file:
         raise UnsupportedModelError(f"model {config.model}: engine vllm reads no GGUF files")
-    tokenizer = load_tokenizer(source.tokenizer_source)
+    tokenizer = tokenizer_of(source)
     clock.imported()
     vllm = start_vllm(config.engine, Path(source.path), config.transport)
     clock.loaded()

@@ -1,4 +1,4 @@
-"""What joins engine and transport on the engine thread, and the status that it publishes for other threads."""
+"""Connectors join engine and transport on the engine thread, and publish the worker's status for other threads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from kv_transfer.transports.transport import TransferEndpoint, Transport
 from worker.build import EngineParts
 
 WriteOutcome = Literal["completed", "failed"]
-
-
 Writes = Mapping[tuple[LaneKind, WriteOutcome], int]
 """Handoffs that a worker has written to others since its start, by lane and outcome."""
 
@@ -35,15 +33,15 @@ class WorkerStatus:
     waiting_reservations: int = 0
     lanes: tuple[JudgedLane, ...] = ()
     usable_agents: frozenset[str] = frozenset()
-    """Agent ids of peers that it may write to: connected, measured, not refused."""
+    """Agent ids of the peers that this worker may write to: connected, measured, not refused."""
     handoffs_completed: int = 0
     handoff_bytes: int = 0
     handoffs_rejected: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Handoffs that failed or were refused, by reason."""
     completions_rejected: int = 0
-    """Those of them that this worker was to receive."""
+    """How many of the rejected handoffs this worker was to receive."""
     writes: Writes | None = None
-    """None: it writes to nobody."""
+    """None for a worker that writes to nobody."""
 
 
 class KvConnector(ABC):
@@ -52,8 +50,8 @@ class KvConnector(ABC):
     def __init__(
         self, endpoint: TransferEndpoint, transport: Transport, polls: PollDealer, on_idle: Callable[[], None]
     ) -> None:
-        """`polls` deals the transport's polls. `on_idle` is called on the engine thread when nothing is in progress any
-        more; see `WorkerStatus`."""
+        """`polls` polls the transport, and keeps what each side is to take. `on_idle` is called on the engine thread
+        when nothing is in progress any more; see `WorkerStatus.in_progress`."""
         self.endpoint = endpoint
         self.polls = polls
         self._transport = transport
@@ -66,8 +64,8 @@ class KvConnector(ABC):
         return self._status
 
     def before_step(self, core: Engine, now: float) -> bool:
-        """Polls the transport and handles what has arrived. True: call again within the poll interval, even if the
-        engine is idle."""
+        """Polls the transport and handles what has arrived. Returns whether to call it again within the poll interval
+        even if the engine is idle."""
         self.polls.poll()
         return self.advance(core, now)
 
@@ -96,7 +94,7 @@ class PairedConnector(KvConnector):
     """A sender and a receiver of KV that share engine, transport and polls. All methods run on the engine thread.
 
     Each side knows the ids of its own requests, which differ (`prefill_worker.kv_producer.engine_id`), and ignores all
-    others in a step's result. What one of them raises for a request, it ends there.
+    others in a step's result. A side that raises an error for a request ends that request itself.
     """
 
     def __init__(
@@ -108,25 +106,25 @@ class PairedConnector(KvConnector):
         self.receiver = receiver
 
     @property
+    @override
     def status(self) -> WorkerStatus:
-        """Both sides' latest status in one."""
         return merged(self.sender.status, self.receiver.status)
 
     @override
     def advance(self, core: Engine, now: float) -> bool:
-        """First what was written, since it frees blocks that waiting reservations may take."""
+        """Advances the sender first: writes that have ended free blocks that waiting reservations may take."""
         writing = self.sender.advance(core, now)
         return self.receiver.advance(core, now) or writing
 
     @override
     def after_step(self, core: Engine, result: StepResult, now: float) -> None:
-        """First the streams' tokens: a write may be a copy by this thread."""
+        """Sends the streams' tokens first: a write may be a copy by this thread."""
         self.receiver.after_step(core, result, now)
         self.sender.after_step(core, result, now)
 
 
 def merged(sent: WorkerStatus, received: WorkerStatus) -> WorkerStatus:
-    """The status of a worker that sends KV and receives it. The load is the one of `received`, the later one."""
+    """The status of a worker that sends KV and receives it. The load is that of `received`, which is read later."""
     rejected = Counter(received.handoffs_rejected)
     rejected.update(sent.handoffs_rejected)
     return replace(

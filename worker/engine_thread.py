@@ -1,7 +1,7 @@
 """The engine thread: owns runner, engine core and transport; the event loop sends it calls through a queue.
 
-The event loop watches it from outside: a thread that hangs, in a step on the device or between two, ends the process.
-The watcher's own clock decides: a process or a machine that was stopped has not hung, however long it took.
+The event loop watches the engine thread: if the thread hangs, in a step on the device or between two, the process ends.
+Only time in which the event loop itself ran counts, so a process or a machine that was stopped does not count as hung.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from worker.connector import KvConnector
 T = TypeVar("T")
 
 _MAX_SLEEP_S = 3600.0
-"""Poll interval of a thread whose cores a neighbour uses: all of its threads wait for the one that was interrupted."""
+"""Longest sleep of an idle engine thread, until the worker knows how often its transport must be polled."""
 BETWEEN_STEPS_S = 30.0
 """Time between two steps after which the engine counts as hung."""
 EXPECTED_TIMES = 20.0
-"""A step may take so many times as long as expected."""
+"""A step may take this many times as long as expected."""
 MOST_TIMES = 10.0
-"""A step may take at most so many times `hung_step_s`; also one of which nothing is expected yet."""
+"""A step may take at most this many times `hung_step_s`, also while no time is expected yet."""
 
 
 def step_limit_s(expected_s: float | None, hung_step_s: float) -> float:
@@ -106,8 +106,6 @@ class EngineThread:
         factory: Callable[[], tuple[Engine, KvConnector]],
         *,
         name: str,
-        poll_interval_s: float = POLL_INTERVAL_S,
-        idle_poll_s: float = _MAX_SLEEP_S,
         hung_step_s: float = float("inf"),
     ) -> None:
         """`hung_step_s`: see `EngineConfig.hung_step_s`; it only sets the limits in `activity`."""
@@ -115,9 +113,9 @@ class EngineThread:
         """Created by `start`. Fails with the exception that ended the loop; has a result after `stop`."""
         self._factory = factory
         self._connector: KvConnector
-        self.poll_interval_s = poll_interval_s
-        self.idle_poll_s = idle_poll_s
-        """Set both by `factory` at the latest."""
+        self.poll_interval_s = POLL_INTERVAL_S
+        self.idle_poll_s = _MAX_SLEEP_S
+        """`factory` may set both."""
         self._hung_step_s = hung_step_s
         self._calls: queue.SimpleQueue[_Call[Any]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -133,14 +131,14 @@ class EngineThread:
     async def start(self) -> None:
         """Starts the thread and waits until the factory is done; raises what the factory raised."""
         self.died = asyncio.wrap_future(self._ended)
-        # Retrieves the exception, so that asyncio does not log it as lost; the worker reports it when it stops.
+        # Retrieves the exception, so that asyncio does not log it as never retrieved; the worker reports it.
         self.died.add_done_callback(lambda died: died.cancelled() or died.exception())
         self._thread.start()
         await asyncio.shield(asyncio.wrap_future(self._started))
 
     async def call(self, fn: Callable[[Engine], T]) -> T:
-        """Runs `fn` between two steps and returns its result or raises its exception; only a BrokenInvariantError ends
-        the thread, too.
+        """Runs `fn` between two steps and returns its result or raises its exception. Of exceptions only a
+        BrokenInvariantError also ends the thread.
 
         A call that is cancelled before it begins does not run; one that has begun runs to its end. Raises
         UnavailableError (ENGINE_STOPPED) if the thread has ended.
@@ -274,9 +272,9 @@ MAX_TICK_S = 2 * CHECK_S
 GOODBYE_S = 1.0
 """How long the process may take to say that it serves no more."""
 CLOSE_S = 60.0
-"""How long an engine may take to close: the step that it computes, its processes, and memory that is pinned."""
+"""How long an engine may take to close: to finish its step, end its processes, and free memory that is pinned."""
 DEAD_CLOSE_S = 10.0
-"""The same of one that has died."""
+"""How long an engine whose thread has died may take to close."""
 EXIT_CODE = 70
 """EX_SOFTWARE in sysexits.h."""
 
@@ -291,7 +289,7 @@ class HangClock:
         """How long the activity of the last look has lasted."""
 
     def look(self, activity: Activity | None, now: float) -> bool:
-        """Whether the thread hangs. None: it sleeps. Call it again and again."""
+        """Whether the thread hangs. Call it again and again. `activity` is None while the thread sleeps."""
         tick_s = self._clock.tick(now)
         if activity is None or activity is not self._activity:
             self._activity, self.seconds = activity, 0.0
@@ -310,7 +308,7 @@ async def watch_for_hangs(
 ) -> None:
     """Runs until cancelled. Once the engine thread hangs, ends the process by `leave` with EXIT_CODE.
 
-    Logs one line, writes every thread's Python stack to stderr, and calls `not_serving` before.
+    Before that it logs one line, writes every thread's Python stack to stderr, and calls `not_serving`.
     """
     clock = HangClock(time.monotonic(), 2 * check_s)
     while not clock.look(doing := activity(), time.monotonic()):  # noqa: ASYNC110 - a hung thread signals nothing
@@ -340,8 +338,8 @@ async def end_engine(
     limit_s: float,
     leave: Callable[[int], object] = leave_at_once,
 ) -> None:
-    """Waits for an engine that is told to end. One that has not ended after `limit_s` seconds ends the process by
-    `leave` with EXIT_CODE, once it is logged with every thread's Python stack. Raises what `stop` raises."""
+    """Waits for the engine to end by `stop`; raises what `stop` raises. If the engine has not ended after `limit_s`
+    seconds, logs that with every thread's Python stack and ends the process by `leave` with EXIT_CODE."""
     stopping = asyncio.ensure_future(stop)
     await asyncio.wait([stopping], timeout=limit_s)
     if not stopping.done():

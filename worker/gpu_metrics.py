@@ -47,10 +47,11 @@ READINGS: dict[str, tuple[str, Callable[[Any, Any], float]]] = {
 
 
 class GpuMetrics:
-    """The GPUs of this process. What the driver does not tell of one, as the power of a MIG slice, has no series."""
+    """The GPUs of this process. What the driver does not tell of a GPU, as the power of a MIG slice, has no series."""
 
     def __init__(self, gpus: Sequence[str] | None, library: Any = None) -> None:
-        """`gpus`: numbers as of nvidia-smi, or UUIDs; empty: all that CUDA may use here; None: it uses none."""
+        """`gpus`: numbers as of nvidia-smi, or UUIDs; empty: all that CUDA may use here; None: the process uses
+        none."""
         self._names = gpus
         self._nvml = library
         self._handles: dict[str, Any] | None = {} if gpus is None else None
@@ -72,7 +73,7 @@ class GpuMetrics:
         try:
             return float(read(self._nvml, self._handles[name]))
         except self._nvml.NVMLError:
-            # A slice is one of a GPU in MIG mode, and is not asked for its own mode.
+            # The driver does not tell the MIG mode of a slice; its GPU is in MIG mode.
             return 1.0 if is_mig(name) and read is READINGS["splitserve_gpu_mig_enabled"][1] else None
 
     def _opened(self) -> dict[str, Any]:
@@ -83,7 +84,10 @@ class GpuMetrics:
             return {}
         try:
             nvml.nvmlInit()
-            names = self._names or visible_names() or [str(n) for n in range(nvml.nvmlDeviceGetCount())]
+            visible = [
+                name.strip() for name in os.environ.get(VISIBLE_VARIABLE, "").split(",") if name.strip()
+            ]
+            names = self._names or visible or [str(number) for number in range(nvml.nvmlDeviceGetCount())]
             return {
                 name: nvml.nvmlDeviceGetHandleByIndex(int(name))
                 if name.isdecimal()
@@ -96,11 +100,6 @@ class GpuMetrics:
 
 
 def gpus_in_use(config: WorkerConfig) -> Sequence[str] | None:
-    """What `GpuMetrics` takes, of a worker: None where its engine computes on no GPU."""
+    """A worker's argument for `GpuMetrics`: None where its engine computes on no GPU."""
     engine = config.engine
     return None if engine.kind == "simulated" or engine.device == "cpu" else config.gpus
-
-
-def visible_names() -> list[str]:
-    """The GPUs in CUDA_VISIBLE_DEVICES; empty where it is not set."""
-    return [name.strip() for name in os.environ.get(VISIBLE_VARIABLE, "").split(",") if name.strip()]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 from engine.core.engine import (
     EngineLoad,
     EngineRequest,
@@ -96,7 +99,7 @@ def _targets(
         ("ttft_ms", targets.ttft_ms, LEAST_TARGET_MS, MAX_TTFT_MS),
         ("ttft_left_ms", targets.ttft_left_ms, -MAX_TTFT_MS, MAX_TTFT_MS),
     ):
-        if value and not lowest <= value <= highest:  # 0 is the default of all
+        if value and not lowest <= value <= highest:  # 0: the request has no such target
             text = f"targets.{name} must be in {lowest:g}..{highest:.0f}"
             raise InvalidArgumentError(text, field=f"targets.{name}")
     tpot_s = targets.tpot_ms / 1e3 if targets.tpot_ms else None
@@ -121,19 +124,11 @@ def _check_salt(salt: bytes, ceilings: CeilingConfig) -> None:
 
 
 def sampling_params(message: generation_pb2.SamplingParams) -> SamplingParams:
-    """Sampling parameters, with the defaults of the proto."""
-    return SamplingParams(
-        temperature=message.temperature if message.HasField("temperature") else 1.0,
-        top_k=message.top_k,
-        top_p=message.top_p if message.HasField("top_p") else 1.0,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
-        seed=message.seed,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-    )
+    """Sampling parameters; a field that the message leaves out has the default of `SamplingParams`, as in the proto."""
+    values: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    values.pop("grammar", None)
+    values["logit_bias"] = tuple((entry.token_id, entry.bias) for entry in message.logit_bias)
+    return SamplingParams(**values)
 
 
 def stop_params(message: generation_pb2.StopParams, facts: ModelFacts) -> StopParams:
@@ -168,18 +163,8 @@ def output_delta(output: RequestOutput) -> generation_pb2.OutputDelta:
 
 def worker_load(load: EngineLoad) -> registry_pb2.WorkerLoad:
     """The engine's part of a load report."""
-    return registry_pb2.WorkerLoad(
-        waiting_requests=load.waiting_requests,
-        running_requests=load.running_requests,
-        waiting_tokens=load.waiting_tokens,
-        total_blocks=load.total_blocks,
-        free_blocks=load.free_blocks,
-        reserved_blocks=load.reserved_blocks,
-        quarantined_blocks=load.quarantined_blocks,
-        referenced_blocks=load.referenced_blocks,
-        latency=load.latency.to_proto(),
-        streams=load.streams,
-    )
+    values = {field.name: getattr(load, field.name) for field in fields(load)}
+    return registry_pb2.WorkerLoad(**values | {"latency": load.latency.to_proto()})
 
 
 def lane_report(judged: JudgedLane) -> registry_pb2.LaneReport:

@@ -54,7 +54,9 @@ def worker_metrics(status: WorkerStatus) -> list[Metric]:
             "KV bytes of completed handoffs, at their sender",
             status.handoff_bytes,
         ),
-        gauge("splitserve_kv_slow_lanes", "Lanes below expectation", sum(1 for j in lanes if j.problem)),
+        gauge(
+            "splitserve_kv_slow_lanes", "Lanes below expectation", sum(bool(lane.problem) for lane in lanes)
+        ),
     ]
     if speeds := [judged.lane.gb_per_s for judged in lanes]:
         metrics.append(

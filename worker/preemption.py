@@ -1,5 +1,5 @@
-"""Spot notices: a worker's machine is taken away. A notice comes by SIGUSR1, or by a file that an agent of the machine
-writes. Nothing that fails here ends the worker."""
+"""Spot notices: word that a worker's machine is taken away. A notice comes by SIGUSR1, or by a file that an agent of
+the machine writes. Nothing that fails here ends the worker."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import logging
 import signal
 import stat
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from splitserve.errors import InvalidArgumentError, SplitserveError, UnavailableError
 from splitserve.logs import log_event
+from splitserve.runtime.process import calling_on_signal
 
 POLL_S = 0.5
 """Time between two looks for the file."""
 REREAD_S = 0.1
 """A writer makes the file first, and then writes the time."""
 SOONER_S = 0.5
-"""A later notice counts if the machine ends by so much sooner; otherwise it says the same again."""
+"""A later notice counts if the machine ends at least this much sooner by it; otherwise it repeats the first one."""
 MAX_LEFT_S = 86_400.0
 """A notice of more than a day counts as one of a day."""
 MAX_CHARACTERS = 64
@@ -35,16 +35,15 @@ class SpotNotice:
     source: str
     """"signal" or "file"."""
     ends_s: float
-    """When, on `time.monotonic`."""
+    """When the machine is taken away, on `time.monotonic`."""
 
 
 class NoticeFile:
-    """A file that is a notice once it exists. It is empty, which means `notice_s` from when it is seen, or has the time
-    as in RFC 3339.
+    """A file that is a notice once it exists. The file holds the time when the machine is taken away, as in RFC 3339,
+    or is empty, which means `notice_s` after it is seen.
 
-    Files outlive machines: by one on a disk that was kept, each new machine would be taken away at once, for ever. So a
-    file is no notice if its end, for an empty file `notice_s` after it was written, had passed before this object was
-    made: the machine has outlived it.
+    A file on a disk that was kept outlives its machine, and would end each new machine at once. So a file is no notice
+    if that time, for an empty file `notice_s` after it was written, had passed before this object was made.
     """
 
     def __init__(self, path: Path, notice_s: float, wall_clock: Callable[[], float] = time.time) -> None:
@@ -97,8 +96,8 @@ async def follow_notices(
     take: Callable[[SpotNotice], None],
     known: SpotNotice | None = None,
 ) -> None:
-    """Gives `take` the first notice, and each later one by which the machine ends sooner, also than by `known`. Runs
-    until it is cancelled. `notice_s`: the time that a signal leaves."""
+    """Gives `take` the first notice, and each later one by which the machine ends sooner; `known`: a notice that was
+    taken before. Runs until cancelled. `notice_s`: the time from a signal until the machine is taken away."""
 
     def on_notice(source: str, left_s: float) -> None:
         nonlocal known
@@ -107,14 +106,15 @@ async def follow_notices(
             known = notice
             take(notice)
 
-    with _on_signal(lambda: on_notice("signal", notice_s)):
+    # Ignored afterwards: by default the signal would end the worker, and a notice may be given twice.
+    with calling_on_signal(signal.SIGUSR1, lambda: on_notice("signal", notice_s), ignore_after=True):
         if file is not None:
             await _poll(file, lambda left_s: on_notice("file", left_s))
         await asyncio.Event().wait()
 
 
 async def _poll(file: NoticeFile, on_notice: Callable[[float], None]) -> None:
-    """Looks again and again. A failure is logged once, and again once it is of another kind."""
+    """Looks for the file every POLL_S. A failure is logged once, and again when its reason changes."""
     logged = ""
     while True:
         reason = ""
@@ -129,23 +129,8 @@ async def _poll(file: NoticeFile, on_notice: Callable[[float], None]) -> None:
         await asyncio.sleep(POLL_S)
 
 
-@contextmanager
-def _on_signal(callback: Callable[[], None]) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    try:
-        loop.add_signal_handler(signal.SIGUSR1, callback)
-    except (NotImplementedError, RuntimeError, ValueError):
-        yield  # not on the main thread
-        return
-    try:
-        yield
-    finally:
-        # Not removed: by default the signal would end the worker, and notices may be given twice.
-        loop.add_signal_handler(signal.SIGUSR1, lambda: None)
-
-
 def _wall_time_s(text: str) -> float:
-    """A time as in RFC 3339 in seconds since the epoch; without a zone it is in UTC. Raises InvalidArgumentError."""
+    """A time as in RFC 3339, in seconds since 1970; without a zone it is in UTC. Raises InvalidArgumentError."""
     try:
         moment = datetime.fromisoformat(text)
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

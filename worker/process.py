@@ -49,11 +49,11 @@ from worker.role import Role
 CALL_SERVICE = calls_pb2.DESCRIPTOR.services_by_name["CallService"].full_name
 SERVER_GRACE_S = 2.0
 CALLERS: frozenset[CertificateRole] = frozenset({"coordinator"})
-"""Who may call a worker's services."""
+"""The roles whose certificates may call a worker's services."""
 
 
 class PoolService(ABC):
-    """The service of one pool, with its end of the transfer. Used on the event loop, but for `make_connector`."""
+    """The service of one pool, with its end of the transfer. Used on the event loop, except for `make_connector`."""
 
     pool: PoolName
 
@@ -62,7 +62,7 @@ class PoolService(ABC):
         self, parts: EngineParts, epoch: int, on_idle: Callable[[], None], polls: PollDealer | None
     ) -> KvConnector:
         """Builds the connector of the boot `epoch`; called on the engine thread. `on_idle`: see `KvConnector`. `polls`:
-        of a connector that polls for this one, too; None: it polls itself."""
+        the polls of a connector that polls the transport for this one too; None: this one polls it itself."""
 
     @abstractmethod
     def add_to(self, server: grpc.aio.Server) -> str:
@@ -83,7 +83,7 @@ class PoolService(ABC):
         """Handles a change of a coordinator's list of workers that take KV. By default nothing is done."""
 
     def on_ended_writers(self, agent_ids: Sequence[str]) -> None:  # noqa: B027 (not all need it)
-        """Handles that the processes of these writers of KV have certainly ended. By default nothing is done."""
+        """Handles that these writers of KV, by agent id, have certainly ended. By default nothing is done."""
 
     def close(self) -> None:  # noqa: B027 (not all need it)
         """Ends calls that would otherwise outlive a drain. By default there are none."""
@@ -95,20 +95,21 @@ class WorkerProcess:
     def __init__(
         self, config: WorkerConfig, make_services: Sequence[Callable[[WorkerProcess], PoolService]]
     ) -> None:
-        """`make_services` build what serves each pool, those of prefill first: of both pools, or of the one of a role
-        that stays. They get this worker, and may not use `parts` before the engine is built. Raises ConfigError as
+        """`make_services` build the services of both pools, prefill first, or that of the one pool of a worker that
+        keeps its role. They get this worker, and may not use `parts` before the engine is built. Raises ConfigError as
         `check_role`."""
         self.config = config
         self.role = Role(config, self._on_role)
         self.epoch = secrets.randbits(63) + 1
         """The number of this boot."""
         self.open_rpcs = OpenRpcs()
-        self._rejected_tickets = 0
+        self.rejected_tickets = 0
+        """Tickets that a service has rejected."""
         self.draining = False
         self.notice: SpotNotice | None = None
-        """That the machine is taken away; None: no notice."""
+        """The notice that the machine is taken away; None without one."""
         self.spans: SpanSink | None = None
-        """Takes the spans of traced requests; None: they are not exported."""
+        """Takes the spans of traced requests; None: spans are not exported."""
         self.engine: EngineThread = EngineThread(
             self._build, name=f"engine-{config.worker_id}", hung_step_s=config.engine.hung_step_s
         )
@@ -154,15 +155,14 @@ class WorkerProcess:
 
     @property
     def connector(self) -> KvConnector:
-        """The connector, once the engine is built. Its methods are for the engine thread, but for `status`."""
+        """The connector, once the engine is built. Its methods are for the engine thread, except for `status`."""
         assert self._built is not None, "the engine is not built"
         return self._built[1]
 
-    def require_accepting(self, pool: PoolName | None = None) -> None:
-        """Raises UnavailableError (DRAINING) while the worker takes no new requests, and (WRONG_ROLE) while it takes
-        none of a pool."""
-        if pool is not None:
-            self.role.require(pool)
+    def require_accepting(self, pool: PoolName) -> None:
+        """Raises UnavailableError: WRONG_ROLE while the worker takes no new requests of this pool, DRAINING while it
+        takes none at all."""
+        self.role.require(pool)
         if self.draining:
             raise UnavailableError(f"worker {self.config.worker_id} is draining", reason="DRAINING")
 
@@ -173,13 +173,9 @@ class WorkerProcess:
 
     def engine_idle(self) -> None:
         """Called on the engine thread when its connector has nothing in progress any more."""
-        # The status has been published before: a drain that begins later sees it, one that has begun is woken.
+        # The status is published already: a drain that begins later sees it, and one that has begun is woken here.
         if self.draining or (self._keeps_prompt_room and self.role.name == "decode"):
             self._loop.call_soon_threadsafe(self.service_idle)
-
-    def ticket_rejected(self) -> None:
-        """Counts a ticket that a service has rejected."""
-        self._rejected_tickets += 1
 
     def report_now(self) -> None:
         """Sends a load report to every coordinator without waiting for the heartbeat."""
@@ -187,7 +183,7 @@ class WorkerProcess:
             registry.report_now()
 
     def report_soon(self) -> None:
-        """The same, but not shortly after the last one."""
+        """Sends a load report to every coordinator, but not shortly after the last report."""
         for registry in self._registries:
             registry.report_soon()
 
@@ -228,8 +224,8 @@ class WorkerProcess:
             for service in self._services:
                 service.close()
             calls.close()
-            # The port closes last: once it refuses connections, this process writes no more KV.
-            # One that has died may hang where it lets go of a broken device.
+            # The port closes last: once it refuses connections, this process writes no more KV. An engine that has died
+            # may hang where it lets go of a broken device, and so gets less time.
             died = self.engine.died.done() and self.engine.died.exception() is not None
             await end_engine(self.engine.stop(), self.config.worker_id, DEAD_CLOSE_S if died else CLOSE_S)
             self.parts.grammars.close()
@@ -241,7 +237,7 @@ class WorkerProcess:
         registered = self.parts.registration(
             self.epoch, self._address, self.role.name, changes_role=self.role.may_change
         )
-        # A worker that reported an empty cache would be counted on to keep what it computes.
+        # Without a prefix cache nothing is reported: coordinators would expect an empty cache to keep what is computed.
         read_cache = partial(KvEventReader, kv_events) if self.config.engine.prefix_cache else None
         self._registries = [
             RegistryClient(
@@ -262,7 +258,7 @@ class WorkerProcess:
         hangs = partial(
             watch_for_hangs, self.engine.activity, self.config.worker_id, lambda: server.set_serving(False)
         )
-        # Two things end the worker: an engine that died, and coordinators none of which ever took the worker in.
+        # Two errors end the worker: an engine that died, and coordinators all of which refuse the worker.
         await run_beside(
             self._until(stop),
             [
@@ -290,8 +286,9 @@ class WorkerProcess:
         raise UnavailableError(message, reason="ENGINE_DIED") from error
 
     async def _watch_spot(self) -> None:
-        """At a spot notice the worker takes no new requests. It stays up: its coordinators move what cannot end in
-        time, and it ends as its machine does, or by SIGTERM. Later notices count if the machine ends sooner."""
+        """At a spot notice the worker takes no new requests. It stays up: its coordinators move requests that cannot
+        end in time, and the worker ends with its machine, or by SIGTERM. Later notices count if the machine ends
+        sooner."""
         path, notice_s = self.config.spot_file, self.config.spot_notice_s
         file = NoticeFile(path, notice_s) if path is not None else None
         await follow_notices(file, notice_s, self._take_notice, self.notice)
@@ -321,7 +318,7 @@ class WorkerProcess:
         load.open_rpcs = self.open_rpcs.count
         load.transfers_in_flight = status.transfers_in_flight
         load.waiting_reservations = status.waiting_reservations
-        load.rejected_handoffs = self._rejected_tickets + status.completions_rejected
+        load.rejected_handoffs = self.rejected_tickets + status.completions_rejected
         return registry_pb2.ReportRequest(
             worker_id=self.config.worker_id,
             epoch=self.epoch,
@@ -360,8 +357,8 @@ class WorkerProcess:
         self.report_soon()
 
     def _keep_prompt_room(self) -> None:
-        """Reservations leave room for prompts as long as any may come or are under way here: otherwise two workers that
-        hand prompts to each other could wait for each other's blocks."""
+        """Makes reservations leave room for prompts as long as prompts may come or are under way here: otherwise two
+        workers that hand prompts to each other could wait for each other's blocks."""
         keeps = self.role.name != "decode" or any(
             service.pool == "prefill" and service.busy() for service in self._services
         )

@@ -21,8 +21,8 @@ REFUSED_LOGGED_EVERY_S = 60.0
 
 
 class Role:
-    """A worker's role. The worker owns it; coordinators pass on what the autoscaler's plan says. Of several orders the
-    latest counts."""
+    """A worker's role. The worker owns it; coordinators pass on what the autoscaler's plan says. The latest order
+    counts."""
 
     def __init__(self, config: WorkerConfig, on_change: Callable[[], None]) -> None:
         """`on_change` is called after each change. Raises ConfigError as `check_role`."""
@@ -41,8 +41,8 @@ class Role:
             raise UnavailableError(message, reason="WRONG_ROLE")
 
     def follow(self, coordinator: str, number: registry_pb2.Role.ValueType) -> None:
-        """Takes the role that a coordinator asks for. Requests under way go on as they are. A number of a later
-        version, and any other role than its own for a worker that has one end of the transfer, are only logged."""
+        """Takes the role that a coordinator asks for. Requests under way go on as they are. A number that this version
+        does not know, and a change for a worker that has only one end of the transfer, are refused and logged."""
         name = ROLE_NAMES.get(number)
         if name == self.name:
             return
@@ -57,9 +57,9 @@ class Role:
 
     def metrics(self) -> list[Metric]:
         """The role, and its changes since the start."""
-        now: dict[str, float] = {name: float(name == self.name) for name in POOLS_OF}
+        roles: dict[str, float] = {name: float(name == self.name) for name in POOLS_OF}
         return [
-            gauges("splitserve_worker_role", "Role of the worker", "role", now),
+            gauges("splitserve_worker_role", "Role of the worker", "role", roles),
             counter("splitserve_worker_role_changes", "Changes of the worker's role", self._changes),
         ]
 
@@ -77,8 +77,8 @@ class Role:
 
 
 def has_both_ends(config: WorkerConfig) -> bool:
-    """Whether the worker has both ends of the transfer, so that its role can change. Engine vllm has the one of the
-    role that it starts with."""
+    """Whether the worker has both ends of the transfer, so that its role can change. With engine vllm it has the end of
+    the role that it starts with."""
     return config.engine.kind != VLLM
 
 

@@ -88,18 +88,9 @@ class IdleRunner(ModelRunner):
     def __init__(self, num_blocks: int) -> None:
         self.facts = ModelFacts(2**20, ByteTokenizer.EOS + 1, frozenset({ByteTokenizer.EOS}))
         self.layout = KvLayout("idle", "uint8", BLOCK_TOKENS, 1, 1, 8)
-        self._num_blocks = num_blocks
+        self.num_blocks = num_blocks
+        self.pool_memory = KvMemoryRegion(0, num_blocks, self.layout, probe_blocks=0)
         self.inside_s = 0.0
-
-    @property
-    @override
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    @property
-    @override
-    def pool_memory(self) -> KvMemoryRegion:
-        return KvMemoryRegion(0, self._num_blocks, self.layout, probe_blocks=0)
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
         """No blocks: there is no memory."""

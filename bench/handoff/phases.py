@@ -51,9 +51,8 @@ from launcher.cluster.placement import available_cores
 from splitserve.client import AsyncClient
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.coordinator import CoordinatorConfig
-from splitserve.config.engine import EngineConfig
+from splitserve.config.engine import SIMULATED, EngineConfig
 from splitserve.errors import DeadlineExceededError
-from worker.build import SIMULATED
 
 LENGTHS = (16, 64, 128, 256, 512, 1000, 2000, 4000, 8000)
 MAX_TOKENS = 12

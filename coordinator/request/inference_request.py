@@ -308,15 +308,14 @@ def timeout_s(request: inference_pb2.GenerateRequest, limit_s: float, call_left_
     return requested_s if call_left_s is None else min(requested_s, call_left_s)
 
 
-def check_length(
-    tokens: int, field: str, model: Model, limit: int | None = None, *, counted: bool = True
-) -> None:
-    """Checks a prompt's length in tokens: not 0, less than the context, and at most `limit` for this caller.
-
-    `counted`: whether `tokens` is the exact length and not a lower bound.
-    """
+def check_length(tokens: int, field: str, model: Model, limit: int | None = None) -> None:
+    """Checks a prompt's length in tokens: not 0, less than the context, and at most `limit` for this caller."""
     require(tokens > 0, field, "at least one token long")
-    has = f"{field} has {tokens} tokens" if counted else f"{field} has {tokens} tokens or more"
+    check_not_longer(tokens, f"{field} has {tokens} tokens", field, model, limit)
+
+
+def check_not_longer(tokens: int, has: str, field: str, model: Model, limit: int | None) -> None:
+    """Checks that `tokens` are less than the context, and at most `limit` for this caller. `has` begins the error."""
     if limit is not None and tokens > limit:
         message = f"{has}; this API key's prompts have at most {limit}"
         raise InvalidArgumentError(message, reason="TENANT_LIMIT", field=field)

@@ -1,11 +1,11 @@
-"""The interface of backends: `Forward`, from scheduled sequences to `StepLogits`; and a step flattened on the host."""
+"""What all backends share: the interface `Forward`, the call of the model, and a step flattened on the host."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,19 +33,34 @@ class Forward(ABC):
     """Runs the model on scheduled sequences."""
 
     prepared: bool = False
-    """Whether the last step made something for all like it, and so took longer than they will."""
+    """Whether the last step also compiled or captured something for later steps, and so took longer."""
 
     @abstractmethod
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
-        """Writes the new positions' KV; returns the logits of the sampled ones. May return before both are done."""
+        """Writes the new positions' KV; returns the logits of the sampled positions. May return before the
+        device has done either."""
 
     def finish(self) -> None:
         """Waits until the step is computed. After that peers may read the KV written and overwrite the KV read."""
         return
 
     def poll_while_computing(self, poll: Callable[[], None]) -> None:
-        """`poll` is to be called again and again while a device is waited for; ignored where nothing waits for one."""
+        """Has `poll` called repeatedly while this backend waits for a device. Backends without a device ignore it."""
         return
+
+
+def compute_logits(
+    module: Any, token_ids: torch.Tensor, positions: torch.Tensor, sample_rows: torch.Tensor
+) -> torch.Tensor:
+    """Runs the model on `token_ids` and `positions`, int64 `[1, tokens]`; its attention layers call their backend.
+
+    Returns logits `[samples, vocabulary]` of the rows `sample_rows`, int64 `[samples]`: only these go through the
+    output layer. That is left to the model's own forward pass, because some families scale or cap logits there.
+    """
+    logits: torch.Tensor = module(
+        input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=sample_rows
+    ).logits[0]
+    return logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +70,7 @@ class FlatStep:
     `sequences` in that order; `token_ids`, `positions` `[tokens]`; `contexts` `[sequences]`: each sequence's keys after
     this step, 0 for a padded row; `query_starts` `[sequences + 1]`: index of its first token; `sample_rows`
     `[samples]`: tokens whose logits are sampled, and `sample_order` their sequences' indices in the batch as scheduled.
+    `num_decode` sequences compute one token, `num_prefill` others a chunk of at most `longest_chunk` tokens.
     """
 
     sequences: Sequence[ScheduledSequence]
@@ -74,9 +90,11 @@ class FlatStep:
         return not self.num_prefill
 
 
-def flatten(batch: Sequence[ScheduledSequence]) -> FlatStep:
-    """Flattens a batch."""
+def flatten(batch: Sequence[ScheduledSequence], *, longest_first: bool = False) -> FlatStep:
+    """Flattens a batch. `longest_first`: of sequences that compute one token, those with the longest contexts first."""
     order = [index for index, sequence in enumerate(batch) if sequence.num_new == 1]
+    if longest_first:
+        order.sort(key=lambda index: -batch[index].num_computed)
     num_decode = len(order)
     order += [index for index, sequence in enumerate(batch) if sequence.num_new != 1]
     sequences = [batch[index] for index in order]

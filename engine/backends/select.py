@@ -28,7 +28,7 @@ def make_forward(
     context_tokens: int,
     kernels: CpuKernels | None = None,
 ) -> Forward:
-    """The forward pass that the settings choose; `kernels` are those that the model was loaded with.
+    """The forward pass that the settings choose; `kernels`: the ones that the model was loaded with.
 
     `context_tokens` bounds the length of a sequence. Raises ConfigError if the chosen backend cannot work here.
     """
@@ -44,7 +44,7 @@ def make_forward(
 
 
 def paged_attention(pool: KvCacheMemory) -> PagedAttention:
-    """The kernels over a pool."""
+    """Attention by the Triton kernels over a pool."""
     # Imported here: they need triton, which only comes with torch's CUDA builds.
     from engine.backends.cuda.triton_attention import TritonAttention
 

@@ -71,9 +71,9 @@ class EngineRequest:
     The token's output has a finish reason only if the whole answer ends with it.
     """
     trace: TraceContext | None = None
-    """The span that this worker's spans are part of."""
+    """The parent span of this worker's spans."""
     adapter: Adapter | None = None
-    """The LoRA adapter that computes it with the base model; None: the base model alone."""
+    """The LoRA adapter that is applied to the base model; None: the base model alone."""
     tpot_s: float | None = None
     """The TPOT target in seconds a token, which bounds the prompt tokens of a step beside this stream."""
     first_due_s: float = float("inf")
@@ -86,7 +86,7 @@ class EngineRequest:
 
     @property
     def adapter_fingerprint(self) -> str:
-        """The adapter's fingerprint, as tickets have it; empty without an adapter."""
+        """The adapter's fingerprint, as in tickets; empty without an adapter."""
         return self.adapter.fingerprint if self.adapter else ""
 
 
@@ -94,8 +94,9 @@ class EngineRequest:
 class RequestOutput:
     """Progress of one request in one step.
 
-    `first_position` is the output position of `token_ids[0]`, tokens of earlier attempts included. `text` is what these
-    tokens completed. `failure` is (reason, message) if the engine failed the request; `finish_reason` is then ABORT.
+    `first_position` is the output position of `token_ids[0]`, tokens of earlier attempts included. `text` is the text
+    that these tokens completed. `failure` is (reason, message) if the engine failed the request; `finish_reason` is
+    then ABORT.
     """
 
     request_id: str
@@ -121,7 +122,7 @@ class ChunkProgress:
     block_ids: list[int]
     cached_tokens: int
     group_blocks: tuple[int, ...] = ()
-    """How many of `block_ids` belong to each group of layers; empty: all to one."""
+    """Number of `block_ids` for each group of layers; empty: there is one group."""
 
 
 @dataclass(slots=True)
@@ -131,7 +132,7 @@ class StepResult:
     outputs: list[RequestOutput] = field(default_factory=list)
     progress: list[ChunkProgress] = field(default_factory=list)
     started: dict[str, int] = field(default_factory=dict)
-    """Requests whose first step this was, and how many of their leading tokens were in the prefix cache."""
+    """Requests that were in a step for the first time, with the number of their tokens found in the prefix cache."""
     scheduled_tokens: int = 0
     duration_s: float = 0.0
 
@@ -151,8 +152,8 @@ class StepResult:
 class ReservedBlocks:
     """Blocks reserved for KV that a peer will write: `block_ids`, in sequence order.
 
-    The first one begins with token `cached_tokens`, a multiple of the block size; what is before it is cached here.
-    `group_blocks`: how many of them belong to each group of layers, one group after the other; empty: all to one.
+    The first one begins with token `cached_tokens`, a multiple of the block size; the tokens before are cached here.
+    `group_blocks`: number of blocks for each group of layers, one group after the other; empty: there is one group.
     """
 
     block_ids: tuple[int, ...]
@@ -236,7 +237,7 @@ class Engine(ABC):
     """
 
     max_step_tokens: int
-    """Most tokens of one step, prompts and outputs together."""
+    """Maximum number of tokens of one step, prompts and outputs together."""
     kv_events: KvEventLog
     """Changes of the prefix cache; may be read on any thread."""
     step_totals: TotalsByKind
@@ -275,23 +276,23 @@ class Engine(ABC):
 
     @abstractmethod
     def keep_prompt_room(self, keeps: bool) -> None:
-        """Says whether from now on reservations leave room for a prompt: blocks for the longest sequence, but at most
-        half of all, and a running slot. Only the first reservation may take them.
+        """Whether reservations from now on leave room for a prompt: blocks for the longest sequence, at most half of
+        all blocks, and a running slot. Only a reservation beside no other may take this room.
 
-        For workers that compute prompts for peers from which they take reservations' KV: without room, prompts here
-        could wait for reservations whose prompts wait there.
+        It is for two workers that compute prompts for each other. Without room, the prompts of each could wait for
+        blocks held by its reservations, whose own prompts wait at the other worker.
         """
 
     @abstractmethod
     def cached_tokens(self, request: EngineRequest) -> int:
-        """Leading tokens of a request that need not be computed here, by the present prefix cache; a lower bound."""
+        """Leading tokens of a request that are in the prefix cache now; a lower bound."""
 
     @abstractmethod
     def admit(self, reservation: int, first_token_id: int) -> RequestOutput | None:
         """Starts decoding a reserved sequence whose KV has been written, from its first output token on.
 
         The first token's text counts as emitted, by the worker that sampled it. Returns the last output if the answer
-        ends with it, else None. Raises NotFoundError for a reservation that is not live (any more),
+        ends with it, else None. Raises NotFoundError for a reservation that is not live,
         InvalidArgumentError for a token outside the vocabulary or the request's grammar.
         """
 
@@ -305,22 +306,22 @@ class Engine(ABC):
 
     @abstractmethod
     def next_deadline(self) -> float:
-        """When to ask `has_work` again at the latest, on `time.monotonic`: the next deadline of a request, infinity if
-        there is none."""
+        """The next deadline of a request, on `time.monotonic`, infinity if there is none: call `has_work` again by
+        then."""
 
     def collect(self) -> None:
-        """Between two steps: goes on with sequences that waited for an answer about them, which has come. Their outputs
-        are taken with the next result. Engines whose sequences never wait do nothing."""
+        """Between two steps: goes on with sequences whose grammar has answered. Their outputs are in the next result.
+        Engines whose sequences never wait for a grammar do nothing."""
         return
 
     @abstractmethod
     def begin_step(self, computing: Callable[[float | None], None] = lambda expected_s: None) -> None:
-        """The first half of a step: expires requests and queues the next batch at the device, after a call of
-        `computing` with the seconds that this will take, None if unknown."""
+        """The first half of a step: expires requests and queues the next batch at the device. Before that it calls
+        `computing` with the seconds that the step will take, None if unknown."""
 
     def poll_while_computing(self, poll: Callable[[], None]) -> None:
-        """Lets `poll` be called again and again, on this thread, while a device computes a step: a transport of its
-        memory has no progress thread. Ignored by engines that do not wait for a device."""
+        """Has `poll` called repeatedly, on this thread, while a device computes a step: transports of device memory
+        have no progress thread. Ignored by engines that do not wait for a device."""
         return
 
     @abstractmethod
@@ -328,7 +329,7 @@ class Engine(ABC):
         """The second half: waits for the tokens and updates the sequences. `take_result` returns the result."""
 
     def step(self) -> StepResult:
-        """Runs both halves of a step and returns its result, with what was collected before."""
+        """Runs `collect` and both halves of a step; returns the outputs of all three."""
         self.collect()
         early = self.take_result()
         self.begin_step()
@@ -350,7 +351,7 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self) -> EngineLoad:
-        """The present load."""
+        """The load now."""
 
     @abstractmethod
     def close(self) -> None:

@@ -17,7 +17,7 @@ from engine.core.engine import (
     StepResult,
 )
 from engine.core.model_runner import DEFAULT_STEP_TOKENS, ModelRunner
-from engine.core.output_processor import AfterAnswer, BegunStep, OutputProcessor, PendingResult
+from engine.core.output_processor import AfterAnswer, BegunStep, OutputProcessor, PendingResult, begin_at
 from engine.core.scheduler import KVCacheManager, Scheduler
 from engine.core.sequence import Sequence, SequenceStatus
 from engine.kv_cache.block_pool import BlockPool, KvEventLog
@@ -34,14 +34,15 @@ from splitserve.models.tokenizer import Tokenizer
 from splitserve.queues import LazyHeap
 
 IDLE_WAIT_S = 0.001
-"""How long the engine waits for a grammar where there is nothing else to do, until it looks at its calls again."""
+"""How long an engine without other work waits for a grammar, before it handles calls of its worker again."""
 
 
 class EngineCore(Engine):
     """The engine of splitserve's own runners: schedules, keeps the blocks, applies tokens.
 
-    What one sequence raises in a step, its grammar or its text for example, fails that sequence alone. What the runner
-    raises propagates, unless it is a SplitserveError. `abort` and `release_held` remove what a method that raised left.
+    An error of one sequence in a step, for example of its grammar or its text, fails only that sequence. An error of
+    the runner propagates, unless it is a SplitserveError. `abort` and `release_held` clean up after a method that
+    raised.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class EngineCore(Engine):
         self.max_step_tokens = config.max_step_tokens or DEFAULT_STEP_TOKENS[runner.pool_memory.memory_kind]
         block_size = runner.layout.block_size_tokens
         self.kv_events = KvEventLog()
-        pool = BlockPool(runner.num_blocks, self.kv_events)
-        self._kv = KVCacheManager(pool, block_size, prefix_cache=config.prefix_cache)
+        self.pool = BlockPool(runner.num_blocks, self.kv_events)
+        """The block pool, public for inspection."""
+        self._kv = KVCacheManager(self.pool, block_size, prefix_cache=config.prefix_cache)
         self._meter = StepMeter()
         self.step_totals = self._meter.totals
         self._scheduler = Scheduler(
@@ -82,7 +84,7 @@ class EngineCore(Engine):
         self._step: BegunStep | None = None
         self._pending = PendingResult(tokenizer, self._end_if_live, late=runner.overlaps)
         self._awaiting: dict[Sequence, AfterAnswer] = {}
-        """Sequences that sit out until their grammar has answered, and what follows then."""
+        """Sequences that wait for an answer of their grammar, and the function that then goes on with each."""
         self._outputs = OutputProcessor(
             block_size,
             self._kv.cache_computed,
@@ -91,16 +93,6 @@ class EngineCore(Engine):
             self._end,
             self._awaiting.__setitem__,
         )
-
-    @property
-    def pool(self) -> BlockPool:
-        """The block pool, for inspection."""
-        return self._kv.pool
-
-    @property
-    def context_tokens(self) -> int:
-        """The longest sequence here, prompt plus output: the bounds of model, settings and pool."""
-        return self._limits.sequence_tokens
 
     @override
     def add_request(self, request: EngineRequest) -> None:
@@ -171,7 +163,8 @@ class EngineCore(Engine):
 
     @override
     def cached_tokens(self, request: EngineRequest) -> int:
-        return self._kv.reachable_tokens(Sequence(request, 0))
+        prefix = self._kv.computed_prefix(Sequence(request, 0), len(request.token_ids) - 1)
+        return len(prefix) * self._kv.block_size
 
     @override
     def admit(self, reservation: int, first_token_id: int) -> RequestOutput | None:
@@ -209,14 +202,14 @@ class EngineCore(Engine):
 
     @override
     def collect(self) -> None:
-        """Waits only while no sequence could be computed meanwhile."""
+        """Waits, at most IDLE_WAIT_S, only if no sequence can be computed meanwhile."""
         self._require_no_step()
         if not self._awaiting:
             return
         if not len(self._scheduler.waiting) and self._awaiting.keys() >= self._scheduler.running.keys():
             self._meter.rest()
             _answered(next(iter(self._awaiting)), IDLE_WAIT_S)
-        for sequence in [each for each in self._awaiting if _answered(each)]:
+        for sequence in [waiting for waiting in self._awaiting if _answered(waiting)]:
             self._changed = True
             self._outputs.follow(sequence, self._awaiting.pop(sequence), self._pending.result)
 
@@ -234,7 +227,7 @@ class EngineCore(Engine):
         result.scheduled_tokens = sum(step.num_new.values())
         parts = [StepPart(sequence.num_computed, tokens) for sequence, tokens in step.num_new.items()]
         computing(self._meter.expect(parts))
-        self._step = BegunStep.at(self._runner, began_s, step.num_new, batch, result)
+        self._step = BegunStep(began_s, step.num_new, result, begin_at(self._runner, batch))
 
     @override
     def poll_while_computing(self, poll: Callable[[], None]) -> None:
@@ -327,7 +320,7 @@ class EngineCore(Engine):
 
 
 def _answered(sequence: Sequence, wait_s: float = 0.0) -> bool:
-    """Whether a sequence's grammar has answered. One that raises has, too: the sequence fails by it."""
+    """Whether a sequence's grammar has answered. A grammar that raises has answered too: its sequence then fails."""
     try:
         return sequence.matcher is None or sequence.matcher.wait(wait_s)
     except BaseException:

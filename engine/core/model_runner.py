@@ -1,4 +1,4 @@
-"""What computes a step: the interface of model runners, and what goes in and comes out of a step."""
+"""The interface of model runners, and the inputs and outputs of a step."""
 
 from __future__ import annotations
 
@@ -30,32 +30,26 @@ class ModelFacts:
 
 
 class OutputMatcher(Protocol):
-    """The state of one output within its grammar, which something else computes. Used on the engine thread."""
+    """The state of one output within its grammar, which another process computes. Used on the engine thread."""
 
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that may be sampled to end the answer where the grammar is complete."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether the output is complete and nothing can follow."""
-
-    @property
-    def error(self) -> str:
-        """Why the grammar cannot continue; empty while it can."""
-
-    @property
-    def mask(self) -> NDArray[np.int32]:
-        """The tokens that may follow: int32 `[ceil(vocabulary / 32)]`, one bit per token."""
+    eos_token_ids: frozenset[int]
+    """Tokens that may be sampled to end the answer where the grammar is complete."""
+    complete: bool
+    """Whether the output is complete and nothing can follow."""
+    error: str
+    """Why the grammar cannot continue; empty while it can."""
+    mask: NDArray[np.int32]
+    """The tokens that may follow: int32 `[ceil(vocabulary / 32)]`, one bit per token."""
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Hands over the next tokens of the output, and asks what may follow. The properties tell once it is known."""
+        """Hands over the next tokens of the output, and asks what may follow. The attributes hold the answer once
+        `wait` returns True."""
 
     def wait(self, timeout_s: float = 0.0) -> bool:
-        """Whether what was asked last is answered, at most `timeout_s` seconds from now."""
+        """Whether the last question is answered; waits for that, at most `timeout_s` seconds."""
 
     def close(self) -> None:
-        """The output has ended. Idempotent."""
+        """Ends the use of the grammar, as the output has ended. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +95,8 @@ class ScheduledSequence(NamedTuple):
     matcher: OutputMatcher | None = None
     """For structured output: the state of the output within its grammar."""
     table_id: int = 0
-    """Names the block table in this process: as long as it is the same, `block_ids` only grows. 0: a table without a
-    name, which may be another one in each step."""
+    """Identifies the block table in this process: as long as it is the same, `block_ids` only grows. 0: a table without
+    identity, which may differ in each step."""
 
 
 class RowsFailedError(SplitserveError):
@@ -152,21 +146,13 @@ class ModelRunner(ABC):
 
     facts: ModelFacts
     layout: KvLayout
+    num_blocks: int
+    """Number of KV blocks for requests."""
+    pool_memory: KvMemoryRegion
+    """The memory of the KV blocks; its address is the same for the runner's life. The blocks for lane probes follow the
+    `num_blocks` for requests."""
     overlaps: bool = False
     """Whether `begin` returns before the step is computed, so that the host can do other work meanwhile."""
-
-    @property
-    @abstractmethod
-    def num_blocks(self) -> int:
-        """Number of KV blocks for requests."""
-
-    @property
-    @abstractmethod
-    def pool_memory(self) -> KvMemoryRegion:
-        """The memory of the KV blocks; its address is the same for the runner's life.
-
-        The blocks for lane probes follow the `num_blocks` for requests.
-        """
 
     @abstractmethod
     def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
@@ -189,19 +175,19 @@ class ModelRunner(ABC):
         """The first half of `execute`: queues a step. The returned function waits for it; it returns or raises as
         `execute` does.
 
-        After that nothing of the step is in progress: its KV may be read and its blocks may be written, also by those
-        that bypass the device's queue. By default the whole step is computed then.
+        When the returned function has returned, nothing of the step is in progress: peers may read its KV and write its
+        blocks without regard to the device's queue. By default that function computes the whole step.
         """
         return partial(self.execute, batch)
 
     def poll_while_computing(self, poll: Callable[[], None]) -> None:
-        """`poll` is called again and again, on the same thread, while a step that was begun is waited for. Ignored by
-        runners whose thread computes itself."""
+        """Has `poll` called repeatedly, on this thread, while the runner waits for a step. Ignored by runners whose own
+        thread computes the step."""
         return
 
     @property
     def prepared(self) -> bool:
-        """Whether the last step made something for all like it, and so took longer than they will."""
+        """Whether the last step also compiled or captured something for later steps like it, and so took longer."""
         return False
 
     @abstractmethod
@@ -210,9 +196,9 @@ class ModelRunner(ABC):
 
 
 def warm_up(runner: ModelRunner, max_step_tokens: int | None, prompt_tokens: int = WARM_UP_TOKENS) -> None:
-    """Computes a prompt of up to `prompt_tokens` and one token more, to compile and allocate early.
+    """Computes a prompt of up to `prompt_tokens` and one more token, so that compilation and allocation happen early.
 
-    They are computed in blocks that nobody owns yet.
+    Their KV is written to blocks that no request owns yet.
     """
     size = runner.layout.block_size_tokens
     limit = min(max_step_tokens or prompt_tokens + 1, runner.num_blocks * size, runner.facts.context_tokens)
@@ -229,7 +215,7 @@ def warm_up(runner: ModelRunner, max_step_tokens: int | None, prompt_tokens: int
 
 
 def _made_up(runner: ModelRunner, computed: int, new: int, blocks: list[int]) -> ScheduledSequence:
-    """A sequence of which nobody wants an answer, of tokens 0, 1, ..., sampled greedily."""
+    """A sequence of tokens 0, 1, ..., sampled greedily."""
     return ScheduledSequence(
         request_id="warm-up",
         token_ids=[token % runner.facts.vocabulary_size for token in range(computed + new)],

@@ -22,7 +22,7 @@ from splitserve.queues import LazyHeap
 from splitserve.rpc.status import GRAMMAR_FAILED, request_error
 
 AfterAnswer = Callable[[StepResult], None]
-"""Goes on with a sequence once its grammar has taken its last token; adds its outputs to the result."""
+"""Goes on with a sequence whose grammar has taken its last token; adds the sequence's outputs to the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +34,17 @@ class BegunStep:
     result: StepResult
     tokens: PendingStep
 
-    @classmethod
-    def at(
-        cls,
-        runner: ModelRunner,
-        began_s: float,
-        num_new: Mapping[Sequence, int],
-        batch: list[ScheduledSequence],
-        result: StepResult,
-    ) -> BegunStep:
-        """Queues a step at a runner if there is anything to compute. A SplitserveError is raised later, by `tokens`."""
-        if not num_new:
-            return cls(began_s, num_new, result, list)
-        try:
-            tokens = runner.begin(batch)
-        except SplitserveError as error:
-            tokens = partial(_raise, error)
-        return cls(began_s, num_new, result, tokens)
+
+def begin_at(runner: ModelRunner, batch: list[ScheduledSequence]) -> PendingStep:
+    """Queues a batch, which may be empty, at a runner. The returned function raises a SplitserveError of the runner."""
+    try:
+        return runner.begin(batch) if batch else list
+    except SplitserveError as error:
+        return partial(_raise, error)
 
 
 class OutputProcessor:
-    """Applies what the next batch depends on. Text that does not affect it is left to `PendingResult`."""
+    """Applies the tokens that the next batch depends on. Text that does not affect it is left to `PendingResult`."""
 
     def __init__(
         self,
@@ -66,7 +56,7 @@ class OutputProcessor:
         defer: Callable[[Sequence, AfterAnswer], None],
     ) -> None:
         """`cache_computed` puts a sequence's computed blocks into the prefix cache; `end` removes a live sequence from
-        the engine and frees its blocks; `defer` keeps what follows once a sequence's grammar has answered."""
+        the engine and frees its blocks; `defer` stores the function to call once a sequence's grammar has answered."""
         self._block_size = block_size
         self._cache_computed = cache_computed
         self._limits = limits
@@ -75,8 +65,8 @@ class OutputProcessor:
         self._defer = defer
 
     def batch(self, step: SchedulerOutput, result: StepResult) -> list[ScheduledSequence]:
-        """The runner's view of a step. Sequences that cannot be scheduled leave the step and fail; those that are in a
-        step for the first time have started."""
+        """The runner's view of a step. Sequences that cannot be scheduled leave the step and fail. Sequences in their
+        first step are recorded as started."""
         batch: list[ScheduledSequence] = []
         for sequence, num_new in list(step.num_new.items()):
             try:
@@ -112,9 +102,8 @@ class OutputProcessor:
                 continue
             try:
                 self._advance(sequence, step.num_new[sequence], token, result)
-            except BaseException as error:  # from its grammar or its text
-                known = request_error(error, sequence.request_id, sequence.request.trace)
-                self.fail(sequence, known.reason, known.message, result)
+            except BaseException as error:  # raised by the sequence's grammar or text
+                self._fail_with(sequence, error, result)
 
     def fail(self, sequence: Sequence, reason: str, message: str, result: StepResult) -> None:
         """Ends a live sequence with an error."""
@@ -126,8 +115,8 @@ class OutputProcessor:
     def append_given(self, sequence: Sequence, token_id: int) -> RequestOutput | None:
         """Appends the first token of a handoff; the worker that sampled it has emitted its text.
 
-        Ends the sequence and returns its last output if the answer ends with that token, else None; also where its
-        grammar has yet to say so.
+        Ends the sequence and returns its last output if the answer ends with that token, else None. Also returns None
+        if its grammar must answer first.
         """
         if self._asks(sequence, token_id):
             self._defer(sequence, lambda result: result.add(self._append_given(sequence, token_id)))
@@ -142,11 +131,14 @@ class OutputProcessor:
                 raise InvalidArgumentError(message, reason=GRAMMAR_FAILED, field="sampling.grammar")
             then(result)
         except BaseException as error:
-            known = request_error(error, sequence.request_id, sequence.request.trace)
-            self.fail(sequence, known.reason, known.message, result)
+            self._fail_with(sequence, error, result)
+
+    def _fail_with(self, sequence: Sequence, error: BaseException, result: StepResult) -> None:
+        known = request_error(error, sequence.request_id, sequence.request.trace)
+        self.fail(sequence, known.reason, known.message, result)
 
     def _asks(self, sequence: Sequence, token_id: int) -> bool:
-        """Whether a sequence's grammar is to take a token before it is appended. Hands it over."""
+        """Hands a token to the sequence's grammar if there is one; returns whether the grammar must answer first."""
         if sequence.matcher is None or sequence.ends_by(token_id):
             return False
         sequence.matcher.advance([token_id])

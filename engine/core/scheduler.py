@@ -17,7 +17,7 @@ from splitserve.queues import Offer, offer_in_order
 from splitserve.rpc.status import request_error
 
 _table_ids = count(1)
-"""Of the process: a runner may outlive the engine that it computed for."""
+"""Unique in the process, as a runner may serve several engines, one after the other."""
 
 
 class KVCacheManager:
@@ -45,10 +45,6 @@ class KVCacheManager:
                 break
             hits.append(block)
         return hits
-
-    def reachable_tokens(self, sequence: Sequence) -> int:
-        """Leading tokens whose KV is cached now. The last token does not count."""
-        return len(self.computed_prefix(sequence, len(sequence.tokens) - 1)) * self.block_size
 
     def start(self, sequence: Sequence, *, watermark: int, writer: bool = False) -> list[int] | None:
         """Allocates blocks for all of a sequence's tokens, sharing cached ones; returns the new ones.
@@ -147,9 +143,9 @@ class Scheduler:
 
     In each step the running sequences' `num_computed` catches up with their tokens, within a budget of
     `max_step_tokens`: decodes first, then running prompts in chunks, then waiting ones in the order of
-    `engine.scheduling.waiting_queue`. Beside streams prompts have the part of the budget that
-    `prompt_budget` says. A prompt that must be cut takes at most half of what is left, so that short
-    ones after it fit into the same step; what is left over goes to the first of those that were cut.
+    `engine.scheduling.waiting_queue`. Beside streams, prompts get the part of the budget that `prompt_budget` returns.
+    A prompt that must be cut takes at most half of the budget left, so that short prompts after it fit into the same
+    step. The budget left over at the end goes to the first prompts that were cut.
 
     A sequence gets blocks for its whole prompt when it starts. When a decode finds no free block, the running sequence
     that is last in that order is preempted: it gives up its blocks, keeps its output, and is computed again
@@ -168,7 +164,7 @@ class Scheduler:
         max_bypasses: int,
         latency: Callable[[], LatencyModel] = LatencyModel,
     ) -> None:
-        """`latency`: what is known of the time of steps."""
+        """`latency` returns the latency model of this worker's steps."""
         self.running: dict[Sequence, None] = {}
         self.waiting: WaitingQueue[Sequence] = WaitingQueue()
         self.waiting_tokens = 0
@@ -204,7 +200,7 @@ class Scheduler:
 
     @property
     def may_reserve_slot(self) -> bool:
-        """Whether one more reserved sequence leaves a slot that none of them has."""
+        """Whether a running slot is left after one more sequence is reserved, if only reserved sequences count."""
         return self.num_reserved + 1 < self._max_running
 
     @property
@@ -227,7 +223,7 @@ class Scheduler:
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self.running:
-            if sequence.remaining:  # else its grammar has not taken its last token yet
+            if sequence.remaining:  # 0 while its grammar has not taken its last token
                 (decodes if sequence.remaining == 1 else prefills).append(sequence)
         prefills = in_order(prefills)
         step = SchedulerOutput(budget=self._max_step_tokens)
@@ -239,8 +235,8 @@ class Scheduler:
                 for sequence in step.num_new
                 if sequence.num_output
             ]
-            most = prompt_budget(self._max_step_tokens, streams, self._latency(), first.num_computed)
-            step.budget = min(step.budget, most)
+            allowed = prompt_budget(self._max_step_tokens, streams, self._latency(), first.num_computed)
+            step.budget = min(step.budget, allowed)
             self._schedule_prompts(step, prefills)
         return step
 
@@ -252,7 +248,7 @@ class Scheduler:
             if sequence.status is SequenceStatus.RUNNING:
                 step.give_chunk(sequence)
         self._admit(step)
-        # What is left of the budget goes to prompts that were cut, in order.
+        # The budget left over goes to the prompts that were cut, in order.
         for sequence, tokens in list(step.num_new.items()):
             if tokens < sequence.remaining:
                 step.give(sequence, min(sequence.remaining - tokens, step.budget))
@@ -264,14 +260,14 @@ class Scheduler:
             if sequence.status is not SequenceStatus.RUNNING or not self._grow(step, sequence):
                 continue
             step.give(sequence, 1)
-            if rotate:  # move it to the end: those left out now come first in the next step
+            if rotate:  # to the end: the decodes left out now come first in the next step
                 self.running[sequence] = self.running.pop(sequence)
 
     def _grow(self, step: SchedulerOutput, sequence: Sequence) -> bool:
         """Allocates a block for a decode if it needs one, preempting as needed; False if it was preempted itself."""
         while not self._kv.grow(sequence):
-            movable = (s for s in self.running if s.remaining and not s.request.prefill_only)
-            victim = take_last(movable)
+            running = (other for other in self.running if other.remaining and not other.request.prefill_only)
+            victim = take_last(running)
             step.take_back(victim)
             step.preempted += 1
             self._kv.free(victim)
@@ -288,7 +284,7 @@ class Scheduler:
         """Starts waiting sequences while there are budget, slots and blocks."""
         if not self.has_slot and (first := self.waiting.peek()) is not None:
             first.misfit = True  # reservations that take slots before it are counted
-        # After a preemption blocks are short: admit nobody in this step.
+        # After a preemption blocks are short: start no waiting sequence in this step.
         if step.preempted or not len(self.waiting) or not self.has_slot:
             return
         misfits: list[Sequence] = []

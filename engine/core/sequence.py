@@ -17,11 +17,11 @@ from splitserve.rpc.status import GRAMMAR_FAILED
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 8
 _MAX_WINDOW_TOKENS = 16
-# A window of whole characters is cut beyond this length. Each token of it is decoded again with every new one, from
-# tables that the model has evicted from the caches; a cut costs one more decode.
+# A window of whole characters is cut beyond this length. With every new token all tokens of the window are decoded
+# again, from tables that the model has evicted from the processor's caches; a cut costs one more decode.
 _CUT_AT_TOKENS = 4
-# A UTF-8 character has at most 4 bytes, so at most 4 byte tokens. Twice that without a whole character means that the
-# bytes are not UTF-8, or that the model really writes U+FFFD.
+# A UTF-8 character has at most 4 bytes, so at most 4 byte tokens. After twice as many without a whole character the
+# bytes are not UTF-8, or the model really writes U+FFFD.
 _MAX_PENDING_TOKENS = 8
 _MAX_PARTIAL_CHARS = 3
 
@@ -29,7 +29,7 @@ _MAX_PARTIAL_CHARS = 3
 class IncrementalDetokenizer:
     """The text of an output, token by token.
 
-    Decodes a short window of tokens that begins with some whose text was emitted already, because a tokenizer may drop
+    Decodes a short window of tokens. It begins with tokens whose text was emitted already, because a tokenizer may drop
     a leading space or join bytes across tokens; text beyond the emitted part is new. The window is cut at character
     boundaries, so a token costs amortized O(1). The pieces of text depend on the tokens only: another process that
     gets the same tokens returns the same pieces.
@@ -52,7 +52,9 @@ class IncrementalDetokenizer:
         self._emitted = len(self._text)
         if self._text == before and (self._text or len(self._window) > _MAX_WINDOW_TOKENS):
             self._window.pop()  # a special token has no text; many of them must not fill the window
-        self._advance()
+        previous, self._boundary = self._boundary, len(self._window)
+        if len(self._window) > _CUT_AT_TOKENS:
+            self._cut(previous)
         return delta
 
     def finish(self) -> str:
@@ -81,11 +83,6 @@ class IncrementalDetokenizer:
             self._cut(len(self._window) - _MAX_WINDOW_TOKENS)
         return delta
 
-    def _advance(self) -> None:
-        previous, self._boundary = self._boundary, len(self._window)
-        if len(self._window) > _CUT_AT_TOKENS:
-            self._cut(previous)
-
     def _cut(self, start: int) -> None:
         """Drops the window's first tokens if the rest still decodes to the text that is not emitted yet.
 
@@ -102,7 +99,7 @@ class IncrementalDetokenizer:
 
 
 class StopMatcher:
-    """Finds stop strings in text that comes in pieces; holds back text that may be the beginning of one.
+    """Finds stop strings in text that arrives in pieces; holds back text that may be the beginning of a stop string.
 
     The result does not depend on how the text is split into pieces: the match that ends first wins, and of several
     that end at the same character the longest.
@@ -130,7 +127,7 @@ class StopMatcher:
         return buffer[:keep], False
 
     def release(self) -> str:
-        """The text held back, when the answer ends otherwise."""
+        """The text held back, for an answer that ends without a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -164,7 +161,7 @@ class SequenceStatus(enum.Enum):
     RESERVED = "reserved"
     """Its blocks are allocated, and a peer writes its KV."""
     HELD = "held"
-    """Ended, but writes in flight may still read its blocks."""
+    """It has ended, but writes in flight may still read its blocks."""
     ENDED = "ended"
 
 
@@ -218,12 +215,12 @@ class Sequence:
     """When its next token is due, on the engine's clock, while it waits: `first_due_s` of its request."""
     block_ids: list[int] = field(default_factory=list)
     table_id: int = 0
-    """Names its block table; see `ScheduledSequence`. 0 while it has none."""
+    """Identifies its block table; see `ScheduledSequence`. 0 while it has none."""
     block_hashes: list[bytes] = field(default_factory=list)
     cached_blocks: int = 0
     """Leading blocks that are in the prefix cache, put there or found there."""
     bypassed: int = 0
-    """How often a later request was served first because this one did not fit."""
+    """Number of later requests that were served first because this one did not fit."""
     misfit: bool = False
     """Whether it did not fit into the free blocks when it was last tried."""
     started: bool = False
@@ -260,7 +257,7 @@ class Sequence:
 
     @property
     def precedence(self) -> Precedence:
-        """Where it stands among other requests."""
+        """Class, tenant and priority, which order it among other requests."""
         return self.request.precedence
 
     @property
@@ -283,13 +280,13 @@ class Sequence:
         return self._matcher
 
     def close_matcher(self) -> None:
-        """The output has ended."""
+        """Ends the use of the grammar, as the output has ended."""
         matcher, self._matcher = self._matcher, None
         if matcher is not None:
             matcher.close()
 
     def ends_by(self, token_id: int) -> bool:
-        """Whether a next token says that the answer ends, without being part of it."""
+        """Whether this token, sampled next, would end the answer without being part of it."""
         may_stop = self.num_output >= self.request.stop.min_tokens
         matcher = self.matcher
         return (may_stop and token_id in self._ending) or (

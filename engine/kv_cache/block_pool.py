@@ -1,4 +1,4 @@
-"""Tracks KV blocks: their owners, the prefix cache, the free ones as runs that are as long as possible."""
+"""Tracks KV blocks: their owners, the prefix cache, and the free blocks, in runs that are as long as possible."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, log: KvEventLog | None = None) -> None:
-        self._total = num_blocks
+        self.total = num_blocks
+        """Blocks in the pool."""
         self._log = log or KvEventLog()
         self._requests = array("i", bytes(4 * num_blocks))
         self._writer = bytearray(num_blocks)
@@ -52,11 +53,6 @@ class BlockPool:
         self._hash_of: dict[int, bytes] = {}
 
     @property
-    def total(self) -> int:
-        """Blocks in the pool."""
-        return self._total
-
-    @property
     def free(self) -> int:
         """Number of blocks that `allocate` can return, evictable cached ones included."""
         return self._counts[_FREE]
@@ -64,7 +60,7 @@ class BlockPool:
     def counts(self) -> BlockCounts:
         """Blocks by owner."""
         free, referenced, quarantined, reserved = self._counts
-        return BlockCounts(self._total, free, reserved, quarantined, referenced)
+        return BlockCounts(self.total, free, reserved, quarantined, referenced)
 
     def allocate(self, count: int, *, after: int | None = None, writer: bool = False) -> list[int]:
         """Returns `count` blocks in few ascending runs, owned by the caller's request.
@@ -107,7 +103,7 @@ class BlockPool:
             self._moved(block, before)
 
     def cache(self, block: int, block_hash: bytes) -> None:
-        """Adds an owned block, which is full of the KV that this hash names, to the prefix cache.
+        """Adds an owned block to the prefix cache; it is full, and its content has this hash.
 
         If another block has the same hash already, that one stays the cached one.
         """
@@ -145,10 +141,6 @@ class BlockPool:
         block_hash = self._hash_of.pop(block)
         del self._block_of[block_hash]
         self._log.removed(block_hash)
-
-    def owners(self, block: int) -> tuple[int, bool]:
-        """Number of owning requests, and whether a writer owns the block."""
-        return self._requests[block], bool(self._writer[block])
 
     def _kind(self, block: int) -> int:
         if self._requests[block]:
@@ -211,10 +203,7 @@ class FreeBlocks:
         # Any run in the buckets from ceil(log2 count) on is long enough. The bucket below may have one too, but
         # finding it would need a search.
         fitting = (count - 1).bit_length()
-        for bucket in self._buckets[fitting:]:
-            if bucket:
-                return _any_of(bucket)
-        for bucket in reversed(self._buckets[:fitting]):
+        for bucket in (*self._buckets[fitting:], *reversed(self._buckets[:fitting])):
             if bucket:
                 return _any_of(bucket)
         raise BrokenInvariantError("no free block is left")
@@ -246,13 +235,13 @@ def _any_of(bucket: dict[int, None]) -> int:
 
 
 Change = tuple[bytes, bool]
-"""A name, and whether its block is cached now."""
+"""A block's name, and whether the block is cached now."""
 MAX_LOGGED = 2**15
-"""Changes kept for readers that have not read them yet."""
+"""Maximum number of changes kept for readers that have not read them yet."""
 
 
 class KvEventLog:
-    """The names that are cached now, and the last changes. A change costs O(1)."""
+    """The names of the blocks that are cached now, and the latest changes. A change costs O(1)."""
 
     def __init__(self, max_logged: int = MAX_LOGGED) -> None:
         self._lock = threading.Lock()
@@ -287,13 +276,13 @@ class KvEventLog:
             self._on_change()
 
     def snapshot(self) -> tuple[dict[bytes, bool], int]:
-        """All names that are cached now, parents before children, each with True, and the position in the log."""
+        """All names that are cached now, parents before children, each with True; and the position in the log."""
         with self._lock:
             self._unread = False
             return dict.fromkeys(self._names, True), self._end
 
     def since(self, position: int) -> tuple[dict[bytes, bool], int] | None:
-        """The names that changed since a position, and whether each is cached now; and the new position.
+        """The names that changed since a position, each with whether it is cached now; and the new position.
 
         None if the log does not reach back that far.
         """
@@ -318,7 +307,7 @@ class KvEventReader:
 
     @property
     def has_more(self) -> bool:
-        """Whether there is more to send than fitted into the last message."""
+        """Whether events are left that did not fit into the last message."""
         return bool(self._unsent) or self._resync
 
     def resync(self) -> None:

@@ -21,16 +21,16 @@ from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Of weights and KV."""
+"""Types of weights and KV, by their names in settings."""
 DEFAULT_BYTES = 1 << 30
 
 
 class BlockMemory:
     """Contiguous blocks of a layout, initially zero: `bytes`, uint8 `[num_blocks, block_bytes]`.
 
-    It stays where it is, since its address is registered with transports. On cpu it is an anonymous mapping,
-    page-aligned, whose pages the kernel allocates when they are first written. Blocks for lane probes follow in the
-    same memory. Raises ConfigError for more than is free there.
+    Its address never changes, since it is registered with transports. On cpu it is an anonymous mapping, page-aligned,
+    whose pages the kernel allocates when they are first written. Blocks for lane probes follow in the same memory.
+    Raises ConfigError for more memory than is free.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
@@ -47,7 +47,7 @@ class BlockMemory:
             memory = torch.zeros(total * layout.block_bytes, dtype=torch.uint8, device=device)
         blocks = memory.view(total, layout.block_bytes)
         self.bytes, self._probes = blocks[:num_blocks], blocks[num_blocks:]
-        # Reads of untouched pages would all hit the kernel's one page of zeros, and so measure too fast a lane.
+        # Reads of pages never written all hit the kernel's one page of zeros, so probes would measure too fast a lane.
         self._probes.fill_(1)
 
     def memory(self) -> KvMemoryRegion:
@@ -85,7 +85,7 @@ class KvCacheMemory(BlockMemory):
 
 
 def choose_num_blocks(config: EngineConfig, layout: KvLayout) -> int:
-    """The number of blocks by the settings; on cuda one of them is set, see `engine.runner.memory_profile`.
+    """The number of blocks by the settings. On cuda `engine.runner.memory_profile` has set one of them.
 
     Raises ConfigError if there would be fewer than two.
     """
@@ -104,7 +104,7 @@ def choose_num_blocks(config: EngineConfig, layout: KvLayout) -> int:
 
 
 def _refuse_expandable_segments() -> None:
-    # UCX cannot map such memory between processes and falls back to copies through the host, far below the lane's speed
+    # UCX cannot map such memory between processes. It copies through the host, far below the lane's speed
     # (ai-dynamo/nixl#1754).
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
@@ -116,7 +116,7 @@ def _refuse_expandable_segments() -> None:
 
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
-"""Since Linux 5.14. The mmap module has no name for it, and defines the other one on Linux only."""
+"""Since Linux 5.14. The mmap module lacks this constant, and has _MADV_HUGEPAGE on Linux only."""
 
 
 def host_pages(num_bytes: int) -> mmap.mmap:
@@ -156,9 +156,9 @@ _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_
 
 
 def free_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
-    """Bytes: the least of what the machine has available and what each limit above this process leaves.
+    """Bytes that this process may still take: the minimum of the machine's free memory and of what each limit leaves.
 
-    Page cache, which the kernel gives up for it, counts as free; swap does not. None: nothing is known.
+    Page cache counts as free, since the kernel gives it up; swap does not. None if nothing is known.
     """
     machine = _line(proc / "meminfo", "MemAvailable:")
     known = [] if machine is None else [machine * _KIB]
@@ -171,8 +171,11 @@ def free_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
 
 
 def require_free_memory(num_bytes: int) -> None:
-    """Raises ConfigError unless so many bytes are free. Memory is populated as it is first used, so what does not fit
-    would kill a worker that serves already. Workers of one host that start at once do not see each other."""
+    """Raises ConfigError unless `num_bytes` bytes are free.
+
+    Memory is populated at its first use, so a lack of it would kill a worker that already serves. Workers that start at
+    the same time on one host do not see each other's blocks.
+    """
     free = free_memory()
     if free is not None and num_bytes > free:
         message = (
@@ -184,7 +187,7 @@ def require_free_memory(num_bytes: int) -> None:
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Files]]:
-    """The folders of this process's group and of all above it, up to the top of what is mounted."""
+    """The folders of this process's control group and of all groups above it, up to the top of the mounted ones."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -195,14 +198,14 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Files]]:
             continue
         top, files = (cgroups / "memory", _V1) if controllers else (cgroups, _V2)
         parts = Path(path.lstrip("/")).parts
-        # A container may see its own group as the top, and its path from the host's.
+        # A container may see its own group as the top, but the path as seen by the host.
         yield top, files
         for depth in range(1, len(parts) + 1):
             yield top.joinpath(*parts[:depth]), files
 
 
 def _number(path: Path) -> int | None:
-    """None where there is no such file, or no limit (`max`)."""
+    """The number in a file; None if there is no such file, or no limit (`max`)."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -210,7 +213,7 @@ def _number(path: Path) -> int | None:
 
 
 def _line(path: Path, name: str) -> int | None:
-    """The number behind a name at the beginning of a line."""
+    """The number after `name` at the beginning of a line; None if there is none."""
     try:
         words = (line.split() for line in path.read_text().splitlines())
         return next((int(line[1]) for line in words if line[:1] == [name]), None)

@@ -1,4 +1,4 @@
-"""The files of LoRA adapters: what a worker reads of them at its start. Needs neither torch nor vLLM."""
+"""The files of LoRA adapters, as a worker reads them at its start. Needs neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_adapter(name: str, folder: Path) -> AdapterFiles:
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise bad_adapter(name, f"{CONFIG_FILE}: r must be a whole number from 1 on, not {rank!r}")
     try:
-        if not (folder / WEIGHTS_FILE).is_file():  # to read a pipe or a device may take for ever
+        if not (folder / WEIGHTS_FILE).is_file():  # reading a pipe or a device may never end
             raise OSError("it is no regular file")
         shapes = file_shapes(folder / WEIGHTS_FILE)
         digest = _digest(folder)
@@ -62,7 +62,7 @@ def read_adapter(name: str, folder: Path) -> AdapterFiles:
 def check_fits_base(files: AdapterFiles, base: Shapes) -> None:
     """Checks an adapter's matrices against the weights of the base model that they change.
 
-    Weights that the checkpoint keeps in another form, fused or quantized, are left to the engine. Raises ConfigError.
+    Only the engine can check weights that the checkpoint keeps fused or quantized. Raises ConfigError.
     """
     for name, shape in files.shapes.items():
         match = _LORA.fullmatch(name)

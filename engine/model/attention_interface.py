@@ -7,7 +7,7 @@ to its runner's `AttentionContext`. So there is no global state, and several run
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import AttentionInterface
@@ -19,7 +19,7 @@ ATTENTION_NAME = "splitserve_paged"
 models create no masks and pass None."""
 
 _LAYER_ATTRIBUTE = "splitserve_layer"
-# Arguments that some model families pass on and that do not affect attention here.
+# Arguments that some model families pass and that do not affect attention here.
 _HARMLESS = frozenset(
     {
         "position_ids",
@@ -34,22 +34,30 @@ _HARMLESS = frozenset(
 )
 
 
+class NewTokens(NamedTuple):
+    """What attention reads of a step's new tokens, in the model's dtype.
+
+    query `[heads, tokens, head_dim]`, key and value `[kv_heads, tokens, head_dim]`.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    def with_contiguous_rows(self) -> NewTokens:
+        """The same tensors; one whose last dimension is not contiguous, in no known model family, is copied."""
+        return NewTokens(*(part if part.stride(-1) == 1 else part.contiguous() for part in self))
+
+
 class AttentionBackend(Protocol):
     """Computes attention of one layer for the current step."""
 
     def attend(
-        self,
-        layer: LayerState,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        softcap: float | None,
+        self, layer: LayerState, tokens: NewTokens, scale: float, softcap: float | None
     ) -> torch.Tensor:
         """Writes the new tokens' KV, then attends to each sequence's KV up to each token, within the layer's window.
 
-        query `[heads, tokens, head_dim]`, key and value `[kv_heads, tokens, head_dim]`, all in the model's dtype. With
-        `softcap`, scores are softcap * tanh(score / softcap). Returns `[tokens, heads, head_dim]`.
+        With `softcap`, scores are softcap * tanh(score / softcap). Returns `[tokens, heads, head_dim]`.
         """
 
 
@@ -63,8 +71,8 @@ class AttentionContext:
 class LayerState:
     """One attention layer.
 
-    `window`: the number of positions that a token sees, itself included; None for all up to it. It is known once
-    `window_declared`: from the configuration, else from the layer's first call.
+    `window`: the number of positions that a token sees, itself included; None for all up to it. `window_declared`:
+    whether it is known already, from the configuration or from the layer's first call.
     """
 
     index: int
@@ -72,15 +80,13 @@ class LayerState:
     window: int | None = None
     window_declared: bool = False
 
-    def accept_window(self, given: int | None) -> None:
+    def accept_window(self, passed: int | None) -> None:
         """Takes the window that the layer passes. Raises UnsupportedModelError if it differs from the declared one."""
-        given = given or None  # some families write "no window" as 0
+        passed = passed or None  # some families write "no window" as 0
         if not self.window_declared:
-            self.window, self.window_declared = given, True
-        elif given is not None and given != self.window:
-            message = (
-                f"layer {self.index} passes a sliding window of {given}, its configuration says {self.window}"
-            )
+            self.window, self.window_declared = passed, True
+        elif passed is not None and passed != self.window:
+            message = f"layer {self.index} passes a sliding window of {passed}, its configuration says {self.window}"
             raise UnsupportedModelError(message)
 
 
@@ -131,13 +137,13 @@ def paged_attention(
         raise UnsupportedModelError(f"{type(module).__name__} computes its own attention mask")
     if is_causal is False or module.__dict__.get("is_causal") is False:
         raise UnsupportedModelError(f"{type(module).__name__} is not causal (sees later tokens)")
-    unknown = [name for name, given in options.items() if given is not None and name not in _HARMLESS]
+    unknown = [name for name, value in options.items() if value is not None and name not in _HARMLESS]
     if unknown or dropout:
         what = ", ".join(unknown) or "dropout"
         raise UnsupportedModelError(f"{type(module).__name__} needs attention with {what}, unknown here")
     layer.accept_window(sliding_window)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    output = layer.context.backend.attend(layer, query[0], key[0], value[0], scale, softcap)
+    output = layer.context.backend.attend(layer, NewTokens(query[0], key[0], value[0]), scale, softcap)
     return output.unsqueeze(0), None
 
 

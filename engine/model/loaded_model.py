@@ -55,13 +55,13 @@ def model_fingerprint(
 ) -> str:
     """SHA-256 (hex) of the settings and of every tensor's name, shape and the checksums of all of its elements.
 
-    `tied` names tensors that repeat another, such as the output embeddings, and that other. They count only where they
-    differ from it, so that a loaded module, which has them, and its files, which need not, agree.
+    `tied` maps tensors that repeat another one, such as the output embeddings, to that one. A tied tensor counts only
+    if it differs. So a loaded module, which has tied tensors, and its files, which may lack them, agree.
 
     Floating-point elements are converted to bfloat16, so that a float32 and a bfloat16 copy of the same weights agree,
-    and the layouts of their workers differ in dtype only. A change below bfloat16's precision is not seen; any other
-    change of one element is, and of several with a probability of 1 - 2^-64. No protection against forgery: the
-    checksums are sums, computed where the weights are.
+    and the layouts of their workers differ in dtype only. Changes below bfloat16's precision are not detected. Any
+    other change of one element is detected; one of several elements is with a probability of 1 - 2^-64. The checksums
+    do not protect against forgery: they are sums, computed on the weights' device.
     """
     digest = hashlib.sha256(_relevant(settings))
     checksums, tied = _Checksums(), tied or {}
@@ -93,8 +93,8 @@ def _same_memory(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
 
 
 class _Checksums:
-    """Checksums of tensors: of each chunk the sum, modulo 2^64, of its words times odd numbers that depend on their
-    positions in it. A difference in one word cannot vanish: odd numbers divide no power of two."""
+    """Checksums of tensors: for each chunk the sum, modulo 2^64, of its words times odd numbers that depend on their
+    positions. A difference in one word always changes the sum, as odd numbers are invertible modulo 2^64."""
 
     def __init__(self) -> None:
         self._odds: dict[torch.device, torch.Tensor] = {}
@@ -113,12 +113,12 @@ class _Checksums:
             odds = torch.arange(len(words), dtype=torch.int64, device=words.device)
             odds = self._odds[words.device] = odds.mul_(_MULTIPLIER).bitwise_or_(1)
         odds = odds[: len(words)]
-        # On cpu in one pass without intermediate results. CUDA has no such product of integers.
+        # On cpu `dot` needs one pass and no intermediate result. CUDA has no `dot` of integers.
         return torch.dot(words, odds) if words.device.type == "cpu" else (words * odds).sum()
 
 
 def _words(elements: torch.Tensor) -> torch.Tensor:
-    """A flat tensor as words of 8 bytes: four elements in bfloat16, or one that is no floating-point number."""
+    """A flat tensor as words of 8 bytes: four floating-point elements in bfloat16, or one element of another type."""
     if not elements.is_floating_point():
         return elements.to(torch.int64)
     halves = elements.to(torch.bfloat16)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import override
 
-from engine.model.attention_interface import AttentionContext, LayerState
+from engine.model.attention_interface import AttentionBackend, AttentionContext, LayerState, NewTokens
+from engine.model.support import unsupported
 from splitserve.errors import UnsupportedModelError
 
 _TOKENS = 3
@@ -35,24 +37,20 @@ class AttentionShape:
 
 
 @dataclass(slots=True)
-class _SelfAttention:
+class _SelfAttention(AttentionBackend):
     """Attention in which each token sees only itself; records the calls as (layer, kv_heads, head_dim)."""
 
     calls: list[tuple[int, int, int]] = field(default_factory=list)
     kinds: set[AttentionKind] = field(default_factory=set)
 
+    @override
     def attend(
-        self,
-        layer: LayerState,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        softcap: float | None,
+        self, layer: LayerState, tokens: NewTokens, scale: float, softcap: float | None
     ) -> torch.Tensor:
         """With one visible token its weight is 1, so the output is the value."""
+        query, key, value = tokens
         if key.shape != value.shape or query.shape[-1] != key.shape[-1] or query.shape[0] % key.shape[0]:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value))
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tokens)
             raise UnsupportedModelError(
                 f"layer {layer.index} has queries, keys and values of shapes {shapes}"
             )
@@ -71,37 +69,33 @@ def probe_model(
     UnsupportedModelError with the reason.
     """
     backend = context.backend = _SelfAttention()
-    device = next(model.parameters()).device
-    tokens = torch.arange(1, _TOKENS + 1, device=device).unsqueeze(0)
-    positions = torch.arange(_TOKENS, device=device).unsqueeze(0)
-    with torch.inference_mode():
-        together = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0, 1].float()
-        calls = list(backend.calls)
-        alone = model(input_ids=tokens[:, 1:2], position_ids=positions[:, 1:2], use_cache=False).logits[0, 0]
-    family = settings.get("model_type")
+    together = _logits(model, slice(None))[1].float()
+    calls = list(backend.calls)
+    alone = _logits(model, slice(1, 2))[0]
     if [index for index, _, _ in calls] != list(range(len(layers))) or not layers:
-        reason = f"{len(calls)} attention calls from {len(layers)} layers"
-        raise UnsupportedModelError(f"model type {family} is not supported: {reason}")
+        raise unsupported(settings, f"{len(calls)} attention calls from {len(layers)} layers")
     if len({call[1:] for call in calls}) != 1:
-        raise UnsupportedModelError(f"model type {family} is not supported: KV heads differ by layer")
+        raise unsupported(settings, "KV heads differ by layer")
     if _window_lost(layers, settings):
-        reason = "a sliding window is configured, but its attention layers do not tell it"
-        raise UnsupportedModelError(f"model type {family} is not supported: {reason}")
+        raise unsupported(settings, "a sliding window is configured, but its attention layers do not tell it")
     difference = torch.linalg.vector_norm(together - alone.float()) / torch.linalg.vector_norm(together)
     if not difference < _MAX_DIFFERENCE:
-        reason = "tokens influence each other outside of attention"
-        raise UnsupportedModelError(f"model type {family} is not supported: {reason}")
+        raise unsupported(settings, "tokens influence each other outside of attention")
     return AttentionShape(len(layers), calls[0][1], calls[0][2], frozenset(backend.kinds))
 
 
 def probe_logits(model: Any, context: AttentionContext) -> torch.Tensor:
     """Logits `[tokens, vocabulary]` of a few tokens, each of which sees only itself."""
     context.backend = _SelfAttention()
+    return _logits(model, slice(None))
+
+
+def _logits(model: Any, part: slice) -> torch.Tensor:
+    """Logits `[tokens, vocabulary]` of a part of the tokens 1, 2, 3 at the positions 0, 1, 2."""
     device = next(model.parameters()).device
-    tokens = torch.arange(1, _TOKENS + 1, device=device).unsqueeze(0)
-    positions = torch.arange(_TOKENS, device=device).unsqueeze(0)
+    tokens = torch.arange(1, _TOKENS + 1, device=device)[part].unsqueeze(0)
     with torch.inference_mode():
-        logits: torch.Tensor = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0]
+        logits: torch.Tensor = model(input_ids=tokens, position_ids=tokens - 1, use_cache=False).logits[0]
     return logits
 
 

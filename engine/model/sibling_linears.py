@@ -18,14 +18,14 @@ from splitserve.logs import log_event
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Names of children that get the same input in one forward pass, in the order in which they are called."""
 MAX_DIFFERENCES = {torch.bfloat16: 0.02, torch.float32: 1e-4}
-"""Of the whole model's logits, relative norm: a product with more outputs may be summed in another order."""
+"""Maximum relative difference of the model's logits: a product with more outputs may be summed in another order."""
 
 
 class SharedProduct:
     """One product for several siblings, computed when the first of them is called."""
 
     def __init__(self, linear: Callable[[torch.Tensor], torch.Tensor], sizes: list[int]) -> None:
-        """`linear` gives the outputs of all siblings, beside each other; `sizes`: how many each has."""
+        """`linear` computes the outputs of all siblings, beside each other; `sizes`: number of outputs of each."""
         self._linear, self._sizes = linear, sizes
         self._input: torch.Tensor | None = None
         self._slices: list[torch.Tensor] = []
@@ -66,7 +66,7 @@ def sibling_groups(children: dict[str, nn.Linear]) -> Iterator[tuple[tuple[str, 
     """The groups of siblings among the linear layers of one parent, with their names."""
     for names in SIBLINGS:
         layers = [children[name] for name in names if name in children]
-        if len(layers) == len(names) and _alike(layers):
+        if len(layers) == len(names) and _can_join(layers):
             yield names, layers
 
 
@@ -83,12 +83,12 @@ def relative_difference(after: torch.Tensor, before: torch.Tensor) -> float:
 
 
 def pack_siblings(model: nn.Module, probe: Callable[[], torch.Tensor]) -> int:
-    """Puts the weights of siblings into one matrix each, a decoder layer at a time; returns how many groups there are.
+    """Joins the weights of each group of siblings, one decoder layer at a time; returns the number of groups.
 
-    The layers' own weights become views, so names and values stay, and nothing is twice in memory but one decoder
-    layer. Left alone are subclasses of Linear, which may compute something else, and weights that several modules
-    share. `probe` runs the model and returns its logits `[..., vocabulary]`. If they change by more than
-    MAX_DIFFERENCES, or the model fails, every layer is put back, and 0 is returned.
+    The layers' own weights become views, so names and values stay, and only one decoder layer is in memory twice.
+    Subclasses of Linear, which may compute something else, and weights that several modules share stay as they are.
+    `probe` runs the model and returns its logits `[..., vocabulary]`. If they change by more than MAX_DIFFERENCES, or
+    the model fails, every layer is restored, and 0 is returned.
     """
     before = probe().float()
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
@@ -106,13 +106,7 @@ def pack_siblings(model: nn.Module, probe: Callable[[], torch.Tensor]) -> int:
     if not packed:
         return 0
     allowed = max(MAX_DIFFERENCES[layer.weight.dtype] for _, _, layer in originals)
-    why = _changed(before, probe, allowed)
-    if why is None:
-        return packed
-    for parent, name, original in originals:
-        setattr(parent, name, original)
-    log_event("engine.linears_not_packed", why=why)
-    return 0
+    return packed if kept(originals, before, probe, allowed) else 0
 
 
 def _packed(layers: list[nn.Linear]) -> list[PackedSlice]:
@@ -145,31 +139,46 @@ def _groups(
 
 
 def _is_own(module: nn.Module, uses: Counter[int]) -> bool:
-    """Whether it is a plain linear layer whose weight no other module has. Subclasses may compute something else."""
+    """Whether a module is a plain linear layer whose weight no other module has. Subclasses may compute something
+    else."""
     if type(module) is not nn.Linear or module.weight.dtype not in MAX_DIFFERENCES:
         return False
     return all(uses[id(parameter)] == 1 for parameter in module.parameters())
 
 
 def _move(layers: list[nn.Linear]) -> None:
-    """Copies the weights of a decoder layer elsewhere, and so frees the room that they had.
+    """Copies all weights of a decoder layer, which frees their memory as one piece.
 
     Weights are loaded in the order of their names: keys, output, queries, values. A packed matrix would fit into none
-    of the gaps that its parts leave, and an allocator would keep both.
+    of the gaps that its parts leave, so an allocator would keep both.
     """
     copies = [layer.weight.detach().clone() for layer in layers]
     for layer, copy in zip(layers, copies, strict=True):
         layer.weight.data = copy
 
 
-def _changed(before: torch.Tensor, probe: Callable[[], torch.Tensor], allowed: float) -> str | None:
-    """Why the model is not what it was; None if it is."""
+def kept(
+    originals: Sequence[tuple[nn.Module, str, nn.Module]],
+    before: torch.Tensor,
+    probe: Callable[[], torch.Tensor],
+    allowed: float,
+) -> bool:
+    """Whether the model still computes the logits `before`, within the relative difference `allowed`.
+
+    If it does not, puts the `originals`, (parent, child name, layer), back and logs why.
+    """
     try:
         difference = relative_difference(probe().float(), before)
+        if difference <= allowed:
+            return True
+        why = f"logits differ by {difference:.3g}"
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        return str(error).partition("\n")[0]
-    return None if difference <= allowed else f"logits differ by {difference:.3g}"
+        why = str(error).partition("\n")[0]
+    for parent, name, original in originals:
+        setattr(parent, name, original)
+    log_event("engine.linears_not_packed", why=why)
+    return False
 
 
-def _alike(layers: list[nn.Linear]) -> bool:
+def _can_join(layers: list[nn.Linear]) -> bool:
     return len({(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}) == 1

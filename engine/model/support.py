@@ -32,24 +32,25 @@ _UNIFORM = ("num_key_value_heads", "head_dim", "num_attention_heads")
 
 def refuse_by_config(settings: Mapping[str, Any]) -> None:
     """Raises UnsupportedModelError, with the reason, for a model whose `config.to_dict()` rules it out."""
-    family = settings.get("model_type")
     for name, reason in _REFUSED_SETTINGS.items():
         if settings.get(name):
-            raise UnsupportedModelError(f"model type {family} is not supported: {reason} ({name})")
+            raise unsupported(settings, f"{reason} ({name})")
     for name, value in settings.items():
         if value and (name in _STATE_KEYS or name.startswith(_STATE_PREFIXES)):
-            reason = f"it keeps a state beside the KV cache ({name})"
-            raise UnsupportedModelError(f"model type {family} is not supported: {reason}")
+            raise unsupported(settings, f"it keeps a state beside the KV cache ({name})")
     for name in _UNIFORM:
         if isinstance(settings.get(name), (list, tuple)):
-            raise UnsupportedModelError(f"model type {family} is not supported: {name} differs by layer")
+            raise unsupported(settings, f"{name} differs by layer")
     other = sorted(set(settings.get("layer_types") or ()) - _LAYER_TYPES)
     if other:
-        reason = f"it has layers of type {', '.join(other)}"
-        raise UnsupportedModelError(f"model type {family} is not supported: {reason}")
+        raise unsupported(settings, f"it has layers of type {', '.join(other)}")
     if settings.get("global_head_dim") not in (None, settings.get("head_dim")):
-        reason = "head_dim differs by layer (global_head_dim)"
-        raise UnsupportedModelError(f"model type {family} is not supported: {reason}")
+        raise unsupported(settings, "head_dim differs by layer (global_head_dim)")
+
+
+def unsupported(settings: Mapping[str, Any], reason: str) -> UnsupportedModelError:
+    """The error for a model with these settings."""
+    return UnsupportedModelError(f"model type {settings.get('model_type')} is not supported: {reason}")
 
 
 def refuse_by_class(skeleton: Any) -> None:

@@ -1,4 +1,4 @@
-"""The device and the type that an engine computes in, and why a CUDA device cannot be used."""
+"""Chooses the device and the type that an engine computes in, and says why a CUDA device cannot be used."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ DRIVER = "libcuda.so.1"
 
 @dataclass(frozen=True, slots=True)
 class CudaFacts:
-    """What torch says of CUDA. Versions as (major, minor); `built_for` is None for a torch without CUDA, `driver` None
-    where there is no driver. `devices`: that torch can use."""
+    """What torch reports about CUDA.
+
+    Versions are (major, minor). `built_for` is None for a torch without CUDA, `driver` None without a driver.
+    `devices`: the number of devices that torch can use.
+    """
 
     torch_version: str
     built_for: tuple[int, int] | None
@@ -42,8 +45,10 @@ def read_cuda_facts(built: str | None = torch.version.cuda, library: str = DRIVE
 
 
 def _driver_version(library: str) -> int:
-    """What the driver supports, as 1000 times the major plus 10 times the minor version (`cuDriverGetVersion` of CUDA's
-    driver API); 0 without a driver. torch has no public name for it."""
+    """The CUDA version that the driver supports, as 1000 * major + 10 * minor; 0 without a driver.
+
+    Calls `cuDriverGetVersion` of CUDA's driver API, which torch does not expose.
+    """
     version = ctypes.c_int(0)
     try:
         ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(version))
@@ -77,7 +82,7 @@ def cuda_problem(facts: CudaFacts) -> str | None:
 def choose_device(name: str, facts: CudaFacts | None = None) -> torch.device:
     """The device that `engine.device` names. Raises ConfigError, one sentence, for a cuda device that is not usable.
 
-    With "auto" it is the cpu where no cuda device is usable; a driver that is too old is logged as a warning then.
+    "auto" is the cpu where no cuda device is usable; a driver that is too old is then logged as a warning.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -102,30 +107,23 @@ SLOW = "this processor has no instructions for bfloat16, which takes several tim
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 on this processor (AVX-512, AMX, AVX-NE-CONVERT, SVE). Without it torch does
-    so element by element."""
+    """Whether oneDNN multiplies bfloat16 on this processor (AVX-512, AMX, AVX-NE-CONVERT, SVE). Without it torch
+    multiplies element by element."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _lacks_bfloat16(device: torch.device, native: bool | None) -> bool:
-    return device.type == "cpu" and not (multiplies_bfloat16() if native is None else native)
-
-
-def choose_dtype(config: EngineConfig, device: torch.device, native: bool | None = None) -> str:
-    """`engine.dtype` as "float32" or "bfloat16". Pure but for what oneDNN says.
-
-    "auto" is bfloat16, but float32 on a processor that does not multiply it. `native`: whether the processor does;
-    default: what oneDNN says.
-    """
+def choose_dtype(config: EngineConfig, device: torch.device) -> str:
+    """`engine.dtype` as "float32" or "bfloat16"; "auto" is bfloat16, but float32 on a processor that does not multiply
+    bfloat16."""
     if config.dtype != "auto":
         return config.dtype
-    return "float32" if _lacks_bfloat16(device, native) else "bfloat16"
+    return "bfloat16" if device.type != "cpu" or multiplies_bfloat16() else "float32"
 
 
-def log_dtype(config: EngineConfig, device: torch.device, dtype: str, native: bool | None = None) -> None:
-    """Logs what a processor without bfloat16 costs: `engine.dtype` where float32 was chosen for it, a warning
-    `engine.slow_dtype` where bfloat16 is computed all the same."""
-    if not _lacks_bfloat16(device, native):
+def log_dtype(config: EngineConfig, device: torch.device, dtype: str) -> None:
+    """On a processor without bfloat16, logs `engine.dtype` if float32 was chosen for it, and the warning
+    `engine.slow_dtype` if bfloat16 is computed nevertheless."""
+    if device.type != "cpu" or multiplies_bfloat16():
         return
     if dtype == "bfloat16":
         log_event("engine.slow_dtype", level=logging.WARNING, dtype=dtype, why=SLOW)

@@ -2,13 +2,13 @@
 
 Computes the same function as `engine.runner.sampler` does row by row on the host, with the same noise. Float64 sums
 may differ in their last bits, so about one draw in 10^12 gives another token. The adjustments and their order are those
-of `engine.runner.sampler.adjust`: the host says which tokens each row is about, and what is computed with the logits is
-computed on the device, so that they need not leave it.
+of `engine.runner.sampler.adjust`. The host lists the tokens that each row changes; the device changes the logits, so
+that they need not leave it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,8 +34,9 @@ _ROUNDING = 1e-12
 def sample_rows(
     logits: torch.Tensor, rows: Sequence[SamplingRow]
 ) -> list[SampledToken | SplitserveError | None]:
-    """One result per row of `logits` `[rows, vocabulary]`, any float dtype: its token; None if its grammar leaves none;
-    the error that its parameters raised.
+    """One result per row of `logits` `[rows, vocabulary]`, any float dtype.
+
+    A result is the row's token, None if its grammar leaves no token, or the error that its parameters raised.
     """
     results: list[SampledToken | SplitserveError | None] = []
     for begin in range(0, len(rows), ROWS_AT_ONCE):
@@ -77,15 +78,15 @@ def _choose(values: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     if drawn:
         tokens[drawn] = draw_tokens(values[drawn], sampling, keys)
     if masked:
-        # What was drawn from a row of -inf is no token, so it is replaced before anything is looked up with it.
+        # A draw from a row of -inf gives an arbitrary token: it is replaced before anything is looked up with it.
         tokens[masked] = torch.where(torch.isfinite(best[masked]), tokens[masked], -1)
     return tokens
 
 
 def _logprobs(raw: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, Logprob]:
     """The log-probabilities of the rows that ask for them, by place."""
-    asked = {place: row.sampling.logprobs for place, row in enumerate(rows)}
-    tops = {place: top for place, top in asked.items() if top is not None}
+    counts = {place: row.sampling.logprobs for place, row in enumerate(rows)}
+    tops = {place: count for place, count in counts.items() if count is not None}
     if not tops:
         return {}
     places = list(tops)
@@ -94,18 +95,18 @@ def _logprobs(raw: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SamplingRo
 
 
 class Changes(NamedTuple):
-    """The tokens that a row's changes are about; those of a change that the row does not ask for are empty."""
+    """The tokens that a row changes, by kind of change; empty for a kind that the row does not ask for."""
 
     biased: Ints
     biases: NDArray[np.float32]
-    """One of each token in `biased`."""
+    """The bias of each token in `biased`."""
     context: Ints
-    """Prompt and output, for the repetition penalty."""
+    """Tokens of prompt and output, for the repetition penalty."""
     output: Ints
-    """For presence and frequency penalties."""
+    """Tokens of the output, for presence and frequency penalties."""
     banned: Ints
     allowed: NDArray[np.bool_] | None
-    """bool `[vocabulary]`; None without a grammar, which has the bans in it."""
+    """bool `[vocabulary]`, bans included; None without a grammar."""
 
     @property
     def empty(self) -> bool:
@@ -118,17 +119,19 @@ NO_CHANGES = Changes(_NONE, np.empty(0, np.float32), _NONE, _NONE, _NONE, None)
 
 
 def changes_of(row: SamplingRow, vocabulary: int) -> Changes:
-    """What a row asks for. Raises IndexError for a token that is not in the vocabulary: on a device, looking it up
-    would end the process."""
+    """The changes that a row asks for.
+
+    Raises IndexError for a token outside the vocabulary: looking it up on a device would end the process.
+    """
     if not row.adjusted:
         return NO_CHANGES
-    s = row.sampling
-    counted = bool(s.presence_penalty or s.frequency_penalty)
+    params = row.sampling
+    counted = bool(params.presence_penalty or params.frequency_penalty)
     masked = row.mask is not None
     return Changes(
-        biased=_checked((token for token, _ in s.logit_bias), vocabulary),
-        biases=np.fromiter((bias for _, bias in s.logit_bias), np.float32),
-        context=_checked(row.token_ids[: row.end] if s.repetition_penalty != 1.0 else (), vocabulary),
+        biased=_checked((token for token, _ in params.logit_bias), vocabulary),
+        biases=np.fromiter((bias for _, bias in params.logit_bias), np.float32),
+        context=_checked(row.token_ids[: row.end] if params.repetition_penalty != 1.0 else (), vocabulary),
         output=_checked(row.token_ids[row.prompt_tokens : row.end] if counted else (), vocabulary),
         banned=_checked(() if masked else row.banned_token_ids, vocabulary),
         allowed=allowed_tokens(row.mask, vocabulary, row.banned_token_ids) if row.mask is not None else None,
@@ -194,7 +197,7 @@ def draw_tokens(
     """One token per row of `logits` `[rows, vocabulary]`, int64 `[rows]`: temperature, top-k, top-p and min-p, then the
     allowed token whose logit and noise have the largest sum.
 
-    `keys`: what names each row's noise. Waits for the device where rows have filters. Makes several float64 copies of
+    `keys`: the key of each row's noise. Waits for the device where rows have filters. Makes several float64 copies of
     the logits.
     """
     temperature = torch.tensor([s.temperature for s in sampling], dtype=torch.float64).to(logits.device)
@@ -213,22 +216,25 @@ def _allowed(scaled: torch.Tensor, sampling: Sequence[SamplingParams]) -> torch.
     Each filter keeps a prefix of the ranking, so counting suffices. Of equal logits the lower token id ranks higher.
     """
     size = scaled.shape[-1]
-    for width in _widths(size, sampling):
+    # One more than any top-k keeps, so that a full top-k does not look like a guess that was too small.
+    guess = min(size, max(GUESS, *(1 + (params.top_k or 0) for params in sampling)))
+    for width in (guess, size):
         ranked = scaled.topk(width).values
         count = _count(scaled, ranked, sampling)
         # A prefix that fills the guess may be longer.
         if width == size or not bool((count == width).any()):
             break
-    threshold = ranked.gather(1, count - 1)
-    above, equal = scaled > threshold, scaled == threshold
+    return _largest(scaled, ranked.gather(1, count - 1), count)
+
+
+def _largest(values: torch.Tensor, least: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
+    """Where each row has its `count` largest values, bool like `values`; of equal values the first ones.
+
+    `least` `[rows, 1]`: the smallest of them. `count`: int64 `[rows, 1]`, or one number for all rows.
+    """
+    above, equal = values > least, values == least
     ties_kept = count - above.sum(-1, keepdim=True)
     return above | (equal & (equal.cumsum(-1) <= ties_kept))
-
-
-def _widths(size: int, sampling: Sequence[SamplingParams]) -> Iterator[int]:
-    # One more than any top-k keeps, so that a full top-k does not look like a guess that was too small.
-    yield min(size, max(GUESS, *(1 + (s.top_k or 0) for s in sampling)))
-    yield size
 
 
 def _count(scaled: torch.Tensor, ranked: torch.Tensor, sampling: Sequence[SamplingParams]) -> torch.Tensor:
@@ -250,8 +256,9 @@ def _count(scaled: torch.Tensor, ranked: torch.Tensor, sampling: Sequence[Sampli
 
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int]) -> list[Logprob]:
-    """Natural log-probabilities from raw logits, float32 `[rows, vocabulary]`: of each row's token, and of its `tops`
-    most probable ones; of equally probable ones those with lower ids.
+    """Natural log-probabilities from raw logits, float32 `[rows, vocabulary]`.
+
+    They are of each row's token, and of its `tops` most probable tokens; of equally probable ones the lower ids count.
 
     `tokens`: int64 `[rows]`, ids of the vocabulary. Waits for the device.
     """
@@ -272,8 +279,5 @@ def _first_ranked(values: torch.Tensor, width: int) -> torch.Tensor:
     """Columns of the `width` largest values of each row, ascending, int64 `[rows, width]`; of equal ones the first."""
     if not width:
         return torch.empty((len(values), 0), dtype=torch.int64, device=values.device)
-    least = values.topk(width).values[:, -1:]
-    above, equal = values > least, values == least
-    ties_kept = width - above.sum(-1, keepdim=True)
-    kept = above | (equal & (equal.cumsum(-1) <= ties_kept))
+    kept = _largest(values, values.topk(width).values[:, -1:], width)
     return kept.nonzero()[:, 1].view(-1, width)

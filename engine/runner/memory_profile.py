@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
-from typing_extensions import override
 
 from engine.core.model_runner import ModelRunner, warm_up
 from splitserve.config.engine import EngineConfig
@@ -21,50 +19,34 @@ SPARE_BYTES = 2**28
 """Left free on a device that others use as well."""
 
 
-class DeviceMemory(Protocol):
-    """A device's memory, in bytes."""
-
-    def reset_peak(self) -> None:
-        """Gives unused memory back, and begins a new peak."""
-
-    def peak(self) -> int:
-        """The most that this process has taken since."""
-
-    def free(self) -> int:
-        """Free now, whoever took the rest."""
-
-    def total(self) -> int:
-        """Of the whole device."""
-
-
-class CudaMemory(DeviceMemory):
-    """The memory of a CUDA device, as torch's allocator takes it."""
+class CudaMemory:
+    """The memory of a CUDA device in bytes, as torch's allocator takes it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    @override
     def reset_peak(self) -> None:
+        """Gives unused memory back, and begins a new peak."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    @override
     def peak(self) -> int:
+        """The most that this process has taken since `reset_peak`."""
         return int(torch.cuda.max_memory_reserved(self._device))
 
-    @override
     def free(self) -> int:
+        """Memory that is free now, whichever process took the rest."""
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self._device)[0])
 
-    @override
     def total(self) -> int:
+        """Memory of the whole device."""
         return int(torch.cuda.mem_get_info(self._device)[1])
 
 
 def kv_budget(total: int, free: int, own: int, share: float) -> int:
-    """Bytes for KV of a worker that may take `share` of a device and needs `own` for everything else; at most what is
-    free. Not positive where nothing is left. Pure."""
+    """Bytes for KV of a worker that may take `share` of a device and needs `own` bytes for everything else; at most
+    what is free. Not positive where nothing is left. Pure."""
     return min(int(total * share) - own - OUTSIDE_BYTES, free - SPARE_BYTES)
 
 
@@ -72,7 +54,7 @@ def with_kv_memory(
     config: EngineConfig,
     step_tokens: int,
     make_runner: Callable[[EngineConfig], ModelRunner],
-    memory: DeviceMemory,
+    memory: CudaMemory,
 ) -> EngineConfig:
     """The settings with `kv_memory_bytes` set, by a trial run, to what `device_memory_share` leaves.
 

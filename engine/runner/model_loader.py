@@ -32,9 +32,9 @@ from splitserve.errors import SplitserveError, UnavailableError, UnsupportedMode
 from splitserve.logs import log_event
 from splitserve.models.model_files import CONFIG_FILE, INDEX_FILE, check_settings, damaged, read_object
 from splitserve.models.progress import report_progress
-from splitserve.models.sources import ModelSource, localize_model
+from splitserve.models.sources import ModelSource, local_files
 
-_MOST_CHARACTERS = 400
+_MAX_CHARACTERS = 400
 
 
 def load_weights(
@@ -42,7 +42,7 @@ def load_weights(
 ) -> tuple[LoadedModel, CpuKernels | None]:
     """Loads a model, and the kernels that compute it on cpu; sets the number of compute threads of the process.
 
-    Raises UnavailableError, UnsupportedModelError and ConfigError as `load_model` and `choose_backend`; the last before
+    Raises UnavailableError and UnsupportedModelError as `load_model`, and ConfigError as `choose_backend`, before
     anything is loaded.
     """
     device = choose_device(config.device)
@@ -76,13 +76,13 @@ def load_model(
 ) -> LoadedModel:
     """Loads a model in evaluation mode.
 
-    `dtype` is "float32" or "bfloat16"; `kernels` are for bfloat16 on cpu. `progress` is called with 0..1 as weights are
-    loaded. Raises UnsupportedModelError for a model family or option that the engine refuses, before weights are read
-    where possible; what `localize_model` raises.
+    `source` comes from `checked_model`; `dtype` is "float32" or "bfloat16"; `kernels` are for bfloat16 on cpu.
+    `progress` is called with 0..1 as weights are loaded. Raises UnsupportedModelError for a model family or option that
+    the engine refuses, before weights are downloaded or read where possible; what `local_files` raises.
     """
-    files = localize_model(source, weights=False)
+    files = local_files(source, weights=False)
     path = Path(files.path) / (files.gguf_file or CONFIG_FILE)
-    with _told(path):
+    with _naming(path):
         config = AutoConfig.from_pretrained(files.path, local_files_only=True, **_gguf_options(files))
         settings = config.to_dict()
         check_settings(path, settings)
@@ -91,7 +91,7 @@ def load_model(
         with torch.device("meta"), no_init_weights():  # its class and its modules
             skeleton = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
         refuse_by_class(skeleton)
-        module = _load_weights(localize_model(source), skeleton, DTYPES[dtype], device, progress)
+        module = _load_weights(local_files(source), skeleton, DTYPES[dtype], device, progress)
         context = AttentionContext()
         layers = bind_layers(module, context, declared_windows(settings))
         attention = probe_model(module, context, layers, settings)
@@ -111,7 +111,9 @@ def _pack(
         if kernels is not None:
             replace_norms(module, kernels)
         pack_linears(module, lambda: probe_logits(module, context), kernels)
-        _detach_from_file(module)
+        # Copies the remaining weights out of the mapped file, which would otherwise stay in memory as a whole.
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
 
 
 def _gguf_options(source: ModelSource) -> dict[str, Any]:
@@ -119,14 +121,14 @@ def _gguf_options(source: ModelSource) -> dict[str, Any]:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Makes one line, which names the path, of whatever `transformers` raises."""
+def _naming(path: Path) -> Iterator[None]:
+    """Replaces errors of `transformers` by an UnsupportedModelError of one line that names the path."""
     try:
         yield
     except SplitserveError:
         raise
     except Exception as error:
-        why = " ".join(str(error).split())[:_MOST_CHARACTERS] or type(error).__name__
+        why = " ".join(str(error).split())[:_MAX_CHARACTERS] or type(error).__name__
         unknown = " is not known" if isinstance(error, KeyError) and " " not in why else ""
         raise damaged(path, why + unknown, UnsupportedModelError.default_reason) from error
 
@@ -188,16 +190,10 @@ def _with_metadata(folder: Path) -> Iterator[Path]:
 
 
 def _misfit(skeleton: Any, folder: Path) -> str:
-    """The first weight whose shape is another one than the configuration's; empty without one."""
+    """Names the first weight whose shape differs from the configuration's; empty if there is none."""
     expected = skeleton.state_dict()
     for name, shape in folder_shapes(folder).items():
         if name in expected and tuple(expected[name].shape) != shape:
-            asked = list(expected[name].shape)
-            return f"{CONFIG_FILE} asks for {name} {asked}, the weights have {list(shape)}"
+            configured = list(expected[name].shape)
+            return f"{CONFIG_FILE} asks for {name} {configured}, the weights have {list(shape)}"
     return ""
-
-
-def _detach_from_file(module: Any) -> None:
-    """Copies the remaining weights out of the mapped file, which would otherwise stay in memory as a whole."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data.clone()

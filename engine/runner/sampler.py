@@ -49,9 +49,9 @@ def sample(
     """Samples one token per row. `logits` `[rows, vocabulary]`, any float dtype and device, are left unchanged.
 
     `wait_argmax` waits for and returns the token of each row's largest logit, -1 where that is not finite; None: it is
-    computed here. Raises NanLogitsError with the rows whose largest logit is not finite, GrammarFailedError with those
-    whose grammar allows no token that the model can choose, RowsFailedError (INTERNAL) with those whose parameters made
-    the sampling itself raise.
+    computed here. Errors carry the rows that failed: NanLogitsError where the largest logit is not finite,
+    GrammarFailedError where the grammar allows no token that the model can choose, RowsFailedError (INTERNAL) where the
+    sampling itself raised.
     """
     best = _argmax(logits) if wait_argmax is None else wait_argmax()
     if failed := tuple(row for row, token in enumerate(best) if token < 0):
@@ -75,7 +75,7 @@ def sample(
 
 
 def _argmax(logits: torch.Tensor) -> list[int]:
-    """The token of each row's largest logit, the first of equal ones; -1 where that is not finite, as with a NaN."""
+    """The token of each row's largest logit, the first of equal ones; -1 if that logit is not finite or any is NaN."""
     result: list[int] = []
     if not logits.is_cpu:
         best, indices = logits.max(dim=-1)
@@ -99,7 +99,7 @@ def _sample_on_host(raw: torch.Tensor, row: SamplingRow) -> SampledToken | Split
 
 
 def _sample_row(raw: torch.Tensor, row: SamplingRow) -> SampledToken | None:
-    """The token of one row of float32 logits `[vocabulary]`; None if its grammar leaves none."""
+    """The token of one row of float32 logits `[vocabulary]`; None if its grammar allows none."""
     values = (adjust(raw, row) if row.adjusted else raw).numpy()
     token = int(values.argmax())
     if row.mask is not None and not math.isfinite(values[token]):
@@ -116,19 +116,19 @@ def adjust(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     The repetition penalty is CTRL's (arXiv:1909.05858, section 4.1) in the form that also lowers negative
     logits; presence and frequency penalties are OpenAI's.
     """
-    s = row.sampling
+    params = row.sampling
     logits = logits.clone()
-    if s.logit_bias:
-        tokens, biases = zip(*s.logit_bias, strict=True)
+    if params.logit_bias:
+        tokens, biases = zip(*params.logit_bias, strict=True)
         logits[list(tokens)] += torch.tensor(biases, dtype=logits.dtype)
-    if s.repetition_penalty != 1.0:
+    if (penalty := params.repetition_penalty) != 1.0:
         seen = torch.tensor(row.token_ids[: row.end], dtype=torch.long).unique()
         values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
-    if (s.presence_penalty or s.frequency_penalty) and row.position:
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if (params.presence_penalty or params.frequency_penalty) and row.position:
         output = torch.tensor(row.token_ids[row.prompt_tokens : row.end], dtype=torch.long)
         tokens_seen, counts = output.unique(return_counts=True)
-        logits[tokens_seen] -= s.presence_penalty + s.frequency_penalty * counts
+        logits[tokens_seen] -= params.presence_penalty + params.frequency_penalty * counts
     if row.mask is not None:
         allowed = torch.from_numpy(grammar_tokens(row.mask, logits.numel(), row.banned_token_ids))
         logits.masked_fill_(~allowed, float("-inf"))
@@ -139,7 +139,7 @@ def adjust(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
 
 def _draw(logits: NDArray[np.float32], row: SamplingRow) -> int:
     """The allowed token whose logit and noise have the largest sum, in float64."""
-    # Relative to the largest, so that no temperature makes it infinite.
+    # Relative to the largest logit, so that no temperature makes a value infinite.
     scaled = (logits.astype(np.float64) - logits.max()) / row.sampling.temperature
     allowed = allowed_tokens(scaled, row.sampling)
     if allowed is None:
@@ -151,8 +151,8 @@ def allowed_tokens(scaled: Floats, sampling: SamplingParams) -> Ints | None:
     """The token ids, ascending, that pass top-k, top-p and min-p; None means all.
 
     `scaled`: float64 logits `[vocabulary]`, temperature applied. Each filter keeps a prefix of the ranking, so counting
-    suffices: top-p (arXiv:1904.09751) keeps the smallest prefix whose probability, relative to what top-k left, is at
-    least p; min-p (arXiv:2407.01082) keeps tokens at least min_p times as probable as the first.
+    suffices: top-p (arXiv:1904.09751) keeps the smallest prefix whose probability, relative to the tokens that top-k
+    kept, is at least p; min-p (arXiv:2407.01082) keeps tokens at least min_p times as probable as the first.
     """
     size = scaled.size
     top_k = min(sampling.top_k or size, size)

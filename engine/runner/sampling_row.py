@@ -1,4 +1,4 @@
-"""What a token is sampled from beside its logits: parameters, context, grammar mask and the key of its noise."""
+"""The inputs of sampling beside the logits: parameters, context, grammar mask and the key of the noise."""
 
 from __future__ import annotations
 
@@ -39,20 +39,15 @@ class SamplingRow(NamedTuple):
         return self.end - self.prompt_tokens
 
     @property
-    def penalized(self) -> bool:
-        """Whether the tokens so far change the logits."""
-        s = self.sampling
-        return s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
-
-    @property
     def adjusted(self) -> bool:
         """Whether the logits are changed before a token is sampled."""
-        changed = self.penalized or bool(self.sampling.logit_bias) or bool(self.banned_token_ids)
-        return changed or self.mask is not None
+        params = self.sampling
+        penalized = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+        return bool(penalized or params.logit_bias or self.banned_token_ids) or self.mask is not None
 
     @property
     def noise_key(self) -> int:
-        """Names the noise that the token is drawn with."""
+        """The key of the noise that the token is drawn with."""
         return noise_key(self.sampling.seed, self.position)
 
     @property

@@ -53,36 +53,25 @@ class SimulatedRunner(ModelRunner):
             eos_token_ids=frozenset({EOS_TOKEN_ID}),
         )
         self.layout = KvLayout(FINGERPRINT, "uint8", config.block_size_tokens, 1, 1, 8)
-        self._num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
+        self.num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
         if config.num_blocks is None and config.kv_memory_bytes is not None:
-            self._num_blocks = max(2, config.kv_memory_bytes // self.layout.block_bytes)
+            self.num_blocks = max(2, config.kv_memory_bytes // self.layout.block_bytes)
         # An anonymous mapping is page-aligned and takes memory only where it is written.
-        self._probe_blocks = probe_blocks(self.layout.block_bytes)
-        total = self._num_blocks + self._probe_blocks
+        probes = probe_blocks(self.layout.block_bytes)
+        total = self.num_blocks + probes
         try:
-            self._pages = mmap.mmap(-1, total * self.layout.block_bytes, flags=_PRIVATE)
+            pages = mmap.mmap(-1, total * self.layout.block_bytes, flags=_PRIVATE)
         except OSError as error:
             setting = "kv_memory_bytes" if config.num_blocks is None else "num_blocks"
-            message = f"engine.{setting}: {self._num_blocks} KV blocks cannot be had: {error.strerror}"
+            message = f"engine.{setting}: {self.num_blocks} KV blocks cannot be allocated: {error.strerror}"
             raise ConfigError(message, field=f"engine.{setting}") from None
-        blocks = np.frombuffer(self._pages, dtype=np.uint8).reshape(total, -1)
-        self._probes = blocks[self._num_blocks :]
+        blocks = np.frombuffer(pages, dtype=np.uint8).reshape(total, -1)
         # Reads of untouched pages would all hit the kernel's one page of zeros, and so measure too fast a lane.
-        self._probes[:] = 1
-        self.pool: NDArray[np.uint8] = blocks[: self._num_blocks]
+        blocks[self.num_blocks :] = 1
+        self.pool: NDArray[np.uint8] = blocks[: self.num_blocks]
         """KV bytes, uint8 `[num_blocks, block_bytes]`."""
-        self._words = self.pool.view(np.uint64).reshape(self._num_blocks, 2, config.block_size_tokens)
-
-    @property
-    @override
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    @property
-    @override
-    def pool_memory(self) -> KvMemoryRegion:
-        total = self._num_blocks + self._probe_blocks
-        return KvMemoryRegion(self.pool.ctypes.data, total, self.layout, probe_blocks=self._probe_blocks)
+        self.pool_memory = KvMemoryRegion(self.pool.ctypes.data, total, self.layout, probe_blocks=probes)
+        self._words = self.pool.view(np.uint64).reshape(self.num_blocks, 2, config.block_size_tokens)
 
     @override
     def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:

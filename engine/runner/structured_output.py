@@ -1,7 +1,7 @@
-"""Structured output: what the output of a request may go on with, answered by its grammar's process.
+"""Structured output: which tokens may come next in a request's output, as answered by its grammar's process.
 
-Nothing here runs the grammar library: see `splitserve.grammars.processes`. On the engine thread a matcher hands over
-tokens and takes masks that have come. It never waits unless it is told to.
+The grammar library runs in other processes; see `splitserve.grammars.processes`. On the engine thread a matcher hands
+over tokens and takes the masks that have arrived. It waits only in `wait` with a timeout.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import select
 import time
 from collections import OrderedDict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import count
 from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
-from engine.core.model_runner import ModelFacts, RowsFailedError, ScheduledSequence
+from engine.core.model_runner import ModelFacts, OutputMatcher, RowsFailedError, ScheduledSequence
 from splitserve.errors import InvalidArgumentError, ResourceExhaustedError, SplitserveError
 from splitserve.grammars import child
 from splitserve.grammars.forms import FIELD, summarize_error
@@ -31,13 +32,11 @@ Mask = NDArray[np.int32]
 """int32 `[ceil(vocabulary / 32)]`, one bit per token, set if it is allowed; the lowest bit of word 0 is token 0."""
 
 KEPT_GRAMMARS = 16
-"""Grammars that stay compiled for requests to come, those used last."""
-MASK_WAIT_S = 0.05
-"""How long a step that cannot leave rows out waits for the masks of all its rows."""
+"""Number of grammars, the last used ones, that stay compiled for later requests."""
 MAX_GRAMMARS = 128
-"""Different grammars of requests at a time; each has a process."""
+"""Maximum number of different grammars in use at a time; each has a process."""
 PREAMBLE = 2
-"""Frames of a new process before it answers: HELLO and COMPILED."""
+"""Number of frames that a new process sends before its answers: HELLO and COMPILED."""
 TOO_COSTLY = "its next token takes too much time or memory to find"
 
 
@@ -47,39 +46,35 @@ class GrammarFailedError(RowsFailedError):
     default_reason = GRAMMAR_FAILED
 
 
-class GrammarMatcher:
-    """The state of one output within its grammar; an `OutputMatcher`. Used on the engine thread."""
+class GrammarMatcher(OutputMatcher):
+    """The state of one output within its grammar. Used on the engine thread."""
 
     def __init__(self, grammar: CompiledGrammar, number: int) -> None:
         self.eos_token_ids = grammar.eos_token_ids
-        """Tokens that may be sampled to end the answer where the grammar is complete."""
         self.complete = False
-        """Whether the output is complete and nothing can follow."""
         self.error = ""
-        """Why the grammar cannot continue; empty while it can."""
         self.mask: Mask = np.zeros(0, dtype=np.int32)
-        """The tokens that may follow."""
         self.number = number
         self.tokens: list[int] = []
         self.connection: Connection | None = None
-        """To the process that knows the output so far."""
+        """The connection to the process that knows the output so far."""
         self._grammar = grammar
 
+    @override
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Hands over the next tokens of the output and asks what may follow; see `wait`."""
         self.tokens += token_ids
         self._grammar.ask(self, token_ids)
 
+    @override
     def wait(self, timeout_s: float = 0.0) -> bool:
-        """Whether what was asked last is answered, at most `timeout_s` seconds from now."""
         return self._grammar.wait(self, timeout_s)
 
+    @override
     def close(self) -> None:
-        """Forgets the output. Idempotent."""
         self._grammar.forget(self)
 
     def answer(self, status: int, answer: bytes) -> None:
-        """Takes what the grammar's process has answered."""
+        """Takes an answer of the grammar's process."""
         self.complete = status == child.COMPLETE
         if status == child.FAILED:
             self.error = f"{FIELD}: {summarize_error(answer.decode(errors='replace'))}"
@@ -90,7 +85,7 @@ class GrammarMatcher:
 class CompiledGrammar:
     """A grammar and its process; made on the event loop, used on the engine thread.
 
-    A process that ends fails the output that it was at, and nobody else: the others go on in a new one.
+    A process that ends fails only the output that it was computing: the others go on in a new process.
     """
 
     def __init__(
@@ -101,12 +96,12 @@ class CompiledGrammar:
         self._processes, self._grammar = processes, grammar
         self._connection = connection
         self._preamble = 0
-        """Frames to come that are about the grammar itself."""
+        """Number of the next frames that belong to the preamble, see PREAMBLE."""
         self._numbers = count()
         self._asked: OrderedDict[int, GrammarMatcher] = OrderedDict()
-        """Whose answers have not come."""
+        """Matchers whose answers have not arrived, by number."""
         self._order: deque[int] = deque()
-        """The numbers of outputs in the order of the answers to come, those of forgotten outputs too."""
+        """Numbers of outputs in the order of the outstanding answers, those of forgotten outputs included."""
 
     def __del__(self) -> None:
         self._connection.close()
@@ -119,13 +114,13 @@ class CompiledGrammar:
         """Hands over tokens of an output."""
         self._asked[matcher.number] = matcher
         self._order.append(matcher.number)
-        if matcher.connection is not self._connection:  # which knows nothing of this output
+        if matcher.connection is not self._connection:  # a new process, which knows nothing of this output
             matcher.connection, token_ids = self._connection, matcher.tokens
         tokens = np.fromiter(token_ids, dtype=np.uint32).tobytes()
         self._connection.send(child.ROW.pack(matcher.number, child.ASK) + tokens)
 
     def wait(self, matcher: GrammarMatcher, timeout_s: float) -> bool:
-        """Takes the answers that have come; whether the matcher's is among them or was before."""
+        """Takes the answers that arrive within `timeout_s` seconds; returns whether the matcher has its answer."""
         deadline_s = time.monotonic() + timeout_s
         while matcher.number in self._asked:
             for frame in self._connection.receive():
@@ -152,15 +147,15 @@ class CompiledGrammar:
         number, status = child.ROW.unpack_from(frame)
         self._order.popleft()
         if number in self._order:
-            return  # it was asked again before this answer came
+            return  # the output was asked about again before this answer came
         if (matcher := self._asked.pop(number, None)) is not None:
             matcher.answer(status, frame[child.ROW.size :])
 
     def _renew(self) -> None:
-        """Begins a new process for all but the output that the last one was at."""
-        blamed = self._order[0] if self._order and not self._preamble else None
-        asked = list(self._asked.values())
-        failed = asked if self._preamble else [matcher for matcher in asked if matcher.number == blamed]
+        """Begins a new process for all outputs but the one that the ended process was computing: that output fails."""
+        culprit = self._order[0] if self._order and not self._preamble else None
+        waiting = list(self._asked.values())
+        failed = waiting if self._preamble else [matcher for matcher in waiting if matcher.number == culprit]
         self._connection.close()
         self._asked.clear()
         self._order.clear()
@@ -168,8 +163,8 @@ class CompiledGrammar:
             self._connection = self._processes.begin(self._grammar, SLOW_CPU_S)
             self._preamble = PREAMBLE
         except SplitserveError:
-            failed = asked
-        for matcher in asked:
+            failed = waiting
+        for matcher in waiting:
             if matcher in failed:
                 matcher.error = f"{FIELD}: {TOO_COSTLY}"
             else:
@@ -187,7 +182,7 @@ class GrammarCompiler:
         self._compiling: SharedCalls[CompiledGrammar] = SharedCalls()
 
     def prepare(self) -> None:
-        """Starts to load the vocabulary that the first grammar would wait for, half a second for 50,000 tokens."""
+        """Starts to load the vocabulary, so that the first grammar need not wait for it: 0.5 s for 50,000 tokens."""
         self._processes.start()
 
     async def compiled(
@@ -254,17 +249,12 @@ def masks_of(batch: Sequence[ScheduledSequence], wait_s: float = 0.0) -> dict[in
         except BaseException as error:
             errors[index] = request_error(error, sequence.request_id)
     if errors:
-        raise _rows_failed(errors)
+        # One error for all rows with the first reason. Rows with other reasons fail when the step is run again.
+        first = next(iter(errors.values()))
+        rows = tuple(index for index, error in errors.items() if error.reason == first.reason)
+        kind = GrammarFailedError if first.reason == GRAMMAR_FAILED else RowsFailedError
+        raise kind(first.message, rows, reason=first.reason)
     return masks
-
-
-def _rows_failed(errors: Mapping[int, SplitserveError]) -> RowsFailedError:
-    """The error of the rows with the first one's reason; the others come up when the step is run again."""
-    first = next(iter(errors.values()))
-    alike = tuple(index for index, error in errors.items() if error.reason == first.reason)
-    if first.reason == GRAMMAR_FAILED:
-        return GrammarFailedError(first.message, alike)
-    return RowsFailedError(first.message, alike, reason=first.reason)
 
 
 def allowed_tokens(mask: Mask, size: int, banned: Collection[int]) -> NDArray[np.bool_]:

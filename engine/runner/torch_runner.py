@@ -30,7 +30,7 @@ from engine.runner.sampling_row import SamplingRow
 from engine.runner.self_test.device_checks import EXPERIMENTAL, self_tested
 from engine.runner.structured_output import Mask, masks_of
 from kv_transfer.layout import KvLayout
-from kv_transfer.transports.regions import VRAM, KvMemoryRegion
+from kv_transfer.transports.regions import VRAM
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
@@ -41,7 +41,7 @@ class TorchRunner(ModelRunner):
     """A model with its KV blocks: computes scheduled sequences and samples tokens."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig, kernels: CpuKernels | None = None) -> None:
-        """`kernels` are those that the model was loaded with, if any."""
+        """`kernels`: the ones that the model was loaded with, if any."""
         self.facts = _facts(model.facts, config)
         self.layout = kv_layout(model, config)
         self._device = model.device
@@ -49,18 +49,10 @@ class TorchRunner(ModelRunner):
         self._context = model.context
         self._samples_on_host = config.device_sampling == "off"
         self.overlaps = model.device.type == "cuda"
-        self._pool = KvCacheMemory(self.layout, choose_num_blocks(config, self.layout), model.device)
+        self.num_blocks = choose_num_blocks(config, self.layout)
+        self._pool = KvCacheMemory(self.layout, self.num_blocks, model.device)
+        self.pool_memory = self._pool.memory()
         self._forward = make_forward(model, self._pool, config, self.facts.context_tokens, kernels)
-
-    @property
-    @override
-    def num_blocks(self) -> int:
-        return self._pool.num_blocks
-
-    @property
-    @override
-    def pool_memory(self) -> KvMemoryRegion:
-        return self._pool.memory()
 
     @override
     def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
@@ -76,7 +68,7 @@ class TorchRunner(ModelRunner):
 
     @override
     def begin(self, batch: Sequence[ScheduledSequence]) -> PendingStep:
-        """When it returns, the model has run on cpu, and has been queued on a GPU."""
+        """When it returns, the model has run (cpu) or is queued (GPU)."""
         if not batch:
             return list
         with torch.inference_mode():
@@ -101,8 +93,8 @@ class TorchRunner(ModelRunner):
     def prepared(self) -> bool:
         return self._forward.prepared
 
+    @override
     def close(self) -> None:
-        """Releases the pool and the weights."""
         del self._forward, self._pool, self._module
         if self._device.type == "cuda":
             del self._context.backend  # it has views of the pool
@@ -112,7 +104,7 @@ class TorchRunner(ModelRunner):
 def _sampled(
     batch: Sequence[ScheduledSequence], logits: StepLogits, masks: Mapping[int, Mask]
 ) -> list[SampledToken | None]:
-    """Samples the sequences that the logits are of; rows of an error index the batch."""
+    """Samples the sequences that have logits. The `rows` of an error are indices in the batch."""
     tokens: list[SampledToken | None] = [None] * len(batch)
     if not logits.order:
         return tokens
@@ -160,7 +152,8 @@ def build_torch_runner(
 ) -> TorchRunner:
     """Loads a model, calls `loaded`, and allocates its KV blocks; sets the number of compute threads of the process.
 
-    Raises UnavailableError, UnsupportedModelError and ConfigError as `load_weights` and `choose_num_blocks`.
+    `source` comes from `checked_model`, which has checked its files. Raises UnavailableError, UnsupportedModelError and
+    ConfigError as `load_weights` and `choose_num_blocks`.
     """
     model, kernels = load_weights(config, source, progress)
     loaded()
@@ -173,7 +166,8 @@ def build_torch_runner(
 def make_torch_runner(
     model: LoadedModel, config: EngineConfig, kernels: CpuKernels | None = None
 ) -> TorchRunner:
-    """The runner of a loaded model; on cuda with as much KV as `device_memory_share` leaves, unless that is set."""
+    """The runner of a loaded model; on cuda with as much KV as `device_memory_share` leaves, unless the settings give
+    its size."""
     if model.device.type == "cuda":
         step_tokens = config.max_step_tokens or DEFAULT_STEP_TOKENS[VRAM]
         trial = partial(TorchRunner, model)

@@ -1,1 +1,1 @@
-"""What the scheduler decides by: the order of waiting requests, how long steps take. Read `waiting_queue.py` first."""
+"""The scheduler's inputs: the order of waiting requests, and the duration of steps. Read `waiting_queue.py` first."""

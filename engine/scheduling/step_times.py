@@ -1,6 +1,6 @@
-"""What steps take: totals for metrics, and the latency model that is fitted to the steps of this worker.
+"""Durations of steps: totals for metrics, and the latency model that is fitted to the steps of this worker.
 
-`StepMeter` measures steps, `LatencyFit` fits them, `LeastSquares` has the mathematics.
+`StepMeter` measures steps, `LatencyFit` fits the model, `LeastSquares` computes the fit.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class StepPart(NamedTuple):
 
 
 class StepTokens(NamedTuple):
-    """Tokens that a step computes. `pairs`: of a prompt token and a key, see `attention_pairs`."""
+    """Tokens that a step computes. `pairs`: number of pairs of a prompt token and a key, see `attention_pairs`."""
 
     decodes: int
     decode_context_tokens: int
-    """KV of the sequences that decode, their new tokens included."""
+    """Tokens of the sequences that decode, their new ones included."""
     prompt_tokens: int
     pairs: float
 
@@ -104,21 +104,20 @@ class StepMeter:
         return self._busy_since_s is not None
 
     def rest(self) -> None:
-        """The engine waits for something else: what passes is no part of the next step."""
+        """The engine waits, for a grammar for example: this time is no part of the next step."""
         self._busy_since_s = None
 
     def expect(self, parts: Sequence[StepPart]) -> float | None:
-        """The time that the step with these parts will take; None while steps that decode, or compute prompts, as this
-        one does, are unmeasured."""
+        """Seconds that the step with these parts will take.
+
+        None while its kind of work (decoding, prompts) has not been measured.
+        """
         self._parts, size, model = parts, StepTokens.of(parts), self.latency.model
         decode_s = model.decode_step_s(size.decodes, size.decode_context_tokens) if size.decodes else 0.0
         if decode_s is None or not size.prompt_tokens:
             return decode_s
-        return (
-            None
-            if model.prefill is None
-            else decode_s + model.prefill.seconds(size.prompt_tokens, size.pairs)
-        )
+        prefill = model.prefill
+        return None if prefill is None else decode_s + prefill.seconds(size.prompt_tokens, size.pairs)
 
     def end(self, now: float, *, more: bool, is_first: bool = False) -> None:
         """The step ends. `more`: another one can follow at once. `is_first`: see `ModelRunner.prepared`; such a step is
@@ -141,19 +140,19 @@ class StepMeter:
 _DECODES_A_FIT = 16
 """Decode steps between fits: a fit costs more than a record."""
 _PROMPTS_A_FIT = 4
-"""The same of steps with prompts: a decode worker sees few."""
+"""Steps with prompts between fits: a decode worker has few."""
 
 
 _LEAST_STEP_S, _LONGEST_STEP_S = 1e-6, 3600.0
-"""What a step can take. Times outside are clocks that jumped, or a machine that was suspended."""
+"""Bounds of a step's duration. Beyond them the clock has jumped, or the machine was suspended."""
 _LEAST_SHARE = 0.01
 """The share of the mean step that the price of a prompt token, and the base of a decode step, explain at least. Without
 it noise could fit a price of nearly nothing."""
 
 
 class LatencyFit:
-    """Fits the latency model to steps, which come one by one. Whatever times come, the model's figures are finite, not
-    negative, and within the bounds of what steps took."""
+    """Fits the latency model to steps, which are recorded one by one. Whatever durations are recorded, the model's
+    figures are finite, not negative, and within the bounds of the durations."""
 
     def __init__(self) -> None:
         self.model = LatencyModel()
@@ -170,7 +169,7 @@ class LatencyFit:
         # 2. A step that only computes prompts.
         elif not size.decodes:
             self._record_prompts(size, duration_s)
-        # 3. Both: prompts took what decoding alone would not have taken. Unknown before decodes are measured.
+        # 3. A step of both: the prompts took the time beyond that of decoding, once decodes are measured.
         elif (decode_s := self.model.decode_step_s(size.decodes, size.decode_context_tokens)) is not None:
             self._record_prompts(size, duration_s - decode_s)
 
@@ -206,7 +205,7 @@ class LatencyFit:
     def _fitted_prompts(self) -> PrefillLatency:
         mean_s, mean_tokens, _ = self._prompts.means()
         line = self._prompts.line(((1, 2), (1,)))
-        # Chunks of one length tell no base. A line through the origin takes a short chunk for too cheap by at most the
+        # Chunks of one length determine no base. A line through the origin underestimates a short chunk by at most the
         # base, and never a long one.
         if line is None:
             return PrefillLatency(0.0, mean_s / mean_tokens)
@@ -222,21 +221,21 @@ def _possible(duration_s: float) -> float:
 
 _Bucket = tuple[int, ...]
 _MEMORY_STEPS = 64
-"""Time constant of the decay, in steps of a bucket; that of a younger one is its age, because first steps are slow."""
+"""Time constant of the decay, in steps of a bucket. In a younger bucket it is the age: first steps are slow."""
 _MIN_SPREAD = 0.1
 """Standard deviation of an input over its mean, below which it gets no slope."""
-_ALIKE = 0.98
+_CORRELATED = 0.98
 """Correlation above which the inputs count as one."""
 _OUTLIER = 3.0
 """A step counts as at most this multiple of the mean of its bucket: the process may have been stopped."""
 _YOUNG_STEPS = 8
 _OUTDONE = 1.5
-"""A step of a bucket with fewer than `_YOUNG_STEPS` displaces those that took more than this multiple of it, whatever
-its size among them: they were slow for a reason that has gone, as a cold cache."""
+"""In a bucket with fewer than `_YOUNG_STEPS` steps, a new step replaces earlier ones that took more than this multiple
+of its time: they were slow for a passing reason, such as a cold cache."""
 _HALF_LIFE_STEPS = 512
-"""Steps of any size in which a bucket that does not come weighs half."""
+"""After this many steps of any size, a bucket that got none of them weighs half."""
 _LEAST_WEIGHT = 1.0
-"""What a bucket weighs at least, in steps: other sizes may tell nothing about it."""
+"""Minimum weight of a bucket, in steps: other sizes may say nothing about it."""
 
 
 class FittedLine(NamedTuple):
@@ -257,7 +256,7 @@ class _Moments:
         self._sums = [0.0] * 9
         self._steps = 0
         self.latest = 0
-        """The number of its latest step among those of all buckets."""
+        """Number of this bucket's latest step, counted over all buckets."""
 
     def add(self, first: float, second: float, duration_s: float) -> None:
         self._steps += 1
@@ -267,7 +266,7 @@ class _Moments:
         self._sums = [old * keep + term for old, term in zip(self._sums, new, strict=True)]
 
     def outdone_by(self, first: float, second: float, duration_s: float) -> bool:
-        """Whether the few steps so far were slow for a reason that this step does not have."""
+        """Whether a step is so much faster than the few steps so far that they were slow for a passing reason."""
         weight, sum_first, sum_second = self._sums[:3]
         share = min(1.0, first * weight / sum_first, second * weight / sum_second if sum_second > 0 else 1.0)
         return self._steps < _YOUNG_STEPS and duration_s * _OUTDONE < self.mean_s * share
@@ -291,7 +290,7 @@ class _Moments:
 
 
 class LeastSquares:
-    """Sums by bucket, and the lines through them. Without a step there is no line: ask after the first `record`."""
+    """Sums by bucket, and the lines fitted to them. Call `means` and `line` only after the first `record`."""
 
     def __init__(self) -> None:
         self._buckets: dict[_Bucket, _Moments] = {}
@@ -315,9 +314,9 @@ class LeastSquares:
         return float(outputs[0]) / weight, first / weight, second / weight
 
     def line(self, allowed: Sequence[tuple[int, ...]]) -> FittedLine | None:
-        """The line with the first of these sets of inputs (1, 2) whose slopes can be told; None if no set has any.
+        """The line over the first of these sets of inputs (1, 2) whose slopes can be determined; None if there is none.
 
-        A base below 0 becomes a line through the origin instead. A set with a negative slope is passed over.
+        Where the base would be below 0, the line goes through the origin. A set with a negative slope is skipped.
         """
         # Which inputs vary is judged by all steps, however long ago.
         telling = _telling(np.sum([moments.inputs for moments in self._buckets.values()], axis=0))
@@ -346,8 +345,8 @@ def _telling(inputs: NDArray[np.float64]) -> set[tuple[int, ...]]:
     ]
     telling: set[tuple[int, ...]] = {(column,) for column in spread}
     if len(spread) == 2:
-        alike = covariance[1, 2] / np.sqrt(covariance[1, 1] * covariance[2, 2])
-        if abs(alike) < _ALIKE:
+        correlation = covariance[1, 2] / np.sqrt(covariance[1, 1] * covariance[2, 2])
+        if abs(correlation) < _CORRELATED:
             telling.add((1, 2))
     return telling
 

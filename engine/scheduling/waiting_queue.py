@@ -6,10 +6,9 @@
 4. of equal ones the one that is due first, where requests have a deadline for their first token,
 5. else the one that arrived first.
 
-So a request takes a place in the order of arrival. Where a tenant's turn comes, its most urgent request is served, and
-the one whose place that was takes the place of the request served: requests of one tenant trade places, and those of
-other tenants see no difference, whatever priorities and deadlines it gives. Preemption takes the same order from its
-end.
+A request has a place in the order of arrival. On a tenant's turn its most urgent request is served, and trades places
+with the request whose place it was. So a tenant's priorities and deadlines reorder its own requests only. Preemption
+follows the same order from its end.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from splitserve.queues import LazyHeap
 
 @dataclass(frozen=True, slots=True)
 class Precedence:
-    """Where a request stands among others: `Precedence` of protos/splitserve/v1/generation.proto."""
+    """What orders a request among others: `Precedence` of protos/splitserve/v1/generation.proto."""
 
     class_rank: int = 0
     tenant_key: int = 0
@@ -53,7 +52,7 @@ class Ranked(Protocol):
 
     @property
     def precedence(self) -> Precedence:
-        """Where it stands among others."""
+        """Its class, tenant and priority."""
 
     @property
     def arrival(self) -> int:
@@ -91,7 +90,7 @@ def in_order(items: Iterable[R]) -> list[R]:
 
 
 def take_last(items: Iterable[R]) -> R:
-    """The last item in order of service, of at least one; it trades places with the one whose turn is last."""
+    """The last of one or more items in order of service; it trades places with the item whose turn is last."""
     items = list(items)
     lowest = min(item.precedence.class_rank for item in items)
     last = max((item for item in items if item.precedence.class_rank == lowest), key=lambda item: item.place)
@@ -107,9 +106,9 @@ class _Group(Generic[R]):
 
     items: LazyHeap[_Urgency, R] = field(default_factory=LazyHeap)
     at: dict[int, R] = field(default_factory=dict)
-    """Who holds which place."""
+    """The request at each place."""
     places: list[int] = field(default_factory=list)
-    """A heap of the places in `at`, and of some that are given up."""
+    """A heap of the places in `at`, and of some that no request has any more."""
 
     @property
     def first_place(self) -> int:

@@ -70,7 +70,7 @@ def fold_digests(digests: Sequence[int]) -> tuple[int, ...]:
 
 
 class HandoffVerifier:
-    """Decode side: remembers which blocks of each ticket to verify and checks them on completion."""
+    """On the decode worker: remembers which blocks of each ticket to verify, and checks them on completion."""
 
     def __init__(self, epoch: int, one_in: int, kv_memory: KvMemory) -> None:
         self.one_in = one_in

@@ -6,7 +6,8 @@ notification: the handoff is complete, or the writer gives the ticket up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -51,18 +52,7 @@ class KvTicket:
         left_s = self.deadline_s - now
         if left_s <= 0:
             raise DeadlineExceededError(f"ticket {self.reservation} has no time left")
-        message = pb.KvTicket(
-            decode_agent_id=self.decode_agent_id,
-            epoch=self.epoch,
-            reservation=self.reservation,
-            block_indices=self.block_indices,
-            cached_tokens=self.cached_tokens,
-            total_bytes=self.total_bytes,
-            writer_agent_id=self.writer_agent_id,
-            verify_one_in=self.verify_one_in,
-            adapter_fingerprint=self.adapter_fingerprint,
-            group_blocks=self.group_blocks,
-        )
+        message = pb.KvTicket(**_values(self))
         message.time_to_live.FromNanoseconds(max(1, int(left_s * 1e9)))
         return message
 
@@ -93,28 +83,14 @@ class KvTicket:
         _require(not groups or sum(groups) == count, "group_blocks", f"{count} together, or empty")
         _require(len(groups) <= MAX_GROUPS, "group_blocks", f"at most {MAX_GROUPS}")
         _require(0 < left_s <= MAX_TIME_TO_LIVE_S, "time_to_live", "above 0 and at most 24 h")
-        return cls(
-            decode_agent_id=message.decode_agent_id,
-            epoch=message.epoch,
-            reservation=message.reservation,
-            block_indices=tuple(message.block_indices),
-            cached_tokens=message.cached_tokens,
-            total_bytes=size,
-            deadline_s=now + left_s,
-            writer_agent_id=message.writer_agent_id,
-            verify_one_in=message.verify_one_in,
-            adapter_fingerprint=message.adapter_fingerprint,
-            group_blocks=tuple(groups),
-        )
+        sequences = {"block_indices": tuple(message.block_indices), "group_blocks": tuple(groups)}
+        return cls(**_values(message) | sequences, deadline_s=now + left_s)
 
     def require_writer(self, agent_id: str) -> None:
         """Checks that this agent may use the ticket. Raises FailedPreconditionError (TICKET_FOREIGN)."""
         if self.writer_agent_id not in ("", agent_id):
-            raise FailedPreconditionError(
-                f"the ticket is agent {self.writer_agent_id}'s",
-                reason="TICKET_FOREIGN",
-                field="ticket.writer_agent_id",
-            )
+            message = f"the ticket is agent {self.writer_agent_id}'s"
+            raise refused_ticket("TICKET_FOREIGN", "writer_agent_id", message)
 
     def require_another_owner(self, agent_id: str) -> None:
         """Checks that this agent has not reserved the blocks itself: nothing is handed off then.
@@ -122,10 +98,8 @@ class KvTicket:
         Raises FailedPreconditionError (TICKET_OWN).
         """
         if self.decode_agent_id == agent_id:
-            raise FailedPreconditionError(
-                "the ticket is for blocks of this very worker",
-                reason="TICKET_OWN",
-                field="ticket.decode_agent_id",
+            raise refused_ticket(
+                "TICKET_OWN", "decode_agent_id", "the ticket is for blocks of this very worker"
             )
 
     def require_adapter(self, fingerprint: str) -> None:
@@ -134,11 +108,8 @@ class KvTicket:
         Raises FailedPreconditionError (ADAPTER_MISMATCH).
         """
         if self.adapter_fingerprint != fingerprint:
-            raise FailedPreconditionError(
-                "the decode worker would go on with another adapter",
-                reason="ADAPTER_MISMATCH",
-                field="ticket.adapter_fingerprint",
-            )
+            message = "the decode worker would go on with another adapter"
+            raise refused_ticket("ADAPTER_MISMATCH", "adapter_fingerprint", message)
 
     def require_fits(self, memory: KvMemoryRegion) -> None:
         """Checks the ticket against its owner's memory. Raises InvalidArgumentError naming field and bound."""
@@ -150,6 +121,18 @@ class KvTicket:
         _require(self.total_bytes == expected, "total_bytes", f"{expected}, the bytes of its blocks")
         block_size = layout.block_size_tokens
         _require(self.cached_tokens % block_size == 0, "cached_tokens", f"a multiple of {block_size}")
+
+
+def _values(ticket: KvTicket | pb.KvTicket) -> dict[str, Any]:
+    """The fields that both forms of a ticket have: all but the deadline."""
+    return {
+        entry.name: getattr(ticket, entry.name) for entry in fields(KvTicket) if entry.name != "deadline_s"
+    }
+
+
+def refused_ticket(reason: str, name: str, message: str) -> FailedPreconditionError:
+    """The error for a ticket that must not be used; `name` is the field of the ticket that says so."""
+    return FailedPreconditionError(message, reason=reason, field=f"ticket.{name}")
 
 
 def _require(condition: bool, name: str, bound: str) -> None:
@@ -177,7 +160,7 @@ class WriteCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """The writer has released the ticket without completing it; none of its writes is in flight."""
+    """The writer gives the ticket up without completing it; none of its writes is in flight."""
 
     epoch: int
     reservation: int

@@ -19,14 +19,23 @@ before each call. Invariants:
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from kv_transfer.handoff.checksums import KvMemory, fold_digests, verified_positions
-from kv_transfer.handoff.messages import WRITE_GRACE_S, Drained, KvTicket, WriteCompletion, encode
+from kv_transfer.handoff.messages import (
+    WRITE_GRACE_S,
+    Drained,
+    KvTicket,
+    WriteCompletion,
+    encode,
+    refused_ticket,
+)
 from kv_transfer.transports.regions import merge_runs
 from kv_transfer.transports.transport import TransferEndpoint, Transport, WriteResult
-from splitserve.errors import FailedPreconditionError, InvalidArgumentError, SplitserveError, TransferError
+from splitserve.errors import InvalidArgumentError, SplitserveError, TransferError
 from splitserve.generation.kv_blocks import blocks_for
 from splitserve.rpc.status import request_error
 
@@ -67,7 +76,7 @@ PushEvent = PushDone | PushFailed | PushDrained
 
 @dataclass(slots=True)
 class BlockWrite:
-    """When one write was posted and when it was seen to have ended, in seconds; 0: it has not."""
+    """When one write was posted, and when a poll found it ended, in seconds; 0: it has not ended."""
 
     began_s: float
     blocks: int
@@ -100,9 +109,9 @@ class Push:
     aborted: bool = False
     failure: SplitserveError | None = None
     observed: dict[int, BlockWrite] | None = None
-    """All its writes by handle, for whom it may concern; None: for nobody."""
+    """All writes of the push by handle, for the caller of `KvPusher.start`; None: the caller does not want them."""
     in_doubt: bool = False
-    """A write of it failed, and bytes of it may still arrive: its owner must not be told otherwise."""
+    """A write failed, and bytes of it may still arrive: the decode worker must not be told otherwise."""
 
     @property
     def stopped(self) -> bool:
@@ -188,23 +197,22 @@ class KvPusher:
         now: float,
         observed: dict[int, BlockWrite] | None = None,
     ) -> None:
-        """Accepts a ticket on arrival. From then on its owner is notified however the request ends. `observed` gets the
-        push's writes.
+        """Accepts a ticket on arrival. From then on the decode worker is notified however the request ends.
 
-        Raises InvalidArgumentError for a ticket that does not fit the endpoint or a known request id, and
-        FailedPreconditionError if the ticket's agent is not a connected peer (UNKNOWN_PEER) or the ticket was
-        used before (TICKET_USED).
+        `observed` gets the writes of this push by handle. Raises InvalidArgumentError for a ticket that does not fit
+        the endpoint or a known request id, and FailedPreconditionError if the ticket's agent is not a connected peer
+        (UNKNOWN_PEER) or the ticket was used before (TICKET_USED).
         """
         if request_id in self._pushes:
             raise InvalidArgumentError(f"request {request_id} is being pushed already", field="request_id")
         agent_id = ticket.decode_agent_id
         if endpoint.agent_id != agent_id or agent_id not in self._transport.connected():
-            message, field_name = f"decode agent {agent_id} is not connected", "ticket.decode_agent_id"
-            raise FailedPreconditionError(message, reason="UNKNOWN_PEER", field=field_name)
+            message = f"decode agent {agent_id} is not connected"
+            raise refused_ticket("UNKNOWN_PEER", "decode_agent_id", message)
         ticket.require_fits(endpoint.memory)
         if not self._spent.spend(agent_id, ticket.reservation, ticket.deadline_s, now):
             message = f"ticket {ticket.reservation} of agent {agent_id} was used before"
-            raise FailedPreconditionError(message, reason="TICKET_USED", field="ticket.reservation")
+            raise refused_ticket("TICKET_USED", "reservation", message)
         push = Push(request_id, ticket, observed=observed)
         self._pushes[request_id] = self._runnable[request_id] = push
         heapq.heappush(self._deadlines, (ticket.deadline_s, request_id))
@@ -273,23 +281,19 @@ class KvPusher:
         first_token: int | None,
         now: float,
     ) -> None:
-        """All KV is final: of each group, its last blocks are those that the ticket asks for."""
+        """All KV is final. The ticket asks for the last blocks of each group of layers."""
         wanted = push.ticket.group_blocks
-        if len(wanted) != len(group_blocks) or any(
-            more > held for more, held in zip(wanted, group_blocks, strict=True)
-        ):
+        if len(wanted) != len(group_blocks) or any(map(operator.gt, wanted, group_blocks)):
             push.failure = InvalidArgumentError(
                 f"the ticket asks for {list(wanted)} blocks of the groups of layers, here are {list(group_blocks)}",
                 reason="TICKET_MISMATCH",
                 field="ticket.group_blocks",
             )
         else:
-            table: list[int] = []
-            end = 0
-            for count, held in zip(wanted, group_blocks, strict=True):
-                end += held
-                table += block_ids[end - count : end]
-            push.block_table, push.ready_blocks = table, len(table)
+            ends = accumulate(group_blocks)
+            groups = zip(wanted, ends, strict=True)
+            push.block_table = [block for count, end in groups for block in block_ids[end - count : end]]
+            push.ready_blocks = len(push.block_table)
             push.last_chunk_s, push.first_token = now, first_token
         self._advance(push, now)
 

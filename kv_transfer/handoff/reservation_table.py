@@ -96,13 +96,13 @@ class Reservation:
     total_bytes: int
     deadline_s: float
     writer_end_s: float
-    """From then on no write of the writer can arrive."""
+    """From this time on no write of the writer can arrive."""
     state: HandoffState = HandoffState.RESERVED
     writer_alive: bool = True
-    """The writer has not let go: it may still write."""
+    """Whether the writer may still write: it has neither completed nor given up."""
     writer_agent_id: str | None = None
     writer_lost: bool = False
-    """The writer's process has ended."""
+    """Whether the writer's process has ended."""
     quarantine_end_s: float = 0.0
 
     @property
@@ -153,10 +153,10 @@ class ReleaseWriter:
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """The writer never let go; `agent_id` is None if it was never known. To be logged as a warning.
+    """The writer never let go, which is to be logged as a warning; `agent_id` is None if the writer was never known.
 
     The agent is not refused for it: later messages for this reservation are dropped anyway, and its other handoffs go
-    on. Nor are writes to it ended, which have nothing to do with what it writes here.
+    on. Nor do this worker's writes to the agent end, which have nothing to do with what the agent writes here.
     """
 
     number: int
@@ -222,6 +222,7 @@ class ReservationTable:
         self._live: dict[str, int] = {}
         self._lost_writers: dict[str, float] = {}
         self._next_due_s = float("inf")
+        """When `expire` has something to do at the earliest; may be too early."""
 
     def open(
         self,
@@ -361,24 +362,10 @@ class ReservationTable:
         self._next_due_s = min((entry.due_s for entry in self._open.values()), default=float("inf"))
         return actions
 
-    def next_deadline(self) -> float:
-        """Latest time of the next `expire` call; may be too early, infinity if nothing is pending."""
-        return self._next_due_s
-
-    def state(self, number: int) -> HandoffState | None:
-        """State of a reservation; None once it has ended."""
-        entry = self._open.get(number)
-        return None if entry is None else entry.state
-
     @property
     def awaited_writers(self) -> int:
         """Number of reservations whose writers have not let go; while above 0, poll the transport."""
         return sum(entry.writer_alive for entry in self._open.values())
-
-    @property
-    def quarantined_blocks(self) -> int:
-        """Number of blocks in quarantine."""
-        return sum(e.block_count for e in self._open.values() if e.state is HandoffState.QUARANTINED)
 
     def _live_entry(self, request_id: str) -> Reservation | None:
         number = self._live.get(request_id)

@@ -1,4 +1,4 @@
-"""Polls: how often an idle worker makes them, and who gets what they bring."""
+"""Polls of a transport: how often an idle worker makes them, and which side of a worker gets their results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kv_transfer.transports.transport import PollResult, WriteResult
 _IDLE_POLL_S = 1.0
 """Bounds how long unsolicited notifications stay unread."""
 _DRIVEN_POLL_S = 0.01
-"""Where only polls make progress: the first messages of a peer are answered so soon."""
+"""The same where only polls make progress: it bounds the answer to a peer's first messages."""
 
 
 def idle_poll_s(kind: str, memory_kind: str) -> float:
@@ -22,10 +22,9 @@ def idle_poll_s(kind: str, memory_kind: str) -> float:
 
 
 class PollDealer:
-    """Keeps what polls have brought until whoever it is for takes it: writes for who sends, notifications for who
-    receives.
+    """Keeps the results of polls: ended writes for the sending side, notifications for the receiving side.
 
-    A poll takes both off the transport, so a worker that does both has one dealer. `poll` is the transport's, or a
+    A poll takes both from the transport, so a worker with both sides has one dealer. `poll` is the transport's, or a
     lane prober's, which polls more often. Runs on the transport's thread.
     """
 
@@ -34,7 +33,7 @@ class PollDealer:
         self._kept = PollResult()
 
     def poll(self) -> None:
-        """Polls once. Also called in the middle of a step where a transport has no progress thread."""
+        """Polls once. Also called during a step if the transport has no progress thread."""
         polled = self._poll()
         self._kept.writes += polled.writes
         self._kept.notifications += polled.notifications

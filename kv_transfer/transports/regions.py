@@ -32,11 +32,6 @@ class KvMemoryRegion:
     probe_blocks: int = 0
 
     @property
-    def span_bytes(self) -> int:
-        """Bytes of all blocks."""
-        return self.num_blocks * self.layout.block_bytes
-
-    @property
     def request_blocks(self) -> int:
         """Blocks that requests may own, from index 0 on."""
         return self.num_blocks - self.probe_blocks

@@ -121,10 +121,11 @@ class Transport(ABC):
 
     @abstractmethod
     def refuse(self, agent_id: str) -> None:
-        """Fences a peer: delivers nothing of it any more, not even what has arrived and was not polled. Its bytes are
-        refused, too, where the owner takes part in a write; one-sided writes cannot be (see
-        docs/internals/handoff.md). Ids that
-        are not known yet count."""
+        """Fences a peer, also an unknown one: its notifications are not delivered any more, even those already arrived.
+
+        Its bytes are refused, too, if the owner takes part in a write. One-sided writes cannot be refused; see
+        docs/internals/handoff.md.
+        """
 
     @abstractmethod
     def connected(self) -> frozenset[str]:
@@ -153,8 +154,8 @@ class Transport(ABC):
         group_blocks: Sequence[int],
         notification: bytes | None = None,
     ) -> int:
-        """As `write`, for an engine whose groups of layers have blocks of their own: `group_blocks` says how many of
-        the blocks belong to each group, one after the other; empty: all to one."""
+        """As `write`, for an engine whose groups of layers have blocks of their own: `group_blocks`: number
+        of blocks of each group, one group after the other; empty: there is one group."""
         return self.write(agent_id, local_blocks, remote_blocks, notification)
 
     @abstractmethod
@@ -176,7 +177,7 @@ class Transport(ABC):
 
     @property
     def poll_interval_s(self) -> float:
-        """Longest time in seconds between two polls while anything is awaited."""
+        """Longest time in seconds between two polls while a write or a notification is awaited."""
         return POLL_INTERVAL_S
 
     @property
@@ -193,7 +194,7 @@ def registered(endpoint: TransferEndpoint | None) -> TransferEndpoint:
 
 
 def connected_peer(peers: Mapping[str, P], agent_id: str) -> P:
-    """What is known of a connected peer. Raises TransferError (UNKNOWN_PEER) for any other agent."""
+    """The record of a connected peer. Raises TransferError (UNKNOWN_PEER) for any other agent."""
     try:
         return peers[agent_id]
     except KeyError:

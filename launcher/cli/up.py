@@ -202,14 +202,12 @@ def _scaling(config: ClusterConfig, security: ClusterCredentials) -> LocalScalin
 
 def _provide_model(config: ClusterConfig) -> None:
     """Checks before the start that the model can be loaded; fetches an embedded one."""
-    from splitserve.models.sources import EMBEDDED, localize_model, resolve_model
+    from splitserve.models.sources import EMBEDDED, checked_model
 
     if config.engine.kind == "simulated":
         return
     try:
-        source = resolve_model(config.model)
-        if source.is_local:
-            localize_model(source)  # names damaged files
+        checked_model(config.model)
     except NotFoundError:
         if config.model not in EMBEDDED:
             raise

@@ -44,8 +44,8 @@ class AsyncClient:
     """A connection to a coordinator at "host:port"; an async context manager, to be used on one event loop.
 
     `target` may list several coordinators of one cluster, separated by commas. One is used at a time. If it becomes
-    unavailable, the client fails over to the next one; a generation goes on there at its next token, without gap or
-    repetition, so that its reader notices a pause at most.
+    unavailable, the client fails over to the next one. A generation goes on there at its next token, without gap or
+    repetition: its reader notices a pause at most.
 
     `timeout_s` limits a whole generation unless a call overrides it. `tls` encrypts and verifies the server's
     name: `TlsFiles(authority=PATH)`, or `TlsFiles()` for the system's authorities. `api_key` authenticates the
@@ -152,7 +152,8 @@ class AsyncClient:
     async def request_records(
         self, *, slow: bool = False, failed: bool = False, limit: int = 20, timeout_s: float = INFO_TIMEOUT_S
     ) -> list[records_pb2.RequestSummary]:
-        """The latest kept records, or of them those that are kept because they were slow, or because they failed."""
+        """The latest kept records, at most `limit`. `slow`, `failed`: only those kept because the request was slow or
+        failed."""
         request = records_pb2.ListRequestRecordsRequest(slow=slow, failed=failed, limit=limit)
         answer = await self._call(lambda stub: stub.ListRequestRecords, request, timeout_s)
         return list(answer.requests)
@@ -168,7 +169,7 @@ class AsyncClient:
                             if info.ready and model in ("", info.name):
                                 return info
                         why = f"model {model!r} is not ready" if model else "no model is ready"
-                    except DeadlineExceededError as error:  # asked again
+                    except DeadlineExceededError as error:  # the next poll may be in time
                         why = why or error.message
                     except UnavailableError as error:
                         why = error.message

@@ -17,9 +17,9 @@ from splitserve.rpc.status import error_from_rpc
 
 DETAILS_KEY = "grpc-status-details-bin"
 CONNECTION_LOST = "CONNECTION_LOST"
-"""Reason of a call that was sent, and whose connection broke before its answer was complete."""
+"""Reason of a call whose connection broke after the call was sent and before its answer was complete."""
 NEVER_SENT = "failed to connect"
-"""How gRPC's message begins where no connection stood."""
+"""Start of gRPC's message for a call that found no connection."""
 _HUNG_UP = re.compile("Socket closed|Connection reset by peer")
 
 
@@ -59,7 +59,7 @@ def described(
 
 
 def took_too_long(target: str, timeout_s: float) -> DeadlineExceededError:
-    """The error when the client's own time is over."""
+    """The error when the client's own timeout is over."""
     return DeadlineExceededError(f"{target} gave no complete answer within {timeout_s:g} s")
 
 
@@ -69,7 +69,7 @@ def ended_early(target: str) -> UnavailableError:
 
 
 def checked_timeout(timeout_s: float) -> float:
-    """Returns it. Raises InvalidArgumentError unless it is finite and above 0."""
+    """Returns `timeout_s`. Raises InvalidArgumentError unless it is finite and above 0."""
     if not 0 < timeout_s < float("inf"):
         raise InvalidArgumentError(
             f"timeout_s must be finite and above 0, not {timeout_s}", field="timeout_s"

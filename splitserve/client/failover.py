@@ -29,19 +29,19 @@ class Targets:
         return self.addresses[self.index]
 
     def leave(self, index: int) -> None:
-        """Uses the next one after `index` was unavailable, unless a concurrent call has moved on already."""
+        """Moves on from the unavailable coordinator `index`, unless a concurrent call has done so already."""
         if self.index == index:
             self.index = (index + 1) % len(self.addresses)
 
 
 class Failover:
-    """The tries of one call: at most one at each coordinator in a row without progress."""
+    """The attempts of one call. It fails once all coordinators, one after the other, have failed without progress."""
 
     def __init__(self, targets: Targets) -> None:
         self._targets = targets
         self._failures = 0
         self.index = targets.index
-        """Of the coordinator to call now."""
+        """Index of the coordinator to call now."""
 
     @property
     def target(self) -> str:
@@ -49,11 +49,11 @@ class Failover:
         return self._targets.addresses[self.index]
 
     def progressed(self) -> None:
-        """Something of the answer has arrived."""
+        """A part of the answer has arrived: failures are counted from 0 again."""
         self._failures = 0
 
     def failed(self, error: SplitserveError) -> None:
-        """Moves on to the next coordinator where that may help; else raises the error."""
+        """Moves on to the next coordinator. Raises the error unless it is UnavailableError and one is left to try."""
         self._failures += 1
         if self._failures >= len(self._targets) or not isinstance(error, UnavailableError):
             raise error from None
@@ -64,8 +64,8 @@ class Failover:
 class GenerationSession:
     """One generation, across the coordinators that serve parts of it.
 
-    A token depends on the prompt, the tokens before it, the seed and its position alone. So a coordinator that is told
-    these goes on exactly where another one broke off.
+    A token depends only on the prompt, the tokens before it, the seed and its position. So a coordinator that gets
+    these goes on exactly where another one stopped.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class GenerationSession:
         self.request = request
         """The message for the next call."""
         self.metadata = _trace_metadata(traceparent)
-        """For each call, beside the client's own."""
+        """Metadata of each call, beside the client's own."""
         self.timeout_s = timeout_s
         self.failover = Failover(targets)
         self.received = False
@@ -121,7 +121,7 @@ class GenerationSession:
             and error.reason == CONNECTION_LOST
             and self.request.sampling.HasField("grammar")
         ):
-            raise error from None  # it may be what ended the coordinator, and would end the next one
+            raise error from None  # the grammar may have ended the coordinator, and would end the next one
         self.failover.failed(error)
         self.received = False
         if self._started is not None:

@@ -27,7 +27,8 @@ from splitserve.v1.registry_pb2_grpc import RegistryServiceStub
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 2.0
 LAST_REFUSED_RETRY_S = 15.0
-"""A coordinator that refuses the worker is asked again this often: its settings, or its token, may be put right."""
+"""Longest time between two registrations at a coordinator that refuses the worker: an operator may mend the
+settings."""
 REGISTER_TIMEOUT_S = 5.0
 REFUSALS = (FailedPreconditionError, InvalidArgumentError, PermissionDeniedError, UnauthenticatedError)
 """Refusals of a registration: retrying helps only once somebody has changed something."""
@@ -68,19 +69,20 @@ class RegistrationStatus:
         self._ever_accepted = self.registered[coordinator] = True
 
     def refused(self, coordinator: str) -> bool:
-        """A registration was refused. True if that is the end of the worker: none of its coordinators has ever accepted
-        it, and all of them have refused it."""
+        """A registration was refused. Returns whether the worker must end: none of its coordinators has ever accepted
+        it, and all have refused it."""
         self.refusals[coordinator] += 1
         return not self._ever_accepted and all(self.refusals.values())
 
     def lost(self, coordinator: str) -> None:
-        """The worker is not registered there any more, or still not."""
+        """The worker is not registered at this coordinator now."""
         self.registered[coordinator] = False
 
 
 class RegistryClient:
-    """Keeps one worker registered with one coordinator. Retries a lost coordinator indefinitely, and one that refuses
-    the worker as well unless that ends the worker, see `RegistrationStatus`.
+    """Keeps one worker registered with one coordinator.
+
+    Retries without end, also after a refusal, unless the refusal ends the worker; see `RegistrationStatus.refused`.
 
     `report` builds the next report; it runs on the event loop and must be cheap. `on_peers` is called with
     (coordinator address, endpoints) whenever the coordinator sends its list, and with an empty list when the
@@ -164,7 +166,7 @@ class RegistryClient:
         log_event(event, level=level, coordinator=where, reason=error.reason, error=why)
 
     async def _session(self) -> None:
-        """Registers and reports over one connection: another one may bring a renewed certificate."""
+        """Registers and reports over one connection. Each session makes a new one, which reads renewed certificates."""
         metadata = self._security.metadata
         async with self._security.channel(self.coordinator, "coordinator") as channel:
             stub = RegistryServiceStub(channel)

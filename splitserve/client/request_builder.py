@@ -1,7 +1,7 @@
 """Builds the request message from a prompt and options. Pure.
 
-Values that no model accepts are refused here, by the bounds that the server has too, before they reach the wire, whose
-unsigned fields cannot represent all of them. The server validates everything again.
+Values that no model accepts are refused here, by the server's own bounds: the message's unsigned fields cannot
+represent all of them. The server validates everything again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TARGETS: Mapping[str, float] = {"ttft_ms": MAX_TTFT_MS, "tpot_ms": MAX_TPOT_MS}
 _UNSIGNED = {FieldDescriptor.CPPTYPE_UINT32: 2**32 - 1, FieldDescriptor.CPPTYPE_UINT64: 2**64 - 1}
 """The largest number of each unsigned type."""
 _MOST_TOKENS = 2**32 - 1
-"""Of a vocabulary and of a context, as the message's fields have them. The model's own are known to the server."""
+"""Upper bound of a vocabulary and of a context, from the type of the message's fields. The server knows the model's."""
 
 
 def build_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.GenerateRequest:
@@ -55,9 +55,9 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.Gen
         _set_prompt(request, prompt)
         _set_sampling(request, given)
         _set_stop(request, given)
-        for name, most in _TARGETS.items():
+        for name, maximum in _TARGETS.items():
             if name in given:
-                between(name, given[name], LEAST_TARGET_MS, most)
+                between(name, given[name], LEAST_TARGET_MS, maximum)
                 setattr(request, name, given[name])
         between("priority", given.get("priority", 0), -MAX_PRIORITY, MAX_PRIORITY)
         request.priority = given.get("priority", 0)
@@ -127,10 +127,11 @@ def _set_stop(request: inference_pb2.GenerateRequest, given: Mapping[str, Any]) 
 
 
 def _set_fields(section: str, message: Any, names: Iterable[str], given: Mapping[str, Any]) -> None:
-    """Sets what is given. Raises InvalidArgumentError for a number that the field's type cannot represent."""
+    """Sets the options that are given. Raises InvalidArgumentError for a number that the field's type cannot
+    represent."""
     for name in names:
         if name in given:
-            most = _UNSIGNED.get(message.DESCRIPTOR.fields_by_name[name].cpp_type)
-            if most is not None:
-                between(f"{section}.{name}", given[name], 0, most)
+            maximum = _UNSIGNED.get(message.DESCRIPTOR.fields_by_name[name].cpp_type)
+            if maximum is not None:
+                between(f"{section}.{name}", given[name], 0, maximum)
             setattr(message, name, given[name])

@@ -37,7 +37,7 @@ class GenerateOptions(TypedDict, total=False):
     model: str
     """Name from `models()`. Default: the only served model."""
     max_tokens: int | None
-    """Most output tokens, from 1. Default: the rest of the context."""
+    """Maximum number of output tokens, from 1. Default: the rest of the context."""
     temperature: float | None
     """0..100; 0 is greedy. Default 1."""
     top_k: int
@@ -170,25 +170,21 @@ class CompletionAccumulator:
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._token_ids: list[int] = []
+        self.token_ids: list[int] = []
+        """Output tokens so far."""
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
 
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """Output tokens so far."""
-        return self._token_ids
-
     def add(self, message: generation_pb2.OutputDelta) -> Delta:
         """Adds the next delta. Raises SplitserveError (STREAM_GAP) if it is not contiguous."""
-        expected = len(self._token_ids)
+        expected = len(self.token_ids)
         if message.token_ids and message.first_position != expected:
             raise SplitserveError(
                 f"the server sent position {message.first_position} instead of {expected}",
                 reason="STREAM_GAP",
             )
         logprobs = tuple(_token_logprob(entry) for entry in message.logprobs)
-        self._token_ids.extend(message.token_ids)
+        self.token_ids.extend(message.token_ids)
         self._text.append(message.text)
         self._logprobs.extend(logprobs)
         return Delta(expected, tuple(message.token_ids), message.text, logprobs)
@@ -200,7 +196,7 @@ class CompletionAccumulator:
             raise SplitserveError("the server sent no known finish reason", reason="BAD_ANSWER")
         return Completion(
             text="".join(self._text),
-            token_ids=tuple(self._token_ids),
+            token_ids=tuple(self.token_ids),
             finish_reason=reason,
             usage=_plain(Usage, done.usage),
             timings=_plain(Timings, done.timings),

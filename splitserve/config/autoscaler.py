@@ -43,13 +43,12 @@ class DockerConfig(Settings):
     """Compose project to scale."""
     hosts: Annotated[Path | None, Option(flag="docker-hosts")] = None
     """File of several Docker hosts (docs/quickstart/several-hosts.md), each with its own GPUs; `gpus` and
-    `replicas_per_gpu` are then not
-    used. Default: one Engine."""
+    `replicas_per_gpu` are then not used. Default: one Engine."""
     gpus: Annotated[GpuGroups, Option(metavar="0,1;2,3|auto", env="SPLITSERVE_GPUS")] = ""
     """GPUs for Docker replicas: numbers as `nvidia-smi -L` prints them, UUIDs, or UUIDs of MIG slices. Semicolons stand
     between groups that share NVLink; a group may begin with its kind, `H100=0,1;L40S=2,3`, for pools that name one
-    (`gpu`). `auto`: all GPUs of the autoscaler's machine, as NVIDIA's driver shows them to
-    it (`pip install 'splitserve[nvml]'`). Default: replicas get none."""
+    (`gpu`). `auto`: all GPUs of the autoscaler's machine, as NVIDIA's driver shows them to it
+    (`pip install 'splitserve[nvml]'`). Default: replicas get none."""
     replicas_per_gpu: Annotated[int, Field(ge=1, le=16), Option(env="SPLITSERVE_REPLICAS_PER_GPU")] = 1
     """How many replicas may share one GPU; above 1 with MPS, for a prefill and a decode worker on one GPU
     (docs/guides/gpus.md). Replicas of the other pool are preferred as neighbours."""

@@ -2,9 +2,8 @@
 
 Settings are validated and frozen; they are read once at start. A field of a settings model is the only declaration
 of a setting: type, bounds, default and meaning. `splitserve/config/command_line.py` derives its command-line option,
-environment variable, help text and its entry in docs/reference/configuration.md; `Option` overrides the
-derived names. A
-command's YAML file contains the fields of its settings, with sections as nested mappings.
+environment variable, help text and its entry in docs/reference/configuration.md; `Option` overrides the derived names.
+A command's YAML file contains the fields of its settings, with sections as nested mappings.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ class ConfigModel(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """ValueError for a boolean where the field, or what it contains, is a number. One that may be text has bounds
-        of its own to name."""
+        """Raises ValueError for a boolean where the field, or an item in it, is a number. A field that may also be text
+        or a boolean checks its values itself."""
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)
         if any(isinstance(item, bool) for item in items):
             kinds = _kinds_within(cls, info.field_name or "")
@@ -75,9 +74,9 @@ class ConfigModel(BaseModel):
 
 @cache
 def _kinds_within(model: type[ConfigModel], name: str) -> frozenset[Any]:
-    """The types that a field's annotation is built of, but for those of keys."""
+    """The types that a field's annotation is built of, except those of keys."""
     left: list[Any] = [model.model_fields[name].annotation]
-    found: set[Any] = set()
+    kinds: set[Any] = set()
     while left:
         kind = left.pop()
         origin, parts = get_origin(kind), get_args(kind)
@@ -86,8 +85,8 @@ def _kinds_within(model: type[ConfigModel], name: str) -> frozenset[Any]:
         elif origin in (dict, Mapping):
             parts = parts[1:]
         left.extend(parts)
-        found.update(() if parts else {kind})
-    return frozenset(found)
+        kinds.update(() if parts else {kind})
+    return frozenset(kinds)
 
 
 class Settings(ConfigModel):
@@ -130,8 +129,9 @@ def merge_settings(kind: type[S], values: dict[str, Any], *layers: Mapping[str, 
 
 
 def idle_among(**settings: tuple[bool, str]) -> dict[str, str]:
-    """Those of these settings that were given and have no effect beside the others, with the reason. By name, with `__`
-    for dots: whether it is such a setting, and why. They are no error: files and variables are shared by processes."""
+    """The settings that were given and have no effect beside the others, with the reason. `settings`: by name, with
+    `__` for dots, whether the setting is idle, and why. Idle settings are no error: processes share files and
+    variables."""
     return {name.replace("__", "."): why for name, (is_idle, why) in settings.items() if is_idle}
 
 

@@ -44,9 +44,8 @@ class ClusterConfig(EngineForModel):
     worker_gpus: Annotated[int, Field(ge=0, le=64)] = 1
     """GPUs of each worker of `workers`, likewise."""
     replicas_per_gpu: Annotated[int, Field(ge=1, le=16)] = 1
-    """How many workers may share one GPU. Above 1 run MPS, or they take turns (docs/guides/gpus.md); each
-    worker then takes
-    its part of `engine.device_memory_share`."""
+    """How many workers may share one GPU. Above 1 run MPS, or they take turns (docs/guides/gpus.md); each worker then
+    takes its part of `engine.device_memory_share`."""
     pin_cores: bool = True
     """Pin each worker to its own cores."""
     ready_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 300.0
@@ -69,23 +68,23 @@ class ClusterConfig(EngineForModel):
     """Section `coordinator`. Its `tls` and `cluster_token_file` are those of the cluster."""
 
     def check_own_security(self) -> None:
-        """Raises ConfigError for settings of the coordinator's whose place is with the cluster: whoever gives them
-        expects to be safe."""
+        """Raises ConfigError for security settings of the coordinator that belong to the cluster: whoever gives them
+        expects them to take effect."""
         for name in ("tls", "cluster_token_file"):
             if getattr(self.coordinator, name) is not None:
                 field = f"coordinator.{name}"
                 raise ConfigError(f"{field}: has no effect in a local cluster: give {name}", field=field)
 
     def idle_settings(self) -> dict[str, str]:
-        """The settings that the others leave without effect, with the reason; the parts tell of their own."""
+        """The settings that the others leave without effect, with the reason. The sections tell of their own."""
         given, fixed = self.model_fields_set, self.autoscale is None
         policy = "" if fixed else "beside a policy, which has gpus_per_replica"
-        of_one = policy or ("" if self.workers is None else "beside workers")
-        both = policy or ("without workers" if self.workers is None else "")
+        why_not_of_pool = policy or ("" if self.workers is None else "beside workers")
+        why_not_of_both = policy or ("without workers" if self.workers is None else "")
         return idle_among(
             autoscale_interval_s=(fixed and self.autoscale_interval_s is not None, "without autoscale"),
             autoscale_window_s=(fixed and "autoscale_window_s" in given, "without autoscale"),
-            worker_gpus=(bool(both) and "worker_gpus" in given, both),
-            prefill_gpus=(bool(of_one) and "prefill_gpus" in given, of_one),
-            decode_gpus=(bool(of_one) and "decode_gpus" in given, of_one),
+            worker_gpus=(bool(why_not_of_both) and "worker_gpus" in given, why_not_of_both),
+            prefill_gpus=(bool(why_not_of_pool) and "prefill_gpus" in given, why_not_of_pool),
+            decode_gpus=(bool(why_not_of_pool) and "decode_gpus" in given, why_not_of_pool),
         )

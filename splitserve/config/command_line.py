@@ -54,7 +54,7 @@ class Setting:
     @property
     def flag(self) -> str:
         """The option, for example `--block-size`."""
-        return f"--{self.option.flag or _flag(self.name)}"
+        return f"--{self.option.flag or self.name.removesuffix('_s').replace('_', '-')}"
 
     @property
     def variable(self) -> str:
@@ -74,7 +74,9 @@ class Setting:
     @property
     def is_repeated(self) -> bool:
         """Whether its option may be repeated; in its variable, items are separated by white space."""
-        text = next((n.return_type for n in self.field.metadata if isinstance(n, PlainSerializer)), None)
+        text = next(
+            (entry.return_type for entry in self.field.metadata if isinstance(entry, PlainSerializer)), None
+        )
         return get_origin(text or self.field.annotation) in (tuple, list)
 
     @property
@@ -135,8 +137,9 @@ def command(
     defaults: Mapping[str, Any] | None = None,
     beside: Sequence[inspect.Parameter] = (),
 ) -> Callable[..., None]:
-    """A Typer command with the options of `options_of`, which calls `run` with the settings. Its `--help` shows the
-    basic settings, its `--help-all` the advanced ones too.
+    """A Typer command with the options of `options_of`, which calls `run` with the settings.
+
+    `--help` shows the basic settings, `--help-all` the advanced ones too.
 
     `defaults`: values of lowest precedence, below the file. `beside`: additional parameters, passed to `run` by name.
     """
@@ -157,16 +160,16 @@ def command(
 
 
 def options_of(kind: type[Settings]) -> list[Setting]:
-    """The settings that have an option, by tier. Where several have one flag, the first has the option."""
-    found: dict[str, Setting] = {}
+    """The settings that have an option, sorted by tier. Of several settings with one flag, only the first has it."""
+    by_flag: dict[str, Setting] = {}
     for setting in settings_of(kind):
         if not setting.path.startswith(kind.without_options):
-            found.setdefault(setting.flag, setting)
-    return sorted(found.values(), key=lambda setting: TIERS.index(setting.option.tier))
+            by_flag.setdefault(setting.flag, setting)
+    return sorted(by_flag.values(), key=lambda setting: TIERS.index(setting.option.tier))
 
 
 def _help_all(advanced: Collection[str]) -> inspect.Parameter:
-    """The option `--help-all`, which shows these parameters beside those of `--help`."""
+    """The option `--help-all`, which shows the parameters in `advanced` beside those of `--help`."""
 
     def show(ctx: typer.Context, wanted: bool) -> None:
         if wanted:
@@ -248,10 +251,6 @@ def _put(nested: dict[str, Any], path: Sequence[str], value: Any) -> None:
     for section in sections:
         nested = nested.setdefault(section, {})
     nested[name] = value
-
-
-def _flag(name: str) -> str:
-    return name.removesuffix("_s").replace("_", "-")
 
 
 def _negative(flag: str) -> str:

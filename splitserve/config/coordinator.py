@@ -20,14 +20,10 @@ def _parsed_routes(value: object) -> object:
     return dict(parse_route(text) for text in value) if isinstance(value, list | tuple) else value
 
 
-def _route_texts(routes: dict[str, dict[str, float]]) -> list[str]:
-    return [format_route(name, weights) for name, weights in routes.items()]
-
-
 ModelRouteWeights = Annotated[
     dict[str, dict[str, float]],
     BeforeValidator(_parsed_routes),
-    PlainSerializer(_route_texts, return_type=list[str]),
+    PlainSerializer(lambda routes: [format_route(*route) for route in routes.items()], return_type=list[str]),
     Option(flag="model-route", metavar="NAME=MODEL:WEIGHT,..."),
 ]
 
@@ -90,11 +86,8 @@ def parse_weights(shares: list[tuple[str, str]]) -> dict[str, float]:
 
 def format_route(name: str, weights: Mapping[str, float]) -> str:
     """The inverse of `parse_route`."""
-    return f"{name}=" + ",".join(f"{model}:{_shortest(weight)}" for model, weight in weights.items())
-
-
-def _shortest(weight: float) -> str:
-    return str(weight).removesuffix(".0")
+    shares = [f"{model}:{str(weight).removesuffix('.0')}" for model, weight in weights.items()]
+    return f"{name}={','.join(shares)}"
 
 
 OnLate = Literal["serve", "refuse"]
@@ -128,9 +121,8 @@ class AdmissionConfig(Settings):
 
 
 class RecordsConfig(Settings):
-    """Records of single requests, which `splitserve explain` shows; see docs/guides/observability.md. Each
-    takes a few KB of
-    memory."""
+    """Records of single requests, which `splitserve explain` shows; see docs/guides/observability.md. Each takes a few
+    KB of memory."""
 
     max_recent_records: Annotated[int, Field(ge=0, le=10_000)] = 512
     """How many of the latest requests are kept; those that were refused do not count. With 0 here and in

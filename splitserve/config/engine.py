@@ -13,7 +13,7 @@ from splitserve.config.base import BASIC, INTERNAL, Cost, Option, Settings
 
 MAX_ADAPTERS = 128
 MAX_BYTES = 2**50
-"""Of any memory or file: beyond what machines have, and within what their calls take."""
+"""Bound of any size of memory or file: more than machines have, and within what system calls accept."""
 VLLM_START_S = 20.0
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
 
@@ -42,15 +42,14 @@ def _checked_names(adapters: Mapping[str, Path]) -> Mapping[str, Path]:
     return adapters
 
 
-def _as_texts(adapters: Mapping[str, Path]) -> tuple[str, ...]:
-    return tuple(f"{name}={folder}" for name, folder in adapters.items())
-
-
 Adapters = Annotated[
     Mapping[str, Path],
     BeforeValidator(_folders_by_name),
     AfterValidator(_checked_names),
-    PlainSerializer(_as_texts, return_type=tuple[str, ...]),
+    PlainSerializer(
+        lambda adapters: tuple(f"{name}={folder}" for name, folder in adapters.items()),
+        return_type=tuple[str, ...],
+    ),
 ]
 """Folders by name; also accepts the texts NAME=FOLDER."""
 
@@ -112,19 +111,19 @@ class EngineConfig(Settings):
     hung_step_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
     """A step that computes for this long, and for 20 times as long as expected, hangs: the worker ends with code 70, to
     be replaced. At ten times this it does in any case, also while no time is expected yet."""
-    simulated_prefill_token_s: Annotated[
-        float, Field(ge=0), Option(flag="simulated-prefill-token-s", tier="internal")
-    ] = 20e-6
+    simulated_prefill_token_s: Annotated[Cost, Option(flag="simulated-prefill-token-s", tier="internal")] = (
+        20e-6
+    )
     """Simulated engine: seconds per prompt token."""
     simulated_prefill_token2_s: Annotated[
-        float, Field(ge=0), Option(flag="simulated-prefill-token2-s", tier="internal")
+        Cost, Option(flag="simulated-prefill-token2-s", tier="internal")
     ] = 0.0
     """Simulated engine: seconds per squared prompt token."""
     simulated_step_s: Annotated[Cost, Option(flag="simulated-step-s", tier="internal")] = 2e-3
     """Simulated engine: least seconds of a decode step."""
-    simulated_context_token_s: Annotated[
-        float, Field(ge=0), Option(flag="simulated-context-token-s", tier="internal")
-    ] = 0.0
+    simulated_context_token_s: Annotated[Cost, Option(flag="simulated-context-token-s", tier="internal")] = (
+        0.0
+    )
     """Simulated engine: seconds per decode step for each context token in the batch."""
     simulated_sequence_s: Annotated[Cost, Option(flag="simulated-sequence-s", tier="internal")] = 50e-6
     """Simulated engine: seconds per decode step for each sequence in the batch."""
@@ -138,7 +137,7 @@ class EngineConfig(Settings):
 EngineSection = Annotated[EngineConfig, Option(panel="Engine")]
 
 SIMULATED = "simulated"
-"""A model and the engine that serves it."""
+"""The name of a model without files, and the kind of engine that serves it."""
 
 
 class EngineForModel(Settings):

@@ -38,13 +38,13 @@ def gpu_groups(text: str) -> tuple[tuple[str, ...], ...]:
 
 
 def gpu_kinds(text: str) -> dict[str, str]:
-    """The kinds in "H100=0,1;L40S=2,3", by name of the GPU; without those of which none is given. Raises as
+    """The kinds in "H100=0,1;L40S=2,3", by name of the GPU; GPUs without a kind are left out. Raises as
     `gpu_groups`."""
     return {name: kind for kind, names in _groups(text) for name in names if kind}
 
 
 def _groups(text: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Kind and names of each."""
+    """Kind and names of each group."""
     groups = []
     for group in text.split(";"):
         kind, mark, names = group.rpartition("=")

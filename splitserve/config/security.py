@@ -28,9 +28,9 @@ class CeilingConfig(Settings):
     """A worker's own limits on requests from coordinators."""
 
     max_output_tokens: Annotated[int, Field(ge=1, le=2**24)] | None = None
-    """Most output tokens of a request. Default: limited by the context only."""
+    """Maximum number of output tokens of a request. Default: limited by the context only."""
     require_cache_salt: bool = False
-    """Refuse requests without a cache salt, which would share their prompts' KV with each other across tenants."""
+    """Refuse requests without a cache salt: such requests would share their prompts' KV across tenants."""
 
 
 class SecuritySettings(Settings):

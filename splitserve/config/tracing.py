@@ -41,11 +41,11 @@ class TracingConfig(Settings):
 
 
 class RequestTracingConfig(TracingConfig):
-    """Export of spans, and which requests are traced, which the coordinator decides for all processes."""
+    """Export of spans, and the choice of the requests that are traced: the coordinator makes it for all processes."""
 
     sample_ratio: Annotated[float, Field(ge=0, le=1), Option(flag="trace-sample-ratio")] = 0.1
-    """Share of the requests that are traced, of those whose client has not decided it by a `traceparent`."""
+    """Share of requests that are traced, among those whose client has not decided it by a `traceparent`."""
     max_client_traces_per_s: Annotated[
         float, Field(ge=0, le=100_000), Option(flag="max-client-traces", metavar="NUMBER", tier="internal")
     ] = 10.0
-    """Requests a second that are traced because their clients ask for it; further ones are as if they had not."""
+    """Requests a second that are traced because their clients ask for it; for further ones the ratio decides."""

@@ -59,8 +59,8 @@ class WorkerConfig(SecuritySettings, EngineForModel):
     Blocks of a writer that was stopped, or lost with its machine, become free 10 s after that."""
     role: Annotated[Literal["prefill", "decode", "both"], BASIC] = "both"
     """What the worker does for requests at first: `prefill` computes prompts, `decode` streams tokens. The autoscaler
-    may change it while the worker runs, but for engine vllm, which also cannot do both. `splitserve prefill-worker` and
-    `decode-worker` give the one that they name."""
+    may change it while the worker runs, except with engine vllm, which also cannot do both. `splitserve prefill-worker`
+    and `decode-worker` give the role that they name."""
     standby: bool = False
     """Stay out of rotation, loaded and connected, until an autoscaler's plan activates the worker."""
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
@@ -80,8 +80,8 @@ class WorkerConfig(SecuritySettings, EngineForModel):
     cpus: Annotated[Cores, Option(metavar="CORES")] = ()
     """Cores to run on, for example "0,1" or "0-3". Default: all that the process may use."""
     spot_file: Path | None = None
-    """File that is a notice that the worker's machine is taken away, once it exists; see docs/guides/operations.md. It
-    is empty, or has the time as `2026-01-31T08:22:00Z`. Default: SIGUSR1 alone is such a notice."""
+    """File whose existence is a notice that the worker's machine is taken away; see docs/guides/operations.md. It is
+    empty, or has the time as `2026-01-31T08:22:00Z`. Default: SIGUSR1 alone is such a notice."""
     spot_notice_s: Annotated[float, Field(gt=0, le=86400)] = 30.0
     """Time from a notice that names none, SIGUSR1 or an empty file, until the machine is taken away. AWS gives 120 s,
     Azure and Google Cloud 30 s."""

@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from typing_extensions import override
 
 from splitserve.errors import ConfigError
 from splitserve.runtime.bounded_file import SMALL_FILE_BYTES, read_named_text
 
 M = TypeVar("M", bound=BaseModel)
 SCALAR_ERRORS = (ValueError, OverflowError, RecursionError, TypeError)
-"""What YAML's constructors raise for a value that is written well and means nothing, such as the date 2026-02-30."""
+"""What YAML's constructors raise for a value of valid syntax without a meaning, such as the date 2026-02-30."""
 
 
 _BOOL_TAG = "tag:yaml.org,2002:bool"
@@ -25,12 +26,13 @@ _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 class _LineLoader(yaml.SafeLoader):
-    """Reports the line of a value that cannot be constructed, and of a key that is there twice, of which YAML would
-    silently take the last; `<<`, which merges, may be there several times. Only `true` and `false` are booleans, as in
-    YAML 1.2: a setting may be `on` or `off`."""
+    """Reports the line of a value that cannot be constructed, and of a repeated key, of which YAML would silently take
+    the last; `<<`, which merges, may be repeated. Only `true` and `false` are booleans, as in YAML 1.2: a setting may
+    be `on` or `off`."""
 
+    @override
     def compose_mapping_node(self, anchor: Any) -> Any:
-        """The mapping's node; ConstructorError for a key that is there twice."""
+        """Raises ConstructorError for a repeated key."""
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
@@ -42,6 +44,7 @@ class _LineLoader(yaml.SafeLoader):
                 lines[name] = key.start_mark.line
         return node
 
+    @override
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep=deep)
@@ -79,7 +82,7 @@ class YamlFile:
 
     @contextmanager
     def naming_lines(self) -> Iterator[None]:
-        """Adds path and line to the ConfigErrors of what is in the context; their fields are the file's."""
+        """Adds path and line to ConfigErrors raised in the context; the errors' fields name places in this file."""
         try:
             yield
         except ConfigError as error:

@@ -16,9 +16,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
 LEAST_TARGET_MS, MAX_TTFT_MS, MAX_TPOT_MS = 0.001, 86_400_000, 3_600_000
-"""Of targets of requests."""
+"""Bounds of the latency targets `ttft_ms` and `tpot_ms` of a request."""
 MAX_PRIORITY = 100
-"""Of a request; the lowest is -MAX_PRIORITY."""
+"""The highest priority of a request; the lowest is -MAX_PRIORITY."""
 
 
 def check_sampling(sampling: generation_pb2.SamplingParams, vocabulary_size: int) -> None:
@@ -30,7 +30,8 @@ def check_sampling(sampling: generation_pb2.SamplingParams, vocabulary_size: int
         between("sampling.top_p", sampling.top_p, 0, 1)
     between("sampling.min_p", sampling.min_p, 0, 1)
     if sampling.HasField("repetition_penalty"):
-        above_zero("sampling.repetition_penalty", sampling.repetition_penalty, 100)
+        penalty = sampling.repetition_penalty
+        require(0 < penalty <= 100, "sampling.repetition_penalty", "above 0 and at most 100")
     between("sampling.presence_penalty", sampling.presence_penalty, -2, 2)
     between("sampling.frequency_penalty", sampling.frequency_penalty, -2, 2)
     between("sampling.logprobs", sampling.logprobs, 0, 20)
@@ -60,12 +61,6 @@ def between(name: str, value: float, low: float, high: float) -> None:
     # NaN fails this comparison and is refused.
     if not low <= value <= high:
         fail(name, f"{low}..{high}, not {f'{value:g}' if isinstance(value, float) else value}")
-
-
-def above_zero(name: str, value: float, high: float) -> None:
-    """Refuses a value outside (0, high], and NaN."""
-    if not 0 < value <= high:
-        fail(name, f"above 0 and at most {high}")
 
 
 def require(condition: bool, name: str, bound: str) -> None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 NAME_BYTES = 8
 """Size of a block's name in cache events: a prefix of its hash; see `CacheEvents` in the protos."""
 NAMES_A_MESSAGE = 2**12
-"""That workers send in all lists of cache events together; more may follow a message with so many. 32 KiB: far below
-the bound of the proto and any message limit, and applied within a few milliseconds."""
+"""Maximum number of names that a worker sends in one message, over all its lists of cache events. 32 KiB are far below
+the proto's bound and any message limit, and are applied within a few milliseconds."""
 _KEY_BITS = 60
 """Bits of a block's index key. CPython allocates 32 bytes for an int of up to 60 bits, 48 for one of 64."""
 _KEY_MASK = 2**_KEY_BITS - 1
@@ -65,7 +65,8 @@ def extend_block_hashes(
 
 
 class Adapter(NamedTuple):
-    """A LoRA adapter: small weights beside a base model's. KV that it computed is of use to itself alone."""
+    """A LoRA adapter: small weights beside a base model's. Only requests of the same adapter can use KV computed with
+    it."""
 
     name: str
     fingerprint: str
@@ -73,9 +74,9 @@ class Adapter(NamedTuple):
 
 
 def chain_salt(cache_salt: bytes, adapter: Adapter | None) -> bytes:
-    """What a prompt's block hashes are salted with: the tenant's salt, and for an adapter 32 bytes of its own.
+    """The salt of a prompt's block hashes: the tenant's salt, or 32 bytes derived from that salt and the adapter.
 
-    So no block of an adapter ever counts as one of the base model, of another adapter or of other content.
+    So no block of an adapter is taken for one of the base model, of another adapter or of other content.
     """
     if adapter is None:
         return cache_salt

@@ -7,7 +7,7 @@ from collections import deque
 from splitserve.v1 import decode_pb2, generation_pb2
 
 MERGE_TOKENS = 128
-"""Most tokens of a merged delta; each merge copies its text."""
+"""Maximum number of tokens in a merged delta; each merge copies its text."""
 
 
 def extend_delta(

@@ -32,9 +32,9 @@ class _Found:
 def driver_inventory(replicas_per_gpu: int = 1, library: Any = None) -> GpuInventory:
     """All GPUs of this machine by their numbers, with their kinds, and the pairs that share NVLink.
 
-    Of a GPU in MIG mode its slices, by UUID; as soon as there is one, all GPUs go by UUID, because CUDA then numbers
-    them in another way. `library` stands in for the module `pynvml`. Raises UnavailableError (NO_NVML) without the
-    package or the driver.
+    A GPU in MIG mode is listed as its slices, by UUID. If there is such a GPU, all GPUs are named by UUID, because CUDA
+    then numbers them in another way. `library` stands in for the module `pynvml`. Raises UnavailableError (NO_NVML)
+    without the package or the driver.
     """
     nvml = library or load_library()
     with _opened(nvml):
@@ -43,9 +43,9 @@ def driver_inventory(replicas_per_gpu: int = 1, library: Any = None) -> GpuInven
         numbered = len(whole) == len(gpus)
         names = {gpu.uuid: str(gpu.index) if numbered else gpu.uuid for gpu in whole}
         links = frozenset(
-            frozenset((names[one.uuid], names[other.uuid]))
-            for one, other in combinations(whole, 2)
-            if _linked(nvml, one.handle, other.handle)
+            frozenset((names[first.uuid], names[second.uuid]))
+            for first, second in combinations(whole, 2)
+            if _linked(nvml, first.handle, second.handle)
         )
     kinds = {
         name: kind
@@ -92,7 +92,7 @@ def _read(nvml: Any, index: int) -> _Found:
 def _kind(nvml: Any, handle: Any) -> str:
     try:
         return _text(nvml.nvmlDeviceGetName(handle)).strip()[:MAX_KIND]
-    except nvml.NVMLError:  # it serves all the same, where nobody asks for a kind
+    except nvml.NVMLError:  # without a kind the GPU still serves pools that name none
         return ""
 
 
@@ -114,10 +114,10 @@ def _slices(nvml: Any, handle: Any, whole: str) -> Mapping[str, str] | None:
     return kinds
 
 
-def _linked(nvml: Any, one: Any, other: Any) -> bool:
+def _linked(nvml: Any, first: Any, second: Any) -> bool:
     try:
-        return bool(nvml.nvmlDeviceGetP2PStatus(one, other, NVLINK) == STATUS_OK)
-    except nvml.NVMLError:  # a GPU that knows no NVLink
+        return bool(nvml.nvmlDeviceGetP2PStatus(first, second, NVLINK) == STATUS_OK)
+    except nvml.NVMLError:  # a GPU without NVLink
         return False
 
 

@@ -1,5 +1,5 @@
-"""Which GPUs a replica gets. Pure: what others use comes in, names go out, so that a restarted autoscaler, which reads
-from its containers who has what, goes on where the last one stopped."""
+"""Which GPUs a replica gets. Pure: the GPUs that other replicas use come in, and names go out. So a restarted
+autoscaler, which reads from the containers which replica has which GPU, goes on where the last one stopped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from splitserve.errors import FailedPreconditionError, ResourceExhaustedError
 from splitserve.gpus.inventory import GpuInventory, is_mig
 
 MAX_CANDIDATES = 16
-"""Of more free GPUs the first are looked at: the choice of 8 of 16 compares 12,870 sets."""
+"""Of more free GPUs only the first are considered: the choice of 8 of 16 compares 12,870 sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +25,14 @@ class GpuUse:
 def choose_gpus(
     inventory: GpuInventory, uses: Iterable[GpuUse], pool: str, count: int, kind: str = ""
 ) -> tuple[str, ...]:
-    """`count` GPUs for a replica of this pool, in the inventory's order; () for 0. With a `kind` only such.
+    """`count` GPUs for a replica of this pool, in the inventory's order; () for 0. With a `kind` only GPUs of it.
 
-    None of them is one that already has `replicas_per_gpu` replicas. Among the rest the set is chosen by, in this
-    order: fewest kinds in it, fewest replicas of the same pool that share it, fewest at all, most NVLink pairs inside,
-    fewest NVLink pairs with free GPUs that it breaks up, the inventory's order.
+    A GPU that already has `replicas_per_gpu` replicas is not chosen. Among the sets of other GPUs the best has, in this
+    order: fewest kinds, fewest replicas of the same pool that share its GPUs, fewest replicas in total, most NVLink
+    pairs inside, fewest NVLink pairs with free GPUs outside, the first place in the inventory.
 
-    Raises ResourceExhaustedError (NO_GPU) if too few are free, FailedPreconditionError (MIG_GROUP) for several MIG
-    slices, of which CUDA shows a process only one, and (GPU_KIND) where there is none of this kind.
+    Raises ResourceExhaustedError (NO_GPU) if too few GPUs are free, FailedPreconditionError for several MIG slices, of
+    which CUDA shows a process only one (MIG_GROUP), and without a GPU of this kind (GPU_KIND).
     """
     if count == 0:
         return ()
@@ -46,7 +46,7 @@ def choose_gpus(
     if len(whole) < count:
         raise _none_free(inventory, len(whole), count, kind)
     unused = [gpu for gpu in whole if used.count(gpu) == 0]
-    # Used ones only where the unused ones do not do: they are what sharing is for.
+    # GPUs in use come last: they are shared only where the unused GPUs do not suffice.
     shared = sorted(set(whole) - set(unused), key=lambda gpu: (used.count(gpu, pool), used.count(gpu)))
     candidates = set((unused + shared)[: max(MAX_CANDIDATES, count)])
     ordered = [gpu for gpu in whole if gpu in candidates]
@@ -72,13 +72,13 @@ class _Uses:
                 self._users.setdefault(gpu, []).append(use.pool)
 
     def count(self, gpu: str, pool: str | None = None) -> int:
-        """Replicas that have this GPU; with `pool` those of this pool."""
+        """The number of replicas, or of replicas of `pool`, that have this GPU."""
         users = self._users.get(gpu, ())
         return len(users) if pool is None else sum(user == pool for user in users)
 
 
 def taken(inventory: GpuInventory, uses: Sequence[GpuUse]) -> int:
-    """How much of the inventory's `capacity` these replicas have."""
+    """How much of the inventory's `capacity` these replicas take."""
     return sum(gpu in inventory.gpus for use in uses for gpu in inventory.named(use.gpus))
 
 

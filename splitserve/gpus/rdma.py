@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import takewhile
 from pathlib import Path
 
 _ROOT = Path("/")
@@ -18,7 +19,7 @@ class PciGpu:
     """A GPU as this process, or its container, sees it."""
 
     index: int
-    """Its number with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+    """The GPU's number with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
     uuid: str
     """Empty where the driver does not say."""
     address: str
@@ -39,10 +40,7 @@ def pci_gpus(root: Path = _ROOT) -> tuple[PciGpu, ...]:
 
 
 def _uuid(path: Path) -> str:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
+    lines = _text(path).splitlines()
     uuid = next((line.partition(":")[2].strip() for line in lines if line.startswith("GPU UUID")), "")
     return uuid if uuid.startswith("GPU-") else ""
 
@@ -53,7 +51,7 @@ _ROOT_COMPLEX = re.compile(r"^pci[0-9a-f]{4}:[0-9a-f]{2}$")
 
 @dataclass(frozen=True, slots=True)
 class PciPlace:
-    """Where a device hangs."""
+    """Where a device is attached to the PCI bus."""
 
     path: tuple[str, ...] = ()
     """Root complex, bridges and the device itself, as "pci0000:15", "0000:15:01.0". Empty if not known."""
@@ -85,7 +83,7 @@ class RdmaPort:
 
 @dataclass(frozen=True, slots=True)
 class PlacedGpu:
-    """A GPU and where it hangs."""
+    """A GPU and where it is attached."""
 
     gpu: PciGpu
     place: PciPlace
@@ -111,7 +109,11 @@ def read_rdma_facts(root: Path = Path("/")) -> RdmaFacts:
     gpus = tuple(PlacedGpu(gpu, _place(root / "sys/bus/pci/devices" / gpu.address)) for gpu in pci_gpus(root))
     return RdmaFacts(
         ports=tuple(port for device in devices for port in _ports(folder / device)),
-        unopenable=tuple(name for name in devices if not _may_open(files.get(name))),
+        unopenable=tuple(
+            name
+            for name in devices
+            if (path := files.get(name)) is None or not os.access(path, os.R_OK | os.W_OK)
+        ),
         gpus=gpus,
         peer_memory=(root / "sys/module/nvidia_peermem").is_dir(),
     )
@@ -128,8 +130,8 @@ def _ports(device: Path) -> list[RdmaPort]:
         RdmaPort(
             device=device.name,
             number=number,
-            state=_word(folder / str(number) / "state").rpartition(":")[2].strip(),
-            link_layer=_word(folder / str(number) / "link_layer"),
+            state=_text(folder / str(number) / "state").rpartition(":")[2].strip(),
+            link_layer=_text(folder / str(number) / "link_layer"),
             place=place,
         )
         for number in numbers
@@ -141,18 +143,14 @@ def _device_files(root: Path) -> dict[str, Path]:
     folder = root / "sys/class/infiniband_verbs"
     entries = folder.iterdir() if folder.is_dir() else ()
     return {
-        _word(entry / "ibdev"): root / "dev/infiniband" / entry.name
+        _text(entry / "ibdev"): root / "dev/infiniband" / entry.name
         for entry in entries
         if entry.name.startswith("uverbs")
     }
 
 
-def _may_open(path: Path | None) -> bool:
-    return path is not None and os.access(path, os.R_OK | os.W_OK)
-
-
 def _place(link: Path) -> PciPlace:
-    """Of a link to a PCI device's folder, or to a part of the device below it."""
+    """The place of a device: `link` leads to its folder, or to a folder of a part of the device below it."""
     try:
         parts = link.resolve(strict=True).parts
     except OSError:
@@ -163,12 +161,13 @@ def _place(link: Path) -> PciPlace:
         if not _ADDRESS.match(part):
             break
         path += (part,)
-    numa = _word(link / "numa_node")
-    # The kernel says -1 where there are no nodes.
+    numa = _text(link / "numa_node")
+    # The kernel says -1 on machines without NUMA nodes.
     return PciPlace(path, int(numa) if numa.isdecimal() else None)
 
 
-def _word(path: Path) -> str:
+def _text(path: Path) -> str:
+    """The text of a file; empty where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -176,7 +175,7 @@ def _word(path: Path) -> str:
 
 
 class Nearness(IntEnum):
-    """What lies between two PCI devices; less is nearer. In brackets the words of `nvidia-smi topo -m`."""
+    """What lies between two PCI devices; lower is nearer. In brackets the terms of `nvidia-smi topo -m`."""
 
     SWITCH = 0
     """PCIe switches only (PIX, PXB)."""
@@ -185,7 +184,7 @@ class Nearness(IntEnum):
     NUMA_NODE = 2
     """Host bridges of one NUMA node (NODE)."""
     SYSTEM = 3
-    """The link between NUMA nodes (SYS), or not known."""
+    """The link between NUMA nodes (SYS), or something unknown."""
 
 
 IN_WORDS = {
@@ -196,20 +195,20 @@ IN_WORDS = {
 }
 
 
-def nearness(one: PciPlace, other: PciPlace) -> Nearness:
+def nearness(first: PciPlace, second: PciPlace) -> Nearness:
     """What lies between two devices."""
-    shared = _shared_steps(one, other)
+    shared = _shared_steps(first, second)
     if shared > 1:
         return Nearness.SWITCH
     if shared == 1:
         return Nearness.HOST_BRIDGE
-    if one.numa_node is not None and one.numa_node == other.numa_node:
+    if first.numa_node is not None and first.numa_node == second.numa_node:
         return Nearness.NUMA_NODE
     return Nearness.SYSTEM
 
 
 def nearest_ports(gpu: PlacedGpu, ports: Sequence[RdmaPort]) -> list[RdmaPort]:
-    """The active ports with the least between them and the GPU; of equals those with the longest common way."""
+    """The active ports nearest to the GPU; of equally near ones those with the longest common path on the bus."""
     active = [port for port in ports if port.active]
 
     def distance(port: RdmaPort) -> tuple[int, int]:
@@ -224,10 +223,6 @@ def nearest_nics(gpus: Sequence[PlacedGpu], ports: Sequence[RdmaPort]) -> list[s
     return list(dict.fromkeys(port.name for gpu in gpus for port in nearest_ports(gpu, ports)))
 
 
-def _shared_steps(one: PciPlace, other: PciPlace) -> int:
-    steps = 0
-    for mine, theirs in zip(one.path, other.path, strict=False):
-        if mine != theirs:
-            break
-        steps += 1
-    return steps
+def _shared_steps(first: PciPlace, second: PciPlace) -> int:
+    steps = zip(first.path, second.path, strict=False)
+    return len(list(takewhile(lambda step: step[0] == step[1], steps)))

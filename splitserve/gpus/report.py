@@ -16,7 +16,7 @@ from splitserve.gpus.rdma import read_rdma_facts
 
 
 def report(library: Any = None) -> dict[str, Any]:
-    """What is there; `error` says why no GPU can be named. `library`: see `driver_inventory`."""
+    """GPUs, links and RDMA ports; `error` says why no GPU can be named. `library`: see `driver_inventory`."""
     inventory, error = GpuInventory(), ""
     try:
         inventory = driver_inventory(library=library)
@@ -33,7 +33,7 @@ def report(library: Any = None) -> dict[str, Any]:
 
 
 def parse_report(text: str, replicas_per_gpu: int) -> tuple[GpuInventory, tuple[str, ...], str]:
-    """GPUs, RDMA ports and error of a report. Raises ValueError for text that is none."""
+    """GPUs, RDMA ports and error of a report. Raises ValueError for text that is no report."""
     try:
         facts = json.loads(text)
         links = frozenset(frozenset(map(str, pair)) for pair in facts["links"])

@@ -41,8 +41,8 @@ def tensor_parallel_size(engine_args: str) -> int | None:
 
 
 def check_gpu_count(kind: str, engine_args: str, gpus: int, field: str = "gpus_per_replica") -> None:
-    """Raises ConfigError naming `field` if an engine cannot use so many GPUs: vLLM takes as many as its tensor parallel
-    size, where that is given, the torch engine one. Without GPUs (0) the engine computes on cpu."""
+    """Raises ConfigError naming `field` if an engine cannot use this number of GPUs: vLLM takes as many as its tensor
+    parallel size, if that is given, the torch engine one. With 0 GPUs the engine computes on cpu."""
     if kind == "simulated" or gpus == 0:
         return
     size = tensor_parallel_size(engine_args) if kind == "vllm" else 1
@@ -55,7 +55,7 @@ def check_gpu_count(kind: str, engine_args: str, gpus: int, field: str = "gpus_p
 
 
 def with_tensor_parallel(engine: EngineConfig, gpus: int) -> EngineConfig:
-    """The engine's settings with vLLM's tensor parallel size for so many GPUs, unless one is given."""
+    """The engine's settings, with vLLM's tensor parallel size for this number of GPUs unless the settings have one."""
     if engine.kind != "vllm" or gpus < 2 or tensor_parallel_size(engine.engine_args) is not None:
         return engine
     given = f"{engine.engine_args} --tensor-parallel-size {gpus}".strip()
@@ -65,8 +65,8 @@ def with_tensor_parallel(engine: EngineConfig, gpus: int) -> EngineConfig:
 def visible_devices(own: Sequence[str], all_gpus: Sequence[str]) -> str:
     """CUDA_VISIBLE_DEVICES of a worker: its own GPUs first, as cuda:0, cuda:1, …, the others behind them.
 
-    The others stay in view because `cuda_ipc` opens a peer's memory by the peer's device. Of MIG slices a process
-    sees one only, which then stands alone.
+    The others stay visible because `cuda_ipc` opens a peer's memory by the peer's device. A process sees only one MIG
+    slice, which then stands alone.
     """
     if any(is_mig(name) for name in own):
         return ",".join(own)
@@ -76,7 +76,7 @@ def visible_devices(own: Sequence[str], all_gpus: Sequence[str]) -> str:
 def claim_gpus(
     config: WorkerConfig, environment: MutableMapping[str, str] = os.environ, root: Path = Path("/")
 ) -> WorkerConfig:
-    """Makes the worker's GPUs cuda:0, cuda:1, … of this process and pins its RDMA ports; the settings that follow.
+    """Makes the worker's GPUs cuda:0, cuda:1, … of this process and pins its RDMA ports; returns the changed settings.
 
     Call it before CUDA and UCX are loaded. Raises ConfigError (field `gpus`) for a number that this process may not
     use, several MIG slices, and more GPUs than the engine computes on.
@@ -101,7 +101,7 @@ def claim_gpus(
 
 
 def _usable(own: Sequence[str], environment: Mapping[str, str], root: Path) -> Sequence[str]:
-    """The names, of the kind of `own`, of all GPUs that this process may use."""
+    """The names of all GPUs that this process may use: numbers or UUIDs, as in `own`."""
     limited = environment.get(VISIBLE_VARIABLE)
     if limited is not None:
         names: Sequence[str] = [name.strip() for name in limited.split(",") if name.strip()]
@@ -132,7 +132,7 @@ def _pin_nics(own: Sequence[str], environment: MutableMapping[str, str], root: P
 
 
 def is_own(gpu: PciGpu, own: Sequence[str]) -> bool:
-    """Whether the GPU is one of these, by number or UUID; all are where none is named."""
+    """Whether the GPU is one of `own`, by number or UUID; every GPU is if `own` is empty."""
     return not own or str(gpu.index) in own or gpu.uuid in own
 
 
@@ -145,7 +145,7 @@ def _bad_gpus(why: str) -> ConfigError:
 
 
 def value_given(words: Sequence[str], names: Collection[str]) -> str | None:
-    """The last value that any of the options has, of `--name value` and `--name=value`; None where none is given.
+    """The last value that is given for any of the options, as `--name value` or `--name=value`; None without one.
 
     `_` in an option's name reads as `-`. An option that ends the line has the value "".
     """
@@ -165,7 +165,7 @@ GPU_VARIABLE = _SETTINGS["gpus"].variable
 
 def check_command(words: Sequence[str], environment: Mapping[str, str], gpus: int) -> None:
     """Raises ConfigError (field `gpus_per_replica`) if the engine that a worker's command line and environment choose
-    cannot use so many GPUs. What stands in a `--config` file is not seen."""
+    cannot use this number of GPUs. Settings in a `--config` file are not considered."""
     kind = _value(_KIND, words, environment) or EngineConfig().kind
     check_gpu_count(kind, _value(_ENGINE_ARGS, words, environment) or "", gpus)
 

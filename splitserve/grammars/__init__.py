@@ -1,4 +1,5 @@
 """Grammars of structured output: their forms, and the processes that compile and match them.
 
-Read `processes.py` first. Native code compiles what strangers send; here it runs in processes that may die.
+Read `processes.py` first. Grammars come from strangers and native code compiles them, so it runs in processes that may
+die.
 """

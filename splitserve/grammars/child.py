@@ -1,11 +1,12 @@
-"""The program of the process that grammars are compiled in: `python -m` this with two descriptors, see `main`.
+"""The child process that forks the processes of grammars: `python -m` this module with two descriptors, see `main`.
 
-It loads the library and the model's vocabulary once, and then forks a process for each grammar. It never looks at a
-grammar itself, so it lives on whatever a grammar does to its own process. That one has bounds on its memory and on
-the CPU time of each answer; the kernel ends it beyond them.
+The child process loads llguidance and the model's vocabulary once. It then forks a process for each grammar, and never
+looks at a grammar itself: whatever a grammar does to its own process, the child process lives on. The kernel ends a
+grammar's process that exceeds its memory, or the CPU time of one answer.
 
-Frames on a grammar's socket are a length, uint32, and so many bytes. The process says HELLO, gets the grammar, says
-COMPILED or REFUSED, and then answers rows, the outputs of requests, in order. It ends when its socket is closed.
+A frame on a grammar's socket is a length, uint32, and as many bytes. The grammar's process sends HELLO, receives the
+grammar, sends COMPILED or REFUSED, and then answers rows in order. A row is the output of one request. The process ends
+when its socket is closed.
 """
 
 from __future__ import annotations
@@ -31,24 +32,25 @@ if TYPE_CHECKING:
 HELLO, COMPILED, REFUSED = b"hello", b"compiled", b"refused "
 LENGTH = struct.Struct("<I")
 ROW = struct.Struct("<IB")
-"""A row's number, and what is asked or answered of it."""
+"""A row's number, and ASK or CLOSE in a question, MASK, COMPLETE or FAILED in an answer."""
 ASK, CLOSE = 0, 1
-"""The output goes on by these tokens, uint32, and what may follow is asked for; the row has ended."""
+"""ASK: the row's next tokens follow, uint32 each; the answer says what may come after them. CLOSE: the row has
+ended."""
 MASK, COMPLETE, FAILED = 0, 1, 2
-"""What may follow, one bit a token; only the end can follow; why the output cannot be continued."""
+"""MASK: one bit for each token that may follow. COMPLETE: only the end may follow. FAILED: why nothing may follow."""
 
 STEP_CPU_S = 0.25
-"""CPU time of an answer to a row, beside that of the tokens themselves."""
+"""CPU time that an answer may take, beside TOKEN_CPU_S for each token of the question."""
 TOKEN_CPU_S = 0.001
 MEMORY_BYTES = 96 * 2**20
-"""Memory that a grammar's process may have beside that of the library and the vocabulary."""
+"""Memory that a grammar's process may allocate beyond the library and the vocabulary."""
 STACK_BYTES = 128 * 2**20
 NICENESS = 10
 """Rows without a grammar come first where cores are short."""
 SLOW_NICENESS = 5
-"""Added to it for grammars that took long already: smaller ones come first."""
+"""Added to NICENESS for grammars in the slow lane, so that quick ones come first."""
 SESSION_NICENESS = 5
-"""Against all other sessions on the machine, of which there may be many."""
+"""Niceness of the child process's session against all other sessions on the machine."""
 
 _EMBEDDED = re.compile(r"(?:^(\w+)\[capture\]\s*:\s*)?%json\s*", re.MULTILINE)
 
@@ -58,7 +60,7 @@ class GrammarRefusedError(Exception):
 
 
 def main(control: socket.socket, vocabulary: Any) -> None:
-    """Forks a process for each socket that comes by `control`, until that is closed.
+    """Forks a process for each socket that arrives through `control`, until `control` is closed.
 
     `vocabulary`: the fields of `splitserve.grammars.processes.Vocabulary`; None to check grammars without one.
     """
@@ -67,8 +69,9 @@ def main(control: socket.socket, vocabulary: Any) -> None:
     tokenizer = tokenizer_of(vocabulary)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, most = resource.getrlimit(resource.RLIMIT_STACK)
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES if most < 0 else min(STACK_BYTES, most), most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_STACK)  # negative: no limit
+    stack_bytes = STACK_BYTES if hard_limit < 0 else min(STACK_BYTES, hard_limit)
+    resource.setrlimit(resource.RLIMIT_STACK, (stack_bytes, hard_limit))
     be_nice()
     # The library writes to stderr before it aborts.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -88,10 +91,10 @@ def main(control: socket.socket, vocabulary: Any) -> None:
 
 
 def be_nice() -> None:
-    """Lets all others on the machine come first, those of other sessions too.
+    """Lets all other processes on the machine run first, those of other sessions too.
 
-    Linux shares the cores out between sessions before it looks at the niceness of processes, so this process and those
-    that it forks have one of their own. The niceness of sessions may be set ten times a second by all users together.
+    Linux divides the cores between sessions before it looks at the niceness of processes. So the child process makes a
+    session for itself and its forks. All users together may set the niceness of sessions ten times a second.
     """
     os.setsid()
     os.nice(NICENESS)
@@ -114,17 +117,17 @@ def _forked() -> bool:
 
 
 def serve(channel: socket.socket, tokenizer: LLTokenizer | str | None) -> None:
-    """Compiles the grammar that comes by `channel` and answers its rows."""
+    """Compiles the grammar that arrives through `channel` and answers its rows."""
     bound_memory(MEMORY_BYTES)
     frames = channel.makefile("rb")
     _send(channel, HELLO)
-    asked = json.loads(_read(frames) or b"{}")
-    os.nice(asked["niceness"])
-    allow(asked["cpu_s"])
+    order = json.loads(_read(frames) or b"{}")
+    os.nice(order["niceness"])
+    allow(order["cpu_s"])
     try:
         if isinstance(tokenizer, str):
             raise GrammarRefusedError(tokenizer)
-        grammar = LibraryGrammar(asked["kind"], asked["text"], tokenizer)
+        grammar = LibraryGrammar(order["kind"], order["text"], tokenizer)
     except (GrammarRefusedError, schemas.SchemaError, MemoryError) as error:
         _send(channel, REFUSED + (str(error) or "it takes too much memory").encode())
         return
@@ -145,14 +148,14 @@ def serve(channel: socket.socket, tokenizer: LLTokenizer | str | None) -> None:
 
 
 def bound_memory(more_bytes: int) -> None:
-    """The process may take so much memory beside what it has."""
+    """Lets this process allocate `more_bytes` beyond the memory it has now."""
     with open("/proc/self/statm") as pages:
         used = int(pages.read().split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (used + more_bytes, used + more_bytes))
 
 
 def allow(cpu_s: float) -> None:
-    """The kernel ends the process after so much more CPU time; 0: without a bound."""
+    """Has the kernel end this process after `cpu_s` more seconds of CPU time; 0: never."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
 
 
@@ -173,12 +176,12 @@ class LibraryGrammar:
         from llguidance import LLMatcher as Matcher
 
         self.checks: dict[str, schemas.Check] = {}
-        """Of the whole answer under "", of a part that the grammar captures under its name."""
+        """The check of the whole answer under "", and of each part that the grammar captures under its name."""
         self.eos = array("I", tokenizer.eos_tokens if tokenizer is not None else ())
         source = self._source(kind, text)
         if tokenizer is None:
-            wrong, messages = Matcher.validate_grammar_with_warnings(source, limits=_limits())
-            if wrong:
+            refused, messages = Matcher.validate_grammar_with_warnings(source, limits=_limits())
+            if refused:
                 raise GrammarRefusedError(" ".join(messages))
             return
         self.tokenizer = tokenizer
@@ -218,7 +221,10 @@ class LibraryGrammar:
             raise GrammarRefusedError(str(error)) from None
 
     def _with_schemas(self, lark: str) -> str:
-        """A Lark grammar with its embedded schemas prepared. What is captured is checked; the rest must be exact."""
+        """A Lark grammar with its embedded schemas prepared.
+
+        A schema that the grammar captures gets a check; any other one is strict, see `schemas`.
+        """
         decoder, parts, end = json.JSONDecoder(), [], 0
         while (start := _EMBEDDED.search(lark, end)) is not None:
             parts.append(lark[end : start.end()])
@@ -247,7 +253,7 @@ class GrammarRow:
         self._tokens: list[int] = []
 
     def advance(self, tokens: list[int]) -> tuple[int, bytes]:
-        """Takes the next tokens; returns what may follow."""
+        """Takes the next tokens; returns MASK, COMPLETE or FAILED, and the answer's content."""
         matcher = self._matcher
         if tokens and not matcher.consume_tokens(tokens):
             return FAILED, self._error()
@@ -270,7 +276,7 @@ class GrammarRow:
         return MASK, bytes(mask)
 
     def _problem(self) -> tuple[str, bool]:
-        """Why the answer may not end here, empty if it may; and whether nothing that follows could mend it."""
+        """Why the answer may not end here, empty if it may; and whether no further token can change that."""
         checks, decoded = self._grammar.checks, self._grammar.tokenizer.decode_bytes
         if (whole := checks.get("")) is not None:
             return whole(decoded(self._tokens).decode(errors="replace")), False
@@ -327,7 +333,7 @@ def tokenizer_of(vocabulary: Any) -> LLTokenizer | str | None:
 
 
 if __name__ == "__main__":
-    with open(int(sys.argv[2]), "rb") as described:
-        described.seek(0)
-        given = json.load(described)
-    main(socket.socket(fileno=int(sys.argv[1])), given)
+    with open(int(sys.argv[2]), "rb") as vocabulary_file:
+        vocabulary_file.seek(0)
+        model_vocabulary = json.load(vocabulary_file)
+    main(socket.socket(fileno=int(sys.argv[1])), model_vocabulary)

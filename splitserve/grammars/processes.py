@@ -1,10 +1,10 @@
 """Processes that compile grammars and match outputs with them, one for each grammar in use.
 
-Native code compiles what strangers send: it may crash, take minutes, or gigabytes. Here only its own process pays.
-A child process, `splitserve.grammars.child`, has library and vocabulary loaded and forks a process for each grammar.
+Native code compiles grammars that strangers send. It may crash, or take minutes or gigabytes; then only the grammar's
+own process ends. A child process, `splitserve.grammars.child`, has library and vocabulary loaded and forks them.
 
-A grammar first has a short time, among a few others. What needs longer is begun anew in the slow lane, one grammar at a
-time. In both lanes each tenant has its turn after another's. So costly grammars keep no small ones waiting.
+A grammar is first compiled in the quick lane: a few at once, each with little CPU time. One that needs more starts
+again in the slow lane, one at a time. In both lanes tenants take turns. So costly grammars do not delay small ones.
 """
 
 from __future__ import annotations
@@ -35,17 +35,21 @@ QUICK_CPU_S, SLOW_CPU_S = 0.05, 1.0
 QUICK_AT_ONCE = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 """At most half of the cores: of grammars that share a core, the smallest waits for all others."""
 MAX_WAITING = 64
-"""Grammars of one tenant that wait for a lane."""
+"""Maximum number of grammars of one tenant that wait for a lane."""
 BUSY = "GRAMMARS_BUSY"
 ANSWER_S = 20.0
-"""Time in which a process must answer, however busy the machine is."""
+"""Time within which a process must answer, also on a busy machine. Wall-clock time."""
 CACHED_VERDICTS = 256
 COSTLY = f"it takes more than {SLOW_CPU_S:g} s or too much memory to compile, or it ends the compiler"
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a compiler must know of a model. `definition`: the text of its `tokenizer.json`; None: single bytes."""
+    """A model's vocabulary, as the compiler needs it.
+
+    `definition`: the text of its `tokenizer.json`; None: each token is a byte. `size`: number of tokens. `eos`: ids of
+    the tokens that end an answer.
+    """
 
     definition: str | None
     size: int
@@ -61,7 +65,7 @@ class Connection:
         self._unsent = b""
         self._received = bytearray()
         self.ended = False
-        """Whether the process has ended, or will, as nobody can talk to it."""
+        """Whether the process has ended, or will because its connection is closed."""
         self.eos_token_ids: frozenset[int] = frozenset()
         """The vocabulary's tokens that end an answer; known once the grammar is compiled."""
 
@@ -71,7 +75,7 @@ class Connection:
         self._flush()
 
     def receive(self) -> list[bytes]:
-        """The frames that have come."""
+        """The frames that have arrived whole since the last call."""
         self._flush()
         with suppress(BlockingIOError):
             while not self.ended:
@@ -97,7 +101,7 @@ class Connection:
                 try:
                     self._unsent = self._unsent[self.channel.send(self._unsent) :]
                 except ConnectionError:
-                    self._unsent = b""  # what it has answered is still to be read
+                    self._unsent = b""  # the answers before are still to be read
 
     async def readable(self) -> None:
         """Waits until there is something to receive. On the event loop."""
@@ -124,28 +128,28 @@ class GrammarProcesses:
         self._vocabulary = vocabulary
         self._control: socket.socket | None = None
         self._parent: subprocess.Popen[bytes] | None = None
-        self._quick, self._slow = (FairLane(n, MAX_WAITING, BUSY) for n in (QUICK_AT_ONCE, 1))
+        self._quick, self._slow = FairLane(QUICK_AT_ONCE), FairLane(1)
         self._verdicts: OrderedDict[bytes, InvalidArgumentError | None] = OrderedDict()
         self._checks: SharedCalls[None] = SharedCalls()
 
     def start(self) -> None:
-        """Starts the child process unless it runs. It loads what it needs meanwhile."""
+        """Starts the child process unless it runs. Does not wait until it has loaded the library and the vocabulary."""
         if self._parent is not None and self._parent.poll() is None:
             return
         self.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, tempfile.TemporaryFile() as described:
+        with theirs, tempfile.TemporaryFile() as vocabulary_file:
             vocabulary = None if self._vocabulary is None else asdict(self._vocabulary())
-            described.write(json.dumps(vocabulary).encode())
-            described.flush()
-            descriptors = theirs.fileno(), described.fileno()
+            vocabulary_file.write(json.dumps(vocabulary).encode())
+            vocabulary_file.flush()
+            descriptors = theirs.fileno(), vocabulary_file.fileno()
             command = [*launcher(), sys.executable, "-m", child.__name__, *map(str, descriptors)]
             self._parent = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
         self._control = ours
         log_event("grammars.started", pid=self._parent.pid)
 
     def close(self) -> None:
-        """Ends the child process; those of grammars end as their connections are closed. Idempotent."""
+        """Ends the child process. A grammar's process ends when its connection is closed. Idempotent."""
         if self._control is not None:
             self._control.close()
         if self._parent is not None:
@@ -156,8 +160,8 @@ class GrammarProcesses:
     async def check(self, grammar: generation_pb2.Grammar, tenant: object = None) -> None:
         """Raises InvalidArgumentError naming the field of a grammar that does not compile. See `compiled`.
 
-        Grammars that are checked at the same time and are equal are compiled once; verdicts are remembered. A check
-        that nobody waits for any more ends.
+        Equal grammars that are checked at the same time are compiled once. The latest verdicts are remembered. A check
+        ends when its last caller is cancelled.
         """
         key = grammar.SerializeToString(deterministic=True)
         if key not in self._verdicts:
@@ -166,7 +170,7 @@ class GrammarProcesses:
                 try:
                     (await self.compiled(grammar, tenant)).close()
                 except InvalidArgumentError:
-                    return  # remembered
+                    return  # the verdict is remembered, and raised below
 
             await self._checks.result(key, compile_once)
         self._raise_remembered(key)
@@ -175,17 +179,15 @@ class GrammarProcesses:
         """A connection to a new process that has compiled a grammar. Call it on the event loop.
 
         Raises InvalidArgumentError, with the field, for a grammar that is malformed, not supported, too costly, or that
-        no text of the vocabulary satisfies; ResourceExhaustedError (GRAMMARS_BUSY) if the tenant's others wait already.
+        no text of the vocabulary satisfies; ResourceExhaustedError (GRAMMARS_BUSY) if too many of the tenant's wait.
         """
         check_grammar(grammar)
         key = grammar.SerializeToString(deterministic=True)
         self._raise_remembered(key)
         try:
-            async with self._quick.turn(tenant, len(key)):
-                connection = await self._compiled(grammar, QUICK_CPU_S)
+            connection = await self._compiled_in_turn(grammar, tenant, self._quick, QUICK_CPU_S)
             if connection is None:
-                async with self._slow.turn(tenant, len(key)):
-                    connection = await self._compiled(grammar, SLOW_CPU_S)
+                connection = await self._compiled_in_turn(grammar, tenant, self._slow, SLOW_CPU_S)
             if connection is None:
                 raise refused(grammar, COSTLY)
         except InvalidArgumentError as error:
@@ -197,7 +199,7 @@ class GrammarProcesses:
     def begin(self, grammar: generation_pb2.Grammar, cpu_s: float) -> Connection:
         """A connection to a process that compiles a grammar in at most `cpu_s` seconds of CPU time, or ends.
 
-        Thread-safe. Raises UnavailableError (GRAMMARS_BUSY) while there is no child process to fork it from.
+        Thread-safe. Raises ResourceExhaustedError (GRAMMARS_BUSY) while there is no child process to fork from.
         """
         ours, theirs = socket.socketpair()
         connection = Connection(ours)
@@ -212,9 +214,17 @@ class GrammarProcesses:
         kind = grammar.WhichOneof("kind")
         niceness = child.SLOW_NICENESS if cpu_s > QUICK_CPU_S else 0
         text = str(getattr(grammar, kind or ""))
-        asked = {"kind": kind, "text": text, "cpu_s": cpu_s, "niceness": niceness}
-        connection.send(json.dumps(asked).encode())
+        order = {"kind": kind, "text": text, "cpu_s": cpu_s, "niceness": niceness}
+        connection.send(json.dumps(order).encode())
         return connection
+
+    async def _compiled_in_turn(
+        self, grammar: generation_pb2.Grammar, tenant: object, lane: FairLane, cpu_s: float
+    ) -> Connection | None:
+        if lane.waiting(tenant) >= MAX_WAITING:
+            raise _busy(f"{MAX_WAITING} others of this tenant wait already")
+        async with lane.turn(tenant, grammar.ByteSize()):
+            return await self._compiled(grammar, cpu_s)
 
     async def _compiled(self, grammar: generation_pb2.Grammar, cpu_s: float) -> Connection | None:
         """A connection to a process that has compiled a grammar; None if the process has ended."""

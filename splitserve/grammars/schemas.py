@@ -1,8 +1,8 @@
-"""JSON Schemas as the grammar library holds them, and the check of the answers by a validator.
+"""JSON Schemas reduced to what llguidance expresses exactly, and the check of answers by a validator.
 
-The library keeps numbers in 64-bit floats and implements a part of JSON Schema. A schema that is `strict` is refused,
-with the path, where the library cannot hold it exactly. Otherwise such keywords are left out of the grammar, and the
-validator alone holds the answer to them. A value that no grammar could spell is refused either way.
+llguidance ("the library") keeps numbers in 64-bit floats and implements a part of JSON Schema. A strict schema with a
+keyword that the library does not express exactly is refused, with the keyword's path. From any other schema the keyword
+is left out of the grammar, and only the validator checks it. A value that no grammar could spell is always refused.
 
 A schema is strict if its `x-guidance` says `{"lenient": false}`.
 """
@@ -34,7 +34,7 @@ _CONDITIONS = {"not", "if", "then", "else", "dependentRequired", "dependentSchem
 _COUNTED = {"contains", "minContains", "maxContains", "uniqueItems", "propertyNames"}
 _EVALUATED = {"unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"}
 _VALIDATED = frozenset(_CONDITIONS | _COUNTED | _EVALUATED)
-"""Keywords that only the validator holds an answer to."""
+"""Keywords that only the validator checks."""
 _TIMES, _NAMES = (
     {"date", "time", "date-time", "duration"},
     {"email", "hostname", "ipv4", "ipv6", "uri", "uuid"},
@@ -59,30 +59,30 @@ class SchemaError(ValueError):
 
 
 def prepared(schema: dict[str, Any] | bool, path: str = "") -> tuple[dict[str, Any], Check]:
-    """A schema for the library, and the check of its answers. `path` names it in errors.
+    """A schema for the library, and the check of answers to it. `path` names it in errors.
 
-    Raises SchemaError for a schema that is malformed, or that cannot be held exactly where it must be.
+    Raises SchemaError for a schema that is malformed, or that the library must express exactly and cannot.
     """
     if isinstance(schema, bool):
-        held: dict[str, Any] = {} if schema else {"enum": []}
-        return {**held, "x-guidance": OPTIONS}, lambda text: ""
-    given = schema.get("x-guidance")
-    options = {**OPTIONS, "lenient": True, **(given if isinstance(given, dict) else {})}
+        expressed: dict[str, Any] = {} if schema else {"enum": []}
+        return {**expressed, "x-guidance": OPTIONS}, lambda text: ""
+    guidance = schema.get("x-guidance")
+    options = {**OPTIONS, "lenient": True, **(guidance if isinstance(guidance, dict) else {})}
     try:
-        held = _Holder(strict=not options["lenient"]).held(schema, path)
+        expressed = _Reduction(strict=not options["lenient"]).reduced(schema, path)
     except RecursionError:
         raise SchemaError(f"{path or 'the schema'} nests too deeply") from None
-    return {**held, "x-guidance": options}, _check_of(schema, path)
+    return {**expressed, "x-guidance": options}, _check_of(schema, path)
 
 
-class _Holder:
-    """Leaves out what the library does not hold exactly, or refuses it where `strict`."""
+class _Reduction:
+    """Leaves out keywords that the library does not express exactly; refuses them if `strict`."""
 
     def __init__(self, *, strict: bool) -> None:
         self._strict = strict
 
-    def held(self, schema: Any, path: str) -> Any:
-        """The part of a schema that the library holds."""
+    def reduced(self, schema: Any, path: str) -> Any:
+        """The part of a schema that the library expresses."""
         if not isinstance(schema, dict):
             return schema
         kept: dict[str, Any] = {}
@@ -91,18 +91,18 @@ class _Holder:
             if key in _MAPS and isinstance(value, dict):
                 if key == "patternProperties" and any(map(_LOOKS_AROUND.search, value)):
                     raise SchemaError(f"{place}: look-around and back-references are not supported")
-                kept[key] = {name: self.held(inner, f"{place}.{name}") for name, inner in value.items()}
+                kept[key] = {name: self.reduced(inner, f"{place}.{name}") for name, inner in value.items()}
             elif key in _LISTS | _SCHEMAS and isinstance(value, list):
-                kept[key] = [self.held(inner, f"{place}[{number}]") for number, inner in enumerate(value)]
+                kept[key] = [self.reduced(inner, f"{place}[{number}]") for number, inner in enumerate(value)]
             elif key in _SCHEMAS:
-                kept[key] = self.held(value, place)
-            elif self._holds(key, value, place):
+                kept[key] = self.reduced(value, place)
+            elif self._expresses(key, value, place):
                 whole = isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_EXACT
                 kept[key] = int(value) if whole and key not in _VALUES else value
         return kept
 
-    def _holds(self, key: str, value: Any, place: str) -> bool:
-        """Whether the library holds a keyword exactly. Raises SchemaError where it must."""
+    def _expresses(self, key: str, value: Any, place: str) -> bool:
+        """Whether the library gets the keyword. Raises SchemaError for one that it must express exactly and cannot."""
         if key in _VALUES:
             _require_exact(value, place)
             return True
@@ -126,12 +126,12 @@ class _Holder:
             shown = json.dumps(value)
             shown = shown if len(shown) <= 40 else f"{shown[:40]}…"
             raise SchemaError(f"{place}: {shown} cannot be held exactly, as strict asks for")
-        # What narrows the grammar without being exact helps the model.
+        # These two narrow the grammar without being exact, which helps the model.
         return key == "minProperties" or (key == "multipleOf" and _has_few_digits(value))
 
 
 def _has_few_digits(number: float) -> bool:
-    """Whether the library takes a `multipleOf`."""
+    """Whether the library accepts the number as `multipleOf`."""
     digits = str(number).partition(".")[2]
     return len(digits) <= 4 and (number * 10.0 ** len(digits)).is_integer()
 
@@ -168,14 +168,14 @@ def _check_of(schema: dict[str, Any], path: str) -> Check:
 
     def check(text: str) -> str:
         try:
-            # Exact, and without a largest number, as the grammar's are.
+            # Decimals are exact and unbounded, as the grammar's numbers are.
             value = json.loads(text, parse_float=Decimal)
-            found = next(validator.iter_errors(value), None)
+            violation = next(validator.iter_errors(value), None)
         except (ValueError, ArithmeticError, RecursionError) as error:
             return f"the answer cannot be checked: {error}"
-        if found is None:
+        if violation is None:
             return ""
-        where = ".".join(map(str, found.instance_path))
-        return f"the answer does not satisfy the schema{f' at {where}' if where else ''}: {found.message}"
+        where = ".".join(map(str, violation.instance_path))
+        return f"the answer does not satisfy the schema{f' at {where}' if where else ''}: {violation.message}"
 
     return check

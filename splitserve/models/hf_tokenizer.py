@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from typing_extensions import override
 
+from splitserve.config.engine import SIMULATED
 from splitserve.errors import InvalidArgumentError, NotFoundError, SplitserveError
 from splitserve.models.chat_template import ChatTemplates
-from splitserve.models.sources import SIMULATED, ModelSource, localize_model, resolve_model
+from splitserve.models.sources import ModelSource, localize_model, resolve_model
 from splitserve.models.tokenizer import Tokenizer, TooManyTokensError, Turn
 from splitserve.models.tokenizer_cache import converted_tokenizer
 from splitserve.models.tokenizer_files import TokenizerDefinition, has_tokenizer, is_plain, read_tokenizer
 
 _TOOLS = re.compile(r"\btools\b")
 SHORT_CHARACTERS = 1024
-"""Up to here the library's calls for one text, which keep the interpreter to themselves, take 2 ms. Those for batches
-leave it to other threads."""
+"""For texts up to this length the library's calls for one text, which hold the interpreter's lock, take 2 ms at most.
+Longer texts use the calls for batches, which release the lock."""
 SHORT_TOKENS = 1024
 DIGITS = "0123456789"
 
@@ -35,8 +37,8 @@ _CALL, _FUNCTION = frozenset({"id", "type", "function", "index"}), frozenset({"n
 
 
 def fitted(turns: Sequence[Turn], mentioned: Container[str]) -> list[Turn]:
-    """The turns for a template that mentions these names: "developer", OpenAI's newer name for "system", is that where
-    the template does not know it.
+    """The turns for a template that mentions these names. The role "developer", OpenAI's newer name for "system",
+    becomes "system" where the template does not know it.
 
     Raises InvalidArgumentError (UNSUPPORTED_FIELD) for a field of a message or of its calls that would be lost.
     """
@@ -60,7 +62,7 @@ def _fields(turn: Turn) -> Iterator[tuple[str, str, Container[str]]]:
         yield from ((path, name, _FUNCTION) for name in call.get("function", ()))
 
 
-class HfTokenizer:
+class HfTokenizer(Tokenizer):
     """A model's own tokenizer. Needs neither weights nor `transformers` nor torch.
 
     Thread-safe: encoding and decoding use an immutable Rust object.
@@ -69,31 +71,22 @@ class HfTokenizer:
     def __init__(self, definition: TokenizerDefinition) -> None:
         self._rust = definition.tokenizer
         self._templates = ChatTemplates(definition.templates, definition.special_tokens)
-        self._size = int(self._rust.get_vocab_size(with_added_tokens=True))
+        self.has_chat_template = bool(self._templates)
+        self.vocabulary_size = int(self._rust.get_vocab_size(with_added_tokens=True))
         added = self._rust.get_added_tokens_decoder().items()
         self._added = {int(token_id): str(token.content).encode() for token_id, token in added}
         # The only way to detect a decoder inside a sequence of decoders.
         self._byte_level = "ByteLevel(" in repr(self._rust.decoder)
         self._longest = _longest_entries(self._rust) if self._byte_level else None
 
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of token ids; they are 0..vocabulary_size-1."""
-        return self._size
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether `render_chat` works."""
-        return bool(self._templates)
-
+    @override
     def encode(self, text: str, most: int | None = None) -> list[int]:
-        """Token ids of a text without a template, with the model's special tokens. See Tokenizer."""
         return self._ids(text, most, add_special_tokens=True)
 
+    @override
     def render_chat(
         self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = (), most: int | None = None
     ) -> list[int]:
-        """Token ids of turns rendered by the chat template, generation prompt appended. See Tokenizer."""
         if not self.has_chat_template:
             message = "prompt.chat: this model has no chat template; send text or token ids"
             raise InvalidArgumentError(message, field="prompt.chat")
@@ -110,8 +103,8 @@ class HfTokenizer:
         # The template has written the special tokens.
         return self._ids(text, most, add_special_tokens=False)
 
+    @override
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token; for a special token its name. Empty for an unused id."""
         added = self._added.get(token_id)
         if added is not None:
             return added
@@ -131,7 +124,7 @@ class HfTokenizer:
         return ids
 
     def _least_tokens(self, text: str) -> int:
-        """A number of tokens that the text has at least, found without encoding it."""
+        """A lower bound on the tokens of a text, found without encoding it."""
         if self._longest is None:
             return 0
         longest, most_digits = self._longest
@@ -145,8 +138,8 @@ class HfTokenizer:
             message = f"{field}: this model's chat template does not support tools"
             raise InvalidArgumentError(message, reason="TOOLS_UNSUPPORTED", field=field)
 
+    @override
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids without special tokens. Incomplete UTF-8 becomes U+FFFD."""
         if len(token_ids) <= SHORT_TOKENS:
             return str(self._rust.decode(list(token_ids), skip_special_tokens=True))
         return str(self._rust.decode_batch([list(token_ids)], skip_special_tokens=True)[0])
@@ -156,42 +149,35 @@ class HfTokenizer:
         return str(self._rust.to_str())
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as token ids 0..255, and 256 for end of sequence."""
 
     EOS = 256
+    vocabulary_size = 257
+    has_chat_template = True
 
-    @property
-    def vocabulary_size(self) -> int:
-        """257."""
-        return 257
-
-    @property
-    def has_chat_template(self) -> bool:
-        """True: a turn becomes a line "role: content"."""
-        return True
-
+    @override
     def encode(self, text: str, most: int | None = None) -> list[int]:
-        """The text's bytes. See Tokenizer."""
         data = text.encode("utf-8", errors="replace")
         if most is not None and len(data) > most:
             raise TooManyTokensError(len(data))
         return list(data)
 
+    @override
     def render_chat(
         self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = (), most: int | None = None
     ) -> list[int]:
-        """A line of the tools, if any, a line per turn, then "assistant: "."""
+        """A line of the tools, if any, a line "role: content" per turn, then "assistant: "."""
         lines = [f"tools: {json.dumps(tools)}\n"] if tools else []
         lines += [f"{turn.role}: {turn.content}\n" for turn in fitted(messages, ())]
         return self.encode("".join([*lines, "assistant: "]), most)
 
+    @override
     def token_bytes(self, token_id: int) -> bytes:
-        """One byte; empty for the end of sequence."""
         return bytes([token_id]) if 0 <= token_id < self.EOS else b""
 
+    @override
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the bytes; ids from 256 on are skipped."""
         return bytes(token for token in token_ids if token < self.EOS).decode("utf-8", errors="replace")
 
 
@@ -204,21 +190,29 @@ def load_tokenizer(source: str) -> Tokenizer:
     if source == SIMULATED:
         return ByteTokenizer()
     try:
-        return HfTokenizer(_read(localize_model(resolve_model(source), weights=False)))
-    except InvalidArgumentError as error:  # here a peer gives the name, and no setting of this process
+        files = localize_model(resolve_model(source), weights=False)
+    except (
+        InvalidArgumentError
+    ) as error:  # a peer may have given the name, so it is no setting of this process
         raise NotFoundError(error.message) from None
+    return tokenizer_of(files)
 
 
-def _read(source: ModelSource) -> TokenizerDefinition:
-    folder = Path(source.path)
-    if source.gguf_file:
-        return converted_tokenizer(source)
-    if not has_tokenizer(folder):
-        raise NotFoundError(f"model {source.path} has no usable tokenizer: it has no tokenizer files")
+def tokenizer_of(files: ModelSource) -> HfTokenizer:
+    """The tokenizer of a model whose files are on this machine and checked; see `localize_model`.
+
+    Raises NotFoundError for a model without a usable tokenizer, UnavailableError if its conversion fails.
+    """
+    folder = Path(files.path)
+    if not files.gguf_file and not has_tokenizer(folder):
+        raise NotFoundError(f"model {files.path} has no usable tokenizer: it has no tokenizer files")
     try:
-        return read_tokenizer(folder) if is_plain(folder) else converted_tokenizer(source)
+        plain = not files.gguf_file and is_plain(folder)
+        return HfTokenizer(read_tokenizer(folder) if plain else converted_tokenizer(files))
+    except InvalidArgumentError as error:
+        raise NotFoundError(error.message) from None
     except (ValueError, TypeError, OSError) as error:
-        raise NotFoundError(f"model {source.path} has no usable tokenizer: {error}") from None
+        raise NotFoundError(f"model {files.path} has no usable tokenizer: {error}") from None
 
 
 def _longest_entries(rust: tokenizers.Tokenizer) -> tuple[int, int] | None:

@@ -1,6 +1,6 @@
 """Checks a model's files before anything is built from them: each error names the file and what is wrong in it.
 
-Needs neither torch nor `transformers`, so that a damaged model is told at once.
+Needs neither torch nor `transformers`, so that a damaged model is reported at once.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _WHOLE = (
     (2**24, "vocab_size"),
     (2**31 - 1, "max_position_embeddings n_positions original_max_position_embeddings"),
 )
-_MOST = {name: most for most, names in _WHOLE for name in names.split()}
-"""Settings that are whole numbers from 1 on, and the most that each may be."""
+_MAXIMUM = {name: maximum for maximum, names in _WHOLE for name in names.split()}
+"""Settings that are whole numbers from 1 on, and the maximum of each."""
 _SINGLE = (*_LAYERS.split(), "vocab_size")
-"""Those that do not differ by layer."""
+"""Settings that must not differ by layer."""
 _BASES = "rope_theta rope_local_base_freq rotary_emb_base partial_rotary_factor"
 _FACTORS = "factor long_factor short_factor low_freq_factor high_freq_factor beta_fast beta_slow"
 _EPSILONS = "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon"
@@ -51,22 +51,22 @@ def read_object(path: Path, setting: str = "model", *, may_be_pipe: bool = True)
 
 
 def check_folder(folder: Path, *, weights: bool) -> None:
-    """Checks the settings of a model's folder, and with `weights` that these are whole and as many as it says.
+    """Checks the settings of a model's folder; with `weights` also that its weights are readable and complete.
 
     Raises ConfigError or UnsupportedModelError for a damaged file, NotFoundError (with `weights`) without weights.
     """
     paths = [folder / name for name in _OBJECTS]
-    found = {path.name: read_object(path, may_be_pipe=False) for path in paths if path.exists()}
+    objects = {path.name: read_object(path, may_be_pipe=False) for path in paths if path.exists()}
     for file, name in ((CONFIG_FILE, "model_type"), ("tokenizer_config.json", "tokenizer_class")):
-        if not isinstance(found.get(file, {}).get(name, ""), str):
-            raise damaged(folder / file, f"{name} must be a name, not {found[file][name]!r:.80}")
-    config = found.get(CONFIG_FILE, {})
+        if not isinstance(objects.get(file, {}).get(name, ""), str):
+            raise damaged(folder / file, f"{name} must be a name, not {objects[file][name]!r:.80}")
+    config = objects.get(CONFIG_FILE, {})
     check_settings(folder / CONFIG_FILE, config)
     inner = config.get("text_config")
     config = {**config, **inner} if isinstance(inner, dict) else config
-    vocabulary = config.get("vocab_size") or _MOST["vocab_size"]
+    vocabulary = config.get("vocab_size") or _MAXIMUM["vocab_size"]
     for file in _ENDING:
-        tokens = found.get(file, {}).get("eos_token_id")
+        tokens = objects.get(file, {}).get("eos_token_id")
         for token in tokens if isinstance(tokens, list) else [tokens]:
             if token is not None and (type(token) is not int or not 0 <= token < vocabulary):
                 why = f"eos_token_id must be token ids of 0..{vocabulary - 1}, not {token!r:.80}"
@@ -89,15 +89,15 @@ def damaged(path: Path, why: str, reason: str = "MODEL_UNREADABLE") -> Unsupport
 
 
 def _check_value(path: Path, name: str, value: Any) -> None:
-    if isinstance(value, dict) and name not in _MOST:
+    if isinstance(value, dict) and name not in _MAXIMUM:
         check_settings(path, value)
     elif isinstance(value, list) and name not in _SINGLE:
         for entry in value:
             _check_value(path, name, entry)
     elif value is None:
         return
-    elif name in _MOST and (type(value) is not int or not 1 <= value <= _MOST[name]):
-        raise damaged(path, f"{name} must be a whole number of 1..{_MOST[name]}, not {value!r:.80}")
+    elif name in _MAXIMUM and (type(value) is not int or not 1 <= value <= _MAXIMUM[name]):
+        raise damaged(path, f"{name} must be a whole number of 1..{_MAXIMUM[name]}, not {value!r:.80}")
     elif name in _POSITIVE and (type(value) not in (int, float) or not 0 < value < math.inf):
         raise damaged(path, f"{name} must be a finite number above 0, not {value!r:.80}")
     elif isinstance(value, float) and math.isnan(value):

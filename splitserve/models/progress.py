@@ -50,7 +50,7 @@ def report_progress(progress: Fraction, *, gguf: bool = False) -> Iterator[None]
 @contextmanager
 def _reading_with(bar: Callable[..., Any]) -> Iterator[None]:
     """The GGUF reader uses tqdm directly, bypassing the hook."""
-    # Imported here: it takes longer than most of the rest, and few models are GGUF files.
+    # Imported here: the import is slow, and few models are GGUF files.
     from transformers import modeling_gguf_pytorch_utils as gguf_reading
 
     before, gguf_reading.tqdm = gguf_reading.tqdm, bar

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from splitserve.config.engine import SIMULATED
 from splitserve.errors import ConfigError, NotFoundError, UnavailableError
 from splitserve.models.model_files import check_folder, check_gguf
 
 Progress = Callable[[str, float], None]
 """Called with the current activity and the fraction done, 0..1."""
 
-SIMULATED = "simulated"
 GGUF_SUFFIX = ".gguf"
 HUB_TIMEOUT_S = 5.0
 _HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
@@ -115,11 +115,11 @@ def resolve_model(name: str) -> ModelSource:
 
 
 def _local_model(name: str) -> ModelSource | None:
-    """The folder or file of that name; None where there is none. Raises ConfigError for one that is no model."""
+    """The folder or file of that name; None without one. Raises ConfigError for a folder or file that is no model."""
     try:
         path = Path(name).expanduser()
         folder, file, other = path.is_dir(), path.is_file(), os.path.lexists(path)
-    except (OSError, RuntimeError) as error:  # no path has such a name, or a user of another one has no home
+    except (OSError, RuntimeError) as error:  # no path can have this name, or the user after ~ has no home
         why = error.strerror if isinstance(error, OSError) else error
         raise _no_model(f"{name[:80]!r} cannot be looked up: {why}") from None
     if folder:
@@ -139,6 +139,21 @@ def _local_model(name: str) -> ModelSource | None:
 
 def _no_model(why: str) -> ConfigError:
     return ConfigError(f"model: {why}", field="model")
+
+
+def checked_model(name: str) -> ModelSource:
+    """Resolves a model name, and checks the files of a model that is on this machine. `local_files` checks others.
+
+    Raises the errors of `resolve_model`, `check_folder` and `check_gguf`.
+    """
+    source = resolve_model(name)
+    return localize_model(source) if source.is_local else source
+
+
+def local_files(source: ModelSource, *, weights: bool = True) -> ModelSource:
+    """The files of a source that `checked_model` returned: as they are, or downloaded and checked as `localize_model`
+    does."""
+    return source if source.is_local else localize_model(source, weights=weights)
 
 
 def localize_model(source: ModelSource, *, weights: bool = True) -> ModelSource:

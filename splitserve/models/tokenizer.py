@@ -33,13 +33,10 @@ class TooManyTokensError(Exception):
 class Tokenizer(Protocol):
     """Tokenizer of the coordinator and the engine. Thread-safe."""
 
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of token ids; they are 0..vocabulary_size-1."""
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether `render_chat` works."""
+    vocabulary_size: int
+    """Number of token ids; they are 0..vocabulary_size-1."""
+    has_chat_template: bool
+    """Whether `render_chat` works."""
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """Token ids of a text without a template, with the special tokens that `transformers` adds.

@@ -33,7 +33,7 @@ EXIT_UNUSABLE = 3
 """Exit code of the child process for a model without a convertible tokenizer; the reason is on stdout."""
 TIMEOUT_S = 120.0
 STALE_S = 3600.0
-"""Age of a work folder that nobody works in any more: its process ended in the midst of a conversion."""
+"""Age of a work folder that no process uses any more: its process ended during a conversion."""
 _WORK = ".converting-"
 _FORMAT = 1
 _READ = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*")
@@ -50,7 +50,7 @@ def converted_tokenizer(source: ModelSource) -> TokenizerDefinition:
         return read_tokenizer(target)
     file = Path(source.path) / TOKENIZER_FILE
     if not source.gguf_file and file.is_file():
-        read_backend(file)  # a damaged one is told at once, without the child process
+        read_backend(file)  # raises for a damaged file, without the child process
     with _work_folder(target.parent) as work:
         result = work / "tokenizer"
         result.mkdir()

@@ -1,9 +1,8 @@
 """Calls that are carried by one stream: `CallStream` is the caller's end, `CarriedCalls` the end that serves them.
 
-A call of gRPC wakes its threads several times; here many calls share one stream, and what is said in one turn of the
-loop is one message. The protocol is that of protos/splitserve/v1/calls.proto. What a handler refuses, awaits or raises
-is what it does in a call of its own: it runs in a task of its own, which is cancelled by its caller, at its deadline,
-and with the stream.
+A gRPC call wakes gRPC's threads several times. Here many calls share one stream, and all that begins in one turn of the
+event loop leaves in one message. protos/splitserve/v1/calls.proto describes the protocol. A handler behaves as in a
+gRPC call: it runs in a task of its own, which its caller, its deadline or the end of the stream cancels.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from contextlib import aclosing, suppress
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
 from google.rpc import status_pb2  # type: ignore[import-untyped]
 from typing_extensions import override
 
@@ -31,7 +29,7 @@ from splitserve.errors import (
 )
 from splitserve.logs import log_event, log_exception
 from splitserve.rpc.message_bounds import UNCOUNTED_BYTES
-from splitserve.rpc.server import WRITE_GRACE_S, OpenRpcs, StreamWriter
+from splitserve.rpc.server import WRITE_GRACE_S, OpenRpcs, StreamWriter, parsed
 from splitserve.rpc.status import error_from_rpc, error_from_status, shown_error, status_of
 from splitserve.runtime.cancellation import raise_if_cancelled
 from splitserve.v1 import calls_pb2, decode_pb2, prefill_pb2
@@ -40,16 +38,16 @@ from splitserve.v1.decode_pb2_grpc import DecodeServiceServicer
 from splitserve.v1.prefill_pb2_grpc import PrefillServiceServicer
 
 MAX_OPEN_CALLS = 2**16
-"""Of one stream."""
+"""Most calls that are open on one stream."""
 MAX_HELD_RESPONSES = 2**13
-"""That wait for a caller who does not read. With more nothing is read from that one."""
+"""Most responses that wait for a caller who does not read. Above it nothing is read from this caller."""
 MAX_TIMEOUT_S = 86_400.0
 BATCH_BYTES, BATCH_ITEMS = 48 * 2**10, 4096
-"""A message of a batch is begun anew above this size, so that it is parsed on the reader's event loop."""
+"""A batch above this size goes on in a new message, so that each is parsed on the reader's event loop."""
 
 
 class Sized(Protocol):
-    """What goes into a batch: a protobuf message."""
+    """A protobuf message, as far as a batch is concerned."""
 
     def ByteSize(self) -> int:
         """Its serialized size, bytes."""
@@ -60,9 +58,8 @@ M = TypeVar("M", bound=Sized)
 
 
 class BatchWriter(Generic[M]):
-    """Writes small messages of many senders to one stream: what is put in one turn of the loop, while a write is in
-    progress, or within the wait that it is told of, leaves in one message. Holds whatever is put: senders look at
-    `held`."""
+    """Writes small messages of many senders to one stream. Messages that are put in one turn of the event loop, during
+    a write, or within `wait_s` leave in one batch. Holds any number of messages: senders look at `held`."""
 
     def __init__(
         self,
@@ -70,8 +67,8 @@ class BatchWriter(Generic[M]):
         message_of: Callable[[list[M]], Any],
         wait_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`write`: see StreamWriter. `message_of` makes the message of a batch; `wait_s` says for how many seconds the
-        first one waits for others now."""
+        """`write`: see StreamWriter. `message_of` makes one message of a batch; `wait_s` returns for how many seconds a
+        batch waits for further messages at present."""
         self._writer = StreamWriter(write, self._written)
         self._message_of, self._wait_s = message_of, wait_s
         self._items: list[M] = []
@@ -98,7 +95,7 @@ class BatchWriter(Generic[M]):
         return self._writer.has_failed
 
     async def settle(self) -> None:
-        """Waits until all that was put is written, up to WRITE_GRACE_S."""
+        """Waits until all messages are written, up to WRITE_GRACE_S."""
         with suppress(TimeoutError):
             async with asyncio.timeout(WRITE_GRACE_S):
                 while self._flushing and not self._writer.has_failed:
@@ -116,7 +113,7 @@ class BatchWriter(Generic[M]):
         if not self._items or not self._writer.is_ready:
             self._flushing = self._writer.has_failed
         elif self._left_over or not self._wait_s():
-            self._flush()  # what a batch had no room for has waited
+            self._flush()  # messages that the last batch had no room for have waited already
         else:
             self._flush_later()
 
@@ -136,8 +133,8 @@ class BatchWriter(Generic[M]):
 
 
 class _CarriedContext:
-    """What the handler of a carried call has of its context: nothing is to be told, as it begins before it can be
-    cancelled."""
+    """The context of a carried call's handler. Initial metadata need not be sent: a carried call always begins before
+    it can be cancelled."""
 
     async def send_initial_metadata(self, initial_metadata: Any, /) -> None:
         """Does nothing."""
@@ -147,14 +144,14 @@ class CarriedMethod(NamedTuple):
     """A method whose calls may be carried."""
 
     name: str
-    """The full one, "/package.Service/Method"."""
+    """The full name, "/package.Service/Method"."""
     parse: Callable[[bytes], Any]
     handler: Callable[[Any, Any], Any]
-    """That of a call. It may send initial metadata; of its context it gets no more than that."""
+    """The servicer's method. Of its context it may use `send_initial_metadata` only."""
 
 
 def decode_methods(service: DecodeServiceServicer) -> dict[str, CarriedMethod]:
-    """What a decode worker is carried."""
+    """The methods of a decode worker whose calls may be carried, by the field of CarriedCall that has the request."""
     path, v1 = "/splitserve.v1.DecodeService/", decode_pb2
     return {
         "reserve": CarriedMethod(path + "Reserve", v1.ReserveRequest.FromString, service.Reserve),
@@ -163,7 +160,7 @@ def decode_methods(service: DecodeServiceServicer) -> dict[str, CarriedMethod]:
 
 
 def prefill_methods(service: PrefillServiceServicer) -> dict[str, CarriedMethod]:
-    """What a prefill worker is carried."""
+    """The methods of a prefill worker whose calls may be carried."""
     name, parse = "/splitserve.v1.PrefillService/Prefill", prefill_pb2.PrefillRequest.FromString
     return {"prefill": CarriedMethod(name, parse, service.Prefill)}
 
@@ -172,7 +169,7 @@ class CarriedCalls(CallServiceServicer):
     """Serves the streams of all callers."""
 
     def __init__(self, methods: Mapping[str, CarriedMethod], open_rpcs: OpenRpcs) -> None:
-        """`methods`: by the field of CarriedCall that has the request. `open_rpcs` counts each call that is carried."""
+        """`methods`: see `decode_methods`. `open_rpcs` counts each carried call."""
         self._methods, self._open_rpcs = methods, open_rpcs
         self._streams: set[_Stream] = set()
         self._closed = False
@@ -181,7 +178,6 @@ class CarriedCalls(CallServiceServicer):
     async def Carry(  # type: ignore[override]
         self, requests: AsyncIterator[calls_pb2.CarryRequest], context: Any
     ) -> None:
-        """Carry in the proto."""
         stream = _Stream(self._methods, self._open_rpcs, context.write)
         self._streams.add(stream)
         if self._closed:
@@ -212,7 +208,7 @@ class _Stream:
         self._loop = asyncio.get_running_loop()
 
     async def serve(self, requests: AsyncIterator[calls_pb2.CarryRequest]) -> None:
-        """Runs calls until the caller ends the stream, or `close`; then cancels those that are left."""
+        """Runs calls until the caller ends the stream, or `close`; then cancels the calls that are left."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._reading = group.create_task(self._read(requests, group))
@@ -246,11 +242,11 @@ class _Stream:
         number, kind = call.number, call.WhichOneof("request")
         if kind == "cancel":
             if (task := self._tasks.get(number)) is not None:
-                # After its first step, which was scheduled before: a task that never ran would leave nothing behind.
+                # After the task's first step, which is scheduled already: a task that never ran would not clean up.
                 self._loop.call_soon(task.cancel)
             return
         if number <= self._last:
-            message = f"number {number} is not above {self._last}, that of the call before"
+            message = f"number {number} is not above {self._last}, the number of the call before"
             raise InvalidArgumentError(message, field="calls.number")
         self._last = number
         self._tasks[number] = group.create_task(self._run(number, kind or "nothing", call))
@@ -314,15 +310,12 @@ def _parsed(method: CarriedMethod, data: bytes) -> Any:
     if len(data) > UNCOUNTED_BYTES:
         text = f"the request has {len(data)} bytes; carried ones have at most {UNCOUNTED_BYTES}"
         raise InvalidArgumentError(text, reason="REQUEST_TOO_LARGE")
-    try:
-        return method.parse(data)
-    except DecodeError as error:
-        raise InvalidArgumentError(f"message cannot be parsed: {error}", reason="MALFORMED_MESSAGE") from None
+    return parsed(method.parse, data)
 
 
 Kind = Literal["reserve", "prefill", "abort"]
 MAX_CARRIED_BYTES = 16 * 2**10
-"""Most bytes of a request that the stream should carry: what comes after a larger one would wait for it."""
+"""Most bytes of a request that callers send by the stream: calls behind a larger one would wait for it."""
 
 
 class CarriedCall:
@@ -335,23 +328,26 @@ class CarriedCall:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()
-        """Done after the last response; it raises why the call has failed."""
+        """Done after the last response; raises the error of a call that has failed."""
         self._stream, self._number, self._on_response = stream, number, on_response
-        self._deadline = loop.call_later(timeout_s, self._expire)
+        self._deadline = loop.call_later(
+            timeout_s, self.fail, DeadlineExceededError("the call has not ended within its deadline")
+        )
 
     def fail(self, error: SplitserveError) -> None:
-        """Ends the call here with an error, and cancels it there. Does nothing once it has ended."""
+        """Ends the call on this side with an error, and cancels it at the peer. Does nothing once the call has
+        ended."""
         if self._stream.drop(self._number):
             self.end(error)
 
     def cancel(self) -> None:
-        """Cancels the call on both sides; the peer begins it before. Does nothing once it has ended."""
+        """Cancels the call on both sides; the peer has begun it by then. Does nothing once the call has ended."""
         if self._stream.drop(self._number):
             self._deadline.cancel()
             self.ended.cancel()
 
     def accept(self, response: calls_pb2.CarriedResponse, who: str) -> None:
-        """Takes what the peer says. What cannot be read fails this call, not the stream."""
+        """Takes a response of the peer. A response that cannot be read fails this call, not the stream."""
         try:
             if response.HasField("response"):
                 self._on_response(response.response)
@@ -365,7 +361,7 @@ class CarriedCall:
             self.end(SplitserveError(f"{who} has sent a response that cannot be read"))
 
     def end(self, error: SplitserveError | None) -> None:
-        """Marks the call as ended; the stream has let go of it."""
+        """Marks the call as ended, after the stream has forgotten it."""
         self._deadline.cancel()
         if self.ended.done():
             return
@@ -373,25 +369,21 @@ class CarriedCall:
             self.ended.set_result(None)
             return
         self.ended.set_exception(error)
-        self.ended.exception()  # who waited may have been cancelled meanwhile: nobody then has to see it
-
-    def _expire(self) -> None:
-        self.fail(DeadlineExceededError("the call has not ended within its deadline"))
+        self.ended.exception()  # retrieved here, because whoever waited for it may have been cancelled meanwhile
 
 
 class CallStream:
-    """The calls to one peer, on one stream after the other. It is opened by `run` once there are calls."""
+    """The calls to one peer, on one stream after the other. `run` opens a stream once there are calls."""
 
     def __init__(
         self, open_stream: Callable[[], Any], who: str, wait_s: Callable[[], float] = lambda: 0.0
     ) -> None:
-        """`open_stream` calls CallService.Carry; `who` names the peer in errors; `wait_s` says for how many seconds
-        what is said now may wait for others to leave with it."""
+        """`open_stream` calls CallService.Carry; `who` names the peer in errors; `wait_s`: see BatchWriter."""
         self._open_stream, self._who, self._wait_s = open_stream, who, wait_s
         self._numbers = itertools.count(1)
         self._calls: dict[int, CarriedCall] = {}
         self._waiting: list[calls_pb2.CarriedCall] = []
-        """What is said while no stream is open."""
+        """Messages that wait while no stream is open."""
         self._writer: BatchWriter[calls_pb2.CarriedCall] | None = None
         self._wanted = asyncio.Event()
 
@@ -408,7 +400,8 @@ class CallStream:
         return call
 
     async def run(self) -> None:
-        """Keeps a stream open while there are calls, until cancelled. Calls of one that breaks fail as it does."""
+        """Keeps a stream open while there are calls, until cancelled. The calls of a stream that breaks fail with its
+        error."""
         while True:
             await self._wanted.wait()
             self._wanted.clear()
@@ -418,7 +411,7 @@ class CallStream:
             except SplitserveError as broken:
                 error = broken
                 log_event("calls.broken", peer=self._who, reason=error.reason, calls=len(self._calls))
-            except Exception as unforeseen:  # calls wait for the next stream, which is to come at once
+            except Exception as unforeseen:  # goes on: later calls need the next stream at once
                 log_exception("calls.broken", unforeseen)
             finally:
                 self.fail_all(error)
@@ -432,7 +425,7 @@ class CallStream:
             call.end(error)
 
     def drop(self, number: int) -> bool:
-        """Lets go of a call and cancels it there. False if it has ended."""
+        """Forgets a call and cancels it at the peer. False if it has ended."""
         if self._calls.pop(number, None) is None:
             return False
         self._say(calls_pb2.CarriedCall(number=number, cancel=True))
@@ -440,7 +433,9 @@ class CallStream:
 
     async def _carry(self) -> None:
         stream = self._open_stream()
-        self._writer = BatchWriter(stream.write, _request_of, self._wait_s)
+        self._writer = BatchWriter(
+            stream.write, lambda batch: calls_pb2.CarryRequest(calls=batch), self._wait_s
+        )
         try:
             for message in self._waiting:
                 self._writer.put(message)
@@ -453,7 +448,7 @@ class CallStream:
             known = error_from_rpc(error)
             if isinstance(known, UnauthenticatedError | PermissionDeniedError):
                 raise known from None
-            # It is the stream's, and no call's: none of them was refused, and each may have been carried out.
+            # The stream's error is no call's error: no call was refused, and each may have been carried out.
             text = f"the calls to {self._who} have broken: {known.message}"
             raise UnavailableError(text, reason="WORKER_LOST") from None
         finally:
@@ -463,7 +458,7 @@ class CallStream:
     def _accept(self, response: calls_pb2.CarriedResponse) -> None:
         number = response.number
         ends = response.ended or bool(response.status)
-        # One that is not known was given up here.
+        # A response to an unknown call: this side has given the call up.
         call = self._calls.pop(number, None) if ends else self._calls.get(number)
         if call is not None:
             call.accept(response, self._who)
@@ -474,7 +469,3 @@ class CallStream:
             return
         self._waiting.append(message)
         self._wanted.set()
-
-
-def _request_of(batch: list[calls_pb2.CarriedCall]) -> calls_pb2.CarryRequest:
-    return calls_pb2.CarryRequest(calls=batch)

@@ -12,8 +12,8 @@ DEFAULT_MAX_MESSAGE_BYTES = 16 * 2**20
 KEEPALIVE_TIME_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 CONNECT_TIMEOUT_MS = 5_000
-"""For one attempt. A peer on a busy machine, or one that is just starting, answers the handshake late; a refused
-connection fails at once."""
+"""Limit of one attempt to connect. A peer on a busy machine, or one that is just starting, answers the handshake late;
+a refused connection fails at once."""
 LONG_LIVED_METHODS = frozenset(
     {
         "/splitserve.v1.RegistryService/Report",
@@ -70,11 +70,7 @@ def make_channel(
         options += [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", read_ahead_bytes)]
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, _credentials(tls, peer, options), options=options)
-
-
-def _credentials(tls: TlsFiles | TlsPems, peer: Role | None, options: Options) -> grpc.ChannelCredentials:
-    """Credentials of a channel, whose options get the name that the server's certificate must have."""
-    if peer is not None:
+    if peer is not None:  # the name that the server's certificate must have
         options.append(("grpc.ssl_target_name_override", role_name(peer)))
-    return channel_credentials(read_pems(tls) if isinstance(tls, TlsFiles) else tls)
+    credentials = channel_credentials(read_pems(tls) if isinstance(tls, TlsFiles) else tls)
+    return grpc.aio.secure_channel(address, credentials, options=options)

@@ -14,13 +14,13 @@ MAX_FIELDS = 2**16
 """Fields on the wire, those of nested messages and map entries included; a packed list is one. Parsed in 5 ms at worst.
 A conversation of 4096 messages has at most 24,576."""
 UNCOUNTED_BYTES = 64 * 2**10
-"""Messages up to this size cannot have more fields than that."""
+"""Messages up to this size cannot have more than MAX_FIELDS fields."""
 
 
 def check_fields(data: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> None:
     """Raises InvalidArgumentError (TOO_MANY_FIELDS) for more than `most` fields.
 
-    What is no valid message is left to the parser, which reads no further than this does.
+    An invalid message passes: the parser, which reads no further than this function, refuses it.
     """
     count = 0
     spans: list[tuple[int, int, Descriptor]] = [(0, len(data), kind)]

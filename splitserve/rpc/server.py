@@ -30,6 +30,7 @@ from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
+from typing_extensions import override
 
 from splitserve.errors import InvalidArgumentError, UnavailableError
 from splitserve.logs import log_event
@@ -52,29 +53,31 @@ REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """Health of the services that were named to it; "" is the server as a whole."""
+    """Health of the services that `set` has named; "" is the server as a whole."""
 
     def __init__(self) -> None:
         self._statuses: dict[str, int] = {"": _KINDS.SERVING}
         self._changed = asyncio.Event()
 
     def set(self, names: Iterable[str], *, serving: bool) -> None:
-        """Sets the status of services, and wakes those who watch."""
+        """Sets the status of services, and wakes their watchers."""
         self._statuses |= dict.fromkeys(names, _KINDS.SERVING if serving else _KINDS.NOT_SERVING)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
+    @override
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> health_pb2.HealthCheckResponse:
-        """The present status. NOT_FOUND for a service that is not known."""
+        """Answers with the present status; NOT_FOUND for an unknown service."""
         status = self._statuses.get(request.service)
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return health_pb2.HealthCheckResponse(status=status)
 
+    @override
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
-        """The status, and each that follows, until the caller leaves. SERVICE_UNKNOWN until a service is known."""
+        """Sends the status, and each change of it, until the caller leaves; SERVICE_UNKNOWN for an unknown service."""
         last = None
         while True:
             changed, status = self._changed, self._statuses.get(request.service, _KINDS.SERVICE_UNKNOWN)
@@ -90,7 +93,7 @@ LISTENERS = 3
 STOP_S = 10.0
 """How long a server may take to stop beyond its grace."""
 IDLE_CONNECTION_MS = 600_000
-"""After so long without a call a connection is closed; clients reconnect at their next call."""
+"""A connection without calls is closed after this time; clients reconnect at their next call."""
 
 
 def server_options(
@@ -150,9 +153,9 @@ class RpcServer:
         limit_of: LimitOf = lambda method: None,
         max_connections: int = DEFAULT_MAX_CONNECTIONS,
     ) -> None:
-        """`open_rpcs` counts the running handlers; `authorizer` checks their callers; `limit_of` gives the most bytes
-        of a method's request, None where `max_message_bytes` is all; `max_connections` is lowered to what the limit of
-        open files leaves."""
+        """`open_rpcs` counts the running handlers; `authorizer` checks their callers; `limit_of` returns the most bytes
+        of a method's request, None where only `max_message_bytes` limits it; `max_connections` is lowered to what the
+        limit of open files leaves."""
         self.open_rpcs = open_rpcs or OpenRpcs()
         self._decoder = RequestDecoder(limit_of)
         self.grpc_server = grpc.aio.server(
@@ -203,7 +206,7 @@ class RpcServer:
     async def stop(self, grace_s: float | None = None) -> None:
         """Refuses new calls, waits up to `grace_s` seconds for open ones, then cancels them. May be called again.
 
-        Returns at most STOP_S later: a server of gRPC that does not end by then is left to the end of the process."""
+        Returns at most STOP_S later. A gRPC server that has not stopped by then ends with the process."""
         await self.set_serving(False)
         # Not cancelled when the time is over: gRPC's server would then answer each further `stop` with CancelledError.
         stopping = asyncio.create_task(self.grpc_server.stop(grace_s))
@@ -247,6 +250,7 @@ class _Boundary(grpc.aio.ServerInterceptor):
         self._authorizer = authorizer
         self._decoder = decoder
 
+    @override
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """Wraps the handler of one call; gRPC's own services are not wrapped."""
         handler = await continuation(handler_call_details)
@@ -302,7 +306,7 @@ class RequestDecoder:
     async def decoded(self, method: str, decode: Any, data: bytes) -> Any:
         """The message. Raises InvalidArgumentError if it is too large, has too many fields or cannot be parsed."""
         if len(data) <= UNCOUNTED_BYTES:
-            return _parsed(decode, data)
+            return parsed(decode, data)
         limit = self._limit_of(method)
         if limit is not None and len(data) > limit:
             text = f"the request has {len(data)} bytes; requests here have at most {limit}"
@@ -317,10 +321,11 @@ class RequestDecoder:
 def _checked(method: str, decode: Any, data: bytes) -> Any:
     descriptor = descriptor_pool.Default().FindMethodByName(method[1:].replace("/", "."))
     check_fields(data, descriptor.input_type)
-    return _parsed(decode, data)
+    return parsed(decode, data)
 
 
-def _parsed(decode: Any, data: bytes) -> Any:
+def parsed(decode: Any, data: bytes) -> Any:
+    """The message that `decode` makes of `data`. Raises InvalidArgumentError (MALFORMED_MESSAGE)."""
     try:
         return decode(data)
     except DecodeError as error:
@@ -357,8 +362,8 @@ async def write_whole(context: grpc.aio.ServicerContext[Any, Any], message: Any)
 
 
 def _given_up(write: asyncio.Future[Any]) -> None:
-    """Takes what a write raised after its waiter was cancelled: `shield` forgets it, and asyncio would report an error
-    that nobody has seen. That the client has gone is known by then; anything else is worth a line."""
+    """Retrieves and logs the error of a write whose waiter was cancelled: asyncio would report it as never
+    retrieved."""
     error = None if write.cancelled() else write.exception()
     if error is not None:
         log_event("rpc.write_given_up", level=logging.DEBUG, error=f"{type(error).__name__}: {error}")
@@ -370,15 +375,16 @@ class StreamWriter:
     def __init__(
         self, write: Callable[[Any], Awaitable[None]], on_written: Callable[[], None] = lambda: None
     ) -> None:
-        """`write` is that of the call, or of its context. `on_written` is called after each write without a task."""
+        """`write`: the method of the call, or of its context. `on_written` is called after each write without a
+        task."""
         self._write = write
         self._on_written = on_written
         self._begun: Generator[Any, None, None] | None = None
-        """A write without a task that is in progress."""
+        """The write without a task that is in progress."""
         self._over: asyncio.Future[None] | None = None
-        """Set when that write is over; made where something waits for it."""
+        """Set when that write is over; exists only while something waits for it."""
         self._error: BaseException | None = None
-        """What a write without a task has raised; the next one with a task raises it."""
+        """The error of a write without a task; the next write with a task raises it."""
 
     @property
     def is_ready(self) -> bool:
@@ -391,20 +397,20 @@ class StreamWriter:
         return self._error is not None
 
     async def write(self, message: Any) -> None:
-        """Writes a message, after the one in progress. Raises what gRPC raises, also of a write that `begin` began."""
+        """Writes a message, after the one in progress. Raises gRPC's errors, also those of a write by `begin`."""
         await self._written()
         if self._error is not None:
             raise self._error
         await self._write(message)
 
     def begin(self, message: Any) -> None:
-        """Writes a message without a wait; only while `is_ready`. gRPC takes it at once, and tells later that another
-        one may follow."""
+        """Begins to write a message, without waiting; only while `is_ready`. gRPC takes the message at once, and tells
+        later that another one may follow."""
         self._begun = self._write(message).__await__()
         self._go_on()
 
     async def settle(self) -> None:
-        """Waits for a write in progress before the call ends, up to WRITE_GRACE_S: a client may not read."""
+        """Waits for the write in progress, up to WRITE_GRACE_S: a client may not read."""
         with suppress(TimeoutError):
             async with asyncio.timeout(WRITE_GRACE_S):
                 await self._written()

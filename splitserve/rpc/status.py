@@ -76,7 +76,7 @@ def request_error(
     request can be ended.
 
     Any other exception than a SplitserveError becomes INTERNAL with an incident id, and its traceback is logged.
-    Catch BaseException before: a panic of a library in Rust is no Exception. A BrokenInvariantError and the
+    Callers catch BaseException, because a panic of a Rust library is no Exception. A BrokenInvariantError and the
     interpreter's own exits are raised again.
     """
     if isinstance(error, SplitserveError):
@@ -111,7 +111,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> SplitserveError:
 
 
 def error_from_status(status: status_pb2.Status) -> SplitserveError:
-    """The same of a status that was sent by itself, as `status_of` makes it."""
+    """The inverse of `status_of`, for a status that was sent in a message."""
     return _error(_CODES.get(status.code, grpc.StatusCode.UNKNOWN), status.message, status.details)
 
 

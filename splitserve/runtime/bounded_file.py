@@ -1,8 +1,8 @@
-"""Reads whole files that somebody else wrote: of a bounded size, and without waiting for ever.
+"""Reads whole files that a user names: of a bounded size, and without waiting for ever.
 
-A setting or an option may name anything: a device without an end, a pipe that nobody writes to, or the wrong, huge
-file. All files that a user names are read here, so each of them fails alike: with an OSError that says why, or with a
-ConfigError that also names the setting.
+A setting or an option may name anything: a device without an end, a pipe that nobody writes to, or a wrong, huge file.
+Files that cannot be read all fail alike: with an OSError that says why, or with a ConfigError that also names the
+setting.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from splitserve.errors import ConfigError
 SMALL_FILE_BYTES = 4 * 2**20
 """Most bytes of a file of settings: tenants, policies, routes, keys, certificates."""
 PIPE_SILENCE_S = 60.0
-"""How long a pipe, such as the shell's `<(command)`, may give nothing, however long it takes in all:
-`--config <(gpg -d ...)` asks for a passphrase, and `--trace <(zcat FILE)` takes its time."""
+"""How long a pipe, such as the shell's `<(command)`, may be silent; in all it may take longer: `--config <(gpg -d ...)`
+asks for a passphrase, and `--trace <(zcat FILE)` takes its time."""
 _PIECE_BYTES = 2**20
 _NULL_DEVICE = os.makedev(1, 3)
 
 
 def read_small_file(path: Path, most_bytes: int = SMALL_FILE_BYTES, *, may_be_pipe: bool = True) -> bytes:
-    """The content of a file, or of a pipe that is never silent for PIPE_SILENCE_S; /dev/null is an empty file. What is
-    opened again later may be no pipe.
+    """The content of a file, or of a pipe that is never silent for PIPE_SILENCE_S; /dev/null is an empty file.
 
-    Raises OSError, also for anything else (a device, a socket, a folder) and for more than `most_bytes`.
+    `may_be_pipe`: False for a file that will be opened again later. Raises OSError, also for anything else (a device, a
+    socket, a folder) and for more than `most_bytes`.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -48,9 +48,9 @@ def read_small_file(path: Path, most_bytes: int = SMALL_FILE_BYTES, *, may_be_pi
         os.close(descriptor)
 
 
-def read_small_text(path: Path, most_bytes: int = SMALL_FILE_BYTES) -> str:
-    """The same as UTF-8 text, line ends as they are. Raises OSError and UnicodeDecodeError."""
-    return read_small_file(path, most_bytes).decode("utf-8")
+def read_small_text(path: Path) -> str:
+    """`read_small_file` as UTF-8 text, line ends as they are. Raises OSError and UnicodeDecodeError."""
+    return read_small_file(path).decode("utf-8")
 
 
 def read_named_file(
@@ -63,13 +63,11 @@ def read_named_file(
         raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}", field=setting) from None
 
 
-def read_named_text(
-    path: Path, setting: str, most_bytes: int = SMALL_FILE_BYTES, *, encoding: str = "utf-8"
-) -> str:
-    """The same as text in UTF-8 (`encoding` utf-8-sig: without a byte order mark). Raises ConfigError."""
+def read_named_text(path: Path, setting: str, most_bytes: int = SMALL_FILE_BYTES) -> str:
+    """`read_named_file` as UTF-8 text. Raises ConfigError."""
     content = read_named_file(path, setting, most_bytes)
     try:
-        return content.decode(encoding)
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         message = f"{setting}: {path} is no UTF-8 text, at byte {error.start}"
         raise ConfigError(message, field=setting) from None
@@ -81,7 +79,7 @@ def _read(descriptor: int, most_bytes: int, *, is_pipe: bool) -> bytes:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     while room > 0:
-        # What is there is read in any case: this process may have been paused.
+        # Bytes that are there are read even after a silence: this process may have been paused.
         is_silent = is_pipe and not poll.poll(PIPE_SILENCE_S * 1000)
         try:
             piece = os.read(descriptor, min(room, _PIECE_BYTES))

@@ -1,10 +1,10 @@
 """Work on threads beside the event loop: blocking calls in order (`CallThread`), parsing (`ParserThread`), and calls
-that are made once for all who want the same at the same time (`SharedCalls`).
+that are shared by all who want the same result at the same time (`SharedCalls`).
 
 The threads of `ThreadPoolExecutor` are joined when the interpreter ends, however long their call takes; `CallThread`
 does not hold up the end of the process. Python code on another thread lets the event loop run again after the
-interpreter's switch interval. A call into C that keeps the interpreter's lock does not: such calls need bounds of their
-own, checked before them.
+interpreter's switch interval. A call into C that keeps the interpreter's lock does not: the work of such a call must be
+bounded before it begins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class CallThread:
-    """One daemon thread. A call whose caller has given up still ends before the next one begins."""
+    """One daemon thread that makes calls in order. A call whose caller has given up still runs to its end."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -45,10 +45,10 @@ class CallThread:
         return await asyncio.wrap_future(answer)
 
     async def close(self, wait_s: float, last: Callable[[], None] | None = None) -> bool:
-        """Cancels what has not begun, and waits `wait_s` seconds for a call under way. Whether the thread has ended;
-        one that has not ends with the process, in the middle of its call.
+        """Cancels calls that have not begun, and waits `wait_s` seconds for the one under way. Returns whether the
+        thread has ended; otherwise it ends with the process, in the middle of its call.
 
-        `last` is what a thread that was used does at its end, however late that is.
+        `last` is called on the thread at its end, however late, if the thread was ever used.
         """
         with self._changed:
             self._closed = True
@@ -84,25 +84,26 @@ class CallThread:
 P = ParamSpec("P")
 
 SHORT_BYTES = 16 * 2**10
-"""Messages up to this size are parsed on the event loop: in 3 ms at worst, and usually in less than the hop takes."""
+"""Messages up to this size are parsed on the event loop: in 3 ms at worst, and usually faster than another thread could
+be woken."""
 SWITCH_INTERVAL_S = 0.001
 
 
 class ParserThread:
-    """One thread, started at first use; work is done in order. One at a time: each further thread that wants the
-    interpreter could delay the event loop by another switch interval."""
+    """One thread, started at first use, that does its work in order. Each further thread that wants the interpreter
+    could delay the event loop by another switch interval."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parser")
 
     async def run(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `work`; on the event loop if what it works on is short (`size` in bytes)."""
+        """The result of `work` on data of `size` bytes. Short data is worked on here, on the event loop."""
         if size <= SHORT_BYTES:
             return work(*args, **kwargs)
         return await asyncio.wrap_future(self._thread.submit(work, *args, **kwargs))
 
     def close(self) -> None:
-        """Drops what has not begun and lets the thread end."""
+        """Drops work that has not begun and lets the thread end."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
@@ -118,8 +119,7 @@ class _Call(Generic[T]):
 
 
 class SharedCalls(Generic[T]):
-    """Calls in progress, by key. One that nobody waits for any more is cancelled, so that what has not begun never
-    begins. For one event loop."""
+    """Calls in progress, by key. A call that nobody waits for any more is cancelled. For one event loop."""
 
     def __init__(self) -> None:
         self._calls: dict[Hashable, _Call[T]] = {}
@@ -128,7 +128,7 @@ class SharedCalls(Generic[T]):
         return len(self._calls)
 
     async def result(self, key: Hashable, begin: Callable[[], Awaitable[T]]) -> T:
-        """The result of the call with this key, which `begin` begins unless it is in progress, or what it raises."""
+        """The result, or the error, of the call with this key; `begin` begins the call unless it is in progress."""
         call = self._calls.get(key)
         if call is None:
             call = self._calls[key] = _Call(asyncio.ensure_future(begin()))

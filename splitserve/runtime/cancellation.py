@@ -1,4 +1,4 @@
-"""Who cancels: the present task's owner, or what it awaits. And how tasks are ended that may not take it at once."""
+"""Cancellation: whether the present task is cancelled, or only what it awaits; and ending tasks within a time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ END_S = 10.0
 
 
 def is_being_cancelled() -> bool:
-    """Whether somebody cancels the present task; else a CancelledError comes from what it awaits."""
+    """Whether the present task is cancelled. If it is not, a CancelledError comes from what the task awaits."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 def raise_if_cancelled() -> None:
-    """Raises CancelledError if somebody cancels the present task. For loops that go on after an error of a call: gRPC's
-    streams take a cancellation that comes with their status as their own, and raise the status alone."""
+    """Raises CancelledError if the present task is cancelled. For loops that go on after an error of a call: a gRPC
+    stream that is cancelled while its status arrives raises the status, and the cancellation is lost."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
@@ -42,13 +42,13 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
 async def run_beside(
     front: Coroutine[Any, Any, object], background: Iterable[tuple[str, Coroutine[Any, Any, object]]]
 ) -> None:
-    """Runs `front` to its end with tasks beside it, each with its name, that are ended with it as `end_tasks` does.
+    """Runs `front` to its end with tasks beside it, by name, which `end_tasks` then ends.
 
-    Raises the first error of any of them, which ends the others, or what one raised while it was ended. A TaskGroup
+    Raises the first error of any task, which ends the others, or an error of a task while it was ended. A TaskGroup
     would wait without limit for a task that does not end.
     """
     first = asyncio.create_task(front)
-    tasks = [first, *(asyncio.create_task(each, name=name) for name, each in background)]
+    tasks = [first, *(asyncio.create_task(coroutine, name=name) for name, coroutine in background)]
     try:
         running = set(tasks)
         while not first.done():

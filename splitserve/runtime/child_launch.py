@@ -1,8 +1,8 @@
 """Executes a program that ends with its parent: `python launch.py PARENT_PID PROGRAM [ARGUMENT ...]`.
 
-With prctl(PR_SET_PDEATHSIG) Linux sends a signal when the parent dies, even by SIGKILL; the setting survives
-exec. Setting it here, between fork and exec, avoids a preexec function in the parent, which has threads and for
-which that would be unsafe. Imports only the standard library.
+With prctl(PR_SET_PDEATHSIG) Linux sends a signal when the parent dies, even by SIGKILL; the setting survives exec. This
+program makes the setting after fork, in place of a preexec function, which would be unsafe in a parent with threads.
+Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import signal
 import sys
 
 PROGRAM = (sys.executable, "-m", "launcher")
-"""What each service is, before its arguments."""
+"""The words of each service's command before its arguments."""
 PR_SET_PDEATHSIG = 1
 
 
 def launcher() -> list[str]:
-    """The words before a command that is to end with this process."""
+    """The words to put before a command that is to end with this process."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid())]
 
 

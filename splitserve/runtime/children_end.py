@@ -1,4 +1,4 @@
-"""Ends what a process has begun beside itself before it leaves without its interpreter's own end: processes, files."""
+"""Ends the child processes of a process, and removes its files, before it leaves without the interpreter's own end."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ if TYPE_CHECKING:
 CHILD_S = 3.0
 """How long a child may take to end by SIGTERM."""
 KILLED_S = 2.0
-"""How long the kernel may take to end what is killed."""
+"""How long the kernel may take to end a killed process."""
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"
-"""Ends by itself with the last process that uses it, and then frees the shared memory that they have left."""
+"""A process that ends by itself after the last process that uses it, and then frees the shared memory they left."""
 
 _leftovers: list[Callable[[], object]] = []
 
 
 def remove_at_end(remove: Callable[[], object]) -> None:
-    """Has `end_children` call this once the children have ended, on any thread, unless it is kept for another end
-    before: see `keep_at_end`."""
+    """Makes `end_children` call `remove` once the children have ended, on any thread; `keep_at_end` takes it back."""
     _leftovers.append(remove)
 
 
@@ -33,10 +32,10 @@ def keep_at_end(remove: Callable[[], object]) -> None:
 
 
 def end_children(patience_s: float = CHILD_S) -> list[int]:
-    """Ends all processes that this one and its children have started, each by its id; those that were killed.
+    """Ends all processes that this one and its children have started, each by its id; returns those that were killed.
 
-    They get SIGTERM, and SIGKILL where they have not ended `patience_s` seconds later, at once with 0. Takes
-    `patience_s + KILLED_S` at most. A child that is another's by now, as its parent has ended, is not found.
+    They get SIGTERM, and SIGKILL if they have not ended `patience_s` seconds later (0: SIGKILL at once). Takes at most
+    `patience_s + KILLED_S`. A process whose parent has ended is no descendant any more, and is not found.
     """
     killed = _end_all(patience_s) if _has_children() else []
     while _leftovers:

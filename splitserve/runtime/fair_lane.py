@@ -8,10 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from heapq import heapify, heappop, heappush
 from itertools import count
-from math import inf
 from typing import NamedTuple
-
-from splitserve.errors import ResourceExhaustedError
 
 
 class _Waiting(NamedTuple):
@@ -25,22 +22,22 @@ class _Waiting(NamedTuple):
 class FairLane:
     """Work of which `at_once` may go on at a time. Tenants take turns, and the smallest of a tenant goes first."""
 
-    def __init__(self, at_once: int, max_waiting: float = inf, full_reason: str = "") -> None:
-        """`max_waiting`: how many of one tenant may wait; `full_reason`: the error's reason where more come."""
-        self._free, self._max_waiting, self._full_reason = at_once, max_waiting, full_reason
+    def __init__(self, at_once: int) -> None:
+        self._free = at_once
         self._waiting: OrderedDict[object, list[_Waiting]] = OrderedDict()
         self._numbers = count()
 
+    def waiting(self, tenant: object) -> int:
+        """How many of a tenant wait for their turn."""
+        return len(self._waiting.get(tenant, ()))
+
     @asynccontextmanager
     async def turn(self, tenant: object, size: int = 0) -> AsyncIterator[None]:
-        """Waits for the tenant's turn. Raises ResourceExhaustedError if as many of its others wait as may."""
+        """Waits for the tenant's turn."""
         if self._free:
             self._free -= 1
         else:
             queue = self._waiting.setdefault(tenant, [])
-            if len(queue) >= self._max_waiting:
-                message = f"{len(queue)} others of this tenant wait already"
-                raise ResourceExhaustedError(message, reason=self._full_reason, retry_after_s=1.0)
             waiting = _Waiting(size, next(self._numbers), asyncio.get_running_loop().create_future())
             heappush(queue, waiting)
             try:

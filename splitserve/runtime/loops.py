@@ -1,4 +1,4 @@
-"""Long-lived loops of a process. One that fails is logged, counted and started again; it never ends the others."""
+"""Long-lived loops of a process. A loop that fails is logged, counted and started again; it never ends the others."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LoopRunner:
         self._failures: Counter[str] = Counter()
 
     async def run(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
-        """Runs `loop` until it returns or this is cancelled. After an exception it is called again, after a pause that
-        doubles up to LAST_PAUSE_S and starts anew once a run has lasted longer than that."""
+        """Runs `loop` until it returns or this call is cancelled. After an exception `loop` is called again, after a
+        pause that doubles up to LAST_PAUSE_S, and is short again after a run that lasted longer than that."""
         pause_s = FIRST_PAUSE_S
         self._failures[name] += 0
         while True:
@@ -39,7 +39,7 @@ class LoopRunner:
             except Exception as error:
                 self._failed(name, error)
                 if is_being_cancelled():
-                    # What failed is the loop's own cleaning up.
+                    # The loop was cancelled, and its clean-up failed.
                     raise asyncio.CancelledError from error
             else:
                 return

@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 SECOND_SIGNAL_EXIT_CODE = 130
 END_S = 120.0
-"""How long a service may take to end beyond its drain; its own deadlines add up to less than that. A machine that
-stands still meanwhile counts."""
+"""How long a service may take to end beyond its drain; its own deadlines add up to less than that. Time in which the
+machine stands still counts."""
 LAST_S = CHILD_S + KILLED_S + 1.0
 """How long ending the children and writing the stacks may take."""
 
@@ -34,7 +34,7 @@ DEVICE_ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
 def number_devices_like_nvidia_smi() -> None:
     """Makes `cuda:N` the device that nvidia-smi numbers N, unless the variable is set. Call it before CUDA starts.
 
-    By itself CUDA puts the fastest device first, so that numbers mean other devices than in a policy's inventory.
+    By default CUDA puts the fastest device first, so that numbers would mean other devices than in a GPU inventory.
     """
     os.environ.setdefault(DEVICE_ORDER_VARIABLE, "PCI_BUS_ID")
 
@@ -61,12 +61,33 @@ def stop_signal(limit_s: float) -> asyncio.Event:
     return stop
 
 
-def end_in_any_case(limit_s: float) -> None:
-    """Ends the process in `limit_s` seconds, with code 1, if it has not ended by itself. The Python stacks of all
-    threads are written to stderr then, and its children end; see `end_children`. It does not need the event loop.
+@contextmanager
+def calling_on_signal(
+    number: signal.Signals, callback: Callable[[], None], *, ignore_after: bool = False
+) -> Iterator[None]:
+    """Within the context, the signal calls `callback` on the event loop; off the main thread, where loops handle no
+    signals, it does not. `ignore_after`: the signal is ignored after the context, instead of its default action."""
+    loop = asyncio.get_running_loop()
+    try:
+        loop.add_signal_handler(number, callback)
+    except (NotImplementedError, RuntimeError, ValueError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        if ignore_after:
+            loop.add_signal_handler(number, lambda: None)
+        else:
+            loop.remove_signal_handler(number)
 
-    Where the interpreter's lock is not to be had, or an output is not read, the process alone ends LAST_S later; and so
-    it may where it stood still (SIGSTOP) until then: its children are not ended before it."""
+
+def end_in_any_case(limit_s: float) -> None:
+    """Ends the process in `limit_s` seconds, with code 1, if it has not ended by itself. Then the Python stacks of all
+    threads are written to stderr, and the children end; see `end_children`. It does not need the event loop.
+
+    If that cannot run, because a thread keeps the interpreter's lock or nobody reads an output, the process ends LAST_S
+    later without its children. The same may happen if the process stood still (SIGSTOP) until then."""
     stderr = sys.__stderr__ or 2
     faulthandler.dump_traceback_later(limit_s + LAST_S, exit=True, file=stderr)
 
@@ -80,7 +101,7 @@ def end_in_any_case(limit_s: float) -> None:
 
 def leave_at_once(code: int = 0) -> NoReturn:
     """Ends the process without the interpreter's own end, which joins threads and calls libraries' hooks however long
-    these take. For a service that has closed what it had, or that cannot. Its children end before, see
+    these take. For a service that has closed its resources, or cannot close them. The children end first; see
     `end_children`."""
     _end(code, CHILD_S)
 
@@ -89,7 +110,7 @@ def _end(code: int, patience_s: float) -> NoReturn:
     try:
         end_children(patience_s)
         if patience_s > 0:
-            _flush_output()  # waits for who reads it
+            _flush_output()  # waits for whoever reads it
     finally:
         os._exit(code)
 
@@ -122,9 +143,8 @@ async def unless_stopped(
     leave: Callable[[int], object] = leave_at_once,
     patience_s: float = 0.0,
 ) -> T:
-    """The result of a start that cannot be cancelled, such as loading weights on a thread. Once `stop` is set it has
-    `patience_s` seconds more; then the process ends in the middle of it, with code 0: nobody knows it yet, and nobody
-    waits for what it would give back."""
+    """The result of a start that cannot be cancelled, such as loading weights on a thread. Once `stop` is set the start
+    has `patience_s` seconds more; then the process ends in the middle of it, with code 0: no client uses it yet."""
     begun, stopped = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait([begun, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -158,7 +178,7 @@ def raise_file_limit() -> int:
 
 
 def connections_that_fit(wanted: int, listeners: int = 1) -> int:
-    """`wanted`, or as many connections as the limit of open files leaves each of so many listeners."""
+    """The lesser of `wanted` and the connections that the limit of open files leaves for each listener."""
     return min(wanted, max(LEAST_CONNECTIONS, (_file_limit() - RESERVED_FILES) // listeners))
 
 

@@ -1,7 +1,7 @@
 """Files that are read again when they change: the one way in which tenants, policies, routes and certificates reload.
 
-What cannot be read, parsed or accepted changes nothing: the old content stays in force, the error is logged with its
-line, and a metric shows it until the files are right again.
+Files that cannot be read, parsed or accepted change nothing: the old content stays in force, the error is logged with
+its line, and a metric shows it until the files are right again.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import asyncio
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from splitserve.errors import SplitserveError
 from splitserve.logs import log_event
+from splitserve.runtime.process import calling_on_signal
 
 POLL_INTERVAL_S = 0.5
-"""How often files are checked for changes. A changed file is read once it has stood still for one interval: whoever
-writes it may not be done."""
+"""How often files are checked for changes. A changed file is read once it has not changed for one interval: its writer
+may not be done."""
 
 T = TypeVar("T")
 Stamp = dict[Path, tuple[int, ...] | None]
@@ -36,14 +37,14 @@ class _Read(Generic[T]):
     content: T | None
     error: Exception | None
     torn: bool
-    """The files changed while they were read."""
+    """Whether the files changed while they were read."""
 
 
 class ReloadedFiles(Generic[T]):
-    """The content of one file, or of several that belong together; always as a whole that `load` accepted.
+    """The content of one file, or of several that belong together; always a whole that `load` accepted.
 
-    `load` reads the files (on a thread when followed) and may raise anything. `adopt` puts its result into force; it
-    may raise as well, and then must have changed nothing.
+    `load` reads the files (on a thread when followed) and may raise anything. `adopt` puts the result of `load` into
+    force; `adopt` may raise as well, and then must have changed nothing.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class ReloadedFiles(Generic[T]):
         """`name` is what metrics and logs call the files. Reads nothing yet."""
         self.name = name
         self.problem = ""
-        """Why the files as they are now were refused; empty: they were not."""
+        """Why the present files were refused; empty if they were not."""
         self.outcomes = {"adopted": 0, "rejected": 0}
         self._paths, self._load, self._adopt = paths, load, adopt
         self._tried: Stamp = {}
@@ -70,20 +71,20 @@ class ReloadedFiles(Generic[T]):
         self._tried = self._seen = self._stamp() | stamp  # the content may name further files
 
     def reload(self) -> bool:
-        """Reads the files now. True if they were adopted."""
+        """Reads the files now. Returns whether they were adopted."""
         return self._apply(self._read())
 
     async def reload_in_thread(self) -> bool:
-        """As `reload`, but reads on a thread; adopts on the event loop."""
+        """Reads the files on a thread and adopts them on the event loop. Returns whether they were adopted."""
         return self._apply(await asyncio.to_thread(self._read))
 
     @property
     def rejected(self) -> bool:
-        """Whether the files as they are now were refused."""
+        """Whether the present files were refused."""
         return bool(self.problem)
 
     def is_due(self) -> bool:
-        """Whether the files have changed since they were read last, and have stood still since the previous call."""
+        """Whether the files have changed since they were read last, and not since the previous call."""
         stamp = self._stamp()
         still, self._seen = stamp == self._seen, stamp
         return still and stamp != self._tried
@@ -132,19 +133,24 @@ class FileWatcher:
         self.files = tuple(watched for watched in files if watched is not None)
 
     async def follow(self, *, hangup: bool = True) -> None:
-        """Reloads what has changed, until cancelled. Returns at once if there is nothing to follow. `hangup`: whether
-        SIGHUP means that, rather than the end of the process's terminal."""
+        """Reloads files that have changed, until cancelled. Returns at once if there are no files. `hangup`: whether
+        SIGHUP asks for a reload; otherwise it means the end of the process's terminal."""
         if not self.files:
             return
         events = [asyncio.Event() for _ in self.files]
-        with _on_hangup(events) if hangup else nullcontext():
+
+        def on_hangup() -> None:
+            for event in events:
+                event.set()
+
+        with calling_on_signal(signal.SIGHUP, on_hangup) if hangup else nullcontext():
             async with asyncio.TaskGroup() as group:
                 for files, event in zip(self.files, events, strict=True):
                     group.create_task(_followed(files, event))
 
 
 async def _followed(files: ReloadedFiles[Any], hangup: asyncio.Event) -> None:
-    """Files that take long to read hold up no others."""
+    """Follows the files of one name, in a task of their own: files that take long to read hold up no others."""
     while True:
         signalled = False
         with suppress(TimeoutError):
@@ -161,21 +167,3 @@ def _stamp_of(path: Path) -> tuple[int, ...] | None:
     except (OSError, ValueError):
         return None
     return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_size
-
-
-@contextmanager
-def _on_hangup(events: Sequence[asyncio.Event]) -> Iterator[None]:
-    def tell() -> None:
-        for event in events:
-            event.set()
-
-    loop = asyncio.get_running_loop()
-    try:
-        loop.add_signal_handler(signal.SIGHUP, tell)
-    except (NotImplementedError, RuntimeError, ValueError):
-        yield  # not on the main thread: the files are polled anyway
-        return
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGHUP)

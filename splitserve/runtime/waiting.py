@@ -1,4 +1,4 @@
-"""Waiting with a limit: for one step, for the first of several answers, and on the time that this process has run."""
+"""Waiting with a limit: for one step, for the first of several answers, and by the time that this process has run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOOK_S = 0.25
 
 
 async def within(deadline_s: float, work: Awaitable[T], what: str) -> T:
-    """What the work returns. Raises DeadlineExceededError (naming `what`) unless it is done in time."""
+    """The result of `work`. Raises DeadlineExceededError, naming `what`, unless it is done within `deadline_s`."""
     try:
         async with asyncio.timeout(deadline_s):
             return await work
@@ -24,8 +24,8 @@ async def within(deadline_s: float, work: Awaitable[T], what: str) -> T:
 
 
 async def first_answer(asked: Iterable[Coroutine[Any, Any, T]], deadline_s: float) -> T | None:
-    """The first result that is not empty of those that are all asked at once, the others being cancelled then; None if
-    there is none, or none within `deadline_s` seconds. Raises what one of them raises before that."""
+    """Asks all at once; returns the first answer that is not empty and cancels the others. None if there is no such
+    answer within `deadline_s` seconds. Raises the error of a call that fails before that."""
     asking = [asyncio.create_task(call) for call in asked]
     try:
         async with asyncio.timeout(deadline_s):
@@ -42,10 +42,10 @@ async def first_answer(asked: Iterable[Coroutine[Any, Any, T]], deadline_s: floa
 
 
 class OwnClock:
-    """Time that a process has run, for deadlines on what others owe it: a process or a machine that was stopped has not
-    waited, however long it took.
+    """The time that a process has run, for deadlines on answers of others: while the process or its machine was
+    stopped, it has not waited.
 
-    Adds up the time between looks, of which none counts for more than `max_tick_s`. Pure.
+    Adds up the times between two calls of `tick`, each of which counts for `max_tick_s` at most. Pure.
     """
 
     def __init__(self, now: float, max_tick_s: float = 2 * LOOK_S) -> None:
@@ -53,7 +53,7 @@ class OwnClock:
         self._looked_s = now
 
     def tick(self, now: float) -> float:
-        """Seconds that count since the last look."""
+        """Seconds that count since the last call."""
         tick_s, self._looked_s = min(now - self._looked_s, self._max_tick_s), now
         return tick_s
 
@@ -61,8 +61,8 @@ class OwnClock:
 async def wait_own_time(
     event: Callable[[], Awaitable[None]], seconds: float, now: Callable[[], float] = time.monotonic
 ) -> bool:
-    """Whether `event()` returns within `seconds` of this process's own time, or has happened by then. It is cancelled
-    at each look and called again."""
+    """Whether `event()` returns within `seconds` of the time that this process has run. `event()` is cancelled and
+    called again every LOOK_S."""
     clock, left_s = OwnClock(now()), seconds
     while True:
         try:

@@ -66,8 +66,8 @@ _MODE = 0o440
 def make_key_folder(folder: Path, *, token: str = "", key: str = "") -> list[str]:
     """Writes what is missing: cluster token, an admin's API key with its file of tenants, cache salt, Grafana password.
 
-    A token or key that is given takes the place of the one in the folder. Returns the names of the files written.
-    Raises ConfigError when the folder cannot be written.
+    `token` and `key`, if not empty, replace those in the folder. Returns the names of the files written. Raises
+    ConfigError when the folder cannot be written.
     """
     written: list[str] = []
 
@@ -88,7 +88,7 @@ def make_key_folder(folder: Path, *, token: str = "", key: str = "") -> list[str
         put(API_KEY, (key or new_key()).encode(), replace=bool(key))
         put(CACHE_SALT, secrets.token_bytes(32))
         put(GRAFANA_PASSWORD, secrets.token_urlsafe(18).encode())
-        # The operator may add tenants to the file: it is made anew only with another key.
+        # The operator may have added tenants to the file, so it is replaced only with another key.
         if API_KEY in written or not (folder / TENANTS).exists():
             kept = read_named_text(folder / API_KEY, "folder")
             put(TENANTS, _tenants(kept.strip()).encode(), replace=True)

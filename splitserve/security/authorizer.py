@@ -17,8 +17,8 @@ ANY_SERVICE = "*"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Rules = Mapping[str, frozenset[Role]]
-"""The roles that may call a service, by its full name or ANY_SERVICE. Other services are open, as are gRPC's own
-(health, reflection) to anybody who can connect."""
+"""The roles that may call a service, by its full name or ANY_SERVICE. Services without a rule, such as gRPC's health
+and reflection, are open to anybody who can connect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,13 @@ class RpcAuthorizer:
     def rejection(self, roles: frozenset[Role], context: Context) -> SplitserveError | None:
         """The error if the caller cannot prove one of these roles; None if it can."""
         if self.mutual:
-            shown = peer_identity(context).roles
-            if not shown & roles:
-                who = f"a certificate of {', '.join(sorted(shown))}" if shown else "no certificate of a role"
+            presented = peer_identity(context).roles
+            if not presented & roles:
+                who = (
+                    f"a certificate of {', '.join(sorted(presented))}"
+                    if presented
+                    else "no certificate of a role"
+                )
                 message = f"only {' or '.join(sorted(roles))} may call this; the call came with {who}"
                 return PermissionDeniedError(message, reason="WRONG_ROLE")
         if self.token is not None and not _holds(context, self.token):

@@ -61,12 +61,11 @@ def write_certificates(
 ) -> list[Path]:
     """Creates the certificates of all roles for these hosts, and the folder's authority unless it exists.
 
-    Each of `workers`, worker ids, gets a certificate of its own as well, worker-ID.pem, with which no other id can be
-    registered.
+    Each worker id in `workers` also gets a certificate of its own, worker-ID.pem, which can register no other id.
 
     Returns the certificate files. Without `force`, raises FailedPreconditionError (FILE_EXISTS) if there are
     certificates already. With `force` it replaces them but keeps the authority, so that components with old and new
-    certificates trust each other. Raises ConfigError for an unreadable authority and for a folder that is none.
+    certificates trust each other. Raises ConfigError for an unreadable authority and for a path that is no folder.
     """
     now = now or datetime.now(UTC)
     named = [(role, None, files_in(directory, role)) for role in ROLES]
@@ -120,7 +119,7 @@ def issue(
 ) -> Issued:
     """Issues a role's certificate with its URI, its name inside the cluster, and the host names for clients.
 
-    With `worker_id` it is one worker's alone.
+    With `worker_id` only this worker can use it.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     names: list[x509.GeneralName] = [

@@ -1,4 +1,4 @@
-"""TLS files, roles in certificates, gRPC credentials, and a server's certificates, which are read again on a change.
+"""TLS files, roles in certificates, gRPC credentials, and a server's certificates, which are renewed with their files.
 
 A component's certificate contains its role twice: as the URI `spiffe://splitserve/ROLE`, or
 `spiffe://splitserve/ROLE/WORKER_ID` for that worker alone, which identifies it as a caller; and as the DNS name
@@ -12,7 +12,7 @@ import hashlib
 import os
 import ssl
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
@@ -111,8 +111,11 @@ def client_files(path: Path) -> TlsFiles:
 
 
 def check_files(files: TlsFiles) -> None:
-    """Raises ConfigError for an unreadable or invalid file, the key of another certificate, and a chain that peers
-    would refuse: with a certificate that is missing, or that is not valid now."""
+    """Raises ConfigError for files that peers would refuse.
+
+    That is an unreadable or invalid file, the key of another certificate, and a chain with a certificate that is
+    missing or not valid now.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if files.authority is not None:
         _read("authority", files.authority)
@@ -146,14 +149,14 @@ def _check_chain(path: Path, authority: Path | None) -> None:
         if own in known:
             return
         signers = [other for other in (*known, *others) if other != own and _signed(own, other)]
-        if authority is None and not signers:  # the system's authorities are not looked through
+        if authority is None and not signers:  # the system's authorities cannot be searched here
             return
         if own.issuer == own.subject:
             raise ValueError(f"{subject} is signed by itself, and is not in {authority}")
         if not signers:
             missing = f"the certificate of {own.issuer.rfc4514_string()}, which signed {subject},"
             raise ValueError(f"{missing} is neither in this file nor in {authority}")
-        # Of a signer that was renewed, the certificate that is valid longest.
+        # A renewed signer has several certificates: follow the one that is valid longest.
         own = max(signers, key=lambda signer: signer.not_valid_after_utc)
     raise ValueError(f"its certificates are signed by each other, and not by {authority}")
 
@@ -168,7 +171,7 @@ def _signed(certificate: Certificate, signer: Certificate) -> bool:
 
 
 def read_pems(files: TlsFiles) -> TlsPems:
-    """The present content of the files. Raises ConfigError for one that cannot be read."""
+    """The content of the files now. Raises ConfigError for one that cannot be read."""
     return TlsPems(
         authority=_read("authority", files.authority) if files.authority else None,
         certificate=_read("certificate", files.certificate) if files.certificate else None,
@@ -185,11 +188,11 @@ def channel_credentials(pems: TlsPems) -> grpc.ChannelCredentials:
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """Who calls, according to the certificate of the connection; all empty without one."""
+    """The caller according to the certificate of its connection; all fields are empty without one."""
 
     roles: frozenset[str] = frozenset()
     worker_ids: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """By role: the only worker ids that the certificate may register. A role that is not here has any."""
+    """By role: the only worker ids that the certificate may register. A role that is missing here may register any."""
     fingerprint: str = ""
     """SHA-256 of the certificate, hexadecimal."""
 
@@ -234,7 +237,7 @@ def _config_errors(field: str, path: Path) -> Iterator[None]:
 
 def _read(field: str, path: Path | None) -> bytes:
     assert path is not None, field
-    # Of no pipe: OpenSSL opens the file again, and would wait for another writer.
+    # A pipe is refused: OpenSSL opens the file again, and would wait for another writer.
     return read_named_file(path, f"tls.{field}", may_be_pipe=False)
 
 
@@ -244,24 +247,25 @@ class _InForce:
 
     pems: TlsPems
     contexts: dict[bool, ssl.SSLContext]
-    """Contexts of servers that require a client's certificate (True), and that ask for none."""
+    """Server contexts: under True one that requires a client's certificate, under False one that asks for none."""
 
 
 class ServerTls:
     """TLS of all servers of a component. New connections use the renewed files; open ones stay as they are.
 
-    Raises ConfigError for files that are unusable at the start. Later such files change nothing. Who owns this adds
-    `file` to a `FileWatcher`.
+    Raises ConfigError for files that are unusable at the start; later, unusable files change nothing. The owner of this
+    object adds `file` to a `FileWatcher`.
     """
 
     def __init__(self, files: TlsFiles) -> None:
         self.files = files
-        self.file: ReloadedFiles[_InForce] = ReloadedFiles("tls", self._paths, self._load, self._adopt)
+        paths = [path for path in (files.authority, files.certificate, files.key) if path is not None]
+        self.file: ReloadedFiles[_InForce] = ReloadedFiles("tls", lambda: paths, self._load, self._adopt)
         self.file.start()
 
     @property
     def pems(self) -> TlsPems:
-        """What is in force."""
+        """The files' content that new connections use."""
         return self._in_force.pems
 
     def grpc_credentials(self, *, mutual: bool) -> grpc.ServerCredentials:
@@ -283,23 +287,19 @@ class ServerTls:
         )
 
     def ssl_context(self, *, mutual: bool) -> ssl.SSLContext:
-        """A context for other servers, whose connections each use what is in force when they begin."""
+        """A context for servers without gRPC. Each connection uses the files in force when it begins."""
         context = _context(self.files, mutual)
         self.renew(context, mutual=mutual)
         return context
 
     def renew(self, context: ssl.SSLContext, *, mutual: bool) -> None:
-        """Makes each new connection of a server with this context use what is in force."""
+        """Makes each new connection of a server with this context use the files in force."""
 
         def choose(connection: ssl.SSLObject, name: str | None, base: ssl.SSLContext) -> None:
             # Called for each ClientHello, with or without a server name; the documented place to change the context.
             connection.context = self._in_force.contexts[mutual]
 
         context.sni_callback = choose
-
-    def _paths(self) -> Sequence[Path]:
-        files = (self.files.authority, self.files.certificate, self.files.key)
-        return [path for path in files if path is not None]
 
     def _load(self) -> _InForce:
         check_files(self.files)

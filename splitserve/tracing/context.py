@@ -1,6 +1,6 @@
 """W3C Trace Context: which trace a request belongs to. It needs no library, so that logs have trace ids without one.
 
-What is malformed or too long is as good as not there, by the rules of the recommendation: no error, and never logged.
+As the recommendation asks, a malformed or too long header is ignored like a missing one, without error or log entry.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Literal, Self
 from splitserve.v1 import generation_pb2
 
 MAX_TRACEPARENT = 128
-"""Characters of a later version's `traceparent` that are looked at; version 00 has 55."""
+"""Maximum length of a `traceparent` of later versions, in characters; version 00 has 55."""
 MAX_TRACESTATE = 512
-"""Longest `tracestate` that is passed on, which the recommendation asks for at least."""
+"""Maximum length of a `tracestate` that is passed on, in characters: the least that the recommendation allows."""
 MAX_MEMBERS = 32
 _VERSION_00 = 55
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?", re.DOTALL)
@@ -39,7 +39,7 @@ class TraceContext:
     sampled: bool
     """Whether its spans are recorded."""
     tracestate: str = ""
-    """What tracing systems pass on; at most MAX_TRACESTATE characters."""
+    """The value of the header `tracestate`; at most MAX_TRACESTATE characters."""
 
     @classmethod
     def parse(cls, traceparent: str | None, tracestate: str | None = None) -> Self | None:
@@ -81,7 +81,7 @@ class TraceContext:
 
 
 def trace_id_of(context: TraceContext | None) -> str:
-    """Its trace id; empty without a context."""
+    """The context's trace id; empty without a context."""
     return "" if context is None else context.trace_id
 
 
@@ -108,16 +108,16 @@ class FinishedSpan:
 
     name: str
     context: TraceContext
-    """The span's own."""
+    """The ids of this span and of its trace."""
     parent_id: str
-    """Span id; empty: it begins the trace."""
+    """Span id of the parent; empty for the first span of a trace."""
     start_s: float
     end_s: float
     attributes: Attributes = field(default_factory=dict)
     kind: Literal["server", "client", "internal"] = "internal"
     links: tuple[TraceContext, ...] = ()
     error: str = ""
-    """Reason and message; empty unless it failed."""
+    """Reason and message of the failure; empty if the span succeeded."""
 
     def part(
         self, name: str, start_s: float, end_s: float, attributes: Attributes | None = None
@@ -128,9 +128,9 @@ class FinishedSpan:
 
 
 SpanSink = Callable[[Sequence[FinishedSpan]], None]
-"""Takes spans of a sampled trace, a whole before its parts; never waits and never raises."""
+"""Takes spans of a sampled trace, each before its children; never waits and never raises."""
 
 
 def unix_offset_s() -> float:
-    """What to add to a time of `time.monotonic` for seconds since 1970, now."""
+    """The difference between seconds since 1970 and `time.monotonic()`, now."""
     return time.time() - time.monotonic()

@@ -18,8 +18,8 @@ async def exporting_spans(
 ) -> AsyncIterator[SpanSink | None]:
     """A sink for this process's spans while the context is open; None where no endpoint is set.
 
-    `service` is "coordinator" or the kind of worker, for example "prefill-worker", `instance` its id. Leaving it takes
-    a bounded time, whatever the receiver does. Raises ConfigError (tracing.endpoint, tracing.authority).
+    `service` is "coordinator" or the kind of worker, for example "prefill-worker"; `instance` is its id. Leaving the
+    context takes a bounded time, whatever the receiver does. Raises ConfigError (tracing.endpoint, tracing.authority).
     """
     if config.endpoint is None:
         yield None

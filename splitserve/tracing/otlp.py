@@ -1,7 +1,7 @@
 """Sends spans to an OTLP receiver with OpenTelemetry's SDK. Imported only where an endpoint is set.
 
 Spans wait in a bounded queue, and a thread of the SDK sends them in batches: a receiver that is slow, dead or silent
-costs spans, never a request. Which requests are traced was decided before, so the SDK samples nothing.
+loses spans, but delays no request. The coordinator has decided which requests are traced: the SDK exports all spans.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from splitserve.runtime.bounded_file import read_named_file
 from splitserve.tracing.context import FinishedSpan, TraceContext
 
 MAX_QUEUED_SPANS = 8192
-"""Further spans push out the oldest; each takes about 2 KB."""
+"""When the queue is full, a new span replaces the oldest. A span takes about 2 KB."""
 MAX_BATCH_SPANS = 512
 BATCH_DELAY_S = 1.0
 EXPORT_TIMEOUT_S = 5.0
-"""Of one batch, its retries included."""
+"""Time limit for one batch, its retries included."""
 FLUSH_S = 2.0
 """How long the end of the process waits for the spans that are queued."""
 KINDS = {
@@ -41,7 +41,7 @@ _SAMPLED = trace.TraceFlags(trace.TraceFlags.SAMPLED)
 
 
 class _GivenIds(IdGenerator):
-    """Gives the SDK the ids that a span has had all along."""
+    """Gives the SDK the ids of the span that is exported, instead of new ones."""
 
     def __init__(self) -> None:
         self.trace_id = self.span_id = 0
@@ -59,7 +59,7 @@ class SpanExport:
     def __init__(self, endpoint: str, authority: Path | None, service: str, instance: str) -> None:
         """Raises ConfigError (tracing.authority)."""
         encrypted = endpoint.startswith("https:")
-        # Headers, such as a vendor's key, come from OTEL_EXPORTER_OTLP_HEADERS: no setting of ours has them.
+        # The SDK reads headers, such as a vendor's key, from OTEL_EXPORTER_OTLP_HEADERS.
         self._exporter = OTLPSpanExporter(
             endpoint=endpoint,
             insecure=not encrypted,
@@ -87,13 +87,13 @@ class SpanExport:
         """Queues spans; see SpanSink."""
         try:
             with self._lock:
-                for span in reversed(spans):  # the whole last: where it has come, its parts have
+                for span in reversed(spans):  # parents last: a receiver that has a span has its children
                     self._export(span)
         except Exception as error:  # the caller's thread serves requests
             log_exception("tracing.failed", error)
 
     def close(self) -> None:
-        """Sends what is queued, and gives up after FLUSH_S. Blocks for so long."""
+        """Sends the queued spans. Blocks until they are sent, at most FLUSH_S."""
         closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
         closing.start()
         closing.join(FLUSH_S)

@@ -14,7 +14,7 @@ from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import Code, attend_op
 from engine.core.model_runner import ScheduledSequence
 from engine.kv_cache.memory import KvCacheMemory
-from engine.model.attention_interface import AttentionBackend, LayerState
+from engine.model.attention_interface import AttentionBackend, LayerState, NewTokens
 from kv_transfer.layout import KvLayout
 from splitserve.generation.kv_blocks import blocks_for
 
@@ -46,8 +46,8 @@ class ChunkInputs:
 class DecodeInputs:
     """Inputs of up to `rows` sequences that compute one token each, at fixed addresses.
 
-    `step` is the `Step` of `src/kv.hpp`, as in `ChunkInputs`: each row's
-    number of tokens, the new one included (0: the row is padding, reads no KV and writes none), and its block table.
+    `step` is the `Step` of `src/kv.hpp`, as in `ChunkInputs`: each row's number of tokens, the new one included (0: the
+    row is padding, reads no KV and writes none), and its block table.
     """
 
     def __init__(self, rows: int, context_tokens: int, block_size: int) -> None:
@@ -112,18 +112,12 @@ class CpuAttention(AttentionBackend):
 
     @override
     def attend(
-        self,
-        layer: LayerState,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        softcap: float | None,
+        self, layer: LayerState, tokens: NewTokens, scale: float, softcap: float | None
     ) -> torch.Tensor:
         assert self.parts is not None, "a forward pass outside of a step"
-        heads, tokens, head_dim = query.shape
-        query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-        output = query.new_empty(tokens, heads, head_dim)
+        query, key, value = tokens.with_contiguous_rows()
+        heads, count, head_dim = query.shape
+        output = query.new_empty(count, heads, head_dim)
         for part in self.parts:
             rows = slice(part.begin, part.end)
             op = attend_op(

@@ -1,7 +1,7 @@
 """Compiles the kernels (`src`) for this processor at the first start; later starts load them from the cache.
 
-`python -m engine.backends.cpu.build FOLDER` compiles them beforehand for each of `LEVELS`: an image has no
-compiler, and does not know its processor. Libraries in `PREBUILT` are used without compiling.
+`python -m engine.backends.cpu.build FOLDER` compiles them beforehand for each of `LEVELS`, for a container image: it
+has no compiler, and its processor is not known when it is built. Libraries in `PREBUILT` are used without compiling.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPENMP = "libgomp.so.1"
 
 @dataclass(frozen=True, slots=True)
 class X86Level:
-    """Processors that one prebuilt library is for."""
+    """A set of processors that share one prebuilt library."""
 
     name: str
     flags: tuple[str, ...]
@@ -57,7 +57,8 @@ LEVELS = (
     X86Level("v4-bf16-vbmi", _VBMI_FLAGS, NEEDED | frozenset(_MORE)),
     X86Level("v4-bf16", _BASE_FLAGS, NEEDED),
 )
-"""The most capable first: Sapphire Rapids and later; Zen 4 and later; Cooper Lake. Below them torch computes."""
+"""The most capable first: Sapphire Rapids and later; Zen 4 and later; Cooper Lake. On other processors torch
+computes."""
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 """https://docs.kernel.org/arch/x86/xstate.html: a process asks before it uses tile registers."""
 
@@ -87,7 +88,8 @@ def prebuilt_library(features: frozenset[str]) -> Path | None:
 
 
 def prebuild(folder: Path) -> list[Path]:
-    """Compiles what is missing in the folder, with the OpenMP library beside it, and removes what is of other sources.
+    """Compiles the libraries that the folder lacks and copies the OpenMP library there; removes those of other sources.
+
     Returns the new files.
 
     Raises UnavailableError without a compiler, or when it fails. Does nothing for other processors than x86-64.
@@ -173,7 +175,7 @@ def _compile(compiler: str, library: Path, flags: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Compiles beforehand; exit code 1 with a reason where that cannot be done."""
+    """Compiles beforehand. Exit code 1, with the reason, if that fails."""
     try:
         for path in prebuild(Path(sys.argv[1])):
             print(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -12,27 +12,21 @@ from engine.backends.cpu.ops import OP, NormKind, Ops, linear_op, rms_norm_op
 from engine.kv_cache.memory import host_pages
 
 _PANEL = 16
-"""Outputs of a layer must be a multiple: a packed panel has 16, 32 or 48."""
+"""The number of outputs of a layer must be a multiple of this: a packed panel has 16, 32 or 48."""
 _PAIR = 2
-"""Inputs of a bfloat16 layer must be a multiple: the dot product instruction takes pairs."""
-
-
-class OpRecorder(Protocol):
-    """Takes operations in place of computing them; see `GraphCapture`."""
-
-    def record(self, op: Ops) -> None:
-        """`op` would be computed now. What it would write has any content."""
+"""The number of inputs of a layer must be a multiple of this: the dot product instruction takes pairs."""
 
 
 class CpuKernels:
     """The compiled library, and the number of threads that its operations run on.
 
-    While `recorder` is set, operations are recorded there and not computed: a capture needs their addresses only.
+    While `record` is set, it is called with each operation instead of computing it: a `GraphCapture` needs addresses
+    only, and the results have arbitrary content.
     """
 
     def __init__(self, threads: int, *, amx: bool = True) -> None:
         """Raises UnavailableError as `load_library`, which has `amx`."""
-        self.recorder: OpRecorder | None = None
+        self.record: Callable[[Ops], None] | None = None
         self.threads = threads
         self._weights = WeightMemory()
         library = load_library(amx=amx)
@@ -57,9 +51,9 @@ class CpuKernels:
         self._run(ops.ctypes.data, len(ops), self.threads)
 
     def compute(self, op: Ops) -> None:
-        """Computes one operation, or records it if there is a recorder."""
-        if self.recorder is not None:
-            self.recorder.record(op)
+        """Computes one operation, or records it while `record` is set."""
+        if self.record is not None:
+            self.record(op)
         else:
             self.run(op)
 
@@ -70,7 +64,7 @@ class CpuKernels:
         return weight.dtype is torch.bfloat16 and outputs % _PANEL == 0 and inputs % _PAIR == 0
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight `[outputs, inputs]` in bfloat16, in the order that `linear` reads it in.
+        """A weight `[outputs, inputs]` in bfloat16, in the order of elements that `linear` reads.
 
         Same shape and dtype; see `src/panels.hpp` for the order of the elements.
         """
@@ -89,8 +83,8 @@ class CpuKernels:
         outputs, inputs = packed.shape
         y = x.new_empty((*x.shape[:-1], outputs))
         rows = x.numel() // inputs
-        if self.recorder is not None:
-            self.recorder.record(linear_op(x.view(rows, inputs), packed, bias, y.view(rows, outputs)))
+        if self.record is not None:
+            self.record(linear_op(x.view(rows, inputs), packed, bias, y.view(rows, outputs)))
             return y
         self._linear(
             self.threads,
@@ -108,15 +102,15 @@ class CpuKernels:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, kind: NormKind, epsilon: float) -> torch.Tensor:
         """Root mean square norm over the last dimension of x `[..., width]`. Raises TypeError for x not in bfloat16.
 
-        Rows are computed in the order in which x has them in memory, and the result has that order: where tokens come
-        first there, as in a transposed view of heads, fewer of them are the first rows of a captured operation.
+        Rows are computed, and the result is stored, in the order of x in memory. If tokens are the outermost dimension
+        there, as in a transposed view of heads, a step of fewer tokens is the first rows of a captured operation.
         """
         order = [*sorted(range(x.dim() - 1), key=lambda dim: -x.stride(dim)), x.dim() - 1]
         x = _bfloat16(x.permute(order))
         y = torch.empty_like(x)
         width = x.shape[-1]
-        if self.recorder is not None:
-            self.recorder.record(rms_norm_op(x, weight, y, kind, epsilon))
+        if self.record is not None:
+            self.record(rms_norm_op(x, weight, y, kind, epsilon))
         else:
             addresses = x.data_ptr(), weight.data_ptr(), y.data_ptr()
             self._rms_norm(self.threads, *addresses, x.numel() // width, width, kind, epsilon)
@@ -142,7 +136,7 @@ def _bfloat16(x: torch.Tensor) -> torch.Tensor:
 
 CHUNK_BYTES = 32 << 20
 SMALL_BYTES = 1 << 18
-"""Smaller weights get ordinary memory: they are read from a cache anyway."""
+"""Smaller weights get ordinary memory, as they stay in a cache."""
 ALIGNED = 64
 _HUGE_PAGE = 2 << 20
 

@@ -1,7 +1,7 @@
 """Replaces a model's linear layers and norms by faster ones: our kernels', or weights packed for oneDNN.
 
-Siblings share one product; see `engine.model.sibling_linears`. The whole model is compared before and after; if it
-differs or fails, every layer is put back.
+Siblings share one product; see `engine.model.sibling_linears`. The whole model's logits are compared before and after.
+If they differ, or the model fails, every layer is restored.
 """
 
 from __future__ import annotations
@@ -14,19 +14,12 @@ from torch import nn
 
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import NormKind
-from engine.model.sibling_linears import (
-    LinearSlice,
-    SharedProduct,
-    joined,
-    relative_difference,
-    sibling_groups,
-)
-from splitserve.logs import log_event
+from engine.model.sibling_linears import LinearSlice, SharedProduct, joined, kept, sibling_groups
 
 MakeLayer = Callable[[Sequence[nn.Linear]], nn.Module]
-"""Makes one layer of several that have their outputs beside each other; see `weights_of`."""
+"""Joins several layers to one with their outputs beside each other; see `weights_of`."""
 MAX_DIFFERENCE = 0.02
-"""Of the whole model's logits, relative norm: another order of summation may change bfloat16 rounding."""
+"""Relative difference of the model's logits: another order of summation may change bfloat16 rounding."""
 
 
 class PackedLinear(nn.Module):
@@ -66,18 +59,7 @@ def pack_linears(
     for parent, name, replacement in replacements(model, make):
         originals.append((parent, name, getattr(parent, name)))
         setattr(parent, name, replacement)
-    try:
-        after = probe().float()
-        difference = relative_difference(after, before)
-        why = None if difference <= MAX_DIFFERENCE else f"logits differ by {difference:.3g}"
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        why = str(error).partition("\n")[0]
-    if why is None:
-        return True
-    for parent, name, original in originals:
-        setattr(parent, name, original)
-    log_event("engine.linears_not_packed", why=why)
-    return False
+    return kept(originals, before, probe, MAX_DIFFERENCE)
 
 
 def replacements(model: nn.Module, make: MakeLayer) -> Iterator[tuple[nn.Module, str, nn.Module]]:
@@ -106,7 +88,7 @@ def weights_of(layers: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor 
 
 
 def fits(module: nn.Module) -> bool:
-    """Whether it is a bfloat16 linear layer that may be replaced."""
+    """Whether a module is a bfloat16 linear layer that may be replaced."""
     # Subclasses may compute something else.
     return type(module) is nn.Linear and module.weight.dtype is torch.bfloat16
 
@@ -114,9 +96,9 @@ def fits(module: nn.Module) -> bool:
 _NORM_WIDTH = 16
 _SAMPLES = 8
 _MAX_DIFFERENCE = 0.002
-"""Relative norm. Another order of summation now and then rounds a value to its other neighbour."""
+"""Maximum relative norm of the difference: another order of summation may round a value to its other neighbour."""
 _EPSILONS = ("variance_epsilon", "eps")
-"""Names of the attribute in the model families."""
+"""Names of the attribute epsilon in the model families."""
 
 
 class KernelLinear(nn.Module):
@@ -147,7 +129,7 @@ class KernelRmsNorm(nn.Module):
 
 
 def replace_norms(model: nn.Module, kernels: CpuKernels) -> int:
-    """Replaces the norms that the kernels compute alike, each tried on a sample first; returns how many."""
+    """Replaces the norms that the kernels compute equally, as tested on a sample each; returns their number."""
     replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -21,7 +21,7 @@ OP = np.dtype(
     ]
 )
 Ops = npt.NDArray[Any]
-"""Of dtype `OP`."""
+"""Operations: an array `[n]` of dtype `OP`."""
 SERIAL_ELEMENTS = 16384
 """Up to this many elements one thread is faster than several, which must be synchronized first."""
 

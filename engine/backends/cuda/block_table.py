@@ -1,9 +1,9 @@
 """The block tables of sequences, kept on the device from step to step.
 
-A sequence has a row while it runs. A step sends only what its sequences' tables got since they were last sent: nothing
-for most decode rows, an entry where a token begins a new block, the whole table of a new sequence. The engine does not
-say when a sequence ends; the row that was unused for longest goes to the next one that needs a row. A table that was
-freed and given out again has another `table_id`, so what its row held does not matter.
+A sequence has a row while it runs. A step sends only entries that are new since the last step: none for most decode
+rows, one where a token begins a new block, all of a new sequence. The engine does not report the end of a sequence; the
+least recently used row goes to the next sequence that needs one. A block table that was freed and allocated again has
+another `table_id`, so the old content of its row is never read.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _NO_ROW = -1
 
 
 class HostBlockTable:
-    """Which row each sequence has, and what is in it: `entries` int64 `[rows * columns]`, row after row.
+    """The row of each sequence and its content: `entries` int64 `[rows * columns]`, row after row.
 
-    Entries of a row behind those of its sequence hold anything.
+    Entries of a row beyond its sequence's table are arbitrary.
     """
 
     def __init__(self, rows: int, columns: int, block_size: int) -> None:
@@ -33,15 +33,15 @@ class HostBlockTable:
         self._row_of: dict[int, int] = {}
         self._table_in = [0] * rows
         self._widths: Ints = np.zeros(rows, np.int64)
-        """Leading entries of each row that are its sequence's."""
+        """Number of leading entries of each row that belong to its sequence."""
         self._last_used: Ints = np.zeros(rows, np.int64)
         self._step = 0
 
     def place(self, flat: FlatStep) -> tuple[Ints, Ints]:
         """Brings the rows of a step's sequences up to date.
 
-        Returns where in `entries` each sequence's table begins, int64 `[sequences]`, and which entries are new, int64
-        `[changed]`, each once. Raises ValueError for more sequences or longer ones than there is room for.
+        Returns the index in `entries` of each sequence's table, int64 `[sequences]`, and the indices of new entries,
+        int64 `[changed]`, each once. Raises ValueError for too many sequences, or too long ones.
         """
         widths = blocks_for(flat.contexts, self._block_size)
         if len(flat.sequences) > self.rows or widths.max(initial=0) > self.columns:
@@ -59,23 +59,23 @@ class HostBlockTable:
         return starts, np.concatenate(changed) if changed else np.empty(0, np.int64)
 
     def forget(self) -> None:
-        """Takes all rows from their sequences; those that go on get theirs anew."""
+        """Takes all rows from their sequences; sequences of later steps get new rows."""
         self._row_of.clear()
         self._table_in = [0] * self.rows
 
     def _rows_of(self, flat: FlatStep) -> Ints:
         self._step += 1
         row_of = self._row_of
-        rows = np.array([row_of.get(s.table_id, _NO_ROW) for s in flat.sequences], np.int64)
+        rows = np.array([row_of.get(entry.table_id, _NO_ROW) for entry in flat.sequences], np.int64)
         without = np.flatnonzero(rows == _NO_ROW)
-        # First of all the others are marked as used, so that nobody gets the row of a sequence in the same step.
+        # Rows of this step are marked as used first, so that no other sequence of the step gets them.
         self._last_used[rows[rows != _NO_ROW]] = self._step
         for index in without.tolist():
             rows[index] = self._take_row(flat.sequences[index].table_id)
         return rows
 
     def _take_row(self, table_id: int) -> int:
-        """The row that was unused for longest. A table without a name has it for one step."""
+        """Assigns the least recently used row to a table; a table with id 0 keeps it for one step only."""
         row = int(self._last_used.argmin())
         self._row_of.pop(self._table_in[row], None)
         if table_id:
@@ -88,8 +88,8 @@ class HostBlockTable:
 class DeviceBlockTable:
     """A `HostBlockTable` and its copy on the device.
 
-    `tables` int64 `[rows * columns]` never moves, so captured graphs may read it. A step writes it behind all work that
-    was queued before and ahead of its own.
+    `tables` int64 `[rows * columns]` never moves, so captured graphs may read it. The device updates it in the order of
+    its queue: after the earlier steps, before the step itself.
     """
 
     def __init__(self, rows: int, columns: int, block_size: int, device: torch.device) -> None:
@@ -110,7 +110,7 @@ class DeviceBlockTable:
                 places, blocks = self._upload.send([changed, self._host.entries[changed]])
                 self.tables.index_copy_(0, places, blocks)
         except BaseException:
-            # The device may not have what the host believes it has: another sequence would read foreign blocks.
+            # Host and device may differ now: a sequence would read blocks of others.
             self._host.forget()
             raise
         owners = np.repeat(starts, np.diff(flat.query_starts))

@@ -187,12 +187,12 @@ def decode_attention(
     splits: int,
     min_tokens: int = MIN_TOKENS,
 ) -> None:
-    """Writes the first `inputs.num_decode` rows of `output`; shapes and dtypes as in `prefill_attention`.
+    """Writes the first `inputs.flat.num_decode` rows of `output`; shapes and dtypes as in `prefill_attention`.
 
     `splits`: see `split_count`. `min_tokens`: minimum keys in a part, a multiple of KEYS.
     """
     keys, values = kv.keys, kv.values
-    rows, heads, kv_heads = inputs.num_decode, query.shape[0], keys.shape[0]
+    rows, heads, kv_heads = inputs.flat.num_decode, query.shape[0], keys.shape[0]
     parts = torch.empty((rows, heads, splits, shape.head_dim), dtype=torch.float32, device=query.device)
     highests = torch.empty((rows, heads, splits), dtype=torch.float32, device=query.device)
     totals = torch.empty_like(highests)

@@ -16,7 +16,7 @@ from typing_extensions import override
 from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.cuda.staging import Staging, StepInputs
 from engine.backends.cuda.step_graphs import CudaStepGraphs
-from engine.backends.interface import Forward, StepLogits, flatten
+from engine.backends.interface import Forward, StepLogits, compute_logits, flatten
 from engine.core.model_runner import DEFAULT_STEP_TOKENS, ScheduledSequence
 from engine.model.attention_interface import AttentionBackend
 from engine.model.loaded_model import LoadedModel
@@ -25,23 +25,13 @@ from splitserve.config.engine import EngineConfig
 from splitserve.generation.kv_blocks import blocks_for
 
 POLL_S = 5e-5
-"""Sleep between two looks: leaves the interpreter to the event loop, and adds little to a step."""
-
-
-class DeviceEvent(Protocol):
-    """What `torch.cuda.Event` is to `wait_for`."""
-
-    def query(self) -> bool:
-        """Whether the device has come to it."""
-
-    def synchronize(self) -> None:
-        """Waits until the device has."""
+"""Sleep between two queries of an event: lets the event loop run, and adds little to a step."""
 
 
 def wait_for(
-    event: DeviceEvent, poll: Callable[[], None] | None, sleep: Callable[[float], None] = time.sleep
+    event: torch.cuda.Event, poll: Callable[[], None] | None, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Waits for the event. `poll` is called meanwhile, on this thread; None: the device alone is waited for."""
+    """Waits until the device has reached an event. Meanwhile calls `poll`, unless it is None, on this thread."""
     if poll is None:
         event.synchronize()
         return
@@ -55,7 +45,7 @@ FIRST_CAPACITY = 1 << 16
 
 
 class PagedAttention(AttentionBackend, Protocol):
-    """An attention backend whose step is set as `StepInputs`."""
+    """An attention backend that reads the step from `inputs`."""
 
     inputs: StepInputs | None
 
@@ -108,14 +98,7 @@ class CudaForward(Forward):
     def _compute(self, inputs: StepInputs) -> torch.Tensor:
         """Logits `[samples, vocabulary]` of the rows in `sample_rows`."""
         self._backend.inputs = inputs
-        # Only sampled rows go through the output layer. This is left to the model's own forward pass, because some
-        # families scale or cap logits there.
-        logits: torch.Tensor = self._module(
-            input_ids=inputs.token_ids,
-            position_ids=inputs.positions,
-            use_cache=False,
-            logits_to_keep=inputs.sample_rows,
-        ).logits[0]
+        logits = compute_logits(self._module, inputs.token_ids, inputs.positions, inputs.sample_rows)
         self._backend.inputs = None
         return logits
 
@@ -130,10 +113,9 @@ class AsyncArgmax:
         tokens = torch.where(torch.isfinite(best), indices, -1)
         self._on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda)
         self._on_host.copy_(tokens, non_blocking=True)
-        self._done: DeviceEvent | None = None
-        if tokens.is_cuda:
-            self._done = event = torch.cuda.Event()
-            event.record()
+        self._done = torch.cuda.Event() if tokens.is_cuda else None
+        if self._done is not None:
+            self._done.record()
 
     def __call__(self) -> list[int]:
         """The token of each row's largest logit; -1 where that is not finite, as in a row with a NaN."""
@@ -146,9 +128,9 @@ class AsyncArgmax:
 def prepare_device(device: torch.device) -> None:
     """Selects the calling thread's device, and sets the precision of matrix products for the process.
 
-    * No TF32, which keeps 10 bits of the mantissa: float32 is for those who want exact answers.
+    * No TF32, which keeps 10 bits of the mantissa: users choose float32 for exact results.
     * bfloat16 products are summed in float32 even where cuBLAS splits a sum over several multiprocessors. Otherwise it
-      may combine the parts in bfloat16, which depends on the batch and costs accuracy in long sums.
+      may combine the parts in bfloat16, which makes results depend on the batch and long sums inaccurate.
     """
     torch.cuda.set_device(device)
     torch.backends.cuda.matmul.allow_tf32 = False

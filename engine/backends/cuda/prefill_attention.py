@@ -134,7 +134,7 @@ def prefill_attention(
     keys, values = kv.keys, kv.values
     tile = _tile(query.dtype, shape.padded_dim)
     queries = max(1, tile.rows // shape.padded_group)
-    grid = (triton.cdiv(inputs.longest_chunk, queries), keys.shape[0], inputs.num_prefill)
+    grid = (triton.cdiv(inputs.flat.longest_chunk, queries), keys.shape[0], inputs.flat.num_prefill)
     _prefill[grid](
         query,
         keys,
@@ -145,7 +145,7 @@ def prefill_attention(
         inputs.table_starts,
         inputs.tables,
         scale,
-        inputs.num_decode,
+        inputs.flat.num_decode,
         query.stride(0),
         query.stride(1),
         keys.stride(0),

@@ -17,13 +17,15 @@ import torch
 from engine.backends.interface import FlatStep, Ints
 
 ALIGNED = 2
-"""Each array begins at a multiple of this many numbers (16 bytes): Triton compiles kernels anew for any other."""
+"""Each array begins at a multiple of this many numbers (16 bytes): Triton compiles other kernels for other
+alignments."""
 NOWHERE = -1
 """The slot of a padded row: its KV is not written, so no block is needed for it."""
 
 
 class StepSize(NamedTuple):
-    """What a step is padded to: rows that decode, and `chunks` chunks of prompts with `tokens` tokens in all."""
+    """The size that a step is padded to: rows that decode, and `chunks` chunks of prompts with `tokens` tokens in
+    all."""
 
     decodes: int
     tokens: int = 0
@@ -49,9 +51,10 @@ class PlacedStep:
     tables: torch.Tensor
 
     def padded(self, size: StepSize) -> PlacedStep:
-        """The step extended to a size: new rows behind those that decode and behind the chunks, new chunks of no token.
+        """The step extended to a size: more rows after the decode rows and after the chunks, and more chunks, without
+        tokens.
 
-        They read no KV and write none. `sample_rows` gets an entry for every sequence; the new ones name any row.
+        They read no KV and write none. `sample_rows` gets an entry for every sequence; new entries name any row.
         """
         flat = self.flat
         decodes, rows, sequences = flat.num_decode, len(flat.token_ids), len(flat.contexts)
@@ -83,7 +86,7 @@ class PlacedStep:
 
 
 def _parted(array: Ints, place: int, inside: int, behind: int, value: int = 0) -> Ints:
-    """The array with `inside` more elements at `place` and `behind` more at its end."""
+    """The array with `inside` elements inserted at `place` and `behind` elements appended."""
     more = np.full(inside + behind, value, np.int64)
     return np.concatenate([array[:place], more[:inside], array[place:], more[inside:]])
 
@@ -102,21 +105,6 @@ class StepInputs:
     query_starts: torch.Tensor
     table_starts: torch.Tensor
     sample_rows: torch.Tensor
-
-    @property
-    def num_decode(self) -> int:
-        """Sequences that compute one token; they are the first rows."""
-        return self.flat.num_decode
-
-    @property
-    def num_prefill(self) -> int:
-        """Sequences that compute more than one token."""
-        return self.flat.num_prefill
-
-    @property
-    def longest_chunk(self) -> int:
-        """The largest number of new tokens of a prefill sequence."""
-        return self.flat.longest_chunk
 
 
 class Upload:
@@ -147,15 +135,15 @@ class Upload:
 
     def _allocate(self, capacity: int) -> None:
         self.capacity = capacity
-        """Numbers that fit. A larger step makes the buffer grow, which changes its address."""
+        """Size of the buffer in numbers. A larger step makes it grow, which changes its address."""
         self._host = torch.empty(capacity, dtype=torch.int64, pin_memory=self._copied is not None)
         self._numbers: Ints = self._host.numpy()
         self._on_device = torch.empty(capacity, dtype=torch.int64, device=self._device)
 
 
 class Staging:
-    """Sends steps to the device. Those of as many tokens, sequences and samples have the same addresses there, as long
-    as `capacity` numbers hold them."""
+    """Sends steps to the device. Steps with equal numbers of tokens, sequences and samples have the same addresses
+    there, as long as they fit into `capacity` numbers."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._upload = Upload(capacity, device)

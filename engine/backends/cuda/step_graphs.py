@@ -4,8 +4,8 @@ There is one graph per `StepSize`; a step uses the next larger one and pads it. 
 slot NOWHERE: it reads no KV and writes none. A padded chunk has no tokens. So padding needs no blocks, and capturing,
 which computes padding only, touches none.
 
-Steps with chunks of prompts are captured up to the length from which on the device takes longer for them than the host
-takes to launch them: from there on a graph saves nothing, and its padding would cost.
+Steps with chunks of prompts are captured as long as the host takes longer to launch them than the device to compute
+them. For longer chunks a graph saves nothing, and its padding costs time.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from splitserve.logs import log_event
 MAX_ROWS = 256
 """Larger batches keep the GPU busy without graphs."""
 FINE = 16
-"""From here on sizes grow by this much instead of doubling: in the linear layers padded rows cost as much as others."""
+"""From here on sizes grow by this much instead of doubling: a padded row costs as much as any other in linear
+layers."""
 BESIDE = (16, 64, 256)
-"""Decode rows beside chunks of prompts, few numbers: each needs graphs for all lengths. With more than the least
-of them a step has at most as many rows as the longest chunk that has a graph."""
+"""Numbers of decode rows beside chunks of prompts; few, as each needs graphs for all lengths of chunks. A size with
+more decode rows than the first number has at most as many rows in all as the longest captured chunk."""
 MAX_CHUNKS = 8
-"""Chunks of a step at most."""
+"""Maximum number of chunks of a step."""
 CHUNK_TOKENS = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
-"""Tokens of all chunks."""
+"""Numbers of tokens of all chunks of a step together."""
 LAUNCH_BOUND = 1.3
-"""A step that takes up to so many times as long as a short one waits for the host."""
+"""A step that takes at most this multiple of the shortest step's time is bound by the host's launches."""
 TRIALS = 3
 ARRAYS = 7
-"""Arrays of a staged step."""
+"""Number of arrays of a staged step."""
 
 Compute = Callable[[StepInputs], torch.Tensor]
 """Runs the model on a step; returns the logits `[samples, vocabulary]` of `sample_rows`."""
@@ -53,8 +54,10 @@ def bucket_sizes(max_batch: int) -> list[int]:
 
 
 def launch_bound(seconds: Sequence[float]) -> int:
-    """How many leading steps wait for the host, from the times of steps that grow. Steps before the last of them which
-    were found to take longer were disturbed."""
+    """Number of leading steps that are bound by the host's launches, from the times of steps in ascending size.
+
+    A longer time before the last such step was a disturbance.
+    """
     bound = LAUNCH_BOUND * min(seconds)
     return 1 + max(index for index, step_s in enumerate(seconds) if step_s <= bound)
 
@@ -76,8 +79,8 @@ class CudaStepGraphs:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """For steps of up to `max_rows` sequences that decode, and chunks of up to `max_tokens` in all. `table` has
-        the blocks of the sequences."""
+        """For steps of up to `max_rows` sequences that decode, and chunks of up to `max_tokens` tokens in all. `table`:
+        the block table of the sequences."""
         self._decodes = bucket_sizes(max_rows)
         self._beside = [0, *_up_to(BESIDE, self._decodes[-1])]
         self._tokens = _up_to(CHUNK_TOKENS, max_tokens) if max_tokens else []
@@ -97,7 +100,7 @@ class CudaStepGraphs:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of chunks up to which there are graphs; 0: there are none for chunks."""
+        """Maximum number of tokens of chunks that have a graph; 0: no graph has chunks."""
         return self._tokens[-1] if self._tokens else 0
 
     def logits(self, step: PlacedStep) -> torch.Tensor | None:
@@ -125,7 +128,7 @@ class CudaStepGraphs:
 
     def _capture_all(self) -> None:
         began_s, why = self._clock(), ""
-        # Where chunks cannot be captured, for want of memory for example, steps that only decode keep their graphs.
+        # If chunks cannot be captured, for lack of memory for example, only steps that only decode get graphs.
         for tokens in (self._tokens, []):
             self._tokens = tokens
             try:
@@ -157,7 +160,7 @@ class CudaStepGraphs:
         return [*map(StepSize, self._decodes), *bounded]
 
     def _prepare(self) -> None:
-        """Compiles all kernels, which a capture must not do, and finds out which chunks get graphs.
+        """Compiles all kernels, which a capture must not do, and decides which chunks get graphs.
 
         Raises RuntimeError if a capture would fail.
         """
@@ -179,7 +182,7 @@ class CudaStepGraphs:
         self._compute(self._staging.stage(self._nothing.padded(size)))
 
     def _seconds(self, size: StepSize) -> float:
-        """How long a step takes without a graph; the least of a few."""
+        """Seconds that a step takes without a graph; the minimum of TRIALS."""
         trials_s = []
         for _ in range(TRIALS):
             began_s = self._clock()
@@ -200,7 +203,7 @@ class CudaStepGraphs:
 
 
 def _up_to(sizes: Sequence[int], largest: int) -> list[int]:
-    """The sizes up to the first that is no less than `largest`."""
+    """The sizes up to the first that is at least `largest`."""
     return list(sizes[: bisect.bisect_left(sizes, largest) + 1])
 
 

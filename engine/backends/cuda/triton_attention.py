@@ -12,7 +12,7 @@ from engine.backends.cuda.decode_attention import decode_attention, split_count
 from engine.backends.cuda.prefill_attention import prefill_attention
 from engine.backends.cuda.staging import StepInputs
 from engine.kv_cache.memory import KvCacheMemory
-from engine.model.attention_interface import AttentionBackend, LayerState
+from engine.model.attention_interface import AttentionBackend, LayerState, NewTokens
 
 INTERPRETED_PROCESSORS = 4
 """Stands in for the number of multiprocessors when kernels are interpreted."""
@@ -33,27 +33,21 @@ class TritonAttention(AttentionBackend):
 
     @override
     def attend(
-        self,
-        layer: LayerState,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        softcap: float | None,
+        self, layer: LayerState, tokens: NewTokens, scale: float, softcap: float | None
     ) -> torch.Tensor:
         inputs = self.inputs
         assert inputs is not None, "a forward pass outside of a step"
         kv = self._views[layer.index]
-        query, key, value = (contiguous_rows(tensor) for tensor in (query, key, value))
+        query, key, value = tokens.with_contiguous_rows()
         write_kv(key, value, kv, inputs.slots)
-        heads, tokens, head_dim = query.shape
+        heads, count, head_dim = query.shape
         shape = HeadShape.of(heads, len(kv.keys), head_dim)
-        output = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
+        output = torch.empty((count, heads, head_dim), dtype=query.dtype, device=query.device)
         arguments = (query, kv, output, inputs, shape, scale, layer.window, softcap)
-        if inputs.num_decode:
-            splits = split_count(inputs.num_decode, len(kv.keys), self._processors)
+        if inputs.flat.num_decode:
+            splits = split_count(inputs.flat.num_decode, len(kv.keys), self._processors)
             decode_attention(*arguments, splits)
-        if inputs.num_prefill:
+        if inputs.flat.num_prefill:
             prefill_attention(*arguments)
         return output
 
@@ -97,8 +91,8 @@ def _write(  # type: ignore[no-untyped-def]
 def write_kv(key: torch.Tensor, value: torch.Tensor, kv: KvViews, slots: torch.Tensor) -> None:
     """Writes `key`, `value` `[kv_heads, tokens, head_dim]` into one layer of the pool.
 
-    `slots` int64 `[tokens]`: block * block_size + offset; a token
-    with a negative slot is not written. Last dimensions are contiguous.
+    `slots` int64 `[tokens]`: block * block_size + offset; a token with a negative slot is not written. Last dimensions
+    are contiguous.
     """
     kv_heads, tokens, head_dim = key.shape
     keys, values = kv.keys, kv.values
@@ -121,8 +115,3 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv: KvViews, slots: torch.T
         DIM=triton.next_power_of_2(head_dim),
         num_warps=4,
     )
-
-
-def contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if its last dimension is contiguous, as in all known model families; else a copy."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -14,11 +14,11 @@ import torch
 from torch.nn import functional
 from typing_extensions import override
 
-from engine.backends.interface import Forward, StepLogits
+from engine.backends.interface import Forward, StepLogits, compute_logits
 from engine.backends.torch_native.batch import DecodeGroup, PrefillChunk, StepBatch, build_step_batch
 from engine.core.model_runner import ScheduledSequence
 from engine.kv_cache.memory import DTYPES, KvCacheMemory
-from engine.model.attention_interface import LayerState
+from engine.model.attention_interface import AttentionBackend, LayerState, NewTokens
 from engine.model.loaded_model import LoadedModel
 
 GATHERED_BYTES = 4 << 20
@@ -27,7 +27,7 @@ FUSED_POSITIONS = 1536
 """Up to this many keys, over all rows and KV heads, torch's fused attention is faster for a decode group."""
 
 
-class TorchNativeAttention:
+class TorchNativeAttention(AttentionBackend):
     """Attention over a KV pool. `batch` is the current step's, set before each forward pass."""
 
     def __init__(self, pool: KvCacheMemory) -> None:
@@ -39,18 +39,13 @@ class TorchNativeAttention:
         self.group_blocks = GATHERED_BYTES // (block.numel() * block.itemsize) if on_cpu else None
         """Maximum number of blocks of a decode group; see `build_step_batch`."""
 
+    @override
     def attend(
-        self,
-        layer: LayerState,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        softcap: float | None,
+        self, layer: LayerState, tokens: NewTokens, scale: float, softcap: float | None
     ) -> torch.Tensor:
-        """Computes `AttentionBackend.attend` group by group."""
         batch = self.batch
         assert batch is not None, "a forward pass outside of a step"
+        query, key, value = tokens
         self._views[layer.index][:, :, batch.slot_blocks, batch.slot_offsets] = torch.stack((key, value))
         plan = batch.plan(layer.window)
         parts = [self._decode(group, query, layer.index, scale, softcap) for group in plan.decode]
@@ -106,14 +101,7 @@ class TorchForward(Forward):
         backend = self._backend
         step = build_step_batch(batch, self._block_size, self._dtype, self._device, backend.group_blocks)
         backend.batch = step
-        # Only sampled rows go through the output layer. This is left to the model's own forward pass, because some
-        # families scale or cap logits there.
-        logits: torch.Tensor = self._module(
-            input_ids=step.token_ids,
-            position_ids=step.positions,
-            use_cache=False,
-            logits_to_keep=step.sample_rows,
-        ).logits[0]
+        logits = compute_logits(self._module, step.token_ids, step.positions, step.sample_rows)
         backend.batch = None
         return StepLogits(logits, step.sample_order)
 

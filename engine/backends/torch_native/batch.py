@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.backends.interface import FlatStep, Ints, flatten
 from engine.core.model_runner import ScheduledSequence
 from splitserve.generation.kv_blocks import blocks_for
-
-Ints = npt.NDArray[np.int64]
 
 TILE_TOKENS = 128
 """Query rows of a prefill chunk that are computed together: few enough that their scores stay in a cache and little is
@@ -113,42 +111,32 @@ def build_step_batch(
 
     A decode group of several rows has at most `group_blocks` blocks, padding included; None: any number.
     """
-    decode = [index for index, sequence in enumerate(batch) if sequence.num_new == 1]
-    decode.sort(key=lambda index: -batch[index].num_computed)
-    order = [*decode, *(index for index, sequence in enumerate(batch) if sequence.num_new != 1)]
-    sequences = [batch[index] for index in order]
-    starts = np.cumsum([0, *(sequence.num_new for sequence in sequences)])
-    tokens, positions, blocks = [], [], []
-    for sequence in sequences:
-        begin, end = sequence.num_computed, sequence.num_computed + sequence.num_new
-        span = np.arange(begin, end)
-        tokens.append(np.asarray(sequence.token_ids[begin:end], dtype=np.int64))
-        positions.append(span)
-        first = begin // block_size
-        table = np.asarray(sequence.block_ids[first : (end - 1) // block_size + 1], dtype=np.int64)
-        blocks.append(table[span // block_size - first])
-    flat = np.concatenate(positions)
-    sampled = [row for row, sequence in enumerate(sequences) if sequence.sample]
+    flat = flatten(batch, longest_first=True)
+    blocks = []
+    for sequence, positions in zip(
+        flat.sequences, np.split(flat.positions, flat.query_starts[1:-1]), strict=True
+    ):
+        first, last = positions[0] // block_size, positions[-1] // block_size
+        table = np.asarray(sequence.block_ids[first : last + 1], dtype=np.int64)
+        blocks.append(table[positions // block_size - first])
 
-    def tensor(array: Any) -> torch.Tensor:
-        return torch.as_tensor(np.asarray(array, dtype=np.int64), device=device)
+    def tensor(array: Ints) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
 
     return StepBatch(
-        token_ids=tensor(np.concatenate(tokens)).unsqueeze(0),
-        positions=tensor(flat).unsqueeze(0),
+        token_ids=tensor(flat.token_ids).unsqueeze(0),
+        positions=tensor(flat.positions).unsqueeze(0),
         slot_blocks=tensor(np.concatenate(blocks)),
-        slot_offsets=tensor(flat % block_size),
-        sample_rows=tensor([starts[row + 1] - 1 for row in sampled]),
-        sample_order=[order[row] for row in sampled],
-        _planner=_Planner(sequences, starts, len(decode), block_size, dtype, device, group_blocks),
+        slot_offsets=tensor(flat.positions % block_size),
+        sample_rows=tensor(flat.sample_rows),
+        sample_order=flat.sample_order,
+        _planner=_Planner(flat, block_size, dtype, device, group_blocks),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Planner:
-    sequences: list[ScheduledSequence]
-    starts: Ints
-    num_decode: int
+    flat: FlatStep
     block_size: int
     dtype: torch.dtype
     device: torch.device
@@ -156,7 +144,7 @@ class _Planner:
 
     def plan(self, window: int | None) -> AttentionPlan:
         groups = tuple(self._decode_group(first, last, window) for first, last in self._groups(window))
-        chunks = range(self.num_decode, len(self.sequences))
+        chunks = range(self.flat.num_decode, len(self.flat.sequences))
         prefill = tuple(self._prefill(index, window) for index in chunks)
         return AttentionPlan(groups, prefill)
 
@@ -164,7 +152,7 @@ class _Planner:
         """Splits the decode rows, sorted by length, where padding would waste too much."""
         groups: list[tuple[int, int]] = []
         begin, widest = 0, 0
-        for row in range(self.num_decode):
+        for row in range(self.flat.num_decode):
             width = self._blocks(row, window)[1]
             uneven = widest > SAME_LENGTH_BLOCKS and width < MIN_FILL * widest
             full = (
@@ -174,11 +162,11 @@ class _Planner:
                 groups.append((begin, row))
                 begin, widest = row, 0
             widest = max(widest, width)
-        return [*groups, (begin, self.num_decode)] if self.num_decode else []
+        return [*groups, (begin, self.flat.num_decode)] if self.flat.num_decode else []
 
     def _blocks(self, row: int, window: int | None) -> tuple[int, int]:
         """The first block that any new token of a sequence can see, and the number of blocks from there to its end."""
-        sequence = self.sequences[row]
+        sequence = self.flat.sequences[row]
         seen_from = 0 if window is None else max(0, sequence.num_computed + 1 - window)
         first = seen_from // self.block_size
         end = sequence.num_computed + sequence.num_new
@@ -191,7 +179,7 @@ class _Planner:
         low = np.zeros((end - begin, 1), dtype=np.int64)
         high = np.zeros((end - begin, 1), dtype=np.int64)
         for row, (first, count) in enumerate(spans):
-            sequence = self.sequences[begin + row]
+            sequence = self.flat.sequences[begin + row]
             tables[row, :count] = sequence.block_ids[first : first + count]
             high[row] = sequence.num_computed + 1 - first * self.block_size
             low[row] = 0 if window is None else max(0, high[row, 0] - window)
@@ -207,7 +195,7 @@ class _Planner:
         )
 
     def _prefill(self, row: int, window: int | None) -> PrefillChunk:
-        sequence = self.sequences[row]
+        sequence = self.flat.sequences[row]
         begin, count = sequence.num_computed, sequence.num_new
         first, width = (0, 0) if begin == 0 else self._blocks(row, window)
         origin = first * self.block_size
@@ -226,7 +214,8 @@ class _Planner:
         if begin:
             table = np.asarray(sequence.block_ids[first : first + width], dtype=np.int64)
             blocks = torch.from_numpy(table).to(self.device)
-        return PrefillChunk((int(self.starts[row]), int(self.starts[row + 1])), blocks, tuple(tiles))
+        begin_row, end_row = self.flat.query_starts[row : row + 2].tolist()
+        return PrefillChunk((begin_row, end_row), blocks, tuple(tiles))
 
     def _mask(self, hidden: npt.NDArray[np.bool_]) -> torch.Tensor:
         mask = torch.zeros(hidden.shape, dtype=self.dtype)

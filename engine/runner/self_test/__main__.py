@@ -1,6 +1,6 @@
 """`python -m engine.runner.self_test [--device D] [--transport T] [--json]`: the self-test without a model.
 
-A process of its own, so that a device which ends it takes nothing else along. Exit code 1 when a check failed.
+It is a process of its own, so that a device that ends it ends nothing else. Exit code 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from engine.runner.self_test.device_checks import (
     GENERAL_SHAPE,
     GENERAL_VOCABULARY,
     INSTEAD,
-    CheckResult,
     engine_checks,
     require_alive,
     run_checks,
@@ -49,12 +48,10 @@ def checked_device(name: str, transport: str) -> dict[str, Any]:
     return {
         "device": str(device),
         "name": torch.cuda.get_device_name(device) if on_cuda else f"{torch.get_num_threads()} threads",
-        "checks": [_shown(result) for result in results],
+        "checks": [
+            asdict(result) | {"instead": "" if result.passed else INSTEAD[result.name]} for result in results
+        ],
     }
-
-
-def _shown(result: CheckResult) -> dict[str, Any]:
-    return asdict(result) | {"instead": "" if result.passed else INSTEAD[result.name]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

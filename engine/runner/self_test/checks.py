@@ -1,4 +1,4 @@
-"""What a device computes, compared with the same computed elsewhere: attention, graphs, sampling, transfers."""
+"""Checks of a device against references: attention, graphs, sampling, transfers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.cuda.forward import AsyncArgmax, PagedAttention
-from engine.backends.cuda.staging import PlacedStep, Staging, StepInputs, StepSize
+from engine.backends.cuda.staging import Staging, StepInputs
+from engine.backends.cuda.step_graphs import Compute, CudaStepGraphs
 from engine.backends.interface import flatten
 from engine.core.model_runner import SampledToken, SamplingParams, ScheduledSequence
 from engine.kv_cache.memory import DTYPES, BlockMemory, KvCacheMemory
-from engine.model.attention_interface import AttentionContext, LayerState
+from engine.model.attention_interface import AttentionContext, LayerState, NewTokens
 from engine.model.probe import AttentionKind
 from engine.runner.device_sampling import sample_rows
 from engine.runner.sampler import sample
@@ -28,21 +28,21 @@ from splitserve.generation.kv_blocks import blocks_for
 
 
 class WrongResultError(AssertionError):
-    """What was computed differs from the reference."""
+    """The device's result differs from the reference."""
 
 
 MakeAttention = Callable[[KvCacheMemory], PagedAttention]
 LAYERS = 2
 LONG_CONTEXT = 1500
 """Tokens; enough that the keys of a decode row are split over several programs."""
-MOST_WINDOW = 8192
+MAX_WINDOW = 8192
 TOLERANCES = {"float32": 2e-5, "bfloat16": 3e-2}
-"""Most difference of an element, whose inputs are normally distributed."""
+"""Maximum difference of an element; the inputs are normally distributed."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What kernels are compiled for besides the kind of layer. `dtype`: "float32" or "bfloat16"."""
+    """The shapes that kernels are compiled for, besides the kind of layer. `dtype`: "float32" or "bfloat16"."""
 
     kv_heads: int
     head_dim: int
@@ -67,56 +67,45 @@ def check_attention(
     The pool is full of NaN but for the KV of the sequences. Raises WrongResultError.
     """
     for kind in kinds:
-        beyond = min(kind.window or 0, MOST_WINDOW) + shape.block_size + 1
-        _Sample(make, shape, kind, device).check(max(long_context, beyond))
+        beyond = min(kind.window or 0, MAX_WINDOW) + shape.block_size + 1
+        _check_kind(make, shape, kind, device, max(long_context, beyond))
 
 
-class _Sample:
-    """Sequences with random KV for one kind of layer."""
+def _check_kind(
+    make: MakeAttention, shape: KvShape, kind: AttentionKind, device: torch.device, long_context: int
+) -> None:
+    """Checks sequences with random KV for one kind of layer. Raises WrongResultError."""
+    numbers, size = torch.Generator().manual_seed(7), shape.block_size
 
-    def __init__(
-        self, make: MakeAttention, shape: KvShape, kind: AttentionKind, device: torch.device
-    ) -> None:
-        self._make, self._shape, self._kind, self._device = make, shape, kind, device
-        self._numbers = torch.Generator().manual_seed(7)
-
-    def _random(self, *sizes: int) -> torch.Tensor:
+    def random(*sizes: int) -> torch.Tensor:
         """On the host, rounded to the dtype of the model."""
-        return torch.randn(sizes, generator=self._numbers).to(DTYPES[self._shape.dtype])
+        return torch.randn(sizes, generator=numbers).to(DTYPES[shape.dtype])
 
-    def check(self, long_context: int) -> None:
-        shape, kind, size = self._shape, self._kind, self._shape.block_size
-        # Computed before, and now. Rows of one token first: so they come back in this order.
-        steps = [(size - 1, 1), (size, 1), (long_context, 1), (0, size + 1), (3, size + 3)]
-        counts = [blocks_for(computed + new, size) for computed, new in steps]
-        pool = shape.pool(sum(counts) + 1, self._device)
-        pool.tensor.fill_(float("nan"))
-        free = torch.randperm(sum(counts) + 1, generator=self._numbers).tolist()
-        batch, expected, new_rows = [], [], []
-        for (computed, new), count in zip(steps, counts, strict=True):
-            blocks, free = free[:count], free[count:]
-            total = computed + new
-            kv = self._random(2, shape.kv_heads, total, shape.head_dim)
-            query = self._random(kind.heads, new, shape.head_dim)
-            _write(pool, blocks, kv[:, :, :computed])
-            batch.append(ScheduledSequence("", [0] * total, 1, computed, new, blocks, True, SamplingParams()))
-            expected.append(reference(query, kv, kind))
-            new_rows.append((query, kv[:, :, computed:]))
-        query, key, value = (
-            # As a model passes them: heads beside each other in a token's row.
-            torch.cat(part, 1).transpose(0, 1).contiguous().to(self._device).transpose(0, 1)
-            for part in (
-                [query for query, _ in new_rows],
-                [kv[0] for _, kv in new_rows],
-                [kv[1] for _, kv in new_rows],
-            )
-        )
-        backend = self._make(pool)
-        table = DeviceBlockTable(len(batch), max(counts), size, self._device)
-        backend.inputs = Staging(8, self._device).stage(table.place(flatten(batch)))
-        layer = LayerState(1, AttentionContext(), kind.window, True)
-        result = backend.attend(layer, query, key, value, shape.head_dim**-0.5, kind.softcap)
-        require_close(result, torch.cat(expected), shape.dtype, _shown(kind))
+    # Tokens computed before, and now. Rows of one token come first, so the results have this order.
+    steps = [(size - 1, 1), (size, 1), (long_context, 1), (0, size + 1), (3, size + 3)]
+    counts = [blocks_for(computed + new, size) for computed, new in steps]
+    pool = shape.pool(sum(counts) + 1, device)
+    pool.tensor.fill_(float("nan"))
+    free = torch.randperm(sum(counts) + 1, generator=numbers).tolist()
+    batch, expected, new_rows = [], [], []
+    for (computed, new), count in zip(steps, counts, strict=True):
+        blocks, free = free[:count], free[count:]
+        total = computed + new
+        kv = random(2, shape.kv_heads, total, shape.head_dim)
+        query = random(kind.heads, new, shape.head_dim)
+        _write(pool, blocks, kv[:, :, :computed])
+        batch.append(ScheduledSequence("", [0] * total, 1, computed, new, blocks, True, SamplingParams()))
+        expected.append(reference(query, kv, kind))
+        new_rows.append((query, *kv[:, :, computed:]))
+    # As a model passes them: heads beside each other in a token's row.
+    parts = (torch.cat(part, 1).transpose(0, 1) for part in zip(*new_rows, strict=True))
+    tokens = NewTokens(*(part.contiguous().to(device).transpose(0, 1) for part in parts))
+    backend = make(pool)
+    table = DeviceBlockTable(len(batch), max(counts), size, device)
+    backend.inputs = Staging(8, device).stage(table.place(flatten(batch)))
+    layer = LayerState(1, AttentionContext(), kind.window, True)
+    result = backend.attend(layer, tokens, shape.head_dim**-0.5, kind.softcap)
+    require_close(result, torch.cat(expected), shape.dtype, _shown(kind))
 
 
 def _write(pool: KvCacheMemory, blocks: Sequence[int], kv: torch.Tensor) -> None:
@@ -162,26 +151,14 @@ MAX_ROWS = 4
 MAX_CHUNKS = 2
 MAX_BLOCKS = 5
 STEPS = ((1, 0), (2, 1), (3, 0), (4, 2), (0, 1), (2, 0))
-"""Of each step, sequences that decode and chunks of prompts."""
+"""For each step, the number of sequences that decode and of chunks of prompts."""
 CHUNK_TOKENS = 3
 VOCABULARY = 64
 
 
-class ReplayedSteps(Protocol):
-    """What `engine.backends.cuda.step_graphs.CudaStepGraphs` is to the check."""
-
-    @property
-    def captured(self) -> list[StepSize]:
-        """Sizes that have a graph."""
-
-    def logits(self, step: PlacedStep) -> torch.Tensor | None:
-        """Logits of the sampled rows of a step."""
-
-
-Compute = Callable[[StepInputs], torch.Tensor]
-Capture = Callable[[Compute, torch.device, int, int, DeviceBlockTable], ReplayedSteps]
-"""From a computation, device, most rows that decode, most tokens of chunks and the block table to its captured
-steps."""
+Capture = Callable[[Compute, torch.device, int, int, DeviceBlockTable], CudaStepGraphs]
+"""Captures the steps of a computation on a device, up to a number of decode rows and of tokens of chunks, over a block
+table."""
 
 
 def check_graphs(
@@ -197,8 +174,8 @@ def check_graphs(
     pools = [shape.pool(sequences * MAX_BLOCKS, device) for _ in range(2)]
     model = _OneLayer(shape, kind, device)
     kept, anew = (DeviceBlockTable(sequences, MAX_BLOCKS, shape.block_size, device) for _ in range(2))
-    most = MAX_ROWS, MAX_CHUNKS * CHUNK_TOKENS
-    replayed = capture(model.over(make(pools[0]), pools[0]), device, *most, kept)
+    limits = MAX_ROWS, MAX_CHUNKS * CHUNK_TOKENS
+    replayed = capture(model.over(make(pools[0]), pools[0]), device, *limits, kept)
     if not replayed.captured:
         raise WrongResultError("nothing could be captured; engine.cuda_graphs_off in the log says why")
     eager, staging = model.over(make(pools[1]), pools[1]), Staging(8, device)
@@ -216,8 +193,8 @@ def check_graphs(
 
 
 def _batch(step: int, block_size: int) -> list[ScheduledSequence]:
-    """Sequences that decode, each further by one token with every step, and so across the end of a block;
-    some rows have no logits. Chunks go on from step to step."""
+    """The sequences of a step. Decode rows advance by one token each step, across the end of a block; some have no
+    logits. Chunks continue from step to step."""
     rows, chunks = STEPS[step]
     batch = []
     for number in [*range(rows), *range(MAX_ROWS, MAX_ROWS + chunks)]:
@@ -256,7 +233,7 @@ class _OneLayer:
             for count in heads
         ]
         wide = kind.heads * shape.head_dim
-        # In float32, so that no rounding of a logit exceeds what attention may differ by.
+        # In float32, so that no rounding of a logit exceeds the tolerance of attention.
         self._output = (torch.randn(wide, VOCABULARY, generator=numbers) / wide**0.5).to(device)
 
     def over(self, backend: PagedAttention, pool: KvCacheMemory) -> Compute:
@@ -265,10 +242,10 @@ class _OneLayer:
         return lambda inputs: self._compute(backend, inputs)
 
     def _compute(self, backend: PagedAttention, inputs: StepInputs) -> torch.Tensor:
-        query, key, value = (table[inputs.token_ids[0]].transpose(0, 1) for table in self._tables)
+        tokens = NewTokens(*(table[inputs.token_ids[0]].transpose(0, 1) for table in self._tables))
         backend.inputs = inputs
         layer = LayerState(LAYERS - 1, AttentionContext(), self._kind.window, True)
-        attended = backend.attend(layer, query, key, value, self._shape.head_dim**-0.5, self._kind.softcap)
+        attended = backend.attend(layer, tokens, self._shape.head_dim**-0.5, self._kind.softcap)
         logits: torch.Tensor = attended.flatten(1)[inputs.sample_rows].float() @ self._output
         return logits
 
@@ -291,7 +268,7 @@ _PARAMETERS: Sequence[SamplingParams] = (
 _CONTEXT = (1, 2, 3, 3, 5, 5, 5)
 _PROMPT_TOKENS = 3
 _NEAR = 1e-6
-"""Log-probabilities are float64 sums of equal numbers in another order."""
+"""Tolerance of log-probabilities: float64 sums of equal numbers in another order."""
 
 
 def check_sampling(
@@ -304,7 +281,7 @@ def check_sampling(
     """Tokens and log-probabilities of random logits with `vocabulary` entries, and the largest logits. Raises
     WrongResultError.
 
-    A row with a NaN must be told apart: its request fails, and no other.
+    The largest logit of a row with a NaN must be reported as -1: only its request fails.
     """
     numbers = torch.Generator().manual_seed(11)
     on_host = (3 * torch.randn(len(_PARAMETERS), vocabulary, generator=numbers)).to(DTYPES[dtype])
@@ -329,7 +306,9 @@ def _row(params: SamplingParams) -> SamplingRow:
 def _alike(sampled: SampledToken, expected: SampledToken) -> bool:
     if sampled.token_id != expected.token_id or sampled.logprob is None or expected.logprob is None:
         return sampled == expected
-    mine, theirs = (dict(of.top) | {-1: of.logprob} for of in (sampled.logprob, expected.logprob))
+    mine, theirs = (
+        dict(logprob.top) | {-1: logprob.logprob} for logprob in (sampled.logprob, expected.logprob)
+    )
     return mine.keys() == theirs.keys() and all(abs(mine[key] - theirs[key]) < _NEAR for key in mine)
 
 

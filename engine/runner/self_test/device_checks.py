@@ -1,4 +1,4 @@
-"""The self-test of a device: which checks there are, at the start of a worker and for `splitserve doctor --device`."""
+"""The self-test of a device, at the start of a worker and for `splitserve doctor --device`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from engine.backends.cuda.step_graphs import CudaStepGraphs
 from engine.backends.select import choose_backend, paged_attention
 from engine.model.loaded_model import LoadedModel
 from engine.model.probe import AttentionKind
@@ -29,14 +30,14 @@ from splitserve.logs import log_event
 
 CheckName = Literal["attention", "graphs", "sampling", "transfer"]
 Check = Callable[[], None]
-"""Raises where a result is wrong."""
+"""Raises if a result is wrong."""
 INSTEAD: Mapping[CheckName, str] = {
     "attention": "torch computes attention, without CUDA graphs",
     "graphs": "steps run without CUDA graphs",
     "sampling": "tokens are sampled on the host",
     "transfer": "the worker does not start",
 }
-"""What happens where a check fails."""
+"""What happens if a check fails."""
 _OFF: Mapping[CheckName, Mapping[str, str]] = {
     "attention": {"attention_backend": "torch", "cuda_graphs": "off"},
     "graphs": {"cuda_graphs": "off"},
@@ -47,7 +48,7 @@ MAX_WHY = 300
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One check. `why`: one line, where it failed."""
+    """The result of one check. `why`: one line, empty if the check passed."""
 
     name: CheckName
     passed: bool
@@ -60,10 +61,10 @@ def run_checks(
     require_alive: Check,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[CheckResult]:
-    """Runs the checks in order; graphs are left out after attention has failed, which is part of them.
+    """Runs the checks in order. The check of graphs, which use attention, is left out if that of attention has failed.
 
-    `require_alive` raises where the device computes nothing any more, as after an illegal access. Raises
-    UnavailableError (DEVICE_BROKEN) then: there is nothing to fall back to in this process.
+    `require_alive` raises if the device has stopped computing, as after an illegal access. Then raises UnavailableError
+    (DEVICE_BROKEN), because this process has nothing to fall back to.
     """
     results: list[CheckResult] = []
     for name, check in checks:
@@ -92,7 +93,7 @@ def _broken(name: CheckName, why: str) -> str:
 
 
 def switched_off(config: EngineConfig, results: Iterable[CheckResult]) -> EngineConfig:
-    """The settings without what failed."""
+    """The settings with the features off whose checks failed."""
     changes: dict[str, str] = {}
     for result in results:
         if not result.passed:
@@ -110,17 +111,17 @@ def one_line(error: BaseException) -> str:
 GENERAL_SHAPE = KvShape(kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
 GENERAL_KINDS = (AttentionKind(32), AttentionKind(32, window=1024, softcap=30.0))
 GENERAL_VOCABULARY = 128_256
-"""What is checked where no model is known."""
+"""Shapes that are checked if no model is known."""
 EXPERIMENTAL = "the CUDA path of this engine is experimental; see docs/internals/engine.md"
 
 
 def self_tested(
     config: EngineConfig, model: LoadedModel, run: Callable[..., list[CheckResult]] = run_checks
 ) -> EngineConfig:
-    """Checks the kernels for the model's shapes on its device; returns the settings without what failed.
+    """Checks the kernels for the model's shapes on its device; returns the settings with the failed features off.
 
-    Each failure is logged as a warning that names it. Raises UnavailableError (DEVICE_BROKEN) if the device computes
-    nothing any more.
+    Each failure is logged as a warning that names it. Raises UnavailableError (DEVICE_BROKEN) if the device has stopped
+    computing.
     """
     attention, device = model.attention, model.device
     shape = KvShape(attention.num_kv_heads, attention.head_dim, config.block_size_tokens, model.dtype)
@@ -137,15 +138,14 @@ def self_tested(
 def engine_checks(
     config: EngineConfig, shape: KvShape, kinds: list[AttentionKind], vocabulary: int, device: torch.device
 ) -> list[tuple[CheckName, Check]]:
-    """The checks of what the settings would use on this device. torch's attention is the reference, so not checked."""
+    """The checks of the features that the settings use on this device. torch's attention is the reference: not
+    checked."""
     checks: list[tuple[CheckName, Check]] = []
     chosen = choose_backend(config.attention_backend, device)
     if chosen != "torch":
         make = paged_attention
         checks.append(("attention", partial(check_attention, make, shape, kinds, device)))
         if config.cuda_graphs == "auto" and device.type == "cuda":
-            from engine.backends.cuda.step_graphs import CudaStepGraphs
-
             checks.append(("graphs", partial(check_graphs, CudaStepGraphs, make, shape, kinds[0], device)))
     if config.device_sampling == "auto":
         checks.append(("sampling", partial(check_sampling, vocabulary, shape.dtype, device)))
@@ -153,13 +153,13 @@ def engine_checks(
 
 
 def require_alive(device: torch.device) -> None:
-    """Raises what the device raises, if it computes nothing any more."""
+    """Raises UnavailableError, or the device's own error, if the device has stopped computing."""
     if torch.arange(4, device=device).sum().item() != 6:
         raise UnavailableError(f"{device} adds wrongly", reason="DEVICE_BROKEN")
 
 
 def report(results: list[CheckResult], device: torch.device) -> None:
-    """Logs what passed, and a warning for each check that failed."""
+    """Logs the results, and a warning for each check that failed."""
     log_event(
         "engine.self_test",
         device=str(device),

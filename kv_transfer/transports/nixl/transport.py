@@ -98,8 +98,9 @@ class NixlTransport(Transport):
         if self._closed:
             raise TransferError("the transport is closed")
         agent = self._new_agent(memory)
-        address, device, kind = memory.base_address, memory.device_index, memory.memory_kind
-        self._regions = agent.register(address, memory.span_bytes, device, kind)
+        num_bytes = memory.num_blocks * memory.layout.block_bytes
+        place = memory.device_index, memory.memory_kind
+        self._regions = agent.register(memory.base_address, num_bytes, *place)
         self._blocks = _prepare_blocks(agent, None, memory)
         self._endpoint = TransferEndpoint(self._agent_id, self.kind, agent.metadata(), memory)
         return self._endpoint
@@ -166,21 +167,19 @@ class NixlTransport(Transport):
         check_notification(notification)
         local, remote = (np.array(blocks, dtype=np.int32) for blocks in (local_blocks, remote_blocks))
         request = agent.make_write(self._blocks, local, peer.blocks, remote, notification or b"")
-        handle = self._next_handle
+        handle, flight = self._next_handle, _WriteInFlight(agent_id, request)
         self._next_handle += 1
         try:
             completed = agent.post(request)
         except TransferError as error:
             # NIXL posts descriptor by descriptor: those before the one that failed may be in flight.
-            self._completed.append(WriteResult(handle, error.message, in_doubt=True))
-            self._end(agent_id, request, error)
+            self._end(handle, flight, error)
             return handle
         self._descriptors += len(merge_runs(local_blocks, remote_blocks))
         if completed:
-            self._release(request)
-            self._completed.append(WriteResult(handle))
+            self._end(handle, flight, None)
         else:
-            self._flights[handle] = _WriteInFlight(agent_id, request)
+            self._flights[handle] = flight
         return handle
 
     @override
@@ -238,14 +237,14 @@ class NixlTransport(Transport):
         except TransferError as error:
             problem = error
         del self._flights[handle]
-        failed = WriteResult(handle, problem.message, in_doubt=True) if problem else WriteResult(handle)
-        self._completed.append(failed)
-        self._end(flight.agent_id, flight.request, problem)
+        self._end(handle, flight, problem)
 
-    def _end(self, agent_id: str, request: int, problem: TransferError | None) -> None:
-        self._release(request)
+    def _end(self, handle: int, flight: _WriteInFlight, problem: TransferError | None) -> None:
+        result = WriteResult(handle, problem.message, in_doubt=True) if problem else WriteResult(handle)
+        self._completed.append(result)
+        self._release(flight.request)
         if isinstance(problem, PeerLostError):
-            self._drop_peer(agent_id, problem.message)
+            self._drop_peer(flight.agent_id, problem.message)
 
     def _drop_peer(self, agent_id: str, why: str) -> None:
         """Fails a peer's writes and forgets it. Notifications that it sent before are still delivered."""

@@ -139,8 +139,8 @@ class UcxEndpoint:
     def close(self) -> None:
         """Closes the connection without waiting for the peer; operations in flight on it fail.
 
-        With error handling UCXX closes by force here, and UCX then returns no request to wait for. UCXX's `close` does
-        not: it leaves out that its flags count, so UCX flushes first, for which the peer must make progress.
+        With error handling `close_blocking` closes by force, and UCX returns no request to wait for. UCXX's `close`
+        ignores its own flags: UCX flushes first, for which the peer must make progress.
         """
         if self._endpoint is not None:
             endpoint, self._endpoint = self._endpoint, None
@@ -216,7 +216,7 @@ def to_memory(data: bytes) -> npt.NDArray[np.uint8]:
 
 
 PARTING_S = 5.0
-"""How long a connection stays at most for its last messages to leave, in seconds."""
+"""Longest time in seconds that a connection stays open for its last messages to leave."""
 MAX_PARTINGS = 4096
 
 
@@ -233,7 +233,7 @@ class _Parting:
 
 
 class Partings:
-    """All of them on one transport. Times are of `clock`, in seconds."""
+    """The connections of one transport that are about to be closed. `clock`: in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -241,8 +241,11 @@ class Partings:
         self._unfinished: list[Operation] = []
 
     def part(self, endpoint: UcxEndpoint, sends: Iterable[Operation], *, for_peer: bool = False) -> None:
-        """Closes a connection once `sends` have left it, `PARTING_S` later at the latest. `for_peer`: once the peer has
-        closed it, as UCX may have joined it with the one that this side writes through, which would end as well."""
+        """Closes a connection once `sends` have left it, `PARTING_S` later at the latest.
+
+        With `for_peer`, closes it once the peer has closed it: UCX may have joined it with the connection that this
+        side writes through, which would end as well.
+        """
         until_s = float("inf") if for_peer else self._clock() + PARTING_S
         self._open.append(_Parting(endpoint, tuple(sends), until_s, for_peer))
 
@@ -255,12 +258,12 @@ class Partings:
         """Keeps the buffers of operations that nobody waits for any more until UCX has given them back."""
         self._unfinished += [operation for operation in operations if not operation.done]
 
-    def poll(self, most: int = MAX_PARTINGS) -> None:
-        """Closes those that can be closed, and the oldest beyond `most`."""
+    def poll(self, max_open: int = MAX_PARTINGS) -> None:
+        """Closes the connections that can be closed, and the oldest beyond `max_open`."""
         self._unfinished = [operation for operation in self._unfinished if not operation.done]
         if not self._open:
             return
-        now, over = self._clock(), len(self._open) - most
+        now, over = self._clock(), len(self._open) - max_open
         gone = [number < over or parting.over(now) for number, parting in enumerate(self._open)]
         before, self._open = self._open, [p for p, ends in zip(self._open, gone, strict=True) if not ends]
         for parting, ends in zip(before, gone, strict=True):
@@ -268,6 +271,6 @@ class Partings:
                 self.cut(parting.endpoint, parting.sends)
 
     def close(self) -> None:
-        """Closes all of them."""
-        self.poll(most=0)
+        """Closes all connections."""
+        self.poll(max_open=0)
         self._unfinished.clear()

@@ -21,16 +21,17 @@ from enum import IntEnum
 from splitserve.errors import TransferError
 
 MAX_RUNS = 2**16
-"""Most runs of one write, limited by the tag's 16 bits."""
+"""Maximum number of runs of one write, limited by the tag's 16 bits."""
 MAX_WRITES = 2**12
 """Numbers of writes in one session, limited by the tag's 12 bits."""
 MAX_RESENT = 32
-"""Most replies that an owner sends again, over another connection."""
+"""Maximum number of replies that an owner sends again, over another connection."""
 MAX_FLIGHTS = MAX_WRITES - MAX_RESENT - 1
-"""Most writes in flight in one session: a reply that comes again never meets the next write of its number."""
+"""Maximum number of writes in flight in one session, such that a reply sent again never meets a later write of the same
+number."""
 MAX_NOTIFICATION_BYTES = 2**16
 MAX_CONTROL_BYTES = 2**20
-"""Longest control message; large enough for an `Announce` of `MAX_RUNS` runs."""
+"""Maximum size of a control message; large enough for an `Announce` of `MAX_RUNS` runs."""
 MAX_ADDRESS_BYTES = 2**16
 MAX_REASON_BYTES = 256
 CONTROL_MASK = 1 << 63

@@ -3,12 +3,11 @@
 A write is announced first. Each of its runs is then received directly into the announced blocks, after its
 length was checked. A write is refused for blocks out of range, a wrong byte count, or a run that arrives
 twice or with another length; it is then not acknowledged, so no notification follows. The session of a fenced
-agent is closed at once, so a caller that was silent for longer than its quarantine can no longer write once
-its owner has disconnected it.
+agent is closed at once, so a caller that was silent for longer than the quarantine can write no more.
 
-Replies go over a connection of their own, which may break while the caller's stands: UCX joins a connection that is
-being set up with one of the peer's, even if the peer has closed that meanwhile. So a connection that
-breaks soon and has carried few replies is set up again, and they are sent again.
+Replies go over a connection of their own, which may break while the caller's connection stands: UCX joins a connection
+that is being set up with one of the peer's, even if the peer has closed that one meanwhile. So a connection that breaks
+soon and has carried few replies is set up again, and the replies are sent again.
 docs/internals/design-notes/ucx-connections.md has the reasons.
 """
 
@@ -52,7 +51,7 @@ from splitserve.errors import TransferError
 from splitserve.logs import log_event
 
 MAX_PENDING = 1024
-"""Most control messages of one session that may be in reception."""
+"""Maximum number of control messages of one session in reception."""
 
 
 @dataclass(slots=True)
@@ -118,9 +117,9 @@ class UcxInbox:
 MAX_CALLERS = 4096
 MAX_FENCED = 4096
 MAX_RENEWALS = 3
-"""Most times that a session's connection for replies is set up again."""
+"""Maximum number of times that a session's connection for replies is set up again."""
 RENEW_S = 5.0
-"""And only if it breaks so soon after it was set up, in seconds."""
+"""It is set up again only if it broke within this time, in seconds."""
 
 
 @dataclass(slots=True)
@@ -141,7 +140,7 @@ class _Caller:
     replies: list[Operation] = field(default_factory=list)
     """Replies that UCX has not sent yet."""
     resent: list[Message] | None = field(default_factory=list)
-    """All replies, for a connection that takes this one's place; None once there are too many."""
+    """All replies, to send them again over a new connection; None once there are too many."""
     connected_s: float = 0.0
     renewals: int = 0
 
@@ -300,9 +299,11 @@ class UcxReceiver:
         caller.replies.append(caller.endpoint.send(to_memory(encode(message)), tag))
 
     def _renew(self, caller: _Caller) -> None:
-        """Sets a connection up again that broke soon after it was set up, as by another one of the same handshake; ends
-        the session if that was tried often or replies may be lost. One that breaks later, as where the peer's host has
-        vanished, is not: connecting would wait for that host as long as the system tries."""
+        """Sets a connection up again that broke soon after it was set up, by another connection of the same handshake.
+
+        Ends the session instead after MAX_RENEWALS, or if replies may be lost, or if the connection broke later. Then
+        the peer's host may have vanished, and connecting would wait for it as long as the system tries.
+        """
         now = self._clock()
         if caller.resent is None or caller.renewals == MAX_RENEWALS or now - caller.connected_s > RENEW_S:
             self._end(caller)
@@ -321,8 +322,10 @@ class UcxReceiver:
             self._end(caller)
 
     def _end(self, caller: _Caller, *, for_peer: bool = False) -> None:
-        """Ends a session: its writes in flight fail, and data that still arrives is discarded. Its connection is closed
-        once the peer was told, or with `for_peer` once the peer has closed it."""
+        """Ends a session: its writes in flight fail, and data that still arrives is discarded.
+
+        The connection is closed once `Gone` has left, or with `for_peer` once the peer has closed it.
+        """
         if self._callers.pop(caller.session, None) is None:
             return
         for incoming in caller.incoming.values():

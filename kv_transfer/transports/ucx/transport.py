@@ -69,7 +69,7 @@ from splitserve.errors import FailedPreconditionError, InvalidArgumentError, Tra
 BUSY_POLL_S = 0.1
 """How long an owner keeps polling after a peer's message."""
 ANSWER_S = 60.0
-"""How long an owner may answer nothing while writes to it are in flight; then they have failed. A step is shorter."""
+"""Writes to an owner have failed once it has answered nothing for this time. A step is shorter."""
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class _Peer:
     answered: bool = False
     """The peer has replied at least once."""
     waits_since_s: float = 0.0
-    """Since when a reply is missing, if any write is in flight."""
+    """Time of the last reply, or of the first write in flight, by the transport's clock."""
 
 
 class UcxTransport(Transport):
@@ -152,7 +152,7 @@ class UcxTransport(Transport):
 
     @override
     def disconnect(self, agent_id: str) -> None:
-        """The peer's sessions with this side are others."""
+        """Leaves the peer's own sessions with this side open."""
         self._drop_peer(agent_id, f"agent {agent_id} was disconnected")
 
     @override
@@ -331,7 +331,7 @@ class UcxTransport(Transport):
         data = [send for flight in peer.flights.values() for send in flight.sends]
         if all(send.done for send in data):
             self._partings.part(peer.endpoint, peer.sends)
-        else:  # nobody reads these blocks any more once this returns
+        else:  # once this returns, nobody may read these blocks
             self._partings.cut(peer.endpoint, [*peer.sends, *data])
         # The owner may be in the middle of receiving.
         self._completed += [

@@ -12,7 +12,7 @@ import torch
 from engine.backends.cpu.attention import CpuAttention, DecodeInputs, Part, attends, chunk_parts
 from engine.backends.cpu.ops import Code
 from engine.backends.interface import flatten
-from engine.model.attention_interface import LayerState
+from engine.model.attention_interface import LayerState, NewTokens
 from kv_transfer.layout import KvLayout
 from tests.support.engine.attention_rig import Rig
 from tests.support.engine.cpu_kernels import THREADS, kernels_or_skip
@@ -41,8 +41,8 @@ def attend(
         nothing = torch.full_like(rows[:, :1], NAN).expand(-1, padding, -1)
         return torch.cat([rows[:, :count], nothing, rows[:, count:]], 1) if padding else rows
 
-    parts = (padded(rows) for rows in (rig.query, rig.key, rig.value))
-    return backend.attend(layer, *parts, scale, softcap)
+    tokens = NewTokens(*(padded(rows) for rows in (rig.query, rig.key, rig.value)))
+    return backend.attend(layer, tokens, scale, softcap)
 
 
 def make_rig(

@@ -13,7 +13,7 @@ from engine.core.model_runner import SamplingParams
 from engine.runner.torch_runner import build_torch_runner
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError, NotFoundError, SplitserveError, UnsupportedModelError
-from splitserve.models.sources import resolve_model
+from splitserve.models.sources import checked_model
 from tests.support.engine.runner_driver import (
     BLOCK,
     NUM_BLOCKS,
@@ -192,7 +192,7 @@ def test_facts_layout_and_pool(folder: Path) -> None:
 def test_settings_that_do_not_fit_the_model(folder: Path) -> None:
     with pytest.raises(ConfigError, match="context_tokens"):
         runner_of(folder, "llama", context_tokens=CONTEXT + 1)
-    source = resolve_model(str(make_tiny_model("llama", folder)))
+    source = checked_model(str(make_tiny_model("llama", folder)))
     config = EngineConfig(
         dtype="float32", device="cpu", threads=1, kv_memory_bytes=2**16, block_size_tokens=1024
     )
@@ -205,12 +205,11 @@ def test_damaged_folders_are_one_line(folder: Path, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((good / name).read_bytes())
     weights = tmp_path / "model.safetensors"
-    source = resolve_model(str(tmp_path))
     config = EngineConfig(device="cpu", threads=1, num_blocks=4)
 
     def refusal(kind: type[SplitserveError]) -> str:
         with pytest.raises(kind) as error:
-            build_torch_runner(config, source, lambda _: None)
+            build_torch_runner(config, checked_model(str(tmp_path)), lambda _: None)
         assert "\n" not in error.value.message
         return error.value.reason
 
@@ -220,12 +219,13 @@ def test_damaged_folders_are_one_line(folder: Path, tmp_path: Path) -> None:
     assert refusal(UnsupportedModelError) == "MODEL_INCOMPLETE"
     weights.unlink()
     assert refusal(NotFoundError) == "NOT_FOUND"
+    weights.write_bytes((good / weights.name).read_bytes())
     (tmp_path / "config.json").write_text('{"model_type": "nothing-known"}')
     assert refusal(UnsupportedModelError) == "UNSUPPORTED_MODEL"
 
 
 def test_loading_reports_progress(folder: Path) -> None:
-    source = resolve_model(str(make_tiny_model("llama", folder)))
+    source = checked_model(str(make_tiny_model("llama", folder)))
     seen: list[float] = []
     build_torch_runner(EngineConfig(device="cpu", threads=1, num_blocks=4), source, seen.append)
     assert seen == sorted(seen)

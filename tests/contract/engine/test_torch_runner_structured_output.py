@@ -15,7 +15,7 @@ from engine.runner.structured_output import CompiledGrammar
 from engine.runner.torch_runner import TorchRunner, build_torch_runner
 from splitserve.config.engine import EngineConfig
 from splitserve.models.hf_tokenizer import load_tokenizer
-from splitserve.models.sources import resolve_model
+from splitserve.models.sources import checked_model
 from splitserve.v1.generation_pb2 import Grammar
 from tests.support.engine.cpu_kernels import have_kernels
 from tests.support.engine.grammars import TestCompiler
@@ -41,7 +41,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     family, dtype = request.param
     if dtype == "bfloat16" and not have_kernels():
         dtype = "float32"  # without the kernels, rounding in bfloat16 depends on the batch (docs/internals/engine.md)
-    source = resolve_model(str(make_tiny_model(family, tmp_path_factory.mktemp("tiny"))))
+    source = checked_model(str(make_tiny_model(family, tmp_path_factory.mktemp("tiny"))))
     values = {"dtype": dtype, "device": "cpu", "threads": 1, "block_size_tokens": 8, "num_blocks": 64}
     runner = build_torch_runner(EngineConfig.model_validate(values), source, lambda _: None)
     yield runner

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model.attention_interface import LayerState
+from engine.model.attention_interface import LayerState, NewTokens
 from tests.support.engine.attention_rig import BLOCK, NUM_BLOCKS, TOLERANCES, Rig
 from tests.support.engine.runner_driver import (
     check_halves,
@@ -51,7 +51,7 @@ def attend(rig: Rig, layer: LayerState, scale: float, softcap: float | None) -> 
 
     backend = TritonAttention(rig.pool)
     backend.inputs = Staging(8, DEVICE).stage(placed(rig))
-    return backend.attend(layer, rig.query, rig.key, rig.value, scale, softcap)
+    return backend.attend(layer, NewTokens(rig.query, rig.key, rig.value), scale, softcap)
 
 
 def make_rig(

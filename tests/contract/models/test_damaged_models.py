@@ -24,7 +24,7 @@ from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError, NotFoundError, SplitserveError, UnsupportedModelError
 from splitserve.models.hf_tokenizer import load_tokenizer
-from splitserve.models.sources import resolve_model
+from splitserve.models.sources import checked_model
 from tests.support.engine.tiny_models import CONTEXT, EOS, VOCABULARY, make_tiny_model
 from tests.support.waiting import LEAST_TIMEOUT_S
 from worker.build import build_engine
@@ -253,7 +253,7 @@ def refusal(model: Path) -> str:
     """The error of a worker that is to serve the model, which comes in time and in one line."""
     began = time.monotonic()
     with pytest.raises(SplitserveError) as caught:
-        build_engine(WorkerConfig(worker_id="w", model=str(model), engine=ENGINE))
+        build_engine(WorkerConfig(worker_id="w", model=str(model), engine=ENGINE), lambda _call: None)
     assert time.monotonic() - began < MOST_S
     assert isinstance(caught.value, ConfigError | UnsupportedModelError | NotFoundError)
     assert "\n" not in caught.value.message
@@ -289,8 +289,7 @@ def test_the_sound_model_loads_in_every_form(sound: Path, tmp_path: Path) -> Non
     shouted = tmp_path / "TINY.GGUF"
     shutil.copy(sound / GGUF, shouted)
     for model in (sound, sound / GGUF, shouted):
-        source = resolve_model(str(model))
-        runner = build_torch_runner(ENGINE, source, lambda _: None)
+        runner = build_torch_runner(ENGINE, checked_model(str(model)), lambda _: None)
         assert runner.facts.context_tokens == CONTEXT
         assert runner.facts.eos_token_ids == {EOS}
         runner.close()
@@ -313,7 +312,7 @@ def test_whatever_a_setting_becomes_the_model_loads_or_is_refused(sound: Path, t
         settings(CONFIG, **{outer: {inner: odd} if inner else odd})(folder)
         began = time.monotonic()
         with suppress(SplitserveError):
-            build_torch_runner(ENGINE, resolve_model(str(folder)), lambda _: None).close()
+            build_torch_runner(ENGINE, checked_model(str(folder)), lambda _: None).close()
         assert time.monotonic() - began < MOST_S, (name, odd)
 
 

@@ -22,7 +22,7 @@ from splitserve.client import AsyncClient, ChatMessage, Completion
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import InvalidArgumentError
 from splitserve.models.hf_tokenizer import load_tokenizer
-from splitserve.models.sources import resolve_model
+from splitserve.models.sources import checked_model
 from splitserve.v1.generation_pb2 import Grammar
 from splitserve.v1.generation_pb2 import SamplingParams as SampledProto
 from tests.support.clients.patient import PatientClient
@@ -123,7 +123,7 @@ async def test_answers_of_random_schemas_satisfy_them(client: AsyncClient) -> No
 async def test_a_split_answer_is_that_of_one_engine(client: AsyncClient, smollm2: str) -> None:
     config = EngineConfig(dtype="float32", num_blocks=256, threads=1, prefix_cache=False)
     tokenizer = load_tokenizer(smollm2)
-    runner = build_torch_runner(config, resolve_model(smollm2), lambda _fraction: None)
+    runner = build_torch_runner(config, checked_model(smollm2), lambda _fraction: None)
     core = EngineCore(runner, config, tokenizer)
     compiler = GrammarCompiler(tokenizer, runner.facts)
     grammar = await compiler.compiled(SampledProto(grammar=Grammar(json_schema=json.dumps(PERSON))))

@@ -14,7 +14,7 @@ from engine.runner.torch_runner import build_torch_runner
 from splitserve.client import AsyncClient
 from splitserve.config.engine import EngineConfig
 from splitserve.models.hf_tokenizer import load_tokenizer
-from splitserve.models.sources import resolve_model
+from splitserve.models.sources import checked_model
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
@@ -48,7 +48,7 @@ async def test_bfloat16_split_equals_colocated(smollm2: str, log_dir: Path) -> N
         prefix_cache=False,
     )
     tokenizer = load_tokenizer(smollm2)
-    runner = build_torch_runner(config, resolve_model(smollm2), lambda _fraction: None)
+    runner = build_torch_runner(config, checked_model(smollm2), lambda _fraction: None)
     core = EngineCore(runner, config, tokenizer)
     prompts = [tokenizer.encode(sentences(60, seed=n))[:length] for n, length in enumerate(LENGTHS)]
     greedy = [_colocated(core, prompt, GREEDY, f"g{n}") for n, prompt in enumerate(prompts)]

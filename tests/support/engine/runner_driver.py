@@ -16,7 +16,7 @@ from engine.core.model_runner import ModelRunner, SampledToken, SamplingParams, 
 from engine.runner.sampler import NanLogitsError
 from engine.runner.torch_runner import TorchRunner, build_torch_runner
 from splitserve.config.engine import EngineConfig
-from splitserve.models.sources import resolve_model
+from splitserve.models.sources import checked_model
 from tests.support.engine.tiny_models import CONTEXT, EOS, make_tiny_model
 
 BLOCK = 8
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def runner_of(folder: Path, family: str, dtype: str = "float32", **settings: int | str) -> TorchRunner:
-    source = resolve_model(str(make_tiny_model(family, folder)))
+    source = checked_model(str(make_tiny_model(family, folder)))
     given = {"device": "cpu", "threads": 1, "block_size_tokens": BLOCK, "num_blocks": NUM_BLOCKS} | settings
     config = EngineConfig.model_validate({"dtype": dtype, **given})
     return build_torch_runner(config, source, lambda _: None)

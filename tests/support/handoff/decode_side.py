@@ -68,9 +68,7 @@ class DecodeSide:
         due = min((e.due_s for e in table._open.values()), default=float("inf"))
         return (
             self.boot,
-            max(table.next_deadline(), due) - due
-            if due < float("inf")
-            else 0.0,  # an early look has no effect
+            max(table._next_due_s, due) - due if due < float("inf") else 0.0,  # an early look has no effect
             entries,
             table._last_number,
             tuple(sorted(table._live.items())),

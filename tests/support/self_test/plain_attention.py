@@ -12,7 +12,7 @@ from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.cuda.staging import NOWHERE, PlacedStep, Staging, StepInputs, StepSize
 from engine.backends.cuda.step_graphs import MAX_CHUNKS, bucket_sizes
 from engine.kv_cache.memory import KvCacheMemory
-from engine.model.attention_interface import LayerState
+from engine.model.attention_interface import LayerState, NewTokens
 from engine.model.probe import AttentionKind
 from engine.runner.self_test.checks import reference
 
@@ -38,15 +38,10 @@ class PlainAttention:
         self._pool, self._fault = pool, fault
 
     def attend(
-        self,
-        layer: LayerState,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        softcap: float | None,
+        self, layer: LayerState, tokens: NewTokens, scale: float, softcap: float | None
     ) -> torch.Tensor:
         assert self.inputs is not None
+        query, key, value = tokens
         if self._fault == "raises":
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
         flat, size = self.inputs.flat, self._pool.layout.block_size_tokens

@@ -108,7 +108,7 @@ def test_a_local_prefill_can_be_aborted_at_any_time(rounds_before: int, lost: bo
     for _ in range(rounds_before):
         pair.round()
     if lost:
-        pair.consumer.coordinator_lost(pair.decode, COORDINATOR, pair.clock.now)
+        pair.consumer.keep_requests(pair.decode, COORDINATOR, frozenset(), pair.clock.now)
     else:
         assert pair.consumer.abort(pair.decode, f"{COORDINATOR}/a", COORDINATOR, True, pair.clock.now), (
             "it was alive"
@@ -123,7 +123,7 @@ def test_a_lost_coordinator_frees_its_requests() -> None:
     pair.start("a", prompt, ticket_of(pair.reserve("a", prompt)))
     for _ in range(4):
         pair.round()
-    pair.consumer.coordinator_lost(pair.decode, COORDINATOR, pair.clock.now)
+    pair.consumer.keep_requests(pair.decode, COORDINATOR, frozenset(), pair.clock.now)
     pair.producer.end(pair.prefill, "a", None, pair.clock.now)
     for _ in range(10):
         pair.round()

@@ -72,7 +72,7 @@ def test_the_first_reservation_may_take_the_room() -> None:
     rig.run()
     assert answer(rig.a, rig.b, "long") == expected(prompt(150, 1))
     assert len(second) == 1
-    rig.b.consumer.coordinator_lost(rig.b.core, "c", rig.clock.now)
+    rig.b.consumer.keep_requests(rig.b.core, "c", frozenset(), rig.clock.now)
 
 
 def test_settings_that_leave_no_room_are_refused() -> None:

@@ -2,12 +2,12 @@
 
 The counterpart of a CUDA graph (`torch.cuda.CUDAGraph`) on cpu. The model's own code runs once under a dispatch mode
 that sees every operation. Frequent operations become kernel operations, in lists that run without Python. Every other
-operation is called again with the same arguments, and its result is copied to where the first result was. So any model
-can be captured; how much faster the replay is depends on how many of its operations have kernels.
+operation is called again with the same arguments, and its result is copied to the place of the first result. So any
+model can be captured; the more of its operations have kernels, the faster is the replay.
 
 A graph is correct as long as the model's operations depend on its inputs through tensors only. Reading a value (`item`)
-is detected and refused, and so are shapes that depend on values. As a further check, `CpuStepGraphs` compares what its
-graphs compute of other inputs with what the model does.
+is detected and refused, and so are shapes that depend on values. As a further check, `CpuStepGraphs` compares the
+results of its graphs on other inputs with those of the model.
 
 Intermediate results that are not live at the same time share memory (`MemoryPlanner`), so a step's memory does not grow
 with the number of layers, and stays in the processor's cache.
@@ -26,7 +26,6 @@ import numpy.typing as npt
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from typing_extensions import override
 
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import Binary, Code, Ops, Unary, elementwise_op
@@ -41,7 +40,7 @@ _EMPTY = frozenset({"aten::empty", "aten::new_empty", "aten::empty_like", "aten:
 
 
 class GraphCaptureError(Exception):
-    """The model does something that cannot be captured."""
+    """The model has an operation that cannot be captured."""
 
 
 CAPTURE_ERRORS = (
@@ -53,28 +52,19 @@ CAPTURE_ERRORS = (
     AttributeError,
     AssertionError,
 )
-"""What a model may raise while it is captured."""
+"""The errors that a model may raise while it is captured."""
 Call = Callable[[], None]
 """An operation without a kernel, called again in each replay."""
 
 
+@dataclass(frozen=True, slots=True)
 class CpuGraph:
-    """Replays what a `GraphCapture` recorded."""
+    """What a `GraphCapture` recorded. To compute `output` from the inputs' content, run `parts` one after the other."""
 
-    def __init__(
-        self, kernels: CpuKernels, parts: list[Ops | Call], output: torch.Tensor, memory: object
-    ) -> None:
-        """`memory`: the owners of the memory that the operations address; kept alive with the graph."""
-        self._kernels, self.parts, self.output, self._memory = kernels, parts, output, memory
-
-    def replay(self) -> torch.Tensor:
-        """Computes the output from what the inputs' memory holds now; always returns the same tensor."""
-        for part in self.parts:
-            if isinstance(part, np.ndarray):
-                self._kernels.run(part)
-            else:
-                part()
-        return self.output
+    parts: list[Ops | Call]
+    output: torch.Tensor
+    memory: object
+    """The owners of the memory that the operations address; kept alive with the graph."""
 
 
 class GraphCapture(TorchDispatchMode):
@@ -86,19 +76,18 @@ class GraphCapture(TorchDispatchMode):
         self._entries: list[Ops | Call] = []
         self._buffers = Buffers()
         self._constants: dict[int, torch.UntypedStorage] = {}
-        """Storages that were read but are no operation's result, by address. Operations use them: kept alive."""
+        """Storages that operations read and that are no operation's result, by address; kept alive for the replays."""
 
     def __enter__(self) -> GraphCapture:
-        self._kernels.recorder = self
+        self._kernels.record = self._record
         super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._kernels.recorder = None
+        self._kernels.record = None
         super().__exit__(*error)
 
-    @override
-    def record(self, op: Ops) -> None:
+    def _record(self, op: Ops) -> None:
         pointers = op["pointer"][0]
         for slot, pointer in enumerate(pointers.tolist()):
             if (place := self._buffers.find(pointer)) is not None:
@@ -122,7 +111,7 @@ class GraphCapture(TorchDispatchMode):
                 run = []
             if entry is not None:
                 parts.append(entry)
-        return CpuGraph(self._kernels, parts, output, (planner, self._constants))
+        return CpuGraph(parts, output, (planner, self._constants))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -141,7 +130,7 @@ class GraphCapture(TorchDispatchMode):
             input_addresses.add(storage.data_ptr())
             if self._buffers.find(storage.data_ptr()) is None:
                 self._constants[storage.data_ptr()] = storage
-        # An output in an input's memory is a view, or the input itself: nothing new to place.
+        # An output in an input's memory is a view, or the input itself: it needs no memory of its own.
         new = [tensor for tensor in outputs if tensor.untyped_storage().data_ptr() not in input_addresses]
         for tensor in new:
             self._buffers.add(tensor.untyped_storage())
@@ -151,7 +140,7 @@ class GraphCapture(TorchDispatchMode):
             ops = _as_ops(func, args, kwargs, new[0]) if len(outputs) == 1 else None
             if ops is not None:
                 for op in ops:
-                    self.record(op)
+                    self._record(op)
             else:
                 self._record_copy_of(func, args, kwargs, outputs, inputs)
         return result
@@ -181,7 +170,7 @@ class GraphCapture(TorchDispatchMode):
             self._keep(tensor)
 
     def _keep(self, tensor: torch.Tensor) -> None:
-        """Fixes the address of a tensor's memory: others than the kernels use it."""
+        """Fixes the address of a tensor's memory, because operations without a kernel use it."""
         place = self._buffers.find(tensor.untyped_storage().data_ptr())
         if place is not None:
             place[0].fixed = True
@@ -193,7 +182,9 @@ def _is_composite(func: Any) -> bool:
 
 
 def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
-    if func is _aten.index.Tensor:  # indices determine the result's shape by their own; masks by their values
+    if (
+        func is _aten.index.Tensor
+    ):  # the result's shape depends on the shape of indices, but on the values of masks
         return any(index is not None and index.dtype in _MASKS for index in args[1])
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
@@ -254,7 +245,7 @@ ALIGNED = 64
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """A result's memory. `fixed`: others than the kernels use its address, so it stays where it is."""
+    """A result's memory. `fixed`: operations without a kernel use its address, so it stays."""
 
     num_bytes: int
     fixed: bool = False
@@ -320,7 +311,7 @@ class Buffers:
     def __init__(self) -> None:
         self.all: list[Buffer] = []
         self._starts: list[int] = []
-        self._found: list[tuple[StorageWeakRef, Buffer]] = []
+        self._results: list[tuple[StorageWeakRef, Buffer]] = []
 
     def add(self, storage: torch.UntypedStorage) -> None:
         """Adds a result's new memory; forgets the freed results that it overlaps."""
@@ -328,11 +319,11 @@ class Buffers:
         if not num_bytes:
             return
         low, high = bisect_right(self._starts, begin), bisect_left(self._starts, begin + num_bytes)
-        if low and self._starts[low - 1] + self._found[low - 1][1].num_bytes > begin:
+        if low and self._starts[low - 1] + self._results[low - 1][1].num_bytes > begin:
             low -= 1
         buffer = Buffer(num_bytes)
         self._starts[low:high] = [begin]
-        self._found[low:high] = [(StorageWeakRef(storage), buffer)]
+        self._results[low:high] = [(StorageWeakRef(storage), buffer)]
         self.all.append(buffer)
 
     def find(self, address: int) -> tuple[Buffer, int] | None:
@@ -340,6 +331,6 @@ class Buffers:
         index = bisect_right(self._starts, address) - 1
         if index < 0:
             return None
-        storage, buffer = self._found[index]
+        storage, buffer = self._results[index]
         distance = address - self._starts[index]
         return None if distance >= buffer.num_bytes or storage.expired() else (buffer, distance)

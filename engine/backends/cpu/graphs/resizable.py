@@ -1,8 +1,8 @@
-"""Captured operations that compute any number of rows, up to those of their capture.
+"""Captured operations that compute any number of rows, up to that of their capture.
 
-The same step is captured twice, with many rows and with few. Where the operations differ, it is by numbers of rows,
-which `RowCounts` finds; writing these anew makes the same operations compute fewer rows. Strides and addresses stay
-those of the larger capture, so what is computed lies at the beginning of each result, and the rest keeps what it had.
+The same step is captured twice, with many rows and with few. The operations differ only in numbers of rows, which
+`RowCounts` finds; with other numbers the same operations compute fewer rows. Strides and addresses stay those of the
+larger capture: fewer rows are written to the beginning of each result, and the rest of it does not change.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from engine.backends.cpu.ops import SERIAL_ELEMENTS, Code, Ops
 
 Ints = npt.NDArray[np.int64]
 _ITEM_BYTES = 2
-"""Of bfloat16, in which queries, keys, values and results of attention are."""
+"""Bytes of a bfloat16 number, the type of queries, keys, values and results of attention."""
 _FIXED_FIELDS = ("code", "real")
 _SERIAL_CODES = (Code.RMS_NORM, Code.BINARY, Code.UNARY)
 _KEPT = 32
-"""Steps without a prompt whose operations are kept: decoding repeats the same sizes."""
+"""Number of sizes of steps without prompts whose operations are kept: decoding repeats them."""
 
 
 class StepRows(NamedTuple):
-    """Numbers of rows of a step: those of sequences that compute one token, which come first; all; those whose logits
-    are wanted."""
+    """Numbers of rows of a step: of sequences that compute one token, which come first; in all; with logits."""
 
     decodes: int
     total: int
@@ -58,8 +57,8 @@ class RowCounts:
 
     @classmethod
     def between(cls, large: Ops, small: Ops, many: StepRows, few: StepRows) -> RowCounts:
-        """From captures of the same step with `many` and with `few` rows. Raises GraphCaptureError where they differ by
-        more than rows."""
+        """From captures of the same step with `many` and with `few` rows. Raises GraphCaptureError if they differ in
+        anything but rows."""
         same = len(large) == len(small) and all(
             np.array_equal(large[field], small[field]) for field in _FIXED_FIELDS
         )
@@ -69,9 +68,9 @@ class RowCounts:
         attends = np.isin(large["code"], (Code.ATTEND, Code.PREFILL))[:, None]
         differs = (counts != fewer) & ~attends
         factors = []
-        for at_most, at_least in ((many.total, few.total), (many.sampled, few.sampled)):
-            of = np.where(differs & (counts % at_most == 0), counts // at_most, 0)
-            factors.append(np.where(of * at_least == fewer, of, 0))
+        for more_rows, fewer_rows in ((many.total, few.total), (many.sampled, few.sampled)):
+            factor = np.where(differs & (counts % more_rows == 0), counts // more_rows, 0)
+            factors.append(np.where(factor * fewer_rows == fewer, factor, 0))
         if np.any(differs & (factors[0] == 0) & (factors[1] == 0)):
             raise GraphCaptureError("a number in the model's operations depends on rows in another way")
         return cls(np.where(differs, 0, counts), *factors)

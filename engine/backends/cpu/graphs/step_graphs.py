@@ -1,7 +1,7 @@
 """Captured steps: chunks of prompts, sequences that decode, or both. One graph computes any step of up to its rows.
 
-Graphs are captured when first needed: one for steps of a few rows, which is the warm-up's, and one for more. Each kind
-of step is compared with the model's own forward pass when it first comes.
+A graph is captured when a step first needs it; the warm-up captures the smallest one. The first step of each kind is
+compared with the model's own forward pass.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from splitserve.logs import log_event
 
 TOTAL_ROWS = (80, 512, 1024, 2048, 4096)
 SAMPLED_ROWS = (64, 256)
-"""Rows that graphs are captured with. What has no kernel always computes all rows of its graph, therefore several.
-The first is above the warm-up's prompt, so that fewer rows are checked there."""
+"""Rows that graphs are captured with; several, as operations without a kernel always compute all rows of their graph.
+The smallest total is above the warm-up's prompt, so that the warm-up checks a step of fewer rows than the graph's."""
 MAX_CHUNKS = 16
-"""Chunks of a step at most."""
+"""Maximum number of chunks of a step."""
 _DECODES = 32
-"""Decoding rows of a capture at most; a replay may have more."""
+"""Maximum number of decode rows in a capture; a replay may have more."""
 _FEW = StepRows(decodes=4, total=24, sampled=4)
 MAX_DIFFERENCE = 0.05
 """Relative norm of the difference of bfloat16 logits: the kernels may round a value to its other neighbour."""
@@ -57,12 +57,12 @@ class GraphInputs:
 
     @classmethod
     def make(cls, rows: StepRows) -> GraphInputs:
-        """Inputs of so many rows, zero."""
+        """Inputs for these rows, all zero."""
         zeros = torch.zeros(2, 1, rows.total, dtype=torch.int64)
         return cls(zeros[0], zeros[1], torch.zeros(rows.sampled, dtype=torch.int64))
 
     def fill(self, step: FlatStep) -> None:
-        """Copies a step in, which has at most as many rows. Those beyond it keep what they had."""
+        """Copies in a step of at most as many rows. Rows beyond it keep their content."""
         count, sampled = len(step.token_ids), len(step.sample_rows)
         self.token_ids[0, :count] = torch.from_numpy(step.token_ids)
         self.positions[0, :count] = torch.from_numpy(step.positions)
@@ -70,17 +70,17 @@ class GraphInputs:
 
 
 class _Kind(NamedTuple):
-    """What steps have in common that are checked once."""
+    """A kind of steps; one step of each kind is checked."""
 
     total_rows: int
     decodes: bool
     chunks: int
-    """At most 2: several."""
+    """0, 1, or 2 for several."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """One graph."""
+    """A captured graph whose operations can be resized."""
 
     inputs: GraphInputs
     graph: CpuGraph
@@ -108,19 +108,19 @@ class CpuStepGraphs:
         columns: int,
         block_size: int,
     ) -> None:
-        """`decodes`: inputs of the sequences that decode. `eager` runs the model on a step; `columns`: most blocks of a
-        sequence."""
+        """`decodes`: inputs of the sequences that decode. `eager` runs the model on a step; `columns`: maximum number
+        of blocks of a sequence."""
         self._kernels, self._decodes, self._compute, self._eager = kernels, decodes, compute, eager
         self._memory, self._columns, self._block_size = MemoryPlanner(), columns, block_size
         self._chunks = [ChunkInputs(columns)]
         self._smaller: CpuGraph | None = None
         self._checked: set[_Kind] = set()
         self.works = True
-        """Whether the model can be captured, as far as is known."""
+        """False once a capture or a check has failed."""
         self.prepared = False
         """Whether the latest step took longer because a graph was made or checked."""
         self.graphs: dict[tuple[int, int], StepGraph] = {}
-        """By their rows, and those whose logits can be wanted."""
+        """The graphs by (maximum rows, maximum rows with logits)."""
 
     def logits(self, step: FlatStep) -> torch.Tensor | None:
         """Logits `[sampled, vocabulary]`, overwritten by the next step. None where the step has no graph."""
@@ -132,7 +132,7 @@ class CpuStepGraphs:
         kind = _Kind(len(captured.inputs.token_ids[0]), step.num_decode > 0, min(step.num_prefill, 2))
         is_new = kind not in self._checked
         if is_new and not rows.sampled:
-            return None  # nothing would show whether it is right
+            return None  # without logits there is nothing to compare
         expected = self._eager(step).float() if is_new else None
         captured.inputs.fill(step)
         self._decodes.fill(step.sequences[: step.num_decode])
@@ -140,7 +140,7 @@ class CpuStepGraphs:
         if expected is None:
             return logits
         self.prepared = True
-        usable = expected.isfinite().all(dim=1)  # others are broken sequences, which fail alone
+        usable = expected.isfinite().all(dim=1)  # other rows belong to broken sequences, which fail alone
         if not usable.any():
             return logits
         difference = relative_difference(logits[usable].float(), expected[usable])
@@ -151,7 +151,7 @@ class CpuStepGraphs:
         return None  # the step is computed again, and with it the KV that it wrote
 
     def _graph_for(self, rows: StepRows) -> StepGraph | None:
-        """The smallest graph that has as many rows, captured now if it is needed first; None: there is none."""
+        """The smallest graph with enough rows, captured now if it is new; None if there is none."""
         total = next((size for size in TOTAL_ROWS if size >= rows.total), None)
         sampled = next((size for size in SAMPLED_ROWS if size >= rows.sampled), None)
         if total is None or sampled is None:
@@ -177,9 +177,9 @@ class CpuStepGraphs:
         # All rows are padding while a graph is captured, so that no KV is written.
         self._decodes.clear()
         self._chunks[0].fill(0, 0, ())
-        most = self._decodes.rows
-        many = StepRows(min(_DECODES, most), total, sampled)
-        few = _FEW._replace(decodes=min(_FEW.decodes, most))
+        max_decodes = self._decodes.rows
+        many = StepRows(min(_DECODES, max_decodes), total, sampled)
+        few = _FEW._replace(decodes=min(_FEW.decodes, max_decodes))
         try:
             if self._smaller is None:
                 _, self._smaller = self._captured(few)

@@ -76,7 +76,11 @@ def test_a_sequence_ends_with_the_context_or_the_pool(blocks: int) -> None:
     rig.core.add_request(request(max_tokens=100))
     output = rig.run()["r"]
     assert output.finish_reason is FinishReason.LENGTH
-    assert len(PROMPT) + len(output.token_ids) == rig.core.context_tokens == (25 if blocks == 64 else 29)
+    assert (
+        len(PROMPT) + len(output.token_ids)
+        == rig.core._limits.sequence_tokens
+        == (25 if blocks == 64 else 29)
+    )
     rig.assert_clean()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.runner import device as runner_device
 from engine.runner.device import (
     CudaFacts,
     choose_device,
@@ -123,16 +124,24 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
     ],
 )
 def test_auto_is_what_the_processor_multiplies(
-    settings: dict[str, Any], device: torch.device, native: bool, expected: str
+    settings: dict[str, Any],
+    device: torch.device,
+    native: bool,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert choose_dtype(EngineConfig(**settings), device, native=native) == expected
+    monkeypatch.setattr(runner_device, "multiplies_bfloat16", lambda: native)
+    assert choose_dtype(EngineConfig(**settings), device) == expected
 
 
-def test_without_instructions_the_log_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_instructions_the_log_says_what_it_costs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level("INFO")
     for dtype, native in (("bfloat16", False), ("auto", False), ("auto", True)):
         config = EngineConfig(dtype=dtype)  # type: ignore[arg-type]
-        log_dtype(config, CPU, choose_dtype(config, CPU, native=native), native=native)
+        monkeypatch.setattr(runner_device, "multiplies_bfloat16", lambda native=native: native)
+        log_dtype(config, CPU, choose_dtype(config, CPU))
     assert [record.message for record in caplog.records] == ["engine.slow_dtype", "engine.dtype"]
 
 

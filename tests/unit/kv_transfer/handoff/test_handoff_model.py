@@ -23,6 +23,7 @@ from kv_transfer.handoff.reservation_table import (
     Silence,
     WriterDone,
 )
+from tests.support.handoff.inspection import quarantined_blocks
 
 BLOCKS, EPOCH, QUARANTINE_S, LIMIT_S = 8, 3, 6.0, 40.0
 PICK = st.integers(0, 10**6)
@@ -139,10 +140,10 @@ class HandoffModel(RuleBasedStateMachine):
 
     @rule(data=st.binary(max_size=40), epoch=st.integers(1, 4), number=st.integers(0, 20))
     def noise(self, data: bytes, epoch: int, number: int) -> None:
-        before = len(self.table._live), self.table.quarantined_blocks
+        before = len(self.table._live), quarantined_blocks(self.table)
         self.table.on_notification("stranger", b"\xff" + data, self.now)
         self.table.on_notification("stranger", encode(WriteCompletion(epoch, number, 7, 0)), self.now)
-        assert (len(self.table._live), self.table.quarantined_blocks) == before
+        assert (len(self.table._live), quarantined_blocks(self.table)) == before
 
     @precondition(lambda self: self.requests)
     @rule(pick=PICK, wrong=st.booleans())
@@ -164,13 +165,13 @@ class HandoffModel(RuleBasedStateMachine):
 
     @rule(who=st.sampled_from("xy"))
     def coordinator_is_lost(self, who: str) -> None:
-        """As `KvConsumer.coordinator_lost`, at the end of its lease."""
+        """As a decode worker does at the end of a coordinator's lease."""
         for request in [request for request in self.requests.values() if request.coordinator == who]:
             self.apply(self.table.abort(request.name, who, False, self.now))
 
     @rule(seconds=st.floats(0.01, 8.0))
     def time_passes(self, seconds: float) -> None:
-        self.now = min(self.now + seconds, max(self.now, self.table.next_deadline()))
+        self.now = min(self.now + seconds, max(self.now, self.table._next_due_s))
         self.apply(self.table.expire(self.now))
 
     def owner_of(self, block: int) -> int | None:
@@ -188,7 +189,7 @@ class HandoffModel(RuleBasedStateMachine):
     @invariant()
     def table_agrees(self) -> None:
         assert len(self.table._live) == len(self.requests)
-        assert self.table.quarantined_blocks == sum(len(blocks) for blocks in self.quarantine.values())
+        assert quarantined_blocks(self.table) == sum(len(blocks) for blocks in self.quarantine.values())
         assert all(request.deadline_s > self.now for request in self.requests.values())
 
     def teardown(self) -> None:
@@ -199,7 +200,7 @@ class HandoffModel(RuleBasedStateMachine):
         self.apply(self.table.expire(self.now))
         assert sorted(self.free) == list(range(BLOCKS))
         assert len(self.table._live) == 0
-        assert self.table.next_deadline() == float("inf")
+        assert self.table._next_due_s == float("inf")
 
 
 HandoffModel.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

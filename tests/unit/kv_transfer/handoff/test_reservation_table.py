@@ -17,6 +17,7 @@ from kv_transfer.handoff.reservation_table import (
     WriterDone,
 )
 from splitserve.errors import InvalidArgumentError
+from tests.support.handoff.inspection import quarantined_blocks, state_of
 
 EPOCH, QUARANTINE_S, DEADLINE_S = 11, 45.0, 100.0
 BYTES = 3 * 1024
@@ -41,15 +42,15 @@ def drained(number: int) -> bytes:
 
 def test_the_whole_life(table: ReservationTable) -> None:
     number = reserve(table)
-    assert table.state(number) is HandoffState.RESERVED
+    assert state_of(table, number) is HandoffState.RESERVED
     table.bind_writer(number, "p")
-    assert table.state(number) is HandoffState.RECEIVING
+    assert state_of(table, number) is HandoffState.RECEIVING
     assert table.on_notification("p", completion(number), 1.0) == Admit(number, "r", 42)
-    assert table.state(number) is HandoffState.READY
+    assert state_of(table, number) is HandoffState.READY
     table.started("r")
-    assert table.state(number) is HandoffState.RUNNING
+    assert state_of(table, number) is HandoffState.RUNNING
     table.finished("r")
-    assert (len(table._live), table.quarantined_blocks, table.state(number)) == (0, 0, None)
+    assert (len(table._live), quarantined_blocks(table), state_of(table, number)) == (0, 0, None)
     assert sum(table.counters.values()) == 0
 
 
@@ -120,11 +121,11 @@ def test_quarantine_ends_with_the_writers_last_word(table: ReservationTable, las
     (action,) = table.abort("r", "c", False, 1.0)
     assert isinstance(action, Abort)
     assert (action.reason, action.writer_alive) == ("CANCELLED", True)
-    assert table.quarantined_blocks == 3
+    assert quarantined_blocks(table) == 3
     assert table.abort("r", "c", False, 1.0) == []
     verdict = table.on_notification("p", last_word(number), 2.0)
     assert verdict == WriterDone(number, (ReleaseWriter(number, "r"),))
-    assert table.quarantined_blocks == 0
+    assert quarantined_blocks(table) == 0
 
 
 def test_a_request_can_come_back_while_its_old_blocks_wait(table: ReservationTable) -> None:
@@ -140,7 +141,7 @@ def test_no_writer_needs_no_quarantine(table: ReservationTable) -> None:
     (action,) = table.abort("r", "c", True, 1.0)
     assert isinstance(action, Abort)
     assert not action.writer_alive
-    assert table.next_deadline() <= DEADLINE_S
+    assert table._next_due_s <= DEADLINE_S
     assert table.expire(1000.0) == []
 
 
@@ -162,7 +163,7 @@ def test_abort_while_running_needs_no_quarantine(table: ReservationTable) -> Non
 
 def test_deadline(table: ReservationTable) -> None:
     number = reserve(table)
-    assert table.next_deadline() == DEADLINE_S
+    assert table._next_due_s == DEADLINE_S
     assert table.expire(DEADLINE_S - 0.1) == []
     (action,) = table.expire(DEADLINE_S)
     assert isinstance(action, Abort)
@@ -196,9 +197,9 @@ def test_quarantine_outlasts_the_ticket_then_fences(
     if agent_id:
         table.bind_writer(number, agent_id)
     table.abort("r", "c", False, 1.0)
-    assert table.next_deadline() <= end
+    assert table._next_due_s <= end
     assert table.expire(end - 0.1) == []
-    assert table.next_deadline() == end
+    assert table._next_due_s == end
     assert table.expire(end) == [Silence(number, "r", agent_id), ReleaseWriter(number, "r")]
     assert table.on_notification("p", completion(number), end) == Rejected("not_live")
 
@@ -211,7 +212,7 @@ def test_a_dead_writers_blocks_come_back_after_the_grace(table: ReservationTable
     table.abort("b", "c", False, 1.0)
     table.writer_lost("p", 2.0)
     table.writer_lost("p", 4.0)
-    assert table.next_deadline() == 2.0 + WRITE_GRACE_S
+    assert table._next_due_s == 2.0 + WRITE_GRACE_S
     assert table.expire(2.0 + WRITE_GRACE_S - 0.1) == []
     first, second = table.expire(2.0 + WRITE_GRACE_S)
     assert isinstance(first, Abort)
@@ -237,7 +238,7 @@ def test_news_of_a_death_may_come_before_everything_else(table: ReservationTable
     if first == "note":
         table.bind_writer(number, "p")
     table.abort("r", "c", False, 3.0)
-    assert table.quarantined_blocks == 3
+    assert quarantined_blocks(table) == 3
     assert table.expire(2.0 + WRITE_GRACE_S) == [ReleaseWriter(number, "r")]
 
 
@@ -269,7 +270,7 @@ def test_wrong_content_is_refused_and_its_blocks_wait_for_late_writes() -> None:
     assert (abort.reason, abort.writer_alive) == ("CHECKSUM_MISMATCH", True)
     assert table.counters["checksum_mismatch"] == 1
     assert len(asked) == 1
-    assert (table.state(number), table.quarantined_blocks) == (HandoffState.QUARANTINED, 3)
+    assert (state_of(table, number), quarantined_blocks(table)) == (HandoffState.QUARANTINED, 3)
     released = table.expire(1.0 + QUARANTINE_S)
     assert ReleaseWriter(number, "r") in released
-    assert table.quarantined_blocks == 0
+    assert quarantined_blocks(table) == 0

@@ -126,7 +126,7 @@ def test_kinds_as_the_driver_tells_them() -> None:
     [
         ("H100=0,1;L40S=2", "B200", "none of the 3 GPUs is of the kind 'B200'; there are 2 H100, 1 L40S"),
         ("H100=0;1", "L40S", "there are 1 H100, 1 unnamed"),
-        ("0,1", "H100", "nobody says of which they are: list them as KIND=0,1"),
+        ("0,1", "H100", "their kinds are not known: list them as KIND=0,1"),
         ("L40S=0", "L40", "none of the 1 GPUs"),
         ("H100=0", "MIG 3g.40gb", "there are 1 H100"),
         ("H100=MIG-a", "H100", "none of the 1 GPUs"),

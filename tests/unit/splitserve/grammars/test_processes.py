@@ -10,7 +10,7 @@ import socket
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ import psutil
 import pytest
 
 from splitserve.errors import InvalidArgumentError, ResourceExhaustedError
+from splitserve.grammars import processes
 from splitserve.grammars.child import NICENESS, SESSION_NICENESS, SLOW_NICENESS
 from splitserve.grammars.forms import MAX_GRAMMAR_BYTES, check_grammar
-from splitserve.grammars.processes import SLOW_CPU_S, Connection, GrammarProcesses
+from splitserve.grammars.processes import QUICK_AT_ONCE, SLOW_CPU_S, Connection, GrammarProcesses
 from splitserve.v1.generation_pb2 import Grammar
 from tests.support.waiting import PATIENCE_S
 
@@ -256,6 +257,24 @@ async def test_checks_that_nobody_waits_for_end(compiler: GrammarProcesses) -> N
     await asyncio.gather(check, return_exceptions=True)
     await until_nothing_runs(compiler)
     await compiler.check(FINE[1])
+
+
+async def test_each_tenant_has_a_bounded_number_of_grammars_that_wait(
+    compiler: GrammarProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "MAX_WAITING", 2)
+    async with AsyncExitStack() as quick_turns:
+        for _ in range(QUICK_AT_ONCE):
+            await quick_turns.enter_async_context(compiler._quick.turn("z"))
+        checks = [asyncio.create_task(compiler.check(grammar, "a")) for grammar in FINE[:2]]
+        await asyncio.sleep(0)
+        with pytest.raises(ResourceExhaustedError, match="2 others of this tenant wait already") as caught:
+            await compiler.check(FINE[2], "a")
+        assert caught.value.reason == "GRAMMARS_BUSY"
+        assert caught.value.retry_after_s
+        checks.append(asyncio.create_task(compiler.check(FINE[2], "b")))
+        await asyncio.sleep(0)
+    await asyncio.gather(*checks)
 
 
 async def test_the_child_process_is_started_again(compiler: GrammarProcesses) -> None:

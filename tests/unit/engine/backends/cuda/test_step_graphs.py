@@ -131,7 +131,7 @@ class Rig:
         now = [0.0]
 
         def compute(inputs: StepInputs) -> torch.Tensor:
-            now[0] += max(1.0, seconds * inputs.longest_chunk)
+            now[0] += max(1.0, seconds * inputs.flat.longest_chunk)
             return self.compute(inputs)
 
         self.graphs = CudaStepGraphs(compute, CPU, max_rows, max_tokens, self.table, clock=lambda: now[0])
@@ -200,7 +200,7 @@ def test_without_memory_for_chunks_steps_that_only_decode_keep_their_graphs(
     computed = Computed(FakeDevice(monkeypatch))
 
     def compute(inputs: StepInputs) -> torch.Tensor:
-        if inputs.longest_chunk > 64:
+        if inputs.flat.longest_chunk > 64:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return computed(inputs)
 

@@ -11,7 +11,7 @@ from engine.backends.torch_native.attention import FUSED_POSITIONS, TorchNativeA
 from engine.backends.torch_native.batch import TILE_TOKENS, build_step_batch
 from engine.core.model_runner import SamplingParams, ScheduledSequence
 from engine.kv_cache.memory import KvCacheMemory
-from engine.model.attention_interface import AttentionContext, LayerState
+from engine.model.attention_interface import AttentionContext, LayerState, NewTokens
 from kv_transfer.layout import KvLayout
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 6, 2, 24, 4
@@ -95,7 +95,7 @@ def test_every_row_sees_its_own_past(
     for row, block in enumerate(step.slot_blocks.tolist()):
         rows[owner[block].request_id].append(row)
     layer = LayerState(1, AttentionContext(), window, window_declared=True)
-    output = backend.attend(layer, query, key, value, SCALE, softcap)
+    output = backend.attend(layer, NewTokens(query, key, value), SCALE, softcap)
 
     for sequence in batch:
         own = rows[sequence.request_id]
