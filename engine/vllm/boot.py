@@ -18,10 +18,10 @@ from engine.vllm.options import (
     FIELD,
     checked_options,
     own_arguments,
+    rank_count,
     ranks_of,
     read_options,
     reason_of,
-    tensor_parallel_size,
 )
 from engine.vllm.processes import VllmProcesses
 from engine.vllm.transport import VllmTransport
@@ -100,26 +100,27 @@ def start_vllm(config: EngineConfig, folder: Path, transport: str) -> StartedVll
     Raises UnavailableError (VLLM_MISSING) without a supported vLLM, ConfigError for options that are refused,
     UnsupportedModelError for a model whose KV cannot be handed over or that vLLM does not load.
     """
-    size = tensor_parallel_size(config.engine_args)  # before vLLM's import, which takes seconds
+    ranks = rank_count(config.engine_args)  # before vLLM's import, which takes seconds
     if transport != "nixl":
         raise ConfigError(f"transport: vLLM moves KV by nixl, not {transport}", field="transport")
     threads = config.threads or len(os.sched_getaffinity(0))
-    prepare_environment(max(1, threads // size))
+    prepare_environment(max(1, threads // ranks))
     version, on_cpu = _require_vllm()
     own = own_arguments(config, str(folder), on_cpu=on_cpu)
     args = read_options(own, checked_options(config.engine_args))
-    if args.tensor_parallel_size != size:
-        raise ConfigError(f"{FIELD}: write --tensor-parallel-size in full", field=FIELD)
+    if ranks_of(args) != ranks:
+        message = f"{FIELD}: write --tensor-parallel-size and --pipeline-parallel-size in full"
+        raise ConfigError(message, field=FIELD)
     adapters = read_adapters(config.adapters)
     if adapters:
         base = folder_shapes(folder)
         for files in adapters.values():
             check_fits_base(files, base)
-    if on_cpu and ranks_of(args) == 1:  # its default is a process more, which spins while it is idle
+    if on_cpu and ranks == 1:  # its default is a process more, which spins while it is idle
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         args.distributed_executor_backend = UniProcExecutor
-    processes = VllmProcesses(ranks_of(args))
+    processes = VllmProcesses(ranks)
     try:
         with processes.temporary_files():
             engine = _load(args, processes, adapters, on_cpu)

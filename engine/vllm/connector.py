@@ -19,6 +19,7 @@ import threading
 import time
 from binascii import Error as NoBase64
 from functools import partial
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -297,13 +298,17 @@ class RankSide(NixlPushConnectorWorker):
         decoder = msgspec.msgpack.Decoder(NixlHandshakePayload)
         agents: dict[tuple[int, int], str] = {}
         size = peer.tensor_parallel_size
-        for rank in self.transfer_topo.handshake_target_ranks(size, 1):
-            payload = decoder.decode(peer.handshakes[rank])
+        stages = len(peer.handshakes) // size
+        for stage, rank in product(range(stages), self.transfer_topo.handshake_target_ranks(size, 1)):
+            payload = decoder.decode(peer.handshakes[stage * size + rank])
             metadata = msgspec.msgpack.decode(payload.agent_metadata_bytes, type=NixlAgentMetadata)
             if metadata.engine_id != peer.engine_id:
                 raise ValueError(f"it says that its engine is {metadata.engine_id}, not {peer.engine_id}")
             self._validate_remote_parallel_config(metadata)
-            agents[0, rank] = self.add_remote_agent(metadata, rank, size, metadata.dcp_size)
+            if stages > 1:  # a peer whose layers lie in several ranks writes here, and is never written to
+                agents[stage, rank] = self.nixl_wrapper.add_remote_agent(metadata.agent_metadata)
+            else:
+                agents[stage, rank] = self.add_remote_agent(metadata, rank, size, metadata.dcp_size)
         self._remote_agents[peer.engine_id] = agents
 
     def _disconnect(self, engine_id: str) -> None:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
-from splitserve.gpus.worker_gpus import TENSOR_PARALLEL, value_given
+from splitserve.gpus.worker_gpus import vllm_ranks
 
 MAX_RANKS = 64
 CPU_BLOCK_MULTIPLE = 32
@@ -143,18 +143,18 @@ def _require_allowed(name: str) -> None:
         raise ConfigError(f"{FIELD}: {name} is refused: {REFUSED[name]}", field=FIELD)
 
 
-def tensor_parallel_size(engine_args: str) -> int:
-    """The number of ranks that `EngineConfig.engine_args` ask for. Raises ConfigError unless 1..`MAX_RANKS`."""
-    given = value_given(checked_options(engine_args), TENSOR_PARALLEL)
-    size = "1" if given is None else given
-    if not (size.isascii() and size.isdecimal() and 1 <= int(size[:4]) <= MAX_RANKS):
-        message = f"{FIELD}: --tensor-parallel-size must be 1..{MAX_RANKS}, not {size[:20]!r}"
-        raise ConfigError(message, field=FIELD)
-    return int(size)
+def rank_count(engine_args: str) -> int:
+    """The number of ranks that `EngineConfig.engine_args` ask for, of all stages. Raises ConfigError unless
+    1..`MAX_RANKS`."""
+    checked_options(engine_args)
+    ranks = vllm_ranks(engine_args) or 1
+    if ranks > MAX_RANKS:
+        raise ConfigError(f"{FIELD}: vLLM may have 1..{MAX_RANKS} ranks, not {ranks}", field=FIELD)
+    return ranks
 
 
 def ranks_of(args: Any) -> int:
-    """The ranks of vLLM's `EngineArgs`, tensor-parallel and pipeline ones."""
+    """The ranks of vLLM's `EngineArgs`, of all stages."""
     return int(args.tensor_parallel_size * args.pipeline_parallel_size)
 
 

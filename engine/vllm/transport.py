@@ -275,7 +275,8 @@ def _peer_of(endpoint: TransferEndpoint) -> pb.VllmConnect:
     except DecodeError as error:
         raise InvalidArgumentError(f"metadata is not an engine's: {error}", field="metadata") from None
     size = peer.tensor_parallel_size
-    if not (1 <= size <= MAX_RANKS and len(peer.handshakes) == size and peer.engine_id):
+    ranks = len(peer.handshakes)
+    if not (1 <= size <= ranks <= MAX_RANKS and ranks % size == 0 and peer.engine_id):
         message = f"metadata must name an engine with one handshake for each of its 1..{MAX_RANKS} ranks"
         raise InvalidArgumentError(message, field="metadata")
     return peer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
@@ -20,43 +21,49 @@ from splitserve.runtime.process import DEVICE_ORDER_VARIABLE, number_devices_lik
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 NICS_VARIABLE = "UCX_NET_DEVICES"
 TENSOR_PARALLEL = ("--tensor-parallel-size", "-tp")
-"""vLLM's option for the number of its ranks."""
+PIPELINE_PARALLEL = ("--pipeline-parallel-size", "-pp")
+"""vLLM's options for the number of its ranks."""
 
 
-def tensor_parallel_size(engine_args: str) -> int | None:
-    """The tensor parallel size in `engine.engine_args`; None where none is given.
+def vllm_ranks(engine_args: str) -> int | None:
+    """The ranks that `engine.engine_args` ask for, the tensor times the pipeline parallel size; None where neither is
+    given.
 
-    Raises ConfigError (field `engine.engine_args`) for one that is no number of at least 1.
+    Raises ConfigError (field `engine.engine_args`) for a size that is no number of at least 1.
     """
     try:
         words = shlex.split(engine_args)
     except ValueError as error:
         raise _bad_args(str(error)) from None
-    given = value_given(words, TENSOR_PARALLEL)
-    if given is None:
-        return None
-    if not (given.isascii() and given.isdecimal() and len(given) < 10 and int(given) >= 1):
-        raise _bad_args(f"{TENSOR_PARALLEL[0]} must be a number of at least 1 (given: {given[:20]!r})")
-    return int(given)
+    sizes = []
+    for names in (TENSOR_PARALLEL, PIPELINE_PARALLEL):
+        given = value_given(words, names)
+        if given is None:
+            continue
+        if not (given.isascii() and given.isdecimal() and len(given) < 10 and int(given) >= 1):
+            raise _bad_args(f"{names[0]} must be a number of at least 1 (given: {given[:20]!r})")
+        sizes.append(int(given))
+    return math.prod(sizes) if sizes else None
 
 
 def check_gpu_count(kind: str, engine_args: str, gpus: int, field: str = "gpus_per_replica") -> None:
-    """Raises ConfigError naming `field` if an engine cannot use this number of GPUs: vLLM takes as many as its tensor
-    parallel size, if that is given, the torch engine one. With 0 GPUs the engine computes on cpu."""
+    """Raises ConfigError naming `field` if an engine cannot use this number of GPUs: vLLM takes as many as it has
+    ranks, if its options say that, the torch engine one. With 0 GPUs the engine computes on cpu."""
     if kind == "simulated" or gpus == 0:
         return
-    size = tensor_parallel_size(engine_args) if kind == "vllm" else 1
+    size = vllm_ranks(engine_args) if kind == "vllm" else 1
     if size is None or size == gpus:
         return
-    why = f"--tensor-parallel-size in engine.engine_args is {size}"
+    why = f"engine.engine_args ask for {size} ranks"
     if kind != "vllm":
         why = f"the {kind} engine computes on one GPU; engine vllm takes several"
     raise ConfigError(f"{field} is {gpus}, but {why}", field=field)
 
 
 def with_tensor_parallel(engine: EngineConfig, gpus: int) -> EngineConfig:
-    """The engine's settings, with vLLM's tensor parallel size for this number of GPUs unless the settings have one."""
-    if engine.kind != "vllm" or gpus < 2 or tensor_parallel_size(engine.engine_args) is not None:
+    """The engine's settings, with vLLM's tensor parallel size for this number of GPUs unless the settings say how many
+    ranks it has."""
+    if engine.kind != "vllm" or gpus < 2 or vllm_ranks(engine.engine_args) is not None:
         return engine
     given = f"{engine.engine_args} --tensor-parallel-size {gpus}".strip()
     return engine.model_copy(update={"engine_args": given})

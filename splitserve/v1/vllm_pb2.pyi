@@ -178,7 +178,9 @@ class VllmConnect(_message.Message):
     """Its tensor-parallel ranks. Range 1..64."""
     @_builtins.property
     def handshakes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """The handshake of each of its ranks, in order. Required."""
+        """The handshake of each of its ranks, stage after stage of its pipeline. Their number is a multiple of
+        `tensor_parallel_size`. Required.
+        """
 
     def __init__(
         self,

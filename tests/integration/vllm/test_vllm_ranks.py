@@ -21,6 +21,7 @@ from tests.support.engine.tiny_models import make_tiny_model
 
 BLOCK, CHUNK, MAX_TOKENS = 32, 64, 6
 TWO_RANKS = "--engine-args=--tensor-parallel-size 2"
+TWO_STAGES = "--engine-args=--pipeline-parallel-size 2"
 LEFT_BEHIND = ("splitserve-vllm-*", "vllm_dist_*", "????????-????-????-????-????????????")
 """The last ones are vLLM's sockets."""
 
@@ -106,6 +107,21 @@ async def test_greedy_tokens_equal_transformers(
         leaving = await prompts_under_way(cluster, client, long, 4, max_tokens=5)
         for reading in leaving:
             await reading.leave()
+    await cluster.assert_no_leaks()
+
+
+async def test_prompts_are_computed_in_two_stages(
+    cluster: Cluster, text_tokens: list[int], reference: Reference
+) -> None:
+    """Each stage of the prefill worker writes the KV of its own layers."""
+    cluster.add_worker("prefill", "prefill-0", TWO_STAGES)
+    cluster.add_worker("decode", "decode-0")
+    await cluster.wait_ready(prefill=1, decode=1)
+    async with AsyncClient(cluster.target, timeout_s=300) as client:
+        for length in (1, 33, 64, 130, 130):
+            prompt = text_tokens[length : 2 * length]
+            answer = await client.generate(prompt, temperature=0.0, max_tokens=MAX_TOKENS)
+            assert list(answer.token_ids) == reference.greedy(prompt, MAX_TOKENS), length
     await cluster.assert_no_leaks()
 
 

@@ -11,6 +11,7 @@ from decode_worker.requests import Granted
 from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError
+from splitserve.roles import RoleName
 from tests.support.roles.both_rig import BothRig, answer, expected
 from worker.role import check_role
 
@@ -84,3 +85,15 @@ def test_settings_that_leave_no_room_are_refused() -> None:
             check_role(WorkerConfig(worker_id="w", model="simulated", engine=engine))
         assert refused.value.field == field
         assert field in refused.value.message
+
+
+def test_layers_of_a_vllm_worker_that_decodes_lie_in_one_stage() -> None:
+    def config(role: RoleName, options: str) -> WorkerConfig:
+        engine = EngineConfig(kind="vllm", engine_args=options)
+        return WorkerConfig(worker_id="w", model="m", role=role, engine=engine)
+
+    for role, options in (("prefill", "-pp 2"), ("decode", "-pp 1"), ("decode", "-tp 2")):
+        check_role(config(role, options))
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size is for prefill workers") as refused:
+        check_role(config("decode", "--pipeline-parallel-size=2"))
+    assert refused.value.field == "engine.engine_args"

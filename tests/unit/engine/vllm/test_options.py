@@ -13,9 +13,9 @@ from engine.vllm.options import (
     block_size_of,
     checked_options,
     own_arguments,
+    rank_count,
     reason_of,
     require_own,
-    tensor_parallel_size,
 )
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
@@ -123,16 +123,17 @@ def test_what_vllm_read_under_another_spelling_is_refused(changed: dict[str, Any
         ("--seed 3 --tensor_parallel_size=4", 4),
         ("-tp=2 -tp 8", 8),
         ("--tensor-parallel-size 64", 64),
+        ("-pp 2 --tensor-parallel-size 3", 6),
     ],
 )
 def test_ranks_asked_for(given: str, size: int) -> None:
-    assert tensor_parallel_size(given) == size
+    assert rank_count(given) == size
 
 
 @pytest.mark.parametrize("given", ["0", "65", "-1", "two", "", "1e1", "9" * 5000])
 def test_a_number_of_ranks_out_of_bounds_is_named(given: str) -> None:
-    with pytest.raises(ConfigError, match=r"--tensor-parallel-size must be 1\.\.64") as raised:
-        tensor_parallel_size(f"--tensor-parallel-size={given}")
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size must be|1\.\.64 ranks") as raised:
+        rank_count(f"--tensor-parallel-size={given}")
     assert raised.value.field == "engine.engine_args"
 
 

@@ -222,6 +222,10 @@ def test_a_peer_that_is_disconnected_before_the_ranks_have_answered_stays_so(
             "one handshake",
         ),
         (
+            pb.VllmConnect(engine_id="e", tensor_parallel_size=2, handshakes=[b"1"] * 3).SerializeToString(),
+            "one handshake",
+        ),
+        (
             pb.VllmConnect(
                 engine_id="e", tensor_parallel_size=65, handshakes=[b"1"] * 65
             ).SerializeToString(),

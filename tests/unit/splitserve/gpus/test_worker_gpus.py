@@ -10,7 +10,7 @@ import pytest
 from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError, InvalidArgumentError
-from splitserve.gpus.worker_gpus import check_command, check_gpu_count, claim_gpus, tensor_parallel_size
+from splitserve.gpus.worker_gpus import check_command, check_gpu_count, claim_gpus, vllm_ranks
 from tests.support.gpus.kernel_files import FakeMachine, two_sockets
 
 
@@ -62,7 +62,7 @@ def test_what_the_process_may_not_see_stays_out_of_view(tmp_path: Path) -> None:
         (worker("0", device="cuda:1"), "gpus: engine.device is cuda:1"),
         (worker("0,1"), "gpus is 2, but the torch engine computes on one GPU"),
         (worker("MIG-a,MIG-b", "vllm"), "gpus: CUDA shows a process only one MIG slice"),
-        (worker("0,1", "vllm", "-tp 4"), "gpus is 2, but --tensor-parallel-size in engine.engine_args is 4"),
+        (worker("0,1", "vllm", "-tp 4"), "gpus is 2, but engine.engine_args ask for 4 ranks"),
     ],
 )
 def test_gpus_that_cannot_be_used(tmp_path: Path, given: WorkerConfig, words: str) -> None:
@@ -120,12 +120,13 @@ def test_gpus_in_a_file_are_checked_like_text() -> None:
 
 
 def test_sizes_in_engine_args() -> None:
-    assert tensor_parallel_size("") is None
-    assert tensor_parallel_size("--max-model-len 100") is None
-    assert tensor_parallel_size("-tp 2 --tensor-parallel-size=4") == 4
+    assert vllm_ranks("") is None
+    assert vllm_ranks("--max-model-len 100") is None
+    assert vllm_ranks("-tp 2 --tensor-parallel-size=4") == 4
+    assert vllm_ranks("--pipeline_parallel_size 3 -tp=2") == 6
     for text in ("-tp x", "-tp", "--tensor-parallel-size 0", "-tp " + "9" * 5000, "'"):
         with pytest.raises(ConfigError, match=r"engine\.engine_args: ") as caught:
-            tensor_parallel_size(text)
+            vllm_ranks(text)
         assert caught.value.field == "engine.engine_args"
 
 
