@@ -176,7 +176,10 @@ class ControlLoop:
         if not self._may_act or not await self._rotate(plan, pools, actions):
             return
         assert self.actuator is not None
-        await self._tidy(self.actuator)
+        try:
+            await within(self.settings.act_s, self.actuator.tidy(), "tidy")
+        except SplitserveError as error:
+            self._failed("tidy", error)
         for action in actions:
             if self._may_act:  # checked before each action: the lease may end during a long one
                 await self._act(self.actuator, plan, action)
@@ -268,12 +271,6 @@ class ControlLoop:
             if isinstance(action, ChangeRole):
                 self._changing_roles[action.name] = action.pool, self._now_s + CHANGE_ROLE_S
         return True
-
-    async def _tidy(self, actuator: Actuator) -> None:
-        try:
-            await within(self.settings.act_s, actuator.tidy(), "tidy")
-        except SplitserveError as error:
-            self._failed("tidy", error)
 
     async def _act(self, actuator: Actuator, plan: ScalingPlan, action: Action) -> None:
         try:

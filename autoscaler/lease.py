@@ -68,7 +68,10 @@ class Lease:
             self._until_s = 0.0
             if any(granted):
                 await self.release()
-        self._log()
+        if self.held != self._was_held:
+            self._was_held = self.held
+            event = "lease.acquired" if self.held else "lease.observing"
+            log_event(event, level=logging.INFO, holder=self.holder, held_by=self.other)
         return self.held
 
     async def release(self) -> None:
@@ -97,9 +100,3 @@ class Lease:
                 error=error.message,
             )
             return None
-
-    def _log(self) -> None:
-        if self.held != self._was_held:
-            self._was_held = self.held
-            event = "lease.acquired" if self.held else "lease.observing"
-            log_event(event, level=logging.INFO, holder=self.holder, held_by=self.other)

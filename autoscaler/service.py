@@ -7,6 +7,7 @@ import socket
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -180,32 +181,26 @@ def _plan_s(settings: LoopSettings) -> float:
     return max(LEAST_PLAN_S, PLAN_INTERVALS * settings.interval_s)
 
 
+@dataclass(slots=True)
 class CoordinatorRotation:
-    """A `Rotation` over one client per coordinator; the caller closes the clients. One failure does not stop the rest.
+    """A `Rotation` over one client per coordinator; the caller closes the clients. One failure does not stop the
+    rest."""
 
-    A plan expires after `valid_s` seconds: if the autoscaler dies, its standbys serve again. With `lease` each plan
-    carries the fencing number that its coordinator gave. `on_demand` returns the models whose workers are started when
-    requests wait for them.
-    """
-
-    def __init__(
-        self,
-        clients: Sequence[ScalingClient],
-        valid_s: float,
-        lease: Lease | None = None,
-        on_demand: Callable[[], Sequence[registry_pb2.ServedModel]] = tuple,
-    ) -> None:
-        self.valid_s, self._on_demand = valid_s, on_demand
-        self._clients = tuple(clients)
-        self._lease = lease
+    clients: Sequence[ScalingClient]
+    valid_s: float
+    """Seconds after which a plan expires: if the autoscaler dies, its standbys serve again."""
+    lease: Lease | None = None
+    """Where given, each plan carries the fencing number that its coordinator gave."""
+    on_demand: Callable[[], Sequence[registry_pb2.ServedModel]] = tuple
+    """Returns the models whose workers are started when requests wait for them."""
 
     async def apply(self, where: PlannedRotation, decisions: Sequence[scaling_pb2.PoolDecision] = ()) -> None:
         """Tells every coordinator.
 
         Raises FailedPreconditionError (STALE_LEASE) when a coordinator says that another autoscaler holds the lease,
         and UnavailableError naming the coordinators that could not be reached."""
-        models = self._on_demand()
-        calls = [self._apply_to(client, where, decisions, models) for client in self._clients]
+        models = self.on_demand()
+        calls = [self._apply_to(client, where, decisions, models) for client in self.clients]
         failed = [error for error in await asyncio.gather(*calls) if error]
         text = "; ".join(f"{target}: {error}" for target, error in failed)
         if any(error.reason == "STALE_LEASE" for _, error in failed):
@@ -225,7 +220,7 @@ class CoordinatorRotation:
                 standby=sorted(where.standby),
                 active=sorted(where.active),
                 valid_s=self.valid_s,
-                lease_number=self._lease.number_at(client.target) if self._lease is not None else 0,
+                lease_number=self.lease.number_at(client.target) if self.lease is not None else 0,
                 decisions=decisions,
                 roles=where.roles,
                 on_demand=models,

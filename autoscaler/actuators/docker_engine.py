@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -48,26 +49,23 @@ def last_lines(client: APIClient, container: str, lines: int) -> str:
         return f"(not readable: {error.explanation})"
 
 
+@dataclass(eq=False)
 class DockerEngine:
-    """One Engine, by default the one of the environment. `connect` takes the deadline of one request, in seconds;
-    `let_go` ends what `connect` began.
+    """One Docker Engine, by default the one of the environment.
 
     One thread runs all calls in order: a call whose caller has given up still ends before the next one starts. So calls
     never interleave. After a lost connection the next call opens a new one.
     """
 
-    def __init__(
-        self,
-        request_timeout_s: float = 10.0,
-        deadline_s: float = 25.0,
-        connect: Callable[[float], APIClient] = engine_of_environment,
-        let_go: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._request_timeout_s = request_timeout_s
-        self._deadline_s = deadline_s
-        self._connect, self._let_go = connect, let_go
-        self._thread = CallThread("docker")
-        self._client: APIClient | None = None
+    request_timeout_s: float = 10.0
+    deadline_s: float = 25.0
+    """For one call, which may be several requests."""
+    connect: Callable[[float], APIClient] = engine_of_environment
+    """Connects to the Engine; takes the timeout of one request in seconds."""
+    let_go: Callable[[], None] = lambda: None
+    """Ends what `connect` began."""
+    _thread: CallThread = field(default_factory=lambda: CallThread("docker"))
+    _client: APIClient | None = None
 
     async def call(self, what: str, work: Callable[[APIClient], T]) -> T:
         """The result of `work`, which may be several requests.
@@ -76,21 +74,21 @@ class DockerEngine:
         (DOCKER_UNREACHABLE), or DeadlineExceededError. A SplitserveError of `work` is passed on.
         """
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self.deadline_s):
                 return await self._thread.call(lambda: self._run(what, work))
         except TimeoutError:
-            message = f"docker: {what}: no answer within {self._deadline_s:g} s"
+            message = f"docker: {what}: no answer within {self.deadline_s:g} s"
             raise DeadlineExceededError(message) from None
 
     async def close(self) -> None:
         """Closes the connection. Queued calls are cancelled; a call under way has CLOSE_S seconds to end."""
         await self._thread.close(CLOSE_S)
-        await asyncio.to_thread(self._let_go)
+        await asyncio.to_thread(self.let_go)
 
     def _run(self, what: str, work: Callable[[APIClient], T]) -> T:
         try:
             if self._client is None:
-                self._client = self._connect(self._request_timeout_s)
+                self._client = self.connect(self.request_timeout_s)
             return work(self._client)
         except APIError as error:
             raise UnavailableError(f"docker: {what}: {error}", reason="DOCKER") from error

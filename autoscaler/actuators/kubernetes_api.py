@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from kubernetes import client, config
@@ -149,7 +150,8 @@ def _load(settings: KubernetesConfig) -> tuple[client.Configuration, str]:
     if file is None and settings.context is None:
         with suppress(ConfigException):  # not in a pod
             config.load_incluster_config(configuration)
-            return configuration, settings.namespace or _own_namespace()
+            own = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+            return configuration, settings.namespace or own.read_text(encoding="utf-8").strip()
     try:
         config.load_kube_config(file, settings.context, configuration)
         contexts, current = config.list_kube_config_contexts(file)
@@ -160,11 +162,6 @@ def _load(settings: KubernetesConfig) -> tuple[client.Configuration, str]:
     except (YAMLError, *_MALFORMED) as error:
         message = f"kubernetes.kubeconfig: not a kubeconfig: {error!r:.500}"
         raise ConfigError(message, field="kubernetes.kubeconfig") from None
-
-
-def _own_namespace() -> str:
-    with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace", encoding="utf-8") as file:
-        return file.read().strip()
 
 
 @contextmanager

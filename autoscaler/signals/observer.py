@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from autoscaler.actuators.actuator import ActualReplica, by_role, counted
 from autoscaler.signals.arrival_log import ArrivalLog
@@ -22,10 +22,10 @@ from autoscaler.signals.worker_view import (
     replicas,
     with_served,
 )
-from autoscaler.snapshot import POOLS, DecodeSignals, LinkSignals, PrefillSignals, Replica, Snapshot
+from autoscaler.snapshot import DecodeSignals, LinkSignals, PrefillSignals, Snapshot
 from splitserve.client.scaling_client import ScalingClient
 from splitserve.errors import SplitserveError, UnavailableError
-from splitserve.histograms import LATENCY_BOUNDS_S, Histogram
+from splitserve.histograms import LATENCY_BOUNDS_S
 from splitserve.logs import log_event
 from splitserve.v1 import registry_pb2, scaling_pb2
 
@@ -152,17 +152,46 @@ class Observer:
         windows = [window for track in held if (window := track.window(now)) is not None]
         phases = sum(windows[1:], windows[0]).phases if windows else {}
         progress = [model.in_progress for answered, _ in models for model in answered]
-        listed = {pool: replicas(pool, seen, actual, now, wall) for pool in POOLS}
+        prefills, decodes = of_pool("prefill", seen), of_pool("decode", seen)
+        prefill = PrefillSignals(
+            replicas=replicas("prefill", seen, actual, now, wall),
+            waiting_requests=sum(model.prefilling_requests for model in progress),
+            backlog_tokens=round(sum(model.prefilling_tokens for model in progress)),
+            tokens_per_s=prefill_tokens_per_s(prefills),
+            latency=phases.get(scaling_pb2.PHASE_PREFILL),
+            ttft=phases.get(scaling_pb2.PHASE_TTFT),
+            cold_start_s=self._cold_starts.of("prefill"),
+            start=start_phases(prefills),
+        )
+        decode = DecodeSignals(
+            replicas=replicas("decode", seen, actual, now, wall),
+            running_requests=sum(worker.load.running_requests for worker in decodes),
+            # Both count the same requests, but a coordinator also counts its own waiting ones.
+            waiting_reservations=max(
+                sum(model.reserving_requests for model in progress),
+                sum(worker.load.waiting_reservations for worker in decodes),
+            ),
+            context_tokens=context_tokens(decodes),
+            kv_capacity_tokens=mean_reported(worker.kv_capacity_tokens for worker in decodes),
+            max_running_requests=mean_reported(worker.max_running_requests for worker in decodes),
+            step=decode_latency(decodes),
+            tpot=phases.get(scaling_pb2.PHASE_TPOT),
+            reserve_wait=phases.get(scaling_pb2.PHASE_RESERVE),
+            cold_start_s=self._cold_starts.of("decode"),
+            start=start_phases(decodes),
+        )
         return Snapshot(
             now_s=now,
-            prefill=self._prefill(listed["prefill"], of_pool("prefill", seen), progress, phases),
-            decode=self._decode(listed["decode"], of_pool("decode", seen), progress, phases),
+            prefill=prefill,
+            decode=decode,
             link=LinkSignals(
-                lane_gb_per_s(of_pool("prefill", seen)),
+                lane_gb_per_s(prefills),
                 mean_reported(worker.signals.kv_bytes_per_token for worker in seen.values()),
                 phases.get(scaling_pb2.PHASE_TRANSFER),
             ),
-            arrivals=self._log.buckets([(t.last_s, t.demand_per_s()) for t in held if t.last_s]),
+            arrivals=self._log.buckets(
+                [(track.last_s, track.demand_per_s()) for track in held if track.last_s]
+            ),
             window_s=self._window_s,
             wall_s=wall,
             complete=complete,
@@ -181,49 +210,6 @@ class Observer:
 
     def _models(self, response: scaling_pb2.GetSignalsResponse) -> list[scaling_pb2.ModelSignals]:
         return [model for model in response.models if not self._model or model.model == self._model]
-
-    def _prefill(
-        self,
-        replicas: tuple[Replica, ...],
-        workers: Sequence[scaling_pb2.WorkerSignals],
-        progress: Sequence[scaling_pb2.InProgress],
-        phases: Mapping[int, Histogram],
-    ) -> PrefillSignals:
-        return PrefillSignals(
-            replicas=replicas,
-            waiting_requests=sum(model.prefilling_requests for model in progress),
-            backlog_tokens=round(sum(model.prefilling_tokens for model in progress)),
-            tokens_per_s=prefill_tokens_per_s(workers),
-            latency=phases.get(scaling_pb2.PHASE_PREFILL),
-            ttft=phases.get(scaling_pb2.PHASE_TTFT),
-            cold_start_s=self._cold_starts.of("prefill"),
-            start=start_phases(workers),
-        )
-
-    def _decode(
-        self,
-        replicas: tuple[Replica, ...],
-        workers: Sequence[scaling_pb2.WorkerSignals],
-        progress: Sequence[scaling_pb2.InProgress],
-        phases: Mapping[int, Histogram],
-    ) -> DecodeSignals:
-        return DecodeSignals(
-            replicas=replicas,
-            running_requests=sum(worker.load.running_requests for worker in workers),
-            # Both count the same requests, but a coordinator also counts its own waiting ones.
-            waiting_reservations=max(
-                sum(model.reserving_requests for model in progress),
-                sum(worker.load.waiting_reservations for worker in workers),
-            ),
-            context_tokens=context_tokens(workers),
-            kv_capacity_tokens=mean_reported(worker.kv_capacity_tokens for worker in workers),
-            max_running_requests=mean_reported(worker.max_running_requests for worker in workers),
-            step=decode_latency(workers),
-            tpot=phases.get(scaling_pb2.PHASE_TPOT),
-            reserve_wait=phases.get(scaling_pb2.PHASE_RESERVE),
-            cold_start_s=self._cold_starts.of("decode"),
-            start=start_phases(workers),
-        )
 
 
 def _boots(answers: Iterable[tuple[str, scaling_pb2.GetSignalsResponse, float]]) -> list[tuple[str, int]]:

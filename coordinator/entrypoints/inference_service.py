@@ -17,7 +17,7 @@ from coordinator.tenants.access_control import AccessControl
 from coordinator.workers.snapshot import PoolSnapshot, Worker
 from splitserve import __version__
 from splitserve.rpc.server import StreamWriter
-from splitserve.v1 import generation_pb2, inference_pb2, records_pb2, registry_pb2, scaling_pb2
+from splitserve.v1 import generation_pb2, inference_pb2, records_pb2, scaling_pb2
 from splitserve.v1.inference_pb2_grpc import InferenceServiceServicer
 
 if TYPE_CHECKING:
@@ -139,7 +139,18 @@ def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.Worker
         transfers_in_flight=load.transfers_in_flight,
         waiting_reservations=load.waiting_reservations,
         rejected_handoffs=load.rejected_handoffs,
-        lanes=[_lane_info(peer, lane, circuits.get(peer.agent_id, "closed")) for peer, lane in lanes],
+        lanes=[
+            inference_pb2.LaneInfo(
+                peer=peer.worker_id,
+                gb_per_second=lane.gb_per_second,
+                latency_ms=lane.latency_ms,
+                lane=lane.lane,
+                problem=lane.problem,
+                refused=lane.refused,
+                circuit=circuits.get(peer.agent_id, "closed"),
+            )
+            for peer, lane in lanes
+        ],
         circuit=worker.circuit.state,
         tripped=worker.circuit.tripped,
         experimental=worker.experimental,
@@ -159,15 +170,3 @@ def _state(worker: Worker, snapshot: PoolSnapshot) -> str:
     if any(lane.problem for _, lane in snapshot.handoff_lanes_of(worker)):
         return "slow-lane"
     return "ready" if snapshot.is_ready(worker) else "connecting"
-
-
-def _lane_info(peer: Worker, lane: registry_pb2.LaneReport, circuit: str) -> inference_pb2.LaneInfo:
-    return inference_pb2.LaneInfo(
-        peer=peer.worker_id,
-        gb_per_second=lane.gb_per_second,
-        latency_ms=lane.latency_ms,
-        lane=lane.lane,
-        problem=lane.problem,
-        refused=lane.refused,
-        circuit=circuit,
-    )

@@ -176,7 +176,8 @@ def _encode_named(
 ) -> EncodedPrompt:
     token_ids = _sliced(request.token_ids.ids) if tokenizer is None else _encode(tokenizer, request, most)
     keys = block_keys(token_ids, block_size, cache_salt, MAX_NAMED_BLOCKS) if block_size else ()
-    return EncodedPrompt(tuple(token_ids), keys, _highest(token_ids))
+    slices = (token_ids[start : start + SLICE_TOKENS] for start in range(0, len(token_ids), SLICE_TOKENS))
+    return EncodedPrompt(tuple(token_ids), keys, max(map(max, slices), default=-1))
 
 
 def _sliced(ids: Sequence[int]) -> list[int]:
@@ -185,12 +186,6 @@ def _sliced(ids: Sequence[int]) -> list[int]:
     for start in range(0, len(ids), SLICE_TOKENS):
         copied += ids[start : start + SLICE_TOKENS]
     return copied
-
-
-def _highest(ids: Sequence[int]) -> int:
-    return max(
-        (max(ids[start : start + SLICE_TOKENS]) for start in range(0, len(ids), SLICE_TOKENS)), default=-1
-    )
 
 
 def _encode(tokenizer: Tokenizer, request: inference_pb2.GenerateRequest, most: int | None) -> list[int]:

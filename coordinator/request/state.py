@@ -473,8 +473,10 @@ class Estimates:
         prompt_tokens = len(request.prompt)
         if request.block_keys and self._prefill_slots:
             hits = self._registry.prefixes.hits(request.block_keys, now)
+            # The largest number of leading blocks that any prefill worker holds.
+            blocks = next((depth for depth, slots in reversed(hits.levels) if slots & self._prefill_slots), 0)
             # The last prompt token is always computed, for its logits.
-            cached = min(self._most_blocks(hits) * request.model.block_size_tokens, prompt_tokens - 1)
+            cached = min(blocks * request.model.block_size_tokens, prompt_tokens - 1)
             return RequestEstimate(self._output_tokens(request), float(prompt_tokens - cached), hits)
         uncached = prompt_tokens * (1.0 - self.of_model(request.model.base_name).cached_share.value)
         return RequestEstimate(self._output_tokens(request), uncached)
@@ -511,10 +513,6 @@ class Estimates:
         known = next((mean for key in _length_keys(request) if (mean := self._means.get(key))), None)
         mean = known or self.of_model(request.model.base_name).output_tokens
         return min(mean.value, request.max_tokens)
-
-    def _most_blocks(self, hits: PrefixHits) -> int:
-        """The largest number of leading blocks that any prefill worker holds."""
-        return next((depth for depth, slots in reversed(hits.levels) if slots & self._prefill_slots), 0)
 
     def _on_registry_change(self, worker: Worker | None) -> None:
         if worker is None:

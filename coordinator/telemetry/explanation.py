@@ -165,19 +165,18 @@ class Explainer:
         kept = self._keeper.kept(
             kinds or ("recent", "slow", "failed"), None if caller.is_admin else caller.tenant
         )
-        return records_pb2.ListRequestRecordsResponse(
-            requests=[self._summary(record) for record in kept[: request.limit or DEFAULT_LIMIT]]
-        )
-
-    def _summary(self, record: RequestRecord) -> records_pb2.RequestSummary:
-        return records_pb2.RequestSummary(
-            request_id=record.request_id,
-            received=_timestamp(record),
-            outcome=record.outcome,
-            ttft_ms=record.first_token_ms,
-            total_ms=record.ended_ms,
-            kept_because=self._keeper.why_kept(record),
-        )
+        summaries = [
+            records_pb2.RequestSummary(
+                request_id=record.request_id,
+                received=_timestamp(record),
+                outcome=record.outcome,
+                ttft_ms=record.first_token_ms,
+                total_ms=record.ended_ms,
+                kept_because=self._keeper.why_kept(record),
+            )
+            for record in kept[: request.limit or DEFAULT_LIMIT]
+        ]
+        return records_pb2.ListRequestRecordsResponse(requests=summaries)
 
     def _message(self, record: RequestRecord) -> records_pb2.RequestRecord:
         cost = cost_of(record)

@@ -20,11 +20,10 @@ from coordinator.telemetry.scaling_timeline import ScalingTimeline, check_decisi
 from coordinator.tenants.access_control import AccessControl
 from coordinator.workers.registry import Registry
 from coordinator.workers.rotation import NO_PLAN, RotationPlan, checked_plan
-from coordinator.workers.snapshot import Model, PoolSnapshot, Worker, WorkerKey, WorkerState
+from coordinator.workers.snapshot import PoolSnapshot, Worker, WorkerKey, WorkerState
 from splitserve.client.scaling_client import MAX_DEMAND_S
 from splitserve.config.engine import MAX_ADAPTERS
 from splitserve.errors import InvalidArgumentError
-from splitserve.generation.kv_blocks import Adapter
 from splitserve.histograms import LATENCY_BOUNDS_S
 from splitserve.roles import ROLE_NUMBERS
 from splitserve.v1 import generation_pb2, registry_pb2, scaling_pb2
@@ -155,7 +154,16 @@ class ScalingService(ScalingServiceServicer):
             workers=[self._worker(worker, snapshot, now) for worker in workers],
             expected_output_tokens=means.output_tokens.value,
             cached_share=means.cached_share.value,
-            served=_served(known[name], list(adapters.values())[-MAX_ADAPTERS:]),
+            served=registry_pb2.ServedModel(
+                name=name,
+                tokenizer_source=known[name].tokenizer_source,
+                context_tokens=known[name].context_tokens,
+                vocabulary_size=known[name].vocabulary_size,
+                adapters=[
+                    generation_pb2.AdapterRef(**adapter._asdict())
+                    for adapter in list(adapters.values())[-MAX_ADAPTERS:]
+                ],
+            ),
         )
 
     def _worker(self, worker: Worker, snapshot: PoolSnapshot, now: float) -> scaling_pb2.WorkerSignals:
@@ -187,16 +195,6 @@ def _checked_wait_s(wait: Duration, field: str) -> float:
     if not 0 <= wait_s <= MAX_DEMAND_S:
         raise InvalidArgumentError(f"{field} must be 0 to {MAX_DEMAND_S:g} s, not {wait_s:g} s", field=field)
     return wait_s
-
-
-def _served(model: Model, adapters: Sequence[Adapter]) -> registry_pb2.ServedModel:
-    return registry_pb2.ServedModel(
-        name=model.name,
-        tokenizer_source=model.tokenizer_source,
-        context_tokens=model.context_tokens,
-        vocabulary_size=model.vocabulary_size,
-        adapters=[generation_pb2.AdapterRef(**adapter._asdict()) for adapter in adapters],
-    )
 
 
 def _phases(stats: ModelStats) -> list[scaling_pb2.PhaseHistogram]:

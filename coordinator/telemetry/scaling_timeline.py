@@ -60,7 +60,18 @@ class ScalingTimeline:
     def add(self, request: scaling_pb2.ApplyPlanRequest, now_unix_s: float) -> None:
         """Takes the decisions of a checked plan. A decision that differs from the one before gets an entry."""
         for decision in request.decisions:
-            entry = _entry(decision, now_unix_s)
+            entry = TimelineEntry(
+                at_unix_s=now_unix_s,
+                model=decision.model[:MAX_MODEL],
+                pool=_POOLS[decision.pool],
+                desired=decision.desired,
+                standby=decision.standby,
+                ready=decision.ready,
+                starting=decision.starting,
+                cause=decision.cause[:MAX_CAUSE],
+                reason=decision.reason[:MAX_REASON],
+                actions=tuple(text[:MAX_ACTION] for text in decision.next_actions[:MAX_ACTIONS]),
+            )
             before = self._latest.pop((entry.model, entry.pool), None)
             if before is None or _essence(before) != _essence(entry):
                 self._entries.append(entry)
@@ -80,21 +91,6 @@ def check_decisions(request: scaling_pb2.ApplyPlanRequest) -> None:
     if any(decision.pool not in _POOLS for decision in decisions):
         message = "decisions.pool must be POOL_PREFILL or POOL_DECODE"
         raise InvalidArgumentError(message, field="decisions.pool")
-
-
-def _entry(decision: scaling_pb2.PoolDecision, now_unix_s: float) -> TimelineEntry:
-    return TimelineEntry(
-        at_unix_s=now_unix_s,
-        model=decision.model[:MAX_MODEL],
-        pool=_POOLS[decision.pool],
-        desired=decision.desired,
-        standby=decision.standby,
-        ready=decision.ready,
-        starting=decision.starting,
-        cause=decision.cause[:MAX_CAUSE],
-        reason=decision.reason[:MAX_REASON],
-        actions=tuple(text[:MAX_ACTION] for text in decision.next_actions[:MAX_ACTIONS]),
-    )
 
 
 def _essence(entry: TimelineEntry) -> tuple[object, ...]:

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from typing_extensions import override
@@ -91,19 +91,18 @@ class KeyRing:
 
     def __init__(self, loaded: TenantsConfig) -> None:
         self._blind = secrets.token_bytes(32)
-        self._callers: Mapping[bytes, Caller] = dict(self._entries(loaded))
+        self._callers = {
+            self._blinded(bytes.fromhex(key_hash.removeprefix(HASH_PREFIX))): caller
+            for policy in loaded.file.tenants
+            for caller in [loaded.caller(policy)]
+            for key_hash in policy.key_hashes
+        }
 
     def find(self, key: str) -> Caller | None:
         """The holder of this key, or None. Accepts any text."""
         if len(key) > MAX_KEY_CHARACTERS:
             return None
         return self._callers.get(self._blinded(hashlib.sha256(key.encode("utf-8", "replace")).digest()))
-
-    def _entries(self, loaded: TenantsConfig) -> Iterable[tuple[bytes, Caller]]:
-        for policy in loaded.file.tenants:
-            caller = loaded.caller(policy)
-            for hashed in policy.key_hashes:
-                yield self._blinded(bytes.fromhex(hashed.removeprefix(HASH_PREFIX))), caller
 
     def _blinded(self, digest: bytes) -> bytes:
         return hmac.digest(self._blind, digest, "sha256")

@@ -201,32 +201,28 @@ FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 1.0
 
 
+@dataclass(eq=False)
 class OutputReader:
     """The consecutive output streams of one boot of a decode worker."""
 
-    def __init__(
-        self,
-        worker: Worker,
-        stub: DecodeServiceAsyncStub,
-        coordinator_id: str,
-        metadata: Metadata,
-        collectors: Mapping[str, OutputCollector],
-        numbers: Iterator[int],
-        coalescer: OutputCoalescer | None,
-    ) -> None:
-        """`collectors` of the attempts that this worker decodes, by attempt id; `numbers` counts all streams of this
-        coordinator."""
-        self.is_open = False
-        self.attachment = 0
-        """Number of the present or last stream."""
-        self._worker, self._stub = worker, stub
-        self._coordinator_id, self._metadata = coordinator_id, metadata
-        self._collectors, self._numbers, self._coalescer = collectors, numbers, coalescer
-        self._lease_s = 0.0
-        """How long the worker keeps requests without a stream, from the present or last stream."""
-        self._received = self._acknowledged = 0
-        """Received and acknowledged messages of the present stream."""
-        self._giving_up: asyncio.TimerHandle | None = None
+    worker: Worker
+    stub: DecodeServiceAsyncStub
+    coordinator_id: str
+    metadata: Metadata
+    collectors: Mapping[str, OutputCollector]
+    """Of the attempts that this worker decodes, by attempt id."""
+    numbers: Iterator[int]
+    """The numbers of all output streams of this coordinator."""
+    coalescer: OutputCoalescer | None
+    is_open: bool = False
+    attachment: int = 0
+    """Number of the present or last stream."""
+    _lease_s: float = 0.0
+    """How long the worker keeps requests without a stream, as it said on the present or last stream."""
+    _received: int = 0
+    """Messages that the present stream brought."""
+    _acknowledged: int = 0
+    _giving_up: asyncio.TimerHandle | None = None
 
     async def run(self, on_open: Callable[[bool], None]) -> None:
         """Keeps the stream open until cancelled; tells `on_open` when it opens and when it breaks."""
@@ -239,8 +235,8 @@ class OutputReader:
 
     def fail_all(self, error: SplitserveError) -> None:
         """Fails all attempts that this worker decodes."""
-        for collector in self._collectors.values():
-            collector.put(WorkerFailed(self._worker.key, error))
+        for collector in self.collectors.values():
+            collector.put(WorkerFailed(self.worker.key, error))
 
     async def _keep_open(self, on_open: Callable[[bool], None]) -> None:
         backoff_s = FIRST_BACKOFF_S
@@ -248,9 +244,9 @@ class OutputReader:
             try:
                 await self._read(on_open)
             except SplitserveError as error:
-                log_event("outputs.broken", worker_id=self._worker.worker_id, reason=error.reason)
+                log_event("outputs.broken", worker_id=self.worker.worker_id, reason=error.reason)
             except Exception as error:  # a wrong message of one worker must not end the streams of the others
-                log_exception("outputs.broken", error, worker_id=self._worker.worker_id)
+                log_exception("outputs.broken", error, worker_id=self.worker.worker_id)
             if self.is_open:
                 self.is_open = False
                 backoff_s = FIRST_BACKOFF_S
@@ -262,23 +258,23 @@ class OutputReader:
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
 
     async def _read(self, on_open: Callable[[bool], None]) -> None:
-        number = next(self._numbers)
+        number = next(self.numbers)
         request = decode_pb2.StreamOutputsRequest(
-            coordinator_id=self._coordinator_id,
+            coordinator_id=self.coordinator_id,
             attachment=number,
             requests=[
                 decode_pb2.AttachedRequest(request_id=name, next_position=collector.next_position)
-                for name, collector in self._collectors.items()
+                for name, collector in self.collectors.items()
                 if not collector.ended
             ],
         )
-        call = self._stub.StreamOutputs(request, metadata=self._metadata)
+        call = self.stub.StreamOutputs(request, metadata=self.metadata)
         messages = aiter(call)
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 first = await anext(messages, None)
             if first is None:
-                raise UnavailableError(f"{self._worker.name} closed its output stream", reason="WORKER_LOST")
+                raise UnavailableError(f"{self.worker.name} closed its output stream", reason="WORKER_LOST")
             self._opened(number, first)
             on_open(True)
             async for message in messages:
@@ -287,15 +283,15 @@ class OutputReader:
             raise error_from_rpc(error) from None
         except TimeoutError:
             raise UnavailableError(
-                f"{self._worker.name} opens no output stream", reason="WORKER_LOST"
+                f"{self.worker.name} opens no output stream", reason="WORKER_LOST"
             ) from None
         finally:
             call.cancel()
 
     def _opened(self, number: int, first: decode_pb2.StreamOutputsResponse) -> None:
-        if first.epoch != self._worker.epoch:
+        if first.epoch != self.worker.epoch:
             # Another boot responds at this address; it will register under its own epoch.
-            error = UnavailableError(f"{self._worker.name} was restarted", reason="WORKER_LOST")
+            error = UnavailableError(f"{self.worker.name} was restarted", reason="WORKER_LOST")
             self.fail_all(error)
             raise error
         self._stop_waiting()
@@ -303,26 +299,26 @@ class OutputReader:
         self.attachment = number
         self._received = self._acknowledged = 0
         self.is_open = True
-        log_event("outputs.open", worker_id=self._worker.worker_id, attempts=len(self._collectors))
+        log_event("outputs.open", worker_id=self.worker.worker_id, attempts=len(self.collectors))
 
     def _accept(self, message: decode_pb2.StreamOutputsResponse) -> None:
         for name in message.lost_request_ids:
-            if (collector := self._collectors.get(name)) is not None:
-                error = UnavailableError(f"{self._worker.name} has lost the request", reason="REQUEST_LOST")
-                collector.put(WorkerFailed(self._worker.key, error))
+            if (collector := self.collectors.get(name)) is not None:
+                error = UnavailableError(f"{self.worker.name} has lost the request", reason="REQUEST_LOST")
+                collector.put(WorkerFailed(self.worker.key, error))
         if message.outputs:
             self._received += 1
         for output in message.outputs:
             self._deliver(output)
 
     def _deliver(self, output: decode_pb2.SequenceOutput) -> None:
-        collector = self._collectors.get(output.request_id)
+        collector = self.collectors.get(output.request_id)
         if collector is None:  # the attempt was closed while the worker was still computing
             return
         if output.HasField("failure") or output.delta.finish_reason == generation_pb2.FINISH_REASON_ABORT:
-            collector.put(WorkerFailed(self._worker.key, _failure(output, self._worker.name)))
+            collector.put(WorkerFailed(self.worker.key, _failure(output, self.worker.name)))
         else:
-            collector.put(output, self._coalescer)
+            collector.put(output, self.coalescer)
 
     async def _acknowledge(self) -> None:
         while True:
@@ -331,17 +327,17 @@ class OutputReader:
             if not self.is_open or received == self._acknowledged:
                 continue
             request = decode_pb2.AcknowledgeOutputsRequest(
-                coordinator_id=self._coordinator_id, attachment=self.attachment, messages=received
+                coordinator_id=self.coordinator_id, attachment=self.attachment, messages=received
             )
             try:
-                await self._stub.AcknowledgeOutputs(request, timeout=OPEN_TIMEOUT_S, metadata=self._metadata)
+                await self.stub.AcknowledgeOutputs(request, timeout=OPEN_TIMEOUT_S, metadata=self.metadata)
             except grpc.aio.AioRpcError:
                 continue  # the next acknowledgement includes this one
             if request.attachment == self.attachment:
                 self._acknowledged = received
 
     def _give_up(self) -> None:
-        self.fail_all(UnavailableError(f"{self._worker.name} went away", reason="WORKER_LOST"))
+        self.fail_all(UnavailableError(f"{self.worker.name} went away", reason="WORKER_LOST"))
 
     def _stop_waiting(self) -> None:
         if self._giving_up is not None:

@@ -101,7 +101,9 @@ class HostWatch:
         try:
             await self.link.actuator.start(pool, 1, shape)
         except SplitserveError as error:
-            if _may_be_done(error):
+            refused = isinstance(error, UnavailableError) and error.reason == "DOCKER"
+            if isinstance(error, UnavailableError | DeadlineExceededError) and not refused:
+                # The host may have carried out the request although an error came back.
                 self._lost(error.message)
             else:
                 self._unsure[pool] -= 1
@@ -142,10 +144,3 @@ class HostWatch:
                 "host.unreachable", level=logging.WARNING, host=self.link.name, error=why, unknown=names
             )
         self.reachable = False
-
-
-def _may_be_done(error: SplitserveError) -> bool:
-    """Whether the host may have carried out the request although an error came back."""
-    return isinstance(error, DeadlineExceededError) or (
-        isinstance(error, UnavailableError) and error.reason != "DOCKER"
-    )

@@ -144,7 +144,13 @@ def read_request(request: pb.ModelInferRequest) -> ParsedRequest:
         options["request_id"] = request.id
     generate = build_request(prompt if isinstance(prompt, str) else prompt[:1], options)
     if not isinstance(prompt, str):
-        _set_tokens(generate, prompt)
+        # Same as in build_request, but fast for a million tokens.
+        del generate.token_ids.ids[:]
+        for start in range(0, len(prompt), SLICE_ELEMENTS):
+            part = prompt[start : start + SLICE_ELEMENTS]
+            if not 0 <= min(part) <= max(part) < 2**32:
+                refuse("prompt.token_ids", f"must be 0..{2**32 - 1} each")
+            generate.token_ids.ids.extend(part)
     _set_rest(generate, given)
     stream = given.get("stream", False)
     return ParsedRequest(
@@ -192,17 +198,6 @@ def _json_object(text: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         refuse("sampling_parameters", "must be a JSON object")
     return value
-
-
-def _set_tokens(generate: inference_pb2.GenerateRequest, token_ids: list[int]) -> None:
-    # Same as in build_request, but fast for a million tokens.
-    for start in range(0, len(token_ids), SLICE_ELEMENTS):
-        part = token_ids[start : start + SLICE_ELEMENTS]
-        if not 0 <= min(part) <= max(part) < 2**32:
-            refuse("prompt.token_ids", f"must be 0..{2**32 - 1} each")
-        if not start:
-            del generate.token_ids.ids[:]
-        generate.token_ids.ids.extend(part)
 
 
 def _set_rest(generate: inference_pb2.GenerateRequest, given: Mapping[str, Any]) -> None:
