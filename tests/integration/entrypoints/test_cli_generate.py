@@ -203,7 +203,7 @@ async def test_interrupt_cancels_the_generation(fake: FakeInference) -> None:
     assert await asyncio.wait_for(process.stdout.read(6), PATIENCE_S) == b"begun "
     process.send_signal(signal.SIGINT)
     _, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
-    assert process.returncode == 130
+    assert process.returncode == 130, err
     assert err == b""
     await asyncio.wait_for(fake.cancelled.wait(), PATIENCE_S)
 

@@ -150,7 +150,7 @@ async def test_a_prefill_and_a_decode_replica_share_a_gpu_under_mps() -> None:
 @pytest.mark.parametrize(
     ("command", "gpus_each", "words"),
     [
-        ((*VLLM, "--engine-args", "-tp 4"), 2, "gpus_per_replica is 2, but --tensor-parallel-size .* is 4"),
+        ((*VLLM, "--engine-args", "-tp 4"), 2, "gpus_per_replica is 2, but .* 4 ranks"),
         ((), 2, "gpus_per_replica is 2, but the torch engine computes on one GPU"),
     ],
 )
