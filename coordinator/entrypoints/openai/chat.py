@@ -322,7 +322,7 @@ class ChatStream(ChoiceStream):
         if self._parser is None:
             shown = [{"content": delta.text}] if delta.text or logprobs else []
         else:
-            shown = [_shown(part) for part in self._parser.feed(delta.text, len(delta.token_ids))]
+            shown = [_shown(part) for part in self._parser.feed(delta.text, delta.token_ids)]
             if logprobs and not shown:
                 shown = [{}]
         events = ""
@@ -386,7 +386,7 @@ class ChatResponse(ChoiceBuilder):
         if self._parser is None:
             super().delta(delta)
             return
-        self._append(self._parser.feed(delta.text, len(delta.token_ids)))
+        self._append(self._parser.feed(delta.text, delta.token_ids))
         if self._texts is not None:
             self._logprobs.extend(delta.logprobs)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from coordinator.entrypoints.openai.formats.reader import EndOfText, Reader, Steps
 from coordinator.entrypoints.openai.formats.tool_format import ReasoningFormat, ToolFormat
-from coordinator.entrypoints.openai.formats.writer import Part, ReasoningPart, Writer
+from coordinator.entrypoints.openai.formats.writer import Part, Writer
 
 
 class AnswerParser:
@@ -21,14 +23,14 @@ class AnswerParser:
         reasoning: ReasoningFormat | None = None,
         *,
         is_reasoning: bool = False,
+        end_ids: Sequence[int] = (),
     ) -> None:
-        """`is_reasoning`: the prompt has begun the reasoning."""
-        self.reasoning_tokens = 0
-        """Tokens of the reasoning so far."""
+        """`is_reasoning`: the prompt has begun the reasoning. `end_ids`: the tokens of the tag that ends it."""
         self.has_reasoning = reasoning is not None
+        self._tokens = _ReasoningTokens(end_ids)
         self._writer, self._reader = writer, Reader()
         self._tool_format, self._reasoning = tool_format, reasoning
-        self._is_reasoning = is_reasoning
+        self._is_reasoning = self._has_begun = is_reasoning
         self._steps = self._read()
         self._advance()
 
@@ -37,15 +39,18 @@ class AnswerParser:
         """Number of calls that have started."""
         return self._writer.calls
 
-    def feed(self, text: str, tokens: int = 0) -> list[Part]:
-        """The parts that this piece of so many tokens completes."""
-        was_reasoning = self._is_reasoning
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning so far, its tags included."""
+        return self._tokens.count
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Part]:
+        """The parts that this piece completes, which came with these tokens."""
         self._reader.add(text)
         self._advance()
-        parts = self._taken()
-        if was_reasoning or self._is_reasoning or any(isinstance(part, ReasoningPart) for part in parts):
-            self.reasoning_tokens += tokens
-        return parts
+        if self.has_reasoning:
+            self._tokens.add(token_ids, has_begun=self._has_begun, has_ended=not self._is_reasoning)
+        return self._taken()
 
     def close(self, *, is_cut: bool = False) -> list[Part]:
         """The parts that were held back. Call at the end of the answer. `is_cut`: the model would have gone on."""
@@ -86,7 +91,7 @@ class AnswerParser:
         if not begun and not self._is_reasoning:
             writer.text(kept)
             return
-        self._is_reasoning = True
+        self._is_reasoning = self._has_begun = True
         writer.trim()
         try:
             yield from reader.until(reasoning.ends, writer.reasoning)
@@ -108,3 +113,28 @@ class AnswerParser:
         taken = reader.recorded()
         if not is_call and self.calls == calls:
             self._writer.text(taken)
+
+
+class _ReasoningTokens:
+    """Counts the tokens of the reasoning. The text tells whether it has ended, the tokens of its tag where, so that
+    the count does not depend on how many tokens come at once."""
+
+    def __init__(self, end_ids: Sequence[int]) -> None:
+        self.count = 0
+        self._end_ids = list(end_ids)
+        self._last: list[int] = []
+        self._seen = self._end = 0
+        self._is_over = False
+
+    def add(self, token_ids: Sequence[int], *, has_begun: bool, has_ended: bool) -> None:
+        """Takes the next tokens of the answer."""
+        if self._is_over:
+            return
+        for token_id in token_ids:
+            self._seen += 1
+            self._last = [*self._last, token_id][-len(self._end_ids) :] if self._end_ids else []
+            if not self._end and self._last and self._last == self._end_ids:
+                self._end = self._seen
+        if has_begun:
+            self.count = self._end if has_ended and self._end else self._seen
+            self._is_over = has_ended

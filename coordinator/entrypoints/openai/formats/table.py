@@ -69,6 +69,8 @@ class AnswerFormat:
     """None: nothing in them is reasoning."""
     is_reasoning: bool = False
     """Whether the prompt has begun the reasoning."""
+    end_ids: tuple[int, ...] = ()
+    """The tokens of the tag that ends the reasoning."""
     keep_special: bool = False
     """Whether tags are special tokens, without which the text must not be."""
 
@@ -84,7 +86,9 @@ class AnswerFormat:
         if self.tools is None and self.reasoning is None:
             return None
         writer = Writer(tools, must_call=must_call)
-        return AnswerParser(writer, self.tools, self.reasoning, is_reasoning=self.is_reasoning)
+        return AnswerParser(
+            writer, self.tools, self.reasoning, is_reasoning=self.is_reasoning, end_ids=self.end_ids
+        )
 
 
 def format_named(
@@ -112,5 +116,11 @@ def choose_format(
     return replace(
         named,
         is_reasoning=reasoning is not None and style.end.rstrip().endswith(reasoning.begin.rstrip()),
+        end_ids=tuple(_ids(tokenizer, reasoning.ends[0])) if reasoning is not None else (),
         keep_special=any(tag not in tokenizer.decode(tokenizer.encode(tag)) for tag in tags),
     )
+
+
+def _ids(tokenizer: Tokenizer, tag: str) -> list[int]:
+    """The tokens of a tag, without those that every text begins with."""
+    return tokenizer.encode(tag)[len(tokenizer.encode("")) :]

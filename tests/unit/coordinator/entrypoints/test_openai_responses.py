@@ -102,35 +102,41 @@ def calls_parser() -> AnswerParser | None:
 
 
 def reasoning_parser() -> AnswerParser | None:
-    return AnswerFormat(None, REASONING_FORMATS["think"], is_reasoning=True).parser({}, must_call=False)
+    return AnswerFormat(None, REASONING_FORMATS["think"], is_reasoning=True, end_ids=(7, 8)).parser(
+        {}, must_call=False
+    )
 
 
-def token_delta(text: str, tokens: int, reason: Any = 0) -> generation_pb2.OutputDelta:
-    return generation_pb2.OutputDelta(text=text, token_ids=range(tokens), finish_reason=reason)
+def token_delta(text: str, *token_ids: int, reason: Any = 0) -> generation_pb2.OutputDelta:
+    return generation_pb2.OutputDelta(text=text, token_ids=token_ids, finish_reason=reason)
 
 
 def test_reasoning_apart_from_content() -> None:
-    deltas = [token_delta("I thi", 2), token_delta("nk</think>", 2), token_delta("\n\nYes", 3, STOP)]
+    deltas = [
+        token_delta("I thi", 1, 2),
+        token_delta("nk</thi", 3, 7),
+        token_delta("nk>\n\nYes", 8, 9, 1, reason=STOP),
+    ]
     body = ChatResponse(0, parser=reasoning_parser())
     for one in deltas:
         body.delta(one)
     shown = body.to_json(done())
     assert (shown["message"]["content"], shown["finish_reason"]) == ("Yes", "stop")
     assert shown["message"]["reasoning_content"] == shown["message"]["reasoning"] == "I think"
-    assert body.reasoning_tokens == 4
+    assert body.reasoning_tokens == 5
     chunks = ChatStream(FRAME, 0, has_usage=False, parser=reasoning_parser())
     streamed = [one["choices"][0]["delta"] for one in events(b"".join(map(chunks.delta, deltas)))]
     assert "".join(one.get("reasoning_content", "") for one in streamed) == "I think"
     assert "".join(one.get("reasoning", "") for one in streamed) == "I think"
     assert "".join(one.get("content", "") for one in streamed) == "Yes"
-    assert chunks.reasoning_tokens == 4
+    assert chunks.reasoning_tokens == 5
     plain = ChatStream(FRAME, 0, has_usage=False, parser=calls_parser())
     assert plain.reasoning_tokens is None
 
 
 def test_an_answer_that_ends_in_its_reasoning() -> None:
     body = ChatResponse(0, parser=reasoning_parser())
-    body.delta(token_delta("I think</thi", 5, LENGTH))
+    body.delta(token_delta("I think</thi", 1, 2, 3, 4, 7, reason=LENGTH))
     shown = body.to_json(done(LENGTH))
     assert (shown["message"]["content"], shown["message"]["reasoning_content"]) == (None, "I think")
     assert (shown["finish_reason"], body.reasoning_tokens) == ("length", 5)
