@@ -22,7 +22,7 @@ _SHARED = ("$defs", "definitions", "x-guidance")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AnswerTerms:
     """What a request asks of its answer."""
 
     functions: Sequence[Function] = ()
@@ -35,15 +35,15 @@ class Asked:
     """What an answer without calls is held to."""
 
 
-def answer_grammar(asked: Asked, answer: AnswerFormat) -> generation_pb2.Grammar | None:
+def answer_grammar(terms: AnswerTerms, answer: AnswerFormat) -> generation_pb2.Grammar | None:
     """The grammar of an answer; None if it may be any text."""
-    schema = asked.response_format.content_schema if asked.response_format is not None else None
-    tools = answer.tools if asked.functions else None
+    schema = terms.response_format.content_schema if terms.response_format is not None else None
+    tools = answer.tools if terms.functions else None
     if tools is None or tools.form is None:
         if schema is None:
             return None
         if answer.reasoning is None:
-            return asked.response_format.grammar if asked.response_format is not None else None
+            return terms.response_format.grammar if terms.response_format is not None else None
         return _lark(
             [
                 *_thought_rules(answer),
@@ -51,10 +51,10 @@ def answer_grammar(asked: Asked, answer: AnswerFormat) -> generation_pb2.Grammar
                 "start: thinking content",
             ]
         )
-    if tools.is_bare and not asked.must_call and schema is None:
+    if tools.is_bare and not terms.must_call and schema is None:
         return None  # nothing tells the beginning of a call from that of a text
-    rules = [*_call_rules(asked, tools, tools.form), *_thought_rules(answer)]
-    if asked.must_call:
+    rules = [*_call_rules(terms, tools, tools.form), *_thought_rules(answer)]
+    if terms.must_call:
         rules.append("start: thinking calls")
     elif schema is not None:
         rules += [f"content[capture]: %json {compact_json(schema)}", "start: thinking (calls | content)"]
@@ -107,20 +107,20 @@ def _thought_rules(answer: AnswerFormat) -> list[str]:
     ]
 
 
-def _call_rules(asked: Asked, tools: ToolFormat, form: CallForm) -> list[str]:
+def _call_rules(terms: AnswerTerms, tools: ToolFormat, form: CallForm) -> list[str]:
     """The rules of `calls`, and of `call`, which is one without the text before its name."""
     rules = []
-    for number, function in enumerate(asked.functions):
+    for number, function in enumerate(terms.functions):
         arguments = arguments_rule(number)
         after = form.head.partition(NAME)[2]
         head = _spelled(function.name + after)
         rules.append(f"fn_{number}: {head} {arguments} {_spelled(form.tail)}")
         rules += _argument_rules(number, function, form)
     before = _spelled(form.head.partition(NAME)[0])
-    more = f"({_spelled(form.between)} {before} call)*" if asked.parallel else ""
+    more = f"({_spelled(form.between)} {before} call)*" if terms.parallel else ""
     return [
         *rules,
-        f"call: {' | '.join(f'fn_{number}' for number in range(len(asked.functions)))}",
+        f"call: {' | '.join(f'fn_{number}' for number in range(len(terms.functions)))}",
         f"more: {more} {_spelled(form.end)}" if more or form.end else 'more: ""',
         f"calls: {_spelled(form.begin)} {before} call more",
     ]

@@ -22,7 +22,7 @@ from coordinator.entrypoints.openai.bodies import (
     compact_json,
     quoted,
 )
-from coordinator.entrypoints.openai.call_grammar import Asked, answer_grammar, functions_in, rule_places
+from coordinator.entrypoints.openai.call_grammar import AnswerTerms, answer_grammar, functions_in, rule_places
 from coordinator.entrypoints.openai.formats.answer import AnswerParser
 from coordinator.entrypoints.openai.formats.table import AnswerFormat
 from coordinator.entrypoints.openai.formats.writer import (
@@ -209,8 +209,10 @@ class ChatRequest(GenerationFields):
         functions = [function for _, function in self._callable_functions()] if self.uses_tools else []
         for number in loose:
             functions[number] = functions[number].model_copy(update={"strict": False})
-        asked = Asked(functions, self.must_call, self.parallel_tool_calls is not False, self.response_format)
-        return answer_grammar(asked, answer)
+        terms = AnswerTerms(
+            functions, self.must_call, self.parallel_tool_calls is not False, self.response_format
+        )
+        return answer_grammar(terms, answer)
 
     @property
     def lenient_functions(self) -> set[int]:

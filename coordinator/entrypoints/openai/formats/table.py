@@ -110,7 +110,8 @@ def choose_format(
 ) -> AnswerFormat:
     """The format of a model's answers to requests with or without tools. Takes as long as rendering a prompt."""
     style = tokenizer.prompt_style(with_tools=with_tools)
-    named = format_named(tool_format, reasoning_format, with_tools=with_tools, template=style.template)
+    seen = style.template + style.end  # a template may put tags together from parts
+    named = format_named(tool_format, reasoning_format, with_tools=with_tools, template=seen)
     tools, reasoning = named.tools, named.reasoning
     tags = [*(tools.tags if tools else ()), *((reasoning.begin, *reasoning.ends) if reasoning else ())]
     return replace(

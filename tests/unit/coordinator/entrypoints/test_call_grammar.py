@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from coordinator.entrypoints.openai.call_grammar import Asked, answer_grammar
+from coordinator.entrypoints.openai.call_grammar import AnswerTerms, answer_grammar
 from coordinator.entrypoints.openai.formats.table import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from coordinator.entrypoints.openai.tools import Function, JsonSchema, ResponseFormat
 from splitserve.v1 import generation_pb2
@@ -56,7 +56,7 @@ def matcher(grammar: generation_pb2.Grammar | None) -> LLMatcher:
 
 def accepts(text: str, answer: AnswerFormat = HERMES, functions: Any = FUNCTIONS, **form: Any) -> bool:
     """Whether the grammar accepts exactly this text."""
-    made = matcher(answer_grammar(Asked(functions, **form), answer))
+    made = matcher(answer_grammar(AnswerTerms(functions, **form), answer))
     return all(made.consume_token(byte) for byte in text.encode()) and made.is_accepting()
 
 
@@ -110,7 +110,7 @@ def test_what_a_grammar_makes_is_read_as_calls(name: str) -> None:
             },
         )
     ]
-    made = matcher(answer_grammar(Asked(functions, must_call=True, parallel=False), answer))
+    made = matcher(answer_grammar(AnswerTerms(functions, must_call=True, parallel=False), answer))
     text = bytearray()
     while not made.is_accepting() and len(text) < 1000:
         allowed = made.compute_logit_bias()
@@ -164,8 +164,8 @@ def test_a_grammar_begins_after_the_reasoning(is_reasoning: bool) -> None:
 
 
 def test_plain_answers_have_no_grammar() -> None:
-    assert answer_grammar(Asked(), AnswerFormat()) is None
-    assert answer_grammar(Asked(FUNCTIONS), AnswerFormat(TOOL_FORMATS["gemma"])) is None
-    assert answer_grammar(Asked(FUNCTIONS), AnswerFormat(TOOL_FORMATS["llama"])) is None
-    whole = answer_grammar(Asked(response_format=ResponseFormat(type="json_object")), AnswerFormat())
+    assert answer_grammar(AnswerTerms(), AnswerFormat()) is None
+    assert answer_grammar(AnswerTerms(FUNCTIONS), AnswerFormat(TOOL_FORMATS["gemma"])) is None
+    assert answer_grammar(AnswerTerms(FUNCTIONS), AnswerFormat(TOOL_FORMATS["llama"])) is None
+    whole = answer_grammar(AnswerTerms(response_format=ResponseFormat(type="json_object")), AnswerFormat())
     assert whole == generation_pb2.Grammar(json_object=True)
