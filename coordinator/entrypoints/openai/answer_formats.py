@@ -14,6 +14,9 @@ from splitserve.v1 import generation_pb2
 MAX_NAMED_ROUNDS = 4
 """Checks of a grammar that each give up the tools that the one before has named; the next gives up all."""
 
+MAX_SHOWN = 32
+"""Names of tools in a header and an event."""
+
 
 class AnswerFormats:
     """The formats of all models, each chosen once, by these settings."""
@@ -60,7 +63,7 @@ class AnswerFormats:
                 loose |= named if named and rounds < MAX_NAMED_ROUNDS else lenient
                 rounds += 1
                 grammar = request.grammar(answer, loose)
-        names = request.function_names(loose)
+        names = request.function_names(loose)[:MAX_SHOWN]
         if names:
             log_event("tools.loosened", request_tools=names, model=request.model or "")
         return grammar, names

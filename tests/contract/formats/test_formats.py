@@ -161,17 +161,18 @@ def test_reading_takes_time_linear_in_the_length(name: str) -> None:
     """Texts that begin what never ends, and that repeat what begins something, character by character and at once."""
     answer, calls = AnswerFormat(TOOL_FORMATS[name], THINK), SAMPLES[name].calls
     marks = [match.end() for match in re.finditer(r"[\w>]", calls)]
-    for begun in [calls[:end] for end in marks[:: 1 + len(marks) // 4]]:
-        for filling in (" ", "<", begun[-12:], "\\", '[{"a": '):
-            times = []
-            for size in (500, 4_000):
-                text = (begun + filling * size)[: len(begun) + size]
-                started = time.process_time()
-                read(answer, list(text))
-                times.append(time.process_time() - started)
-            read(answer, [text * 30])
-            # Eight times the length. By the square it would take sixty-four times as long.
-            assert times[1] < 0.1 or times[1] < 30 * times[0], (begun, filling, times)
+    for end in marks[:: 1 + len(marks) // 4]:
+        for filling in (" ", "<", calls[:end][-12:], "\\", '[{"a": ', ",a b"):
+            for size, cut in ((500, list), (20_000, lambda text: [text])):
+                times = []
+                for length in (size, 8 * size):
+                    text = calls[:end] + (filling * length)[:length] + calls[end:]
+                    pieces = cut(text)
+                    started = time.process_time()
+                    read(answer, pieces)
+                    times.append(time.process_time() - started)
+                # Eight times the length. By the square it would take sixty-four times as long.
+                assert times[1] < 0.1 or times[1] < 30 * times[0], (calls[:end], filling, times)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -15,7 +15,7 @@ from coordinator.entrypoints.openai.formats.writer import Writer
 
 _CALL, _END_CALL, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _NAME = re.compile(r"[\w.:/-]*")
-_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:\"][^{}\[\],:\"]*?)\s*:")
+_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:\"]+(?:\s+[^\s{}\[\],:\"]+)*)\s*:")
 
 
 def _read(reader: Reader, writer: Writer) -> Steps[bool]:

@@ -16,8 +16,8 @@ from coordinator.entrypoints.openai.formats.reader import Reader, Steps
 from coordinator.entrypoints.openai.formats.tool_format import NAME, CallForm, ToolFormat
 from coordinator.entrypoints.openai.formats.writer import Writer
 
-MAX_PYTHON = 2**17
-"""Characters of a call in Python that is parsed: Python's parser takes some hundred bytes for each."""
+MAX_PYTHON, MAX_ARGUMENTS = 2**15, 256
+"""Characters and arguments of a call in Python that is parsed, which takes milliseconds then; a longer one is text."""
 _NAME = re.compile(r"[\w.-]*")
 
 
@@ -59,7 +59,7 @@ def _arguments(written: str) -> dict[str, Any] | None:
         return None
     try:
         call = ast.parse(f"_{written}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
+        if not isinstance(call, ast.Call) or call.args or len(call.keywords) > MAX_ARGUMENTS:
             return None
         values = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
         json.dumps(values, allow_nan=False)
