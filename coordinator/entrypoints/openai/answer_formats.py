@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from coordinator.entrypoints.inference_api import InferenceApi
+from coordinator.entrypoints.openai.call_grammar import functions_in
 from coordinator.entrypoints.openai.chat import ChatRequest
 from coordinator.entrypoints.openai.formats.table import AnswerFormat, choose_format, format_named
 from coordinator.request.inference_request import Caller
@@ -13,7 +14,6 @@ from splitserve.v1 import generation_pb2
 
 MAX_NAMED_ROUNDS = 4
 """Checks of a grammar that each give up the tools that the one before has named; the next gives up all."""
-
 MAX_SHOWN = 32
 """Names of tools in a header and an event."""
 
@@ -44,25 +44,25 @@ class AnswerFormats:
         return chosen.forced() if request.must_call else chosen
 
     async def grammar(
-        self, request: ChatRequest, answer: AnswerFormat, caller: Caller
+        self, request: ChatRequest, answer: AnswerFormat, caller: Caller, size: int
     ) -> tuple[generation_pb2.Grammar | None, list[str]]:
-        """The grammar of the answers to a request, and the names of the tools whose schemas it does not hold: what no
-        grammar can hold fails a request only where it asks for strictness.
+        """The grammar of the answers to a request of this size in bytes, and the names of the tools whose schemas it
+        does not hold: what no grammar can hold fails a request only where it asks for strictness.
 
-        Raises InvalidArgumentError for a grammar that does not compile.
+        Raises SplitserveError if the grammar cannot be checked now.
         """
         loose: set[int] = set()
-        grammar = request.grammar(answer, loose)
+        grammar = await self._api.parser.run(size, request.grammar, answer, loose)
         rounds = 0
         while grammar is not None and (lenient := request.lenient_functions - loose):
             try:
                 await self._api.check_grammar(grammar, caller)
                 break
             except InvalidArgumentError as error:
-                named = request.functions_named(error.message) & lenient
+                named = functions_in(error.message) & lenient
                 loose |= named if named and rounds < MAX_NAMED_ROUNDS else lenient
                 rounds += 1
-                grammar = request.grammar(answer, loose)
+                grammar = await self._api.parser.run(size, request.grammar, answer, loose)
         names = request.function_names(loose)[:MAX_SHOWN]
         if names:
             log_event("tools.loosened", request_tools=names, model=request.model or "")

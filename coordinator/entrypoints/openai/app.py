@@ -75,7 +75,7 @@ class OpenAIServing:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         frame = self._frame(exchange, caller, request, CHAT_PREFIX, kind)
         answer = await self._formats.of(request, exchange.request_id, caller)
-        grammar, loose = await self._formats.grammar(request, answer, caller)
+        grammar, loose = await self._formats.grammar(request, answer, caller, len(body))
         if loose:
             exchange.response_headers.append((b"x-loose-tools", ",".join(loose).encode()))
         requests = await self._api.parser.run(

@@ -22,7 +22,7 @@ from coordinator.entrypoints.openai.bodies import (
     compact_json,
     quoted,
 )
-from coordinator.entrypoints.openai.call_grammar import AnswerTerms, answer_grammar, functions_in, rule_places
+from coordinator.entrypoints.openai.call_grammar import AnswerTerms, answer_grammar, rule_places
 from coordinator.entrypoints.openai.formats.answer import AnswerParser
 from coordinator.entrypoints.openai.formats.table import AnswerFormat
 from coordinator.entrypoints.openai.formats.writer import (
@@ -221,10 +221,6 @@ class ChatRequest(GenerationFields):
         return {
             number for number, (_, function) in functions if function.strict is None and function.parameters
         }
-
-    def functions_named(self, message: str) -> set[int]:
-        """The numbers of the functions whose rules an error names."""
-        return functions_in(message)
 
     def function_names(self, numbers: Set[int]) -> list[str]:
         """The names of these functions."""

@@ -60,10 +60,6 @@ class Reader:
         """Keeps what is taken from here on, after `begun`."""
         self._recorded = [begun]
 
-    def forget(self) -> None:
-        """Keeps nothing more."""
-        self._recorded = None
-
     def recorded(self) -> str:
         """What was taken since `record`, which is over."""
         kept, self._recorded = "".join(self._recorded or ()), None

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from transformers import AddedToken
 
+from coordinator.entrypoints.inference_api import InferenceApi
+from coordinator.entrypoints.openai.answer_formats import AnswerFormats
+from coordinator.entrypoints.openai.bodies import parsed
+from coordinator.entrypoints.openai.chat import CHAT_NOT_SERVED, ChatRequest
 from coordinator.entrypoints.openai.formats.table import AnswerFormat, choose_format
+from coordinator.request.inference_request import ANYONE
 from splitserve.errors import InvalidArgumentError
 from splitserve.models.hf_tokenizer import ByteTokenizer, HfTokenizer
 from splitserve.models.tokenizer_files import read_tokenizer
+from splitserve.runtime.call_thread import ParserThread
+from splitserve.v1 import generation_pb2
 from tests.support.engine.tiny_models import tiny_tokenizer
 
 HEAD = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -92,3 +101,64 @@ def test_forced_calls_are_spelled_by_a_grammar() -> None:
     with pytest.raises(InvalidArgumentError, match="tool_format none") as caught:
         choose_format(ByteTokenizer(), "none", "none", with_tools=True).forced()
     assert caught.value.field == "tool_choice"
+
+
+class Checks:
+    """Of the API: refuses grammars with one of these words in them, and says so by these messages."""
+
+    def __init__(self, refused: dict[str, str]) -> None:
+        self.parser = ParserThread()
+        self._refused = refused
+        self.checked = 0
+
+    async def check_grammar(self, grammar: generation_pb2.Grammar, caller: Any) -> None:
+        self.checked += 1
+        for word, message in self._refused.items():
+            if word in grammar.lark:
+                raise InvalidArgumentError(message, reason="GRAMMAR_REFUSED", field="sampling.grammar.lark")
+
+
+def asking(*functions: dict[str, Any]) -> ChatRequest:
+    tools = [{"type": "function", "function": function} for function in functions]
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools}
+    return parsed(ChatRequest, json.dumps(body).encode(), CHAT_NOT_SERVED)
+
+
+def held(name: str, word: str, **further: Any) -> dict[str, Any]:
+    return {"name": name, "parameters": {"properties": {word: {"type": "integer"}}}, **further}
+
+
+async def loosened(
+    request: ChatRequest, refused: dict[str, str]
+) -> tuple[generation_pb2.Grammar, list[str], int]:
+    api = Checks(refused)
+    formats = AnswerFormats(cast(InferenceApi, api), "auto", "auto")
+    hermes = choose_format(ByteTokenizer(), "hermes", "none", with_tools=True)
+    grammar, names = await formats.grammar(request, hermes, ANYONE, 100)
+    assert grammar is not None
+    return grammar, names, api.checked
+
+
+async def test_a_schema_that_no_grammar_holds_is_given_up() -> None:
+    request = asking(held("a", "good"), held("b", "odd"), held("c", "bad"))
+    grammar, names, checked = await loosened(request, {})
+    assert (names, checked) == ([], 1)
+    grammar, names, _ = await loosened(request, {"odd": "arguments_1.odd: no", "bad": "arguments_2: no"})
+    assert names == ["b", "c"]
+    assert '"good"' in grammar.lark
+    assert not {"odd", "bad"} & set(grammar.lark.split('"'))
+
+
+async def test_all_schemas_are_given_up_where_none_is_named() -> None:
+    grammar, names, _ = await loosened(
+        asking(held("a", "good"), held("b", "odd")), {"odd": "it takes too long"}
+    )
+    assert names == ["a", "b"]
+    assert '"good"' not in grammar.lark
+
+
+async def test_a_strict_schema_is_never_given_up() -> None:
+    request = asking(held("a", "odd", strict=True), held("b", "odd"), held("c", "odd", strict=False))
+    grammar, names, _ = await loosened(request, {"odd": "arguments_0: no"})
+    assert names == ["b"]
+    assert '"odd"' in grammar.lark
