@@ -270,6 +270,9 @@ _BEGIN = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reas
 """The choice of a stream's first chunk."""
 
 
+_CONTENT = '"content":'
+
+
 class ChatStream(ChoiceStream):
     """One streamed choice. `texts` is given if logprobs were requested, `parser` if there may be reasoning or
     tool calls."""
@@ -284,7 +287,7 @@ class ChatStream(ChoiceStream):
         parser: AnswerParser | None = None,
     ) -> None:
         self._frame = ChunkFrame(frame, index, has_usage)
-        self._before = f'{self._frame.before}"delta":{{"content":'
+        self._before = f'{self._frame.before}"delta":{{{_CONTENT}'
         self._after = f'}},"logprobs":null,"finish_reason":null{self._frame.after}'
         self._texts, self._parser = texts, parser
         self._is_plain = texts is None and parser is None
@@ -320,9 +323,10 @@ class ChatStream(ChoiceStream):
         if self._parser is None:
             shown = [{"content": delta.text}] if delta.text or logprobs else []
         else:
-            shown = [_shown(part) for part in self._parser.feed(delta.text, delta.token_ids)]
-            if logprobs and not shown:
-                shown = [{}]
+            parts = self._parser.feed(delta.text, delta.token_ids)
+            if not logprobs:
+                return "".join(map(self._event, parts))
+            shown = [_shown(part) for part in parts] or [{}]
         events = ""
         for fields in shown:
             events += self._chunk(fields, logprobs)
@@ -334,11 +338,21 @@ class ChatStream(ChoiceStream):
         events, name = "", FINISH_REASONS[reason]
         if self._parser is not None:
             left = self._parser.close(is_cut=name != "stop")
-            events = "".join(self._chunk(_shown(part)) for part in left)
+            events = "".join(map(self._event, left))
             if self._parser.calls and name == "stop":
                 name = "tool_calls"
         end = f'"delta":{{}},"logprobs":null,"finish_reason":"{name}"'
         return f"{events}{self._frame.before}{end}{self._frame.after}"
+
+    def _event(self, part: Part) -> str:
+        """The part as an event. Text and reasoning, of which there is much, are put together without a dictionary."""
+        match part:
+            case TextPart(text):
+                return f"{self._before}{quoted(text)}{self._after}"
+            case ReasoningPart(text):
+                shown = quoted(text)
+                return f'{self._before[: -len(_CONTENT)]}"reasoning_content":{shown},"reasoning":{shown}{self._after}'
+        return self._chunk(_shown(part))
 
     def _chunk(self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> str:
         return self._frame.chunk({"delta": delta, "logprobs": logprobs, "finish_reason": None})
