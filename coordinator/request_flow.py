@@ -298,12 +298,13 @@ class InputProcessor:
 
         Raises InvalidArgumentError, NotFoundError, or UnavailableError (NO_WORKER) before any worker has registered.
         """
-        resolved = await self._find_model(request, request.session_id or request_id, caller)
+        key, served = request.session_id or request_id, request.resume.served_model
+        resolved = await self.find_model(request.model, key, caller, served)
         model = resolved.model
         check_request(request, model)
         targets, slo_ttft_s = self._targets(request, caller)
         if request.sampling.HasField("grammar"):
-            await self.grammars.check(request.sampling.grammar, caller.tenant)
+            await self.check_grammar(request.sampling.grammar, caller)
         block_size = model.block_size_tokens if self.config.routing == "prefix" else 0
         prompt_field = f"prompt.{request.WhichOneof('prompt')}"
         try:
@@ -354,9 +355,16 @@ class InputProcessor:
             return None, None
         return resolved_targets(request, caller, settings)
 
-    async def _find_model(self, request: inference_pb2.GenerateRequest, key: str, caller: Caller) -> Found:
-        """Resolves a public name; `key` selects among the models of a route. Waits for the first worker if needed."""
-        name, served = request.model, request.resume.served_model
+    async def check_grammar(self, grammar: generation_pb2.Grammar, caller: Caller) -> None:
+        """Raises InvalidArgumentError for a grammar that does not compile. Verdicts are remembered."""
+        await self.grammars.check(grammar, caller.tenant)
+
+    async def find_model(self, name: str, key: str, caller: Caller, served: str = "") -> Found:
+        """Resolves a public name; `key` selects among the models of a route. `served`: the one that a request which is
+        resumed began with. Waits for the first worker if needed.
+
+        Raises NotFoundError (MODEL_NOT_FOUND) or UnavailableError (NO_WORKER).
+        """
         wait_s = self.config.no_worker_wait_s
         resolved: Found | None = None
         if await self.registry.wait_until(self.registry.known_models, wait_s):

@@ -17,6 +17,7 @@ from coordinator.entrypoints.http.server import serving_http
 from coordinator.entrypoints.inference_api import InferenceApi, InputLimits, TraceSampler
 from coordinator.entrypoints.inference_service import InferenceService
 from coordinator.entrypoints.kserve.service import KserveService
+from coordinator.entrypoints.openai.answer_formats import AnswerFormats
 from coordinator.entrypoints.openai.app import make_app
 from coordinator.entrypoints.page.endpoints import PageAccess, PageEndpoints
 from coordinator.health.circuit_breakers import CircuitBreakerRegistry
@@ -274,7 +275,8 @@ class Coordinator:
         if config.http_port is None:
             yield
             return
-        app = make_app(self.api, self.metrics, self.page.paths if self.page is not None else ())
+        formats = AnswerFormats(self.api, config.tool_format, config.reasoning_format)
+        app = make_app(self.api, self.metrics, formats, self.page.paths if self.page is not None else ())
         most = connections_that_fit(config.max_connections, LISTENERS)
         tls = self.access.security.server_tls
         async with serving_http(app, config.host, config.http_port, tls, most) as port:

@@ -140,6 +140,7 @@ def stop_params(message: generation_pb2.StopParams, facts: ModelFacts) -> StopPa
         stop_strings=tuple(message.stop_strings),
         ignore_eos=message.ignore_eos,
         min_tokens=message.min_tokens,
+        keep_special_tokens=message.keep_special_tokens,
     )
 
 

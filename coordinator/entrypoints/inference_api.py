@@ -20,11 +20,11 @@ from coordinator.workers.client import BackgroundTasks
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Model, PoolSnapshot
 from splitserve.config.tracing import RequestTracingConfig
-from splitserve.errors import PermissionDeniedError, ResourceExhaustedError, UnavailableError
+from splitserve.errors import PermissionDeniedError, ResourceExhaustedError, SplitserveError, UnavailableError
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.runtime.call_thread import ParserThread
 from splitserve.tracing.context import TraceContext
-from splitserve.v1 import inference_pb2
+from splitserve.v1 import generation_pb2, inference_pb2
 
 DRAW_BITS = 53
 
@@ -219,6 +219,20 @@ class InferenceApi:
                 "no worker has registered", reason="NO_WORKER", retry_after_s=RETRY_AFTER_S
             )
         return await self.tokenizers.tokenizer(resolved.model.tokenizer_source)
+
+    async def found_tokenizer(self, name: str, key: str, caller: Caller) -> tuple[str, Tokenizer] | None:
+        """The tokenizer of the model that a request of this name and key is for, and the source that it is loaded from.
+        None: there is none, and serving the request says why."""
+        try:
+            found = await self.flow.inputs.find_model(name, key, caller)
+            source = found.model.tokenizer_source
+            return source, await self.tokenizers.tokenizer(source)
+        except SplitserveError:
+            return None
+
+    async def check_grammar(self, grammar: generation_pb2.Grammar, caller: Caller) -> None:
+        """Raises InvalidArgumentError, as serving a request with this grammar would."""
+        await self.flow.inputs.check_grammar(grammar, caller)
 
     async def _model_info(self, nameable: Nameable, caller: Caller) -> inference_pb2.ModelInfo:
         models, ready = nameable.models, self.routes.ready_models

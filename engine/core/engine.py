@@ -43,6 +43,8 @@ class StopParams:
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    keep_special_tokens: bool = False
+    """Whether the text, in which stop strings are looked for, has the names of special tokens."""
 
 
 @dataclass(frozen=True, slots=True)

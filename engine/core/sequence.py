@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections import abc
 from dataclasses import dataclass, field
+from functools import partial
 
 from engine.core.engine import ChunkProgress, EngineRequest, FinishReason
 from engine.core.model_runner import OutputMatcher, ScheduledSequence
@@ -35,17 +36,20 @@ class IncrementalDetokenizer:
     gets the same tokens returns the same pieces.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: abc.Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: abc.Sequence[int], *, keep_special: bool = False
+    ) -> None:
+        """`keep_special`: special tokens have their names as text, and not none."""
+        self._decode = partial(tokenizer.decode, keep_special=True) if keep_special else tokenizer.decode
         self._window = self._visible_tail(prompt)
-        self._text = tokenizer.decode(self._window)
+        self._text = self._decode(self._window)
         self._emitted = len(self._text)
         self._boundary = len(self._window)
 
     def push(self, token_id: int) -> str:
         """Takes the next token; returns the text that it completes, which may be empty."""
         self._window.append(token_id)
-        before, self._text = self._text, self._tokenizer.decode(self._window)
+        before, self._text = self._text, self._decode(self._window)
         if self._text.endswith(REPLACEMENT):
             return self._push_partial()
         delta = self._text[self._emitted :]
@@ -67,7 +71,7 @@ class IncrementalDetokenizer:
         count = _CONTEXT_TOKENS
         while True:
             tail = list(prompt[-count:])
-            if count >= len(prompt) or self._tokenizer.decode(tail):
+            if count >= len(prompt) or self._decode(tail):
                 return tail
             count *= 4
 
@@ -89,7 +93,7 @@ class IncrementalDetokenizer:
         UTF-8 is self-synchronizing: even a cut inside a character changes only the text near the cut.
         """
         window = self._window[start:]
-        text = self._tokenizer.decode(window)
+        text = self._decode(window)
         pending = self._text[self._emitted :]
         if not text or not text.endswith(pending):
             return
@@ -170,7 +174,8 @@ class OutputText:
 
     def __init__(self, tokenizer: Tokenizer, request: EngineRequest) -> None:
         prompt_tokens = request.prompt_tokens
-        self._detokenizer = IncrementalDetokenizer(tokenizer, request.token_ids[:prompt_tokens])
+        prompt, keep_special = request.token_ids[:prompt_tokens], request.stop.keep_special_tokens
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, keep_special=keep_special)
         self._matcher = StopMatcher(request.stop.stop_strings)
         self._min_tokens = request.stop.min_tokens
         self._count = 0

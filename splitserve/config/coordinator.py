@@ -158,6 +158,30 @@ HttpPort = Annotated[
 ]
 """`off` stands for None on the command line, where None means not given."""
 Routing = Literal["prefix", "round-robin"]
+ToolFormatName = Literal[
+    "auto",
+    "none",
+    "deepseek_v3",
+    "deepseek_v31",
+    "deepseek_v32",
+    "deepseek_v4",
+    "deepseek_v41",
+    "gemma",
+    "glm",
+    "granite",
+    "hermes",
+    "kimi_k2",
+    "kimi_k3",
+    "llama",
+    "llama_pythonic",
+    "minimax",
+    "minimax_m1",
+    "mistral",
+    "mistral_v3",
+    "phi4",
+    "qwen_xml",
+]
+ReasoningFormatName = Literal["auto", "none", "gemma", "granite", "kimi_k3", "mistral", "think"]
 LocalPrefill = Literal["never", "auto", "always"]
 
 
@@ -228,6 +252,12 @@ class CoordinatorConfig(SecuritySettings):
     tokenizers: Annotated[tuple[str, ...], Field(max_length=64), Option(flag="tokenizer")] = ()
     """Models whose tokenizers are loaded at the start, named as workers name them: a first worker does not wait for
     that then. What cannot be loaded is tried again when it comes. `splitserve up` gives its model. Default: none."""
+    tool_format: ToolFormatName = "auto"
+    """How models write tool calls; see docs/guides/openai-api.md. `auto`: as the model's chat template shows it, else
+    as Hermes does. `none`: calls are left in the text."""
+    reasoning_format: ReasoningFormatName = "auto"
+    """How models write their reasoning. `auto`: as the model's chat template shows it. `none`: it is left in the
+    text."""
     metrics_port: Port | None = None
     """Port of a Prometheus endpoint on `host`; 0 takes a free one. Default: no endpoint."""
     model_routes: ModelRouteWeights = Field(default_factory=dict)

@@ -16,7 +16,7 @@ from splitserve.config.engine import SIMULATED
 from splitserve.errors import InvalidArgumentError, NotFoundError, SplitserveError
 from splitserve.models.chat_template import ChatTemplates
 from splitserve.models.sources import ModelSource, localize_model, resolve_model
-from splitserve.models.tokenizer import Tokenizer, TooManyTokensError, Turn
+from splitserve.models.tokenizer import PromptStyle, Tokenizer, TooManyTokensError, Turn
 from splitserve.models.tokenizer_cache import converted_tokenizer
 from splitserve.models.tokenizer_files import TokenizerDefinition, has_tokenizer, is_plain, read_tokenizer
 
@@ -26,6 +26,11 @@ SHORT_CHARACTERS = 1024
 Longer texts use the calls for batches, which release the lock."""
 SHORT_TOKENS = 1024
 DIGITS = "0123456789"
+PROMPT_END_CHARACTERS = 256
+_SOME_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 OFTEN_SENT_BACK = frozenset({"reasoning_content", "reasoning"})
@@ -139,10 +144,25 @@ class HfTokenizer(Tokenizer):
             raise InvalidArgumentError(message, reason="TOOLS_UNSUPPORTED", field=field)
 
     @override
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def prompt_style(self, *, with_tools: bool) -> PromptStyle:
+        if not self.has_chat_template:
+            return PromptStyle()
+        turns, tools = [Turn("user", "Hello")], [_SOME_TOOL] if with_tools else []
+        try:
+            text = self._templates.text(with_tools=with_tools)
+        except ValueError:
+            return PromptStyle()
+        try:
+            prompt = self._templates.render(turns, tools)
+        except Exception:  # the template is the model's code, which may raise anything
+            return PromptStyle(text)
+        return PromptStyle(text, prompt[-PROMPT_END_CHARACTERS:])
+
+    @override
+    def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
         if len(token_ids) <= SHORT_TOKENS:
-            return str(self._rust.decode(list(token_ids), skip_special_tokens=True))
-        return str(self._rust.decode_batch([list(token_ids)], skip_special_tokens=True)[0])
+            return str(self._rust.decode(list(token_ids), skip_special_tokens=not keep_special))
+        return str(self._rust.decode_batch([list(token_ids)], skip_special_tokens=not keep_special)[0])
 
     def definition(self) -> str:
         """The whole tokenizer as the JSON of a `tokenizer.json`."""
@@ -173,11 +193,16 @@ class ByteTokenizer(Tokenizer):
         return self.encode("".join([*lines, "assistant: "]), most)
 
     @override
+    def prompt_style(self, *, with_tools: bool) -> PromptStyle:
+        """No template."""
+        return PromptStyle()
+
+    @override
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if 0 <= token_id < self.EOS else b""
 
     @override
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
         return bytes(token for token in token_ids if token < self.EOS).decode("utf-8", errors="replace")
 
 

@@ -22,6 +22,15 @@ class Turn(NamedTuple):
     """Further fields for the template, by name."""
 
 
+class PromptStyle(NamedTuple):
+    """How a model's prompts are made."""
+
+    template: str = ""
+    """The chat template's source; empty if there is none."""
+    end: str = ""
+    """How a prompt ends, where the answer begins. Empty if the template has not told."""
+
+
 class TooManyTokensError(Exception):
     """A text has more tokens than the caller of the tokenizer can use: `count` of them, or more."""
 
@@ -56,5 +65,8 @@ class Tokenizer(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token; for a special token its name. Empty for an unused id."""
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids without special tokens. Incomplete UTF-8 becomes U+FFFD."""
+    def prompt_style(self, *, with_tools: bool) -> PromptStyle:
+        """How prompts of conversations are made. The first call takes as long as rendering a prompt."""
+
+    def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
+        """Text of token ids, without special tokens unless they are kept. Incomplete UTF-8 becomes U+FFFD."""

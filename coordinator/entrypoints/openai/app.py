@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from coordinator.entrypoints.http.exchange import Endpoint, HttpError, HttpExchange, Serve
 from coordinator.entrypoints.inference_api import InferenceApi, require_admin
+from coordinator.entrypoints.openai.answer_formats import AnswerFormats
 from coordinator.entrypoints.openai.bodies import (
     DONE_EVENT,
     ChoiceBuilder,
@@ -61,8 +62,9 @@ F = TypeVar("F", bound=GenerationFields)
 class OpenAIServing:
     """The chat and completion endpoints."""
 
-    def __init__(self, api: InferenceApi) -> None:
+    def __init__(self, api: InferenceApi, formats: AnswerFormats) -> None:
         self._api = api
+        self._formats = formats
 
     async def chat(self, exchange: HttpExchange) -> None:
         """POST /v1/chat/completions."""
@@ -72,12 +74,18 @@ class OpenAIServing:
         exchange.field_names = request.names
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         frame = self._frame(exchange, caller, request, CHAT_PREFIX, kind)
-        requests = await self._api.parser.run(len(body), request.generate_requests)
+        answer = await self._formats.of(request, exchange.request_id, caller)
+        grammar, loose = await self._formats.grammar(request, answer, caller, len(body))
+        if loose:
+            exchange.response_headers.append((b"x-loose-tools", ",".join(loose).encode()))
+        requests = await self._api.parser.run(
+            len(body), request.generate_requests, grammar, keep_special=answer.keep_special
+        )
         choice_requests = self._choice_requests(exchange, caller, request, requests, frame)
         texts = await self._texts(request.model, caller) if request.logprobs else None
         if not request.stream:
             bodies = [
-                ChatResponse(index, texts=texts, parser=request.tool_parser())
+                ChatResponse(index, texts=texts, parser=request.parser(answer))
                 for index in range(request.choices)
             ]
             await respond(exchange, self._api, choice_requests, bodies)
@@ -88,7 +96,7 @@ class OpenAIServing:
                 index,
                 has_usage=request.include_usage,
                 texts=texts,
-                parser=request.tool_parser(),
+                parser=request.parser(answer),
             )
             for index in range(request.choices)
         ]
@@ -232,7 +240,7 @@ class _Events(Output):
     @override
     async def send(self, response: inference_pb2.GenerateResponse) -> None:
         if response.HasField("done"):
-            self.usage.add(self.index, response.done)
+            self.usage.add(self.index, response.done, self.choice.reasoning_tokens)
             events = self.choice.done(response.done)
         else:
             events = self.choice.delta(response.delta)
@@ -262,7 +270,7 @@ class _Pieces(Output):
     @override
     async def send(self, response: inference_pb2.GenerateResponse) -> None:
         if response.HasField("done"):
-            self.usage.add(self.index, response.done)
+            self.usage.add(self.index, response.done, self.choice.reasoning_tokens)
             self.ended[self.index] = response.done
         else:
             self.choice.delta(response.delta)
@@ -314,14 +322,16 @@ class Path:
         raise HttpError(405, f"this path takes {allowed} only", "METHOD_NOT_ALLOWED", headers)
 
 
-def make_app(api: InferenceApi, read_metrics: Read, further: Sequence[tuple[str, Serve]] = ()) -> Router:
-    """The ASGI application of the API. `read_metrics` gives the metrics that `/metrics` shows; `further` paths are
-    served under GET."""
+def make_app(
+    api: InferenceApi, read_metrics: Read, formats: AnswerFormats, further: Sequence[tuple[str, Serve]] = ()
+) -> Router:
+    """The ASGI application of the API. `read_metrics` gives the metrics that `/metrics` shows, `formats` tells how
+    answers are read; `further` paths are served under GET."""
 
     def endpoint(serve: Serve) -> Endpoint:
         return Endpoint(serve, api.authenticator, api.limits)
 
-    completions, info = OpenAIServing(api), InfoEndpoints(api, read_metrics)
+    completions, info = OpenAIServing(api, formats), InfoEndpoints(api, read_metrics)
     paths: list[tuple[str, Method, Serve]] = [
         ("/v1/chat/completions", "POST", completions.chat),
         ("/v1/completions", "POST", completions.completion),

@@ -297,6 +297,11 @@ class Frame:
 class ChoiceStream(Protocol):
     """One choice of a streamed response, rendered delta by delta."""
 
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of the reasoning so far; None where there is no telling."""
+        return None
+
     def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
         """The events for this delta; may be empty."""
 
@@ -312,6 +317,11 @@ class ChoiceBuilder(ABC):
         self._index, self._texts = index, texts
         self._pieces = [echo]
         self._logprobs: list[generation_pb2.TokenLogprob] = []
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of the reasoning so far; None where there is no telling."""
+        return None
 
     def delta(self, delta: generation_pb2.OutputDelta) -> None:
         """Appends a delta."""
@@ -360,9 +370,14 @@ class UsageSum:
     def __init__(self, choices_per_prompt: int) -> None:
         self._choices_per_prompt = choices_per_prompt
         self._prompt = self._completion = self._cached = 0
+        self._reasoning: int | None = None
 
-    def add(self, choice: int, done: inference_pb2.GenerationDone) -> None:
+    def add(
+        self, choice: int, done: inference_pb2.GenerationDone, reasoning_tokens: int | None = None
+    ) -> None:
         """Adds a finished answer."""
+        if reasoning_tokens is not None:
+            self._reasoning = (self._reasoning or 0) + reasoning_tokens
         self._completion += done.usage.completion_tokens
         if choice % self._choices_per_prompt == 0:
             self._prompt += done.usage.prompt_tokens
@@ -375,9 +390,12 @@ class UsageSum:
 
     def to_json(self) -> dict[str, Any]:
         """OpenAI's `usage`."""
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self._prompt,
             "completion_tokens": self._completion,
             "total_tokens": self._prompt + self._completion,
             "prompt_tokens_details": {"cached_tokens": self._cached},
         }
+        if self._reasoning is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self._reasoning}
+        return usage

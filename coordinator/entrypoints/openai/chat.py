@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
@@ -21,18 +22,18 @@ from coordinator.entrypoints.openai.bodies import (
     compact_json,
     quoted,
 )
-from coordinator.entrypoints.openai.logprobs import TokenTexts, chat_logprobs
-from coordinator.entrypoints.openai.tool_parser import ArgumentsPart, CallPart, Part, TextPart, ToolCallParser
-from coordinator.entrypoints.openai.tools import (
-    Function,
-    NamedTool,
-    ResponseFormat,
-    Tool,
-    ToolChoice,
-    arguments_rule,
-    format_grammar,
-    tools_grammar,
+from coordinator.entrypoints.openai.call_grammar import AnswerTerms, answer_grammar, rule_places
+from coordinator.entrypoints.openai.formats.answer import AnswerParser
+from coordinator.entrypoints.openai.formats.table import AnswerFormat
+from coordinator.entrypoints.openai.formats.writer import (
+    ArgumentsPart,
+    CallPart,
+    Part,
+    ReasoningPart,
+    TextPart,
 )
+from coordinator.entrypoints.openai.logprobs import TokenTexts, chat_logprobs
+from coordinator.entrypoints.openai.tools import Function, NamedTool, ResponseFormat, Tool, ToolChoice
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import generation_pb2, inference_pb2
 
@@ -179,9 +180,11 @@ class ChatRequest(GenerationFields):
         """Whether the answer is tool calls and nothing else."""
         return self.tool_choice not in (None, "auto", "none")
 
-    def tool_parser(self) -> ToolCallParser | None:
-        """What finds the tool calls in an answer; None if there can be none."""
-        return ToolCallParser(must_call=self.must_call) if self.uses_tools else None
+    def parser(self, answer: AnswerFormat) -> AnswerParser | None:
+        """What finds the reasoning and the tool calls in an answer; None if there can be nothing to find."""
+        functions = self._callable_functions() if self.uses_tools else []
+        schemas = {function.name: function.parameters for _, function in functions}
+        return answer.parser(schemas, must_call=self.must_call)
 
     @property
     def names(self) -> FieldNames:
@@ -197,20 +200,44 @@ class ChatRequest(GenerationFields):
                 "sampling.grammar": "response_format",
                 "stop.max_tokens": limit,
             },
-            {
-                arguments_rule(number): f"tools[{place}].function.parameters"
-                for number, (place, _) in enumerate(self._callable_functions())
-            },
+            rule_places(self._callable_functions()),
         )
 
-    def generate_requests(self) -> list[inference_pb2.GenerateRequest]:
-        """One request per choice."""
+    def grammar(self, answer: AnswerFormat, loose: Set[int] = frozenset()) -> generation_pb2.Grammar | None:
+        """What an answer of this format is held to; None: it may be any text. The arguments of the functions of these
+        numbers are any object."""
+        functions = [function for _, function in self._callable_functions()] if self.uses_tools else []
+        for number in loose:
+            functions[number] = functions[number].model_copy(update={"strict": False})
+        terms = AnswerTerms(
+            functions, self.must_call, self.parallel_tool_calls is not False, self.response_format
+        )
+        return answer_grammar(terms, answer)
+
+    @property
+    def lenient_functions(self) -> set[int]:
+        """The numbers of the functions with a schema that nobody asks to be strict about."""
+        functions = enumerate(self._callable_functions() if self.uses_tools else [])
+        return {
+            number for number, (_, function) in functions if function.strict is None and function.parameters
+        }
+
+    def function_names(self, numbers: Set[int]) -> list[str]:
+        """The names of these functions."""
+        functions = self._callable_functions()
+        return [functions[number][1].name for number in sorted(numbers)]
+
+    def generate_requests(
+        self, grammar: generation_pb2.Grammar | None = None, *, keep_special: bool = False
+    ) -> list[inference_pb2.GenerateRequest]:
+        """One request per choice. `keep_special`: the text has the names of special tokens."""
         chat = inference_pb2.ChatMessages(messages=[message.to_proto() for message in self.messages])
         if self.tools and self.tool_choice != "none":
             chat.tools_json = compact_json([tool.model_dump(exclude_unset=True) for tool in self.tools])
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        grammar, stop = self._grammar(), self.stop_params(limit)
+        stop = self.stop_params(limit)
+        stop.keep_special_tokens = keep_special
         requests = []
         for choice in range(self.choices):
             sampling = self.sampling(choice, logprobs)
@@ -230,20 +257,6 @@ class ChatRequest(GenerationFields):
             )
         return requests
 
-    def _grammar(self) -> generation_pb2.Grammar | None:
-        if not self.uses_tools:
-            return format_grammar(self.response_format) if self.response_format is not None else None
-        response_format = self.response_format
-        schema = {"type": "object"} if response_format and response_format.type == "json_object" else None
-        if response_format and response_format.json_schema:
-            schema = response_format.json_schema.marked
-        return tools_grammar(
-            [function for _, function in self._callable_functions()],
-            must_call=self.must_call,
-            parallel=self.parallel_tool_calls is not False,
-            content_schema=schema,
-        )
-
     def _callable_functions(self) -> list[tuple[int, Function]]:
         """The functions that may be called, with their places in `tools`."""
         functions = [(place, tool.function) for place, tool in enumerate(self.tools or ())]
@@ -257,8 +270,12 @@ _BEGIN = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reas
 """The choice of a stream's first chunk."""
 
 
+_CONTENT = '"content":'
+
+
 class ChatStream(ChoiceStream):
-    """One streamed choice. `texts` is given if logprobs were requested, `parser` if there may be tool calls."""
+    """One streamed choice. `texts` is given if logprobs were requested, `parser` if there may be reasoning or
+    tool calls."""
 
     def __init__(
         self,
@@ -267,14 +284,19 @@ class ChatStream(ChoiceStream):
         *,
         has_usage: bool,
         texts: TokenTexts | None = None,
-        parser: ToolCallParser | None = None,
+        parser: AnswerParser | None = None,
     ) -> None:
         self._frame = ChunkFrame(frame, index, has_usage)
-        self._before = f'{self._frame.before}"delta":{{"content":'
+        self._before = f'{self._frame.before}"delta":{{{_CONTENT}'
         self._after = f'}},"logprobs":null,"finish_reason":null{self._frame.after}'
         self._texts, self._parser = texts, parser
         self._is_plain = texts is None and parser is None
         self._begun = self._ended = False
+
+    @property
+    @override
+    def reasoning_tokens(self) -> int | None:
+        return _reasoning_tokens(self._parser)
 
     @override
     def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
@@ -301,9 +323,10 @@ class ChatStream(ChoiceStream):
         if self._parser is None:
             shown = [{"content": delta.text}] if delta.text or logprobs else []
         else:
-            shown = [_shown(part) for part in self._parser.feed(delta.text)]
-            if logprobs and not shown:
-                shown = [{}]
+            parts = self._parser.feed(delta.text, delta.token_ids)
+            if not logprobs:
+                return "".join(map(self._event, parts))
+            shown = [_shown(part) for part in parts] or [{}]
         events = ""
         for fields in shown:
             events += self._chunk(fields, logprobs)
@@ -315,11 +338,21 @@ class ChatStream(ChoiceStream):
         events, name = "", FINISH_REASONS[reason]
         if self._parser is not None:
             left = self._parser.close(is_cut=name != "stop")
-            events = "".join(self._chunk(_shown(part)) for part in left)
+            events = "".join(map(self._event, left))
             if self._parser.calls and name == "stop":
                 name = "tool_calls"
         end = f'"delta":{{}},"logprobs":null,"finish_reason":"{name}"'
         return f"{events}{self._frame.before}{end}{self._frame.after}"
+
+    def _event(self, part: Part) -> str:
+        """The part as an event. Text and reasoning, of which there is much, are put together without a dictionary."""
+        match part:
+            case TextPart(text):
+                return f"{self._before}{quoted(text)}{self._after}"
+            case ReasoningPart(text):
+                shown = quoted(text)
+                return f'{self._before[: -len(_CONTENT)]}"reasoning_content":{shown},"reasoning":{shown}{self._after}'
+        return self._chunk(_shown(part))
 
     def _chunk(self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> str:
         return self._frame.chunk({"delta": delta, "logprobs": logprobs, "finish_reason": None})
@@ -329,6 +362,8 @@ def _shown(part: Part) -> dict[str, Any]:
     match part:
         case TextPart(text):
             return {"content": text}
+        case ReasoningPart(text):
+            return {"reasoning_content": text, "reasoning": text}
         case CallPart(index, call_id, name):
             function = {"name": name, "arguments": ""}
             call: dict[str, Any] = {
@@ -343,24 +378,43 @@ def _shown(part: Part) -> dict[str, Any]:
 
 
 class ChatResponse(ChoiceBuilder):
-    """One choice of a whole chat response. `parser` is given if there may be tool calls."""
+    """One choice of a whole chat response. `parser` is given if there may be reasoning or tool calls."""
 
     def __init__(
-        self, index: int, *, texts: TokenTexts | None = None, parser: ToolCallParser | None = None
+        self, index: int, *, texts: TokenTexts | None = None, parser: AnswerParser | None = None
     ) -> None:
         super().__init__(index, texts=texts)
         self._parser = parser
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[CallPart, list[str]]] = []
+
+    @property
+    @override
+    def reasoning_tokens(self) -> int | None:
+        return _reasoning_tokens(self._parser)
+
+    @override
+    def delta(self, delta: generation_pb2.OutputDelta) -> None:
+        if self._parser is None:
+            super().delta(delta)
+            return
+        self._append(self._parser.feed(delta.text, delta.token_ids))
+        if self._texts is not None:
+            self._logprobs.extend(delta.logprobs)
 
     @override
     def to_json(self, done: inference_pb2.GenerationDone) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._pieces), "refusal": None}
         finish_reason = FINISH_REASONS[done.finish_reason]
         if self._parser is not None:
-            is_cut = finish_reason != "stop"
-            message["content"], calls = _split(self._parser, message["content"], is_cut=is_cut)
-            if calls:
-                message |= {"content": message["content"] or None, "tool_calls": calls}
-                finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
+            self._append(self._parser.close(is_cut=finish_reason != "stop"))
+        content = "".join(self._pieces)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self._parser is not None and self._parser.has_reasoning:
+            reasoning = "".join(self._reasoning) or None
+            message |= {"content": content or None, "reasoning_content": reasoning, "reasoning": reasoning}
+        if self._calls:
+            message |= {"content": content or None, "tool_calls": [_call(*call) for call in self._calls]}
+            finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
         return {
             "index": self._index,
             "message": message,
@@ -368,17 +422,23 @@ class ChatResponse(ChoiceBuilder):
             "finish_reason": finish_reason,
         }
 
+    def _append(self, parts: list[Part]) -> None:
+        for part in parts:
+            match part:
+                case TextPart(piece):
+                    self._pieces.append(piece)
+                case ReasoningPart(piece):
+                    self._reasoning.append(piece)
+                case CallPart():
+                    self._calls.append((part, []))
+                case ArgumentsPart(index, piece):
+                    self._calls[index][1].append(piece)
 
-def _split(parser: ToolCallParser, text: str, *, is_cut: bool) -> tuple[str, list[dict[str, Any]]]:
-    """The text outside of tool calls, and the calls."""
-    content = ""
-    calls: list[dict[str, Any]] = []
-    for part in [*parser.feed(text), *parser.close(is_cut=is_cut)]:
-        match part:
-            case TextPart(piece):
-                content += piece
-            case CallPart(_, call_id, name):
-                calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
-            case ArgumentsPart(index, piece):
-                calls[index]["function"]["arguments"] += piece
-    return content, calls
+
+def _call(part: CallPart, arguments: list[str]) -> dict[str, Any]:
+    function = {"name": part.name, "arguments": "".join(arguments)}
+    return {"id": part.call_id, "type": "function", "function": function}
+
+
+def _reasoning_tokens(parser: AnswerParser | None) -> int | None:
+    return parser.reasoning_tokens if parser is not None and parser.has_reasoning else None

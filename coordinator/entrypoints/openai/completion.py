@@ -21,7 +21,7 @@ from coordinator.entrypoints.openai.bodies import (
     quoted,
 )
 from coordinator.entrypoints.openai.logprobs import CompletionLogprobs, TokenTexts
-from coordinator.entrypoints.openai.tools import ResponseFormat, format_grammar
+from coordinator.entrypoints.openai.tools import ResponseFormat
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import generation_pb2, inference_pb2
 
@@ -114,7 +114,7 @@ class CompletionRequest(GenerationFields):
             tpot_ms=self.tpot_ms,
             session_id=self.session_id,
         )
-        if self.response_format is not None and (grammar := format_grammar(self.response_format)) is not None:
+        if self.response_format is not None and (grammar := self.response_format.grammar) is not None:
             shared.sampling.grammar.CopyFrom(grammar)
         return shared
 

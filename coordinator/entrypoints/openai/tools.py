@@ -1,12 +1,7 @@
-"""`tools`, `tool_choice` and `response_format` of a chat request, and the grammar that they imply.
-
-Tool calls have the format of Hermes and Qwen models: `{"name": …, "arguments": …}` between `<tool_call>` and
-`</tool_call>`.
-"""
+"""`tools`, `tool_choice` and `response_format` of a chat request."""
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -14,8 +9,6 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from coordinator.entrypoints.openai.bodies import Fields, compact_json
 from splitserve.grammars.schemas import STRICT
 from splitserve.v1 import generation_pb2
-
-CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
@@ -92,66 +85,21 @@ class ResponseFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
+    @property
+    def content_schema(self) -> dict[str, Any] | None:
+        """The JSON Schema of the answer; None for plain text."""
+        if self.type == "text":
+            return None
+        return {"type": "object"} if self.json_schema is None else self.json_schema.marked
 
-def format_grammar(response_format: ResponseFormat) -> generation_pb2.Grammar | None:
-    """The grammar for a `response_format`; None for plain text."""
-    if response_format.type == "text":
-        return None
-    if response_format.json_schema is None:
-        return generation_pb2.Grammar(json_object=True)
-    return generation_pb2.Grammar(json_schema=compact_json(response_format.json_schema.marked))
-
-
-def tools_grammar(
-    functions: list[Function], *, must_call: bool, parallel: bool, content_schema: dict[str, Any] | None
-) -> generation_pb2.Grammar:
-    """The grammar of calls of these functions, in llguidance's dialect of Lark.
-
-    Unless the model `must_call`, it may write text before or instead of calls; `content_schema` is a JSON Schema that
-    an answer without calls must match. `parallel` allows several calls.
-    """
-    # Each schema is a rule of its own, so that references in it resolve from its own root, and that what it captures
-    # is checked by a validator.
-    rules = []
-    for number, fn in enumerate(functions):
-        arguments = arguments_rule(number)
-        rules += [
-            f"fn_{number}: {_literal(_call_head(fn.name))} {arguments}",
-            f"{arguments}[capture]: %json {compact_json(fn.arguments_schema)}",
-        ]
-    names = " | ".join(f"fn_{number}" for number in range(len(functions)))
-    rules += [f"fn: {names}", f"body: fn {_literal(_CALL_TAIL)}", f"call: {_literal(CALL_BEGIN)} body"]
-    more = f"({_literal(_BETWEEN)} call)*" if parallel else ""
-    if must_call:
-        rules.append(f"start: call {more}")
-    elif content_schema is not None:
-        rules += [f"start: call {more} | content", f"content[capture]: %json {compact_json(content_schema)}"]
-    else:
-        # A lazy lexeme ends at its first match, so an opening tag always starts a call.
-        rules += [
-            f"opening[lazy]: TEXT {_literal(CALL_BEGIN)}",
-            f"start: TEXT | opening body {more}",
-            r"TEXT: /(.|\n)*/",
-        ]
-    return generation_pb2.Grammar(lark="\n".join(["%llguidance {}", *rules, ""]))
-
-
-def arguments_rule(number: int) -> str:
-    """The rule of a function's arguments, which errors name."""
-    return f"arguments_{number}"
-
-
-_CALL_TAIL = "}\n" + CALL_END
-_BETWEEN = "\n"
-
-
-def _call_head(name: str) -> str:
-    """The text between the opening tag and the arguments."""
-    return f'\n{{"name": "{name}", "arguments": '
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text)
+    @property
+    def grammar(self) -> generation_pb2.Grammar | None:
+        """The grammar of the answer; None for plain text."""
+        if self.type == "text":
+            return None
+        if self.json_schema is None:
+            return generation_pb2.Grammar(json_object=True)
+        return generation_pb2.Grammar(json_schema=compact_json(self.json_schema.marked))
 
 
 def _marked(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:

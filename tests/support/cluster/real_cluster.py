@@ -220,10 +220,10 @@ def held_resources(info: inference_pb2.GetServerInfoResponse) -> dict[str, int]:
 
 
 @asynccontextmanager
-async def running(cluster: Cluster) -> AsyncIterator[Cluster]:
+async def running(cluster: Cluster, *, wait_ready: bool = True) -> AsyncIterator[Cluster]:
     """Starts the cluster; at the end all processes have stopped, however the test ended."""
     try:
-        await cluster.start()
+        await cluster.start(wait_ready=wait_ready)
         yield cluster
     except BaseException:  # a test's timeout too
         cluster.tell_state()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from splitserve.errors import InvalidArgumentError
-from splitserve.models.tokenizer import Turn
+from splitserve.models.tokenizer import PromptStyle, Turn
 
 EOS_TOKEN_ID = 256
 
@@ -36,7 +36,10 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return self._table[token_id]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def prompt_style(self, *, with_tools: bool) -> PromptStyle:
+        return PromptStyle()
+
+    def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
         return b"".join(self._table[token] for token in token_ids).decode(errors="replace")
 
 
@@ -50,7 +53,7 @@ class FallbackTokenizer(ByteTokenizer):
         super().__init__([word.encode() for word in words])
         self._words = list(words)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
         text, run = "", b""
         for token in [*token_ids, None]:
             if token is not None and token < EOS_TOKEN_ID:

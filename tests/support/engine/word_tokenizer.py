@@ -7,7 +7,7 @@ from typing import Any
 
 from splitserve.errors import InvalidArgumentError
 from splitserve.models.hf_tokenizer import fitted
-from splitserve.models.tokenizer import TooManyTokensError, Turn
+from splitserve.models.tokenizer import PromptStyle, TooManyTokensError, Turn
 
 VOCABULARY_SIZE = 1000
 
@@ -37,7 +37,10 @@ class WordTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return f" w{token_id}".encode()
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def prompt_style(self, *, with_tools: bool) -> PromptStyle:
+        return PromptStyle()
+
+    def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
         return " ".join(f"w{token}" for token in token_ids)
 
 

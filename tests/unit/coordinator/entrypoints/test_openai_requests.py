@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from coordinator.entrypoints.openai.bodies import parsed
 from coordinator.entrypoints.openai.chat import CHAT_NOT_SERVED, ChatRequest
 from coordinator.entrypoints.openai.completion import COMPLETION_NOT_SERVED, CompletionRequest
+from coordinator.entrypoints.openai.formats.table import TOOL_FORMATS, AnswerFormat
 from coordinator.request.inference_request import REQUEST_ID
 from splitserve.errors import InvalidArgumentError
 from splitserve.grammars.forms import check_grammar
+from splitserve.v1 import inference_pb2
 from tests.support.clients.openai_requests import KINDS, Made, documented, normalized
 
 USER = {"role": "user", "content": "hi"}
@@ -340,26 +342,33 @@ def test_non_finite_numbers(number: str) -> None:
         parsed(ChatRequest, body, CHAT_NOT_SERVED).generate_requests()
 
 
+def sent_for(request: ChatRequest | CompletionRequest) -> list[inference_pb2.GenerateRequest]:
+    """What is asked of a model that writes calls as Hermes does."""
+    if isinstance(request, CompletionRequest):
+        return request.generate_requests()
+    return request.generate_requests(request.grammar(AnswerFormat(TOOL_FORMATS["hermes"])))
+
+
 def test_response_formats() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
     for make in (chat, completion):
-        (request,) = make(response_format=wanted).generate_requests()
+        (request,) = sent_for(make(response_format=wanted))
         sent = json.loads(request.sampling.grammar.json_schema)
         assert sent == schema | {"x-guidance": {"lenient": False}}, "strict is told by the schema"
-        (request,) = make(response_format={"type": "json_object"}).generate_requests()
+        (request,) = sent_for(make(response_format={"type": "json_object"}))
         assert request.sampling.grammar.json_object
-        (request,) = make(response_format={"type": "text"}).generate_requests()
+        (request,) = sent_for(make(response_format={"type": "text"}))
         assert not request.sampling.HasField("grammar")
 
 
 def test_tools_go_to_the_template_as_they_are() -> None:
     odd = {"type": "function", "function": WEATHER["function"] | {"x-extra": 1}}
-    (request,) = chat(tools=[odd]).generate_requests()
+    (request,) = sent_for(chat(tools=[odd]))
     assert json.loads(request.chat.tools_json) == [odd]
     assert request.sampling.grammar.WhichOneof("kind") == "lark"
     check_grammar(request.sampling.grammar)
-    (request,) = chat(tools=[odd], tool_choice="none").generate_requests()
+    (request,) = sent_for(chat(tools=[odd], tool_choice="none"))
     assert request.chat.tools_json == ""
     assert not request.sampling.HasField("grammar")
 
@@ -462,4 +471,4 @@ def what_is_asked(body: dict[str, Any]) -> Any:
             completion.echo,
         )
     chat = parsed(ChatRequest, text, CHAT_NOT_SERVED)
-    return chat.generate_requests(), bool(chat.stream), chat.include_usage, chat.uses_tools, chat.must_call
+    return sent_for(chat), bool(chat.stream), chat.include_usage, chat.uses_tools, chat.must_call

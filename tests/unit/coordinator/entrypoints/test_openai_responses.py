@@ -13,8 +13,9 @@ from coordinator.entrypoints.http.exchange import FieldNames, HttpError, error_r
 from coordinator.entrypoints.openai.bodies import Frame, UsageSum, usage_event
 from coordinator.entrypoints.openai.chat import ChatResponse, ChatStream
 from coordinator.entrypoints.openai.completion import CompletionResponse, CompletionStream
+from coordinator.entrypoints.openai.formats.answer import AnswerParser
+from coordinator.entrypoints.openai.formats.table import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from coordinator.entrypoints.openai.logprobs import TokenTexts
-from coordinator.entrypoints.openai.tool_parser import ToolCallParser
 from splitserve.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -96,8 +97,61 @@ def test_any_text_survives(text: str) -> None:
         assert events(plain.delta(delta(text)))[0]["choices"][0]["text"] == text
 
 
+def calls_parser() -> AnswerParser | None:
+    return AnswerFormat(TOOL_FORMATS["hermes"]).parser({}, must_call=False)
+
+
+def reasoning_parser() -> AnswerParser | None:
+    return AnswerFormat(None, REASONING_FORMATS["think"], is_reasoning=True, end_ids=(7, 8)).parser(
+        {}, must_call=False
+    )
+
+
+def token_delta(text: str, *token_ids: int, reason: Any = 0) -> generation_pb2.OutputDelta:
+    return generation_pb2.OutputDelta(text=text, token_ids=token_ids, finish_reason=reason)
+
+
+def test_reasoning_apart_from_content() -> None:
+    deltas = [
+        token_delta("I thi", 1, 2),
+        token_delta("nk</thi", 3, 7),
+        token_delta("nk>\n\nYes", 8, 9, 1, reason=STOP),
+    ]
+    body = ChatResponse(0, parser=reasoning_parser())
+    for one in deltas:
+        body.delta(one)
+    shown = body.to_json(done())
+    assert (shown["message"]["content"], shown["finish_reason"]) == ("Yes", "stop")
+    assert shown["message"]["reasoning_content"] == shown["message"]["reasoning"] == "I think"
+    assert body.reasoning_tokens == 5
+    chunks = ChatStream(FRAME, 0, has_usage=False, parser=reasoning_parser())
+    streamed = [one["choices"][0]["delta"] for one in events(b"".join(map(chunks.delta, deltas)))]
+    assert "".join(one.get("reasoning_content", "") for one in streamed) == "I think"
+    assert "".join(one.get("reasoning", "") for one in streamed) == "I think"
+    assert "".join(one.get("content", "") for one in streamed) == "Yes"
+    assert chunks.reasoning_tokens == 5
+    plain = ChatStream(FRAME, 0, has_usage=False, parser=calls_parser())
+    assert plain.reasoning_tokens is None
+
+
+def test_an_answer_that_ends_in_its_reasoning() -> None:
+    body = ChatResponse(0, parser=reasoning_parser())
+    body.delta(token_delta("I think</thi", 1, 2, 3, 4, 7, reason=LENGTH))
+    shown = body.to_json(done(LENGTH))
+    assert (shown["message"]["content"], shown["message"]["reasoning_content"]) == (None, "I think")
+    assert (shown["finish_reason"], body.reasoning_tokens) == ("length", 5)
+
+
+def test_reasoning_tokens_are_counted_for_all_choices() -> None:
+    usage = UsageSum(2)
+    assert "completion_tokens_details" not in usage.to_json()
+    usage.add(0, done(), 4)
+    usage.add(1, done(), 3)
+    assert usage.to_json()["completion_tokens_details"] == {"reasoning_tokens": 7}
+
+
 def test_streamed_calls() -> None:
-    chunks = ChatStream(FRAME, 0, has_usage=False, parser=ToolCallParser())
+    chunks = ChatStream(FRAME, 0, has_usage=False, parser=calls_parser())
     text = 'Hm. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     pieces = [delta(character) for character in text]
     shown = events(b"".join(map(chunks.delta, pieces)) + chunks.delta(delta("", STOP)))
@@ -112,13 +166,13 @@ def test_streamed_calls() -> None:
 
 
 def test_whole_calls() -> None:
-    body = ChatResponse(0, parser=ToolCallParser())
+    body = ChatResponse(0, parser=calls_parser())
     body.delta(delta('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', STOP))
     shown = body.to_json(done())
     assert shown["finish_reason"] == "tool_calls"
     assert shown["message"]["content"] is None
     assert shown["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
-    cut = ChatResponse(0, parser=ToolCallParser())
+    cut = ChatResponse(0, parser=calls_parser())
     cut.delta(delta('<tool_call>{"name": "f", "arguments": {"a"', LENGTH))
     assert cut.to_json(done(LENGTH))["finish_reason"] == "length"
 

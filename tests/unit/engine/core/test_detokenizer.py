@@ -69,6 +69,22 @@ def test_characters_after_garbage_are_whole_and_garbage_is_not_held_for_long(bef
     assert shown == data.decode(errors="replace")
 
 
+class NamingTokenizer(ByteTokenizer):
+    """Shows the end of sequence by a name where special tokens are kept."""
+
+    def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
+        named = {EOS_TOKEN_ID: b"<eos>"} if keep_special else {}
+        pieces = (named.get(token, self.token_bytes(token)) for token in token_ids)
+        return b"".join(pieces).decode(errors="replace")
+
+
+def test_special_tokens_have_text_where_they_are_kept() -> None:
+    said = [*b"a", EOS_TOKEN_ID, *"é".encode(), EOS_TOKEN_ID, EOS_TOKEN_ID]
+    for keep, expected in ((False, "a|||é||"), (True, "a|<eos>||é|<eos>|<eos>")):
+        detokenizer = IncrementalDetokenizer(NamingTokenizer(), [EOS_TOKEN_ID], keep_special=keep)
+        assert "|".join(map(detokenizer.push, said)) == expected
+
+
 class CountingTokenizer(ByteTokenizer):
     decoded = 0
 

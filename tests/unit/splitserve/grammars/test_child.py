@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.entrypoints.openai.tools import Function, tools_grammar
+from coordinator.entrypoints.openai.call_grammar import AnswerTerms, answer_grammar
+from coordinator.entrypoints.openai.formats.table import TOOL_FORMATS, AnswerFormat
+from coordinator.entrypoints.openai.tools import Function, JsonSchema, ResponseFormat
 from splitserve.grammars import child
 from splitserve.grammars.child import COMPLETE, FAILED, MASK, GrammarRow, LibraryGrammar
 
@@ -73,10 +75,16 @@ def call(arguments: str) -> str:
     return f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
 
 
+def lark_of(asked: AnswerTerms) -> str:
+    grammar = answer_grammar(asked, AnswerFormat(TOOL_FORMATS["hermes"]))
+    assert grammar is not None
+    return grammar.lark
+
+
 @pytest.mark.parametrize("form", [{"must_call": True}, {"must_call": False}])
 def test_arguments_of_calls_are_checked(form: dict[str, bool]) -> None:
     function = Function(name="f", parameters={"properties": {"a": DIGITS}})
-    lark = tools_grammar([function], parallel=True, content_schema=None, **form).lark
+    lark = lark_of(AnswerTerms([function], **form))
     status, mask = said(row("lark", lark), call('{"a": [1, 2]}'))
     assert (status, EOS in allowed(mask)) == (MASK, True)
     status, why = said(row("lark", lark), call('{"a": [1, 1]}'))
@@ -88,7 +96,8 @@ def test_arguments_of_calls_are_checked(form: dict[str, bool]) -> None:
 
 
 def test_content_beside_tools_is_checked() -> None:
-    lark = tools_grammar([Function(name="f")], must_call=False, parallel=True, content_schema=DIGITS).lark
+    content = ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=DIGITS))
+    lark = lark_of(AnswerTerms([Function(name="f")], response_format=content))
     assert said(row("lark", lark), "[1, 2]")[0] == COMPLETE or EOS in allowed(
         said(row("lark", lark), "[1, 2]")[1]
     )

@@ -1,0 +1,147 @@
+"""Calls as JSON objects: Hermes and Qwen, Granite, Phi-4, MiniMax-M1.
+
+<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>
+<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}, ...]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from functools import partial
+
+from coordinator.entrypoints.openai.formats.reader import Reader, Steps, drop
+from coordinator.entrypoints.openai.formats.tool_format import NAME, CallForm, ToolFormat
+from coordinator.entrypoints.openai.formats.writer import Writer
+
+ARGUMENTS = ("arguments", "parameters")
+_USUAL = frozenset({*ARGUMENTS, "name", "type", "id"})
+
+
+def no_id() -> str:
+    """No id of the model's own, so that the writer draws one."""
+    return ""
+
+
+def read_json_call(
+    reader: Reader,
+    writer: Writer,
+    *,
+    known: Collection[str] | None = None,
+    new_id: Callable[[], str] = no_id,
+) -> Steps[bool]:
+    """Reads one object with a name and arguments, in any order. Arguments leave as they come once the name is known.
+
+    `known`: only calls of these functions, with arguments and with no unusual fields, are calls, because nothing else
+    tells them from other JSON.
+    """
+    if not (yield from reader.takes("{")):
+        return False
+    name = held = ""
+    is_begun = False
+    while True:
+        key = yield from reader.string()
+        if key is None or not (yield from reader.takes(":")):
+            return is_begun
+        if key == "name" and not name:
+            name = (yield from reader.string()) or ""
+            if not name or (known is not None and name not in known):
+                return False
+        elif key == "function" and not name:
+            is_begun = yield from read_json_call(reader, writer, known=known, new_id=new_id)
+        elif key in ARGUMENTS and name and not (is_begun or held) and (yield from reader.next_is("{")):
+            is_begun = True
+            writer.call(name, new_id())
+            if not (yield from reader.json_value(writer.arguments)):
+                return True
+        else:
+            pieces: list[str] = []
+            is_usual = known is None or key in _USUAL
+            if not (is_usual and (yield from reader.json_value(pieces.append))):
+                return is_begun
+            held = "".join(pieces) if key in ARGUMENTS else held
+        if (yield from reader.takes(",", "}")) != ",":
+            break
+    if not is_begun and name and (held or known is None):
+        is_begun = True
+        writer.call(name, new_id())
+        writer.arguments(_object_text(held))
+    return is_begun
+
+
+def read_json_calls(reader: Reader, writer: Writer, *, new_id: Callable[[], str] = no_id) -> Steps[bool]:
+    """Reads one such object, or an array of them."""
+    is_array = yield from reader.takes("[")
+    is_call = yield from read_json_call(reader, writer, new_id=new_id)
+    while is_array and (yield from reader.takes(",", "]")) == ",":
+        yield from read_json_call(reader, writer, new_id=new_id)
+    return is_call
+
+
+def _object_text(held: str) -> str:
+    """The arguments as an object's JSON: some models write it as a string, or null for none."""
+    try:
+        value = json.loads(held or "{}")
+    except (ValueError, RecursionError):
+        return held
+    return value if isinstance(value, str) else "{}" if value is None else held or "{}"
+
+
+def _read_between(begin: str, end: str, reader: Reader, writer: Writer) -> Steps[bool]:
+    """Reads calls up to the closing tag, or to where the next ones begin without it."""
+    while (yield from read_json_calls(reader, writer)):
+        if not (yield from reader.next_is("{")) and (yield from reader.until((end, begin), drop)) == end:
+            return True
+    return False
+
+
+def _read_array(reader: Reader, writer: Writer) -> Steps[bool]:
+    if not (yield from reader.next_is("[")):
+        return False
+    return (yield from read_json_calls(reader, writer))
+
+
+HERMES = ToolFormat(
+    name="hermes",
+    markers=("<tool_call>",),
+    opens=("<tool_call>",),
+    read=partial(_read_between, "<tool_call>", "</tool_call>"),
+    form=CallForm(
+        head=f'<tool_call>\n{{"name": "{NAME}", "arguments": ', tail="}\n</tool_call>", between="\n"
+    ),
+)
+MINIMAX_M1 = ToolFormat(
+    name="minimax_m1",
+    markers=("<tool_calls>",),
+    opens=("<tool_calls>",),
+    read=partial(_read_between, "<tool_calls>", "</tool_calls>"),
+    form=CallForm(
+        begin="<tool_calls>\n",
+        head=f'{{"name": "{NAME}", "arguments": ',
+        tail="}\n",
+        end="</tool_calls>",
+    ),
+)
+GRANITE = ToolFormat(
+    name="granite",
+    markers=("<|tool_call|>", "<|start_of_role|>"),
+    opens=("<|tool_call|>", "<tool_call>"),
+    read=_read_array,
+    form=CallForm(
+        begin="<|tool_call|>[", head=f'{{"name": "{NAME}", "arguments": ', tail="}", between=", ", end="]"
+    ),
+)
+PHI4 = ToolFormat(
+    name="phi4",
+    markers=("<|tool|>",),
+    opens=("<|tool_call|>", "functools"),
+    skips=("<|/tool_call|>",),
+    read=read_json_calls,
+    form=CallForm(
+        begin="<|tool_call|>[",
+        head=f'{{"name": "{NAME}", "arguments": ',
+        tail="}",
+        between=", ",
+        end="]<|/tool_call|>",
+    ),
+)

@@ -1,0 +1,127 @@
+"""The formats that are known, and the choice among them by a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from coordinator.entrypoints.openai.formats.answer import AnswerParser
+from coordinator.entrypoints.openai.formats.arguments import Schema
+from coordinator.entrypoints.openai.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from coordinator.entrypoints.openai.formats.gemma import GEMMA
+from coordinator.entrypoints.openai.formats.invoke import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41, MINIMAX
+from coordinator.entrypoints.openai.formats.json_calls import GRANITE, HERMES, MINIMAX_M1, PHI4
+from coordinator.entrypoints.openai.formats.kimi import KIMI_K2, KIMI_K3
+from coordinator.entrypoints.openai.formats.llama import LLAMA, LLAMA_PYTHONIC
+from coordinator.entrypoints.openai.formats.mistral import MISTRAL, MISTRAL_V3
+from coordinator.entrypoints.openai.formats.tagged import GLM, QWEN_XML
+from coordinator.entrypoints.openai.formats.tool_format import ReasoningFormat, ToolFormat
+from coordinator.entrypoints.openai.formats.writer import Writer
+from splitserve.errors import InvalidArgumentError
+from splitserve.models.tokenizer import Tokenizer
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    one.name: one
+    for one in (
+        # A template that has the marks of several families is that of the first one.
+        KIMI_K2,
+        KIMI_K3,
+        DEEPSEEK_V32,
+        DEEPSEEK_V41,
+        DEEPSEEK_V4,
+        DEEPSEEK_V3,
+        DEEPSEEK_V31,
+        MINIMAX,
+        MINIMAX_M1,
+        GLM,
+        QWEN_XML,
+        GEMMA,
+        MISTRAL,
+        MISTRAL_V3,
+        LLAMA_PYTHONIC,
+        LLAMA,
+        PHI4,
+        GRANITE,
+        HERMES,
+    )
+}
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    one.name: one
+    for one in (
+        ReasoningFormat(
+            "kimi_k3", "<|open|>think<|sep|>", ("<|close|>think<|sep|>", "<|open|>response<|sep|>")
+        ),
+        ReasoningFormat("gemma", "<|channel>thought\n", ("<channel|>",)),
+        ReasoningFormat("mistral", "[THINK]", ("[/THINK]",)),
+        ReasoningFormat("granite", "Here is my thought process:", ("Here is my response:",)),
+        ReasoningFormat("think", "<think>", ("</think>",)),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How the answers of one model are read."""
+
+    tools: ToolFormat | None = None
+    """None: nothing in them is a call."""
+    reasoning: ReasoningFormat | None = None
+    """None: nothing in them is reasoning."""
+    is_reasoning: bool = False
+    """Whether the prompt has begun the reasoning."""
+    end_ids: tuple[int, ...] = ()
+    """The tokens of the tag that ends the reasoning."""
+    keep_special: bool = False
+    """Whether tags are special tokens, without which the text must not be."""
+
+    def forced(self) -> AnswerFormat:
+        """The format of answers that must be calls: one that a grammar can spell."""
+        if self.tools is None:
+            message = "tool_choice: tool_format none finds no calls"
+            raise InvalidArgumentError(message, reason="TOOLS_UNSUPPORTED", field="tool_choice")
+        return self if self.tools.form is not None else replace(self, tools=HERMES)
+
+    def parser(self, tools: Mapping[str, Schema | None], *, must_call: bool) -> AnswerParser | None:
+        """What finds reasoning and the calls of these functions in one answer; None if there can be nothing to find."""
+        if self.tools is None and self.reasoning is None:
+            return None
+        writer = Writer(tools, must_call=must_call)
+        return AnswerParser(
+            writer, self.tools, self.reasoning, is_reasoning=self.is_reasoning, end_ids=self.end_ids
+        )
+
+
+def format_named(
+    tool_format: str, reasoning_format: str, *, with_tools: bool, template: str = ""
+) -> AnswerFormat:
+    """The formats of these names; "auto" is what the template has the marks of, and for calls else Hermes'."""
+    tools = reasoning = None
+    if with_tools and tool_format != "none":
+        fitting = (one for one in TOOL_FORMATS.values() if all(mark in template for mark in one.markers))
+        tools = next(fitting, HERMES) if tool_format == "auto" else TOOL_FORMATS[tool_format]
+    if reasoning_format != "none":
+        found = (one for one in REASONING_FORMATS.values() if one.is_in(template))
+        reasoning = next(found, None) if reasoning_format == "auto" else REASONING_FORMATS[reasoning_format]
+    return AnswerFormat(tools, reasoning)
+
+
+def choose_format(
+    tokenizer: Tokenizer, tool_format: str, reasoning_format: str, *, with_tools: bool
+) -> AnswerFormat:
+    """The format of a model's answers to requests with or without tools. Takes as long as rendering a prompt."""
+    style = tokenizer.prompt_style(with_tools=with_tools)
+    seen = style.template + style.end  # a template may put tags together from parts
+    named = format_named(tool_format, reasoning_format, with_tools=with_tools, template=seen)
+    tools, reasoning = named.tools, named.reasoning
+    tags = [*(tools.tags if tools else ()), *((reasoning.begin, *reasoning.ends) if reasoning else ())]
+    return replace(
+        named,
+        is_reasoning=reasoning is not None and style.end.rstrip().endswith(reasoning.begin.rstrip()),
+        end_ids=tuple(_ids(tokenizer, reasoning.ends[0])) if reasoning is not None else (),
+        keep_special=any(tag not in tokenizer.decode(tokenizer.encode(tag)) for tag in tags),
+    )
+
+
+def _ids(tokenizer: Tokenizer, tag: str) -> list[int]:
+    """The tokens of a tag, without those that every text begins with."""
+    return tokenizer.encode(tag)[len(tokenizer.encode("")) :]
