@@ -79,7 +79,7 @@ def test_the_oldest_beyond_the_bound_are_closed(clock: Clock) -> None:
     partings, connections = Partings(clock), [Connection() for _ in range(5)]
     for connection in connections:
         part(partings, connection, for_peer=True)
-    partings.poll(most=3)
+    partings.poll(max_open=3)
     assert [connection.closed for connection in connections] == [1, 1, 0, 0, 0]
     partings.close()
     assert [connection.closed for connection in connections] == [1, 1, 1, 1, 1]

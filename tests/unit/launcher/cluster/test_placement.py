@@ -100,7 +100,10 @@ def test_a_pool_without_gpus_computes_on_cpu() -> None:
 @pytest.mark.parametrize(
     ("engine", "words"),
     [
-        (EngineConfig(kind="vllm", engine_args="-tp 4"), "decode_gpus is 2, but --tensor-parallel-size"),
+        (
+            EngineConfig(kind="vllm", engine_args="-tp 4"),
+            "decode_gpus is 2, but engine.engine_args ask for 4 ranks",
+        ),
         (EngineConfig(), "decode_gpus is 2, but the torch engine computes on one GPU"),
     ],
 )
