@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ from prometheus_client.core import Metric
 
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError, UnavailableError
-from splitserve.gpus.worker_gpus import PIPELINE_PARALLEL, value_given
+from splitserve.gpus.worker_gpus import has_stages
 from splitserve.logs import log_event
 from splitserve.metrics import counter, gauges
 from splitserve.roles import POOLS_OF, ROLE_NAMES, PoolName, RoleName
@@ -86,11 +85,11 @@ def has_both_ends(config: WorkerConfig) -> bool:
 
 def check_role(config: WorkerConfig) -> None:
     """Raises ConfigError, naming the field, for a role that the worker cannot have."""
-    if config.role == "decode" and config.engine.kind == VLLM:
-        pipeline = value_given(shlex.split(config.engine.engine_args), PIPELINE_PARALLEL)
-        if pipeline not in (None, "1"):
-            message = "engine.engine_args: --pipeline-parallel-size is for prefill workers: vLLM writes KV to one stage"
-            raise ConfigError(message, field="engine.engine_args")
+    if config.role == "decode" and config.engine.kind == VLLM and has_stages(config.engine.engine_args):
+        message = (
+            "engine.engine_args: --pipeline-parallel-size is for prefill workers: vLLM writes KV to one stage"
+        )
+        raise ConfigError(message, field="engine.engine_args")
     if config.role != "both":
         return
     if config.engine.kind == VLLM:

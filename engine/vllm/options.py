@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
-from splitserve.gpus.worker_gpus import vllm_ranks
+from splitserve.gpus.worker_gpus import has_stages, vllm_ranks
 
 MAX_RANKS = 64
 CPU_BLOCK_MULTIPLE = 32
@@ -98,7 +98,8 @@ def own_arguments(config: EngineConfig, model_path: str, *, on_cpu: bool) -> lis
         arguments["--num-gpu-blocks-override"] = str(config.num_blocks + 1)
     if config.kv_memory_bytes is not None or on_cpu:
         arguments["--kv-cache-memory-bytes"] = str(config.kv_memory_bytes or DEFAULT_CPU_BYTES)
-    if on_cpu:
+    # Where vLLM compiles nothing, its cpu build makes no buffers between the stages of a pipeline.
+    if on_cpu and not has_stages(config.engine_args):
         flags.append("--enforce-eager")
     if config.adapters:
         flags.append("--enable-lora")

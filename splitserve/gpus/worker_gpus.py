@@ -6,6 +6,7 @@ import math
 import os
 import shlex
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from splitserve.config.command_line import settings_of
@@ -31,19 +32,25 @@ def vllm_ranks(engine_args: str) -> int | None:
 
     Raises ConfigError (field `engine.engine_args`) for a size that is no number of at least 1.
     """
+    sizes = [size for size in map(partial(_size, engine_args), (TENSOR_PARALLEL, PIPELINE_PARALLEL)) if size]
+    return math.prod(sizes) if sizes else None
+
+
+def has_stages(engine_args: str) -> bool:
+    """Whether `engine.engine_args` ask for more than one stage of a pipeline. Raises ConfigError as `vllm_ranks`."""
+    return (_size(engine_args, PIPELINE_PARALLEL) or 1) > 1
+
+
+def _size(engine_args: str, names: Sequence[str]) -> int | None:
     try:
-        words = shlex.split(engine_args)
+        given = value_given(shlex.split(engine_args), names)
     except ValueError as error:
         raise _bad_args(str(error)) from None
-    sizes = []
-    for names in (TENSOR_PARALLEL, PIPELINE_PARALLEL):
-        given = value_given(words, names)
-        if given is None:
-            continue
-        if not (given.isascii() and given.isdecimal() and len(given) < 10 and int(given) >= 1):
-            raise _bad_args(f"{names[0]} must be a number of at least 1 (given: {given[:20]!r})")
-        sizes.append(int(given))
-    return math.prod(sizes) if sizes else None
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdecimal() and len(given) < 10 and int(given) >= 1):
+        raise _bad_args(f"{names[0]} must be a number of at least 1 (given: {given[:20]!r})")
+    return int(given)
 
 
 def check_gpu_count(kind: str, engine_args: str, gpus: int, field: str = "gpus_per_replica") -> None:

@@ -43,6 +43,7 @@ def test_settings_become_options() -> None:
     assert options["--max-num-batched-tokens"] == options["--max-num-seqs"] == "32"
     assert "--no-enable-prefix-caching" in options
     assert "--enforce-eager" in options
+    assert "--enforce-eager" not in pairs(EngineConfig(kind="vllm", engine_args="--pipeline_parallel_size=2"))
 
 
 def test_on_a_gpu_vllm_chooses_memory_and_mode() -> None:
