@@ -77,7 +77,10 @@ def ranks_of(cluster: Cluster, name: str) -> list[psutil.Process]:
     return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)],
+)
 async def test_greedy_tokens_equal_transformers(
     cluster: Cluster, text_tokens: list[int], reference: Reference, prefill: int, decode: int
 ) -> None:
