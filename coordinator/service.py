@@ -17,8 +17,7 @@ from coordinator.entrypoints.http.server import serving_http
 from coordinator.entrypoints.inference_api import InferenceApi, InputLimits, TraceSampler
 from coordinator.entrypoints.inference_service import InferenceService
 from coordinator.entrypoints.kserve.service import KserveService
-from coordinator.entrypoints.openai.answer_formats import AnswerFormats
-from coordinator.entrypoints.openai.app import make_app
+from coordinator.entrypoints.openai.app import AnswerFormats, make_app
 from coordinator.entrypoints.page.endpoints import PageAccess, PageEndpoints
 from coordinator.health.circuit_breakers import CircuitBreakerRegistry
 from coordinator.health.failure_detector import FailureDetector

@@ -330,15 +330,16 @@ class CarriedCall:
         self.ended: asyncio.Future[None] = loop.create_future()
         """Done after the last response; raises the error of a call that has failed."""
         self._stream, self._number, self._on_response = stream, number, on_response
-        self._deadline = loop.call_later(
-            timeout_s, self.fail, DeadlineExceededError("the call has not ended within its deadline")
-        )
+        self._deadline = loop.call_later(timeout_s, self._expire)
 
     def fail(self, error: SplitserveError) -> None:
         """Ends the call on this side with an error, and cancels it at the peer. Does nothing once the call has
         ended."""
         if self._stream.drop(self._number):
             self.end(error)
+
+    def _expire(self) -> None:
+        self.fail(DeadlineExceededError("the call has not ended within its deadline"))
 
     def cancel(self) -> None:
         """Cancels the call on both sides; the peer has begun it by then. Does nothing once the call has ended."""

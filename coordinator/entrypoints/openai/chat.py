@@ -182,6 +182,8 @@ class ChatRequest(GenerationFields):
 
     def parser(self, answer: AnswerFormat) -> AnswerParser | None:
         """What finds the reasoning and the tool calls in an answer; None if there can be nothing to find."""
+        if answer.tools is None and answer.reasoning is None:
+            return None
         functions = self._callable_functions() if self.uses_tools else []
         schemas = {function.name: function.parameters for _, function in functions}
         return answer.parser(schemas, must_call=self.must_call)
@@ -200,12 +202,14 @@ class ChatRequest(GenerationFields):
                 "sampling.grammar": "response_format",
                 "stop.max_tokens": limit,
             },
-            rule_places(self._callable_functions()),
+            rule_places(self._callable_functions()) if self.tools else {},
         )
 
     def grammar(self, answer: AnswerFormat, loose: Set[int] = frozenset()) -> generation_pb2.Grammar | None:
         """What an answer of this format is held to; None: it may be any text. The arguments of the functions of these
         numbers are any object."""
+        if not self.uses_tools and self.response_format is None:
+            return None
         functions = [function for _, function in self._callable_functions()] if self.uses_tools else []
         for number in loose:
             functions[number] = functions[number].model_copy(update={"strict": False})

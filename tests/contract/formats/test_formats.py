@@ -95,9 +95,6 @@ def test_calls_after_reasoning(name: str, reasoning: ReasoningFormat, is_reasoni
 @pytest.mark.parametrize("reasoning", [*REASONING_FORMATS.values(), None], ids=lambda one: one and one.name)
 def test_plain_text_stays_as_it_is(name: str | None, reasoning: ReasoningFormat | None) -> None:
     answer = AnswerFormat(TOOL_FORMATS[name] if name else None, reasoning)
-    if name is None and reasoning is None:
-        assert answer.parser({}, must_call=False) is None
-        return
     for text in ("", "Hello", "Hello.\n\n", '{"a": 1} is a dict', "[1, 2]", "a <b> [c] {d", "so that a <"):
         found = read_anyhow(answer, text)
         assert (found.text, found.reasoning, found.calls) == (text, "", [])

@@ -81,10 +81,8 @@ class AnswerFormat:
             raise InvalidArgumentError(message, reason="TOOLS_UNSUPPORTED", field="tool_choice")
         return self if self.tools.form is not None else replace(self, tools=HERMES)
 
-    def parser(self, tools: Mapping[str, Schema | None], *, must_call: bool) -> AnswerParser | None:
-        """What finds reasoning and the calls of these functions in one answer; None if there can be nothing to find."""
-        if self.tools is None and self.reasoning is None:
-            return None
+    def parser(self, tools: Mapping[str, Schema | None], *, must_call: bool) -> AnswerParser:
+        """What finds reasoning and the calls of these functions in one answer."""
         writer = Writer(tools, must_call=must_call)
         return AnswerParser(
             writer, self.tools, self.reasoning, is_reasoning=self.is_reasoning, end_ids=self.end_ids

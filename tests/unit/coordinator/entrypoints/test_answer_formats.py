@@ -10,7 +10,7 @@ import pytest
 from transformers import AddedToken
 
 from coordinator.entrypoints.inference_api import InferenceApi
-from coordinator.entrypoints.openai.answer_formats import AnswerFormats
+from coordinator.entrypoints.openai.app import AnswerFormats
 from coordinator.entrypoints.openai.bodies import parsed
 from coordinator.entrypoints.openai.chat import CHAT_NOT_SERVED, ChatRequest
 from coordinator.entrypoints.openai.formats.table import AnswerFormat, choose_format
