@@ -228,7 +228,7 @@ async def test_typed_contents_are_answered_in_kind_and_errors_carry_details() ->
 
 async def test_a_stream_takes_no_more_than_it_has_room_for() -> None:
     async with fake_cluster() as cluster, make_channel(cluster.address) as channel:
-        cluster.coordinator.kserve._max_in_flight = 2
+        cluster.coordinator.kserve.max_in_flight = 2
         cluster.prefills[0].first_token_gate.close()
         stub = GRPCInferenceServiceStub(channel)
         call = stub.ModelStreamInfer()
