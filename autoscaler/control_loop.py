@@ -33,10 +33,11 @@ from autoscaler.reconcile import (
     planned_rotation,
     reconcile,
 )
-from autoscaler.snapshot import POOLS, PoolName, Snapshot
+from autoscaler.snapshot import Snapshot
 from autoscaler.start_watch import StartLimits, StartWatch
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.logs import log_event
+from splitserve.roles import POOLS, PoolName
 from splitserve.runtime.waiting import within
 from splitserve.v1 import scaling_pb2
 

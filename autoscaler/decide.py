@@ -27,7 +27,8 @@ from autoscaler.policies.slo.slo_decode import recommend_decode
 from autoscaler.policies.slo.slo_prefill import recommend_prefill
 from autoscaler.policies.target import recommend_target
 from autoscaler.policies.zero import ZeroMemory, ZeroState, zero_state
-from autoscaler.snapshot import PoolName, ReplicaState, Snapshot, lead_s
+from autoscaler.snapshot import ReplicaState, Snapshot, lead_s
+from splitserve.roles import PoolName
 
 
 @dataclass(frozen=True, slots=True)

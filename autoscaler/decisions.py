@@ -10,7 +10,8 @@ from typing import Any
 
 from autoscaler.plan import ScalingPlan
 from autoscaler.reconcile import Action, ChangeRole, ReplicaView, Start, action_word, in_state
-from autoscaler.snapshot import POOLS, PoolName, ReplicaState, Snapshot
+from autoscaler.snapshot import ReplicaState, Snapshot
+from splitserve.roles import POOLS, PoolName
 from splitserve.v1 import registry_pb2, scaling_pb2
 
 DECISIONS_PATH = "/decisions"

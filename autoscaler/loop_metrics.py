@@ -11,8 +11,9 @@ from prometheus_client.core import Metric
 
 from autoscaler.plan import Cause, ScalingPlan
 from autoscaler.reconcile import ReplicaView, in_state
-from autoscaler.snapshot import POOLS, DecodeSignals, PoolName, PrefillSignals, ReplicaState, Snapshot
+from autoscaler.snapshot import DecodeSignals, PrefillSignals, ReplicaState, Snapshot
 from splitserve.metrics import counter, counters, gauge, gauges
+from splitserve.roles import POOLS, PoolName
 
 ACTIONS = ("start", "activate", "rest", "drain", "change_role")
 HOPS = ("observe", "rotate", "start", "drain", "tidy", "policy")

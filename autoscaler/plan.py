@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from autoscaler.snapshot import PoolName, Snapshot
+from autoscaler.snapshot import Snapshot
+from splitserve.roles import PoolName
 
 Cause = Literal[
     "policy",

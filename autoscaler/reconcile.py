@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.plan import ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy
-from autoscaler.snapshot import OTHER_POOL, POOLS, PoolName, Replica, ReplicaState
+from autoscaler.snapshot import Replica, ReplicaState
+from splitserve.roles import OTHER_POOL, POOLS, PoolName
 
 
 @dataclass(frozen=True, slots=True)

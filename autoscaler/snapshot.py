@@ -9,14 +9,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from splitserve.histograms import Histogram
 from splitserve.latency_model import DecodeLatency
-
-PoolName = Literal["prefill", "decode"]
-POOLS: tuple[PoolName, PoolName] = ("prefill", "decode")
-OTHER_POOL: Mapping[PoolName, PoolName] = {"prefill": "decode", "decode": "prefill"}
+from splitserve.roles import POOLS, PoolName
 
 
 class ReplicaState(enum.Enum):

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 
 from autoscaler.actuators.actuator import ActualReplica, Presence
 from autoscaler.policies.policy_file import ScalingPolicy
-from autoscaler.snapshot import OTHER_POOL, POOLS, PoolName, Replica, ReplicaState, Snapshot
+from autoscaler.snapshot import Replica, ReplicaState, Snapshot
 from splitserve.logs import log_event
+from splitserve.roles import OTHER_POOL, POOLS, PoolName
 
 MAX_PAUSE_S = 600.0
 """Longest pause between two orders of a pool whose replicas fail."""

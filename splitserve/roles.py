@@ -12,6 +12,8 @@ from typing import Literal
 from splitserve.v1 import registry_pb2
 
 PoolName = Literal["prefill", "decode"]
+POOLS: tuple[PoolName, PoolName] = ("prefill", "decode")
+OTHER_POOL: Mapping[PoolName, PoolName] = MappingProxyType({"prefill": "decode", "decode": "prefill"})
 RoleName = Literal["prefill", "decode", "both"]
 """`prefill` computes prompts, `decode` streams tokens. A worker of role `both` does both, and is in both pools."""
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoscaler.snapshot import PoolName
+from splitserve.roles import PoolName
 
 
 class Presence(enum.Enum):

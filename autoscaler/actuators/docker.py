@@ -39,12 +39,12 @@ from autoscaler.actuators.docker_template import (
     replica_name,
     worker_id,
 )
-from autoscaler.snapshot import POOLS, PoolName
 from splitserve.errors import FailedPreconditionError
 from splitserve.gpus.inventory import GpuInventory
 from splitserve.gpus.placement import GpuUse, choose_gpus, taken
 from splitserve.gpus.worker_gpus import check_command, environment_of
 from splitserve.logs import log_event
+from splitserve.roles import POOLS, PoolName
 
 MAX_DRAIN_S = 86_400.0
 """The longest drain of a policy. A container's name may hold a later deadline, written by a wall clock that was ahead;

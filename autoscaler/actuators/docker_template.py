@@ -13,10 +13,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from autoscaler.snapshot import POOLS, PoolName
 from splitserve.addresses import join_address
 from splitserve.errors import ResourceExhaustedError
 from splitserve.gpus.worker_gpus import GPU_VARIABLE, environment_of
+from splitserve.roles import POOLS, PoolName
 
 POOL_LABEL = "splitserve.pool"
 MODEL_LABEL = "splitserve.model"

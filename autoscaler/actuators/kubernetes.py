@@ -15,11 +15,11 @@ from typing_extensions import override
 
 from autoscaler.actuators.actuator import ONE_GPU, ActualReplica, Actuator, ReplicaShape
 from autoscaler.actuators.kubernetes_api import KubernetesApi, Pod, Scale
-from autoscaler.snapshot import POOLS, PoolName
 from splitserve.config.autoscaler import KubernetesConfig
 from splitserve.errors import FailedPreconditionError
 from splitserve.gpus.worker_gpus import check_command
 from splitserve.logs import log_event
+from splitserve.roles import POOLS, PoolName
 
 CHOSEN_COST = -1000
 """Deletion cost of the pod to remove; the default is 0."""

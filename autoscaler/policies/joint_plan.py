@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from autoscaler.plan import Cause, PoolPlan, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy
-from autoscaler.snapshot import LEAVING, POOLS, PoolName, Snapshot
+from autoscaler.snapshot import LEAVING, Snapshot
+from splitserve.roles import POOLS, PoolName
 
 WORTH_MOVING = 0.1
 """GPUs move from pool to pool only if that lowers the worse pool's overload by this share."""

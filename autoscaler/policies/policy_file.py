@@ -20,10 +20,10 @@ from autoscaler.policies.behavior import (
     broken_rule,
 )
 from autoscaler.policies.schedule import ScheduleWindow
-from autoscaler.snapshot import POOLS, PoolName
 from splitserve.config.yaml_file import YamlFile, read_yaml_file
 from splitserve.errors import ConfigError
 from splitserve.gpus.inventory import is_slices
+from splitserve.roles import POOLS, PoolName
 
 MOST_BYTES = 1 << 20
 """Largest policy file: parsing YAML takes about ten seconds a MiB."""

@@ -18,8 +18,9 @@ from autoscaler.policies.policy_file import PredictivePool
 from autoscaler.policies.recommendation import PoolStatus, Recommendation
 from autoscaler.policies.slo.slo_decode import decode_for_rate, recommend_decode
 from autoscaler.policies.slo.slo_prefill import prefill_for_rate, recommend_prefill
-from autoscaler.snapshot import PoolName, Snapshot, lead_s
+from autoscaler.snapshot import Snapshot, lead_s
 from splitserve.errors import ConfigError
+from splitserve.roles import PoolName
 
 SEASONS_KEPT = 4
 

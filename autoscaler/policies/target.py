@@ -10,8 +10,9 @@ import math
 
 from autoscaler.policies.policy_file import MOST_REPLICAS, TargetPool
 from autoscaler.policies.recommendation import PoolStatus, Recommendation
-from autoscaler.snapshot import PoolName, Snapshot
+from autoscaler.snapshot import Snapshot
 from splitserve.histograms import Histogram
+from splitserve.roles import PoolName
 
 
 def recommend_target(

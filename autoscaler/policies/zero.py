@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.policies.schedule import scheduled_replicas
-from autoscaler.snapshot import PoolName, ReplicaState, Snapshot, lead_s
+from autoscaler.snapshot import ReplicaState, Snapshot, lead_s
+from splitserve.roles import PoolName
 
 _COMING = (ReplicaState.READY, ReplicaState.STARTING)
 

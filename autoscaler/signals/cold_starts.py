@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from autoscaler.actuators.actuator import ActualReplica
-from autoscaler.snapshot import POOLS, PoolName, ReplicaStart, ReplicaState
+from autoscaler.snapshot import ReplicaStart, ReplicaState
+from splitserve.roles import POOLS, PoolName
 from splitserve.v1 import scaling_pb2
 
 MAX_COLD_STARTS = 5

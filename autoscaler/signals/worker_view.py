@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from autoscaler.actuators.actuator import ActualReplica
-from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState
+from autoscaler.snapshot import Replica, ReplicaState
 from splitserve.config.engine import MAX_ADAPTERS
 from splitserve.latency_model import DecodeLatency, LatencyModel, mean_latency
+from splitserve.roles import POOLS, PoolName
 from splitserve.v1 import registry_pb2, scaling_pb2
 
 _STATES: Mapping[int, ReplicaState] = {

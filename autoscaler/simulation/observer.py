@@ -14,18 +14,10 @@ from autoscaler.signals.totals import DemandCounts
 from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import SimulatedReplica, SimulatedRequest
 from autoscaler.simulation.scenario import Scenario
-from autoscaler.snapshot import (
-    POOLS,
-    DecodeSignals,
-    LinkSignals,
-    PoolName,
-    PrefillSignals,
-    Replica,
-    ReplicaState,
-    Snapshot,
-)
+from autoscaler.snapshot import DecodeSignals, LinkSignals, PrefillSignals, Replica, ReplicaState, Snapshot
 from coordinator.admission.queue import NOTHING_HELD, Held
 from splitserve.histograms import LATENCY_BOUNDS_S, Histogram
+from splitserve.roles import POOLS, PoolName
 
 KEPT_S = 1860.0
 """How long arrivals are kept, seconds."""

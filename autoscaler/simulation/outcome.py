@@ -12,8 +12,8 @@ import numpy as np
 from autoscaler.plan import ScalingPlan
 from autoscaler.simulation.cluster.replica import SimulatedRequest
 from autoscaler.simulation.scenario import Slo
-from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
-from splitserve.roles import RoleName
+from autoscaler.snapshot import Replica, ReplicaState, Snapshot
+from splitserve.roles import POOLS, PoolName, RoleName
 
 PERCENTILES = (50, 95, 99)
 

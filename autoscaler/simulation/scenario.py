@@ -11,9 +11,9 @@ from statistics import NormalDist
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.traces.scaling import pool_work_s
 from autoscaler.simulation.traces.trace import Trace
-from autoscaler.snapshot import POOLS, PoolName
 from splitserve.config.coordinator import AdmissionConfig, LocalPrefill
 from splitserve.errors import InvalidArgumentError
+from splitserve.roles import POOLS, PoolName
 
 _P95_Z = NormalDist().inv_cdf(0.95)
 

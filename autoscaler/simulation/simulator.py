@@ -17,10 +17,10 @@ from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.observer import SimulatedObserver
 from autoscaler.simulation.outcome import Moment, Outcome, moment_of
 from autoscaler.simulation.scenario import Scenario
-from autoscaler.snapshot import POOLS, PoolName, Snapshot
+from autoscaler.snapshot import Snapshot
 from autoscaler.start_watch import StartLimits, StartWatch, start_limits
 from splitserve.models.sources import Progress
-from splitserve.roles import POOLS_OF
+from splitserve.roles import POOLS, POOLS_OF, PoolName
 
 NO_BOUNDS: Mapping[PoolName, Bounds] = dict.fromkeys(POOLS, Bounds(1, 10_000))
 _PROGRESS_STEPS = 100

@@ -11,8 +11,8 @@ from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS, Trace, TraceRequest
-from autoscaler.snapshot import POOLS
 from coordinator.routing.router import Router
+from splitserve.roles import POOLS
 
 
 @dataclass(frozen=True, slots=True)

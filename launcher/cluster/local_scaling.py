@@ -10,7 +10,6 @@ from pathlib import Path
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.policy_in_force import PolicyFile
 from autoscaler.service import control_loop
-from autoscaler.snapshot import POOLS, PoolName
 from launcher.cluster.child_process import ChildSpec
 from launcher.cluster.placement import GpuWish, Inventory, Place
 from launcher.cluster.process_actuator import ProcessActuator
@@ -24,6 +23,7 @@ from launcher.cluster.process_specs import (
 from launcher.cluster.supervisor import LocalCluster
 from splitserve.config.cluster import ClusterConfig
 from splitserve.errors import ConfigError
+from splitserve.roles import POOLS, PoolName
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials
 from splitserve.runtime.loops import LoopRunner
 from splitserve.runtime.reload import FileWatcher

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from autoscaler.actuators.actuator import ONE_GPU, ActualReplica, Actuator, ReplicaShape
-from autoscaler.snapshot import POOLS, PoolName
 from launcher.cluster.child_process import ChildSpec
 from launcher.cluster.placement import Inventory
 from launcher.cluster.process_specs import WorkerSpecMaker
 from launcher.cluster.supervisor import LocalCluster
+from splitserve.roles import POOLS, PoolName
 
 
 class ProcessActuator(Actuator):

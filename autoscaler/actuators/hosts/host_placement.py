@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from autoscaler.actuators.actuator import Room
-from autoscaler.snapshot import OTHER_POOL, PoolName
 from splitserve.errors import FailedPreconditionError, ResourceExhaustedError, SplitserveError
+from splitserve.roles import OTHER_POOL, PoolName
 
 
 class HostLane(IntEnum):

@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autoscaler.actuators.actuator import ActualReplica, Presence, ReplicaShape, Room, RoomActuator
-from autoscaler.snapshot import POOLS, PoolName
 from splitserve.errors import DeadlineExceededError, SplitserveError, UnavailableError
 from splitserve.logs import log_event
+from splitserve.roles import POOLS, PoolName
 
 UNREADY = frozenset({"NO_IMAGE", "NO_MODEL", "NO_TEMPLATE"})
 """Reasons of a host that lacks what every replica needs, however much room it has."""

@@ -22,9 +22,9 @@ from typing_extensions import override
 from autoscaler.actuators.actuator import ONE_GPU, ActualReplica, Actuator, ReplicaShape
 from autoscaler.actuators.hosts.host_placement import HostCandidate, choose_host
 from autoscaler.actuators.hosts.host_watch import HostLink, HostWatch
-from autoscaler.snapshot import PoolName
 from splitserve.errors import FailedPreconditionError, SplitserveError, UnavailableError
 from splitserve.logs import log_event
+from splitserve.roles import PoolName
 
 
 class HostsActuator(Actuator):

@@ -16,12 +16,12 @@ from autoscaler.simulation.cluster.replica import EventQueue, ReplicaCalls, Simu
 from autoscaler.simulation.cluster.routed_workers import RoutedWorkers
 from autoscaler.simulation.cluster.simulated_registry import MODEL
 from autoscaler.simulation.scenario import Scenario
-from autoscaler.snapshot import PoolName, ReplicaState
+from autoscaler.snapshot import ReplicaState
 from coordinator.admission.queue import NOTHING_HELD, Held
 from coordinator.routing.router import Router
 from coordinator.workers.load import Flight
 from splitserve.config.coordinator import CoordinatorConfig
-from splitserve.roles import RoleName
+from splitserve.roles import PoolName, RoleName
 
 NO_WORKER_WAIT_S: float = CoordinatorConfig.model_fields["no_worker_wait_s"].default
 """How long a request waits for a ready replica before it fails."""

@@ -18,7 +18,6 @@ from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.scenario import Slo
 from autoscaler.simulation.traces.scaling import pool_work_s
 from autoscaler.simulation.traces.trace import TraceRequest
-from autoscaler.snapshot import POOLS, PoolName
 from bench.autoscaling.opponents.dynamo_baselines import (
     DYNAMO_INTERVAL_S,
     SlaKnobs,
@@ -33,6 +32,7 @@ from bench.autoscaling.opponents.hpa_baselines import (
     llm_d_slo,
     token_backlog,
 )
+from splitserve.roles import POOLS, PoolName
 
 Knobs = Mapping[str, Any]
 """Keyword arguments of a baseline; what is not given is as its source ships or documents it."""

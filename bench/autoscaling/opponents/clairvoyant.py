@@ -31,7 +31,8 @@ from autoscaler.simulation.outcome import Outcome
 from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.simulator import Simulation
 from autoscaler.simulation.traces.scaling import decode_claim
-from autoscaler.snapshot import PoolName, Snapshot
+from autoscaler.snapshot import Snapshot
+from splitserve.roles import PoolName
 
 GRID_S = 5.0
 """Time grid of schedules, seconds."""

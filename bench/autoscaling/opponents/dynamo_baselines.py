@@ -15,7 +15,7 @@ from autoscaler.plan import Decide, Memory, PoolPlan, ScalingPlan
 from autoscaler.reconcile import Bounds
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.scenario import Slo
-from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
+from autoscaler.snapshot import Replica, ReplicaState, Snapshot
 from bench.autoscaling.opponents.hpa_baselines import (
     counted,
     decode_rate,
@@ -24,6 +24,7 @@ from bench.autoscaling.opponents.hpa_baselines import (
     recent_arrivals,
 )
 from bench.autoscaling.opponents.trend_filter import TrendFilter
+from splitserve.roles import POOLS, PoolName
 
 DYNAMO_INTERVAL_S = 5.0
 """`load_adjustment_interval`."""

@@ -22,7 +22,8 @@ from autoscaler.policies.policy_file import parse_policy
 from autoscaler.reconcile import Bounds
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.scenario import Slo
-from autoscaler.snapshot import POOLS, ArrivalBucket, PoolName, Replica, ReplicaState, Snapshot
+from autoscaler.snapshot import ArrivalBucket, Replica, ReplicaState, Snapshot
+from splitserve.roles import POOLS, PoolName
 
 HPA_TOLERANCE = 0.1
 HPA_SYNC_S = 15.0

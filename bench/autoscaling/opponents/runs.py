@@ -13,7 +13,6 @@ from autoscaler.simulation.outcome import Outcome
 from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.simulator import Simulation, static_replicas
 from autoscaler.simulation.traces.scaling import PEAK_WINDOW_S
-from autoscaler.snapshot import POOLS, PoolName
 from bench.autoscaling.opponents.baselines import (
     STATIC_BEST,
     STATIC_PEAK,
@@ -25,6 +24,7 @@ from bench.autoscaling.opponents.baselines import (
 )
 from bench.autoscaling.opponents.clairvoyant import GRID_S, needs
 from bench.autoscaling.opponents.static_search import best_static
+from splitserve.roles import POOLS, PoolName
 
 DEFAULT_SHARE = 0.97
 _SPARE = 2

@@ -11,9 +11,9 @@ from dataclasses import replace
 from autoscaler.simulation.outcome import Outcome
 from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.simulator import Simulation, static_replicas
-from autoscaler.snapshot import PoolName
 from bench.autoscaling.opponents.baselines import STATIC_BEST
 from bench.autoscaling.opponents.clairvoyant import GRID_S
+from splitserve.roles import PoolName
 
 Counts = Mapping[PoolName, int]
 

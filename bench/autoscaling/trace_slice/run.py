@@ -30,7 +30,6 @@ from autoscaler.simulation.scenario import Scenario, Slo
 from autoscaler.simulation.simulator import run_policy
 from autoscaler.simulation.traces.scaling import scaled_to_peak
 from autoscaler.simulation.traces.trace import Trace, TraceRequest, load_trace
-from autoscaler.snapshot import PoolName
 from bench.asking import AskedAnswer
 from bench.autoscaling.engine_fit import EVALUATIONS, fitted
 from bench.autoscaling.trace_slice.scaled_cluster import scaled_cluster
@@ -39,6 +38,7 @@ from bench.machine import show_content, this_machine
 from bench.option_values import positive_number, positive_whole
 from splitserve.config.coordinator import AdmissionConfig
 from splitserve.errors import SplitserveError
+from splitserve.roles import PoolName
 
 KNOWN = EngineModel(max_step_tokens=512, kv_bytes_per_token=23_040)
 """Fixed by the workers' settings and the model."""

@@ -184,7 +184,7 @@ class ChatRequest(GenerationFields):
         """What finds the reasoning and the tool calls in an answer; None if there can be nothing to find."""
         if answer.tools is None and answer.reasoning is None:
             return None
-        functions = self._callable_functions() if self.uses_tools else []
+        functions = self._callable_functions()
         schemas = {function.name: function.parameters for _, function in functions}
         return answer.parser(schemas, must_call=self.must_call)
 
@@ -210,7 +210,7 @@ class ChatRequest(GenerationFields):
         numbers are any object."""
         if not self.uses_tools and self.response_format is None:
             return None
-        functions = [function for _, function in self._callable_functions()] if self.uses_tools else []
+        functions = [function for _, function in self._callable_functions()]
         for number in loose:
             functions[number] = functions[number].model_copy(update={"strict": False})
         terms = AnswerTerms(
@@ -221,7 +221,7 @@ class ChatRequest(GenerationFields):
     @property
     def lenient_functions(self) -> set[int]:
         """The numbers of the functions with a schema that nobody asks to be strict about."""
-        functions = enumerate(self._callable_functions() if self.uses_tools else [])
+        functions = enumerate(self._callable_functions())
         return {
             number for number, (_, function) in functions if function.strict is None and function.parameters
         }
@@ -263,6 +263,8 @@ class ChatRequest(GenerationFields):
 
     def _callable_functions(self) -> list[tuple[int, Function]]:
         """The functions that may be called, with their places in `tools`."""
+        if not self.uses_tools:
+            return []
         functions = [(place, tool.function) for place, tool in enumerate(self.tools or ())]
         if not isinstance(self.tool_choice, NamedTool):
             return functions

@@ -13,8 +13,9 @@ import pytest
 from autoscaler.actuators.actuator import ActualReplica, Actuator
 from autoscaler.plan import PoolPlan, ScalingPlan
 from autoscaler.reconcile import Bounds, Drain, Start, members, reconcile
-from autoscaler.snapshot import POOLS, Replica, ReplicaState
+from autoscaler.snapshot import Replica, ReplicaState
 from splitserve.errors import ResourceExhaustedError
+from splitserve.roles import POOLS
 from tests.support.scaling.actuator_rigs import RIGS, Rig
 from tests.support.waiting import PATIENCE_S
 

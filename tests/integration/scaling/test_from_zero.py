@@ -16,8 +16,8 @@ from autoscaler.actuators.actuator import ONE_GPU, ActualReplica, Actuator, Repl
 from autoscaler.control_loop import ControlLoop
 from autoscaler.policy_in_force import PolicyFile
 from autoscaler.service import control_loop
-from autoscaler.snapshot import POOLS, PoolName
 from splitserve.client import AsyncClient
+from splitserve.roles import POOLS, PoolName
 from tests.support.clients.patient import PatientClient, PatientScalingClient
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.processes import ServiceProcess

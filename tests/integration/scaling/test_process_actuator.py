@@ -14,20 +14,13 @@ import pytest
 from autoscaler.control_loop import ControlLoop, LoopSettings, Rotation
 from autoscaler.plan import Memory, PoolPlan, ScalingPlan
 from autoscaler.reconcile import PlannedRotation
-from autoscaler.snapshot import (
-    POOLS,
-    DecodeSignals,
-    PoolName,
-    PrefillSignals,
-    Replica,
-    ReplicaState,
-    Snapshot,
-)
+from autoscaler.snapshot import DecodeSignals, PrefillSignals, Replica, ReplicaState, Snapshot
 from autoscaler.start_watch import StartLimits
 from launcher.cluster.child_process import ChildSpec
 from launcher.cluster.placement import Place, make_inventory
 from launcher.cluster.process_actuator import ProcessActuator
 from splitserve.errors import FailedPreconditionError, UnavailableError
+from splitserve.roles import POOLS, PoolName
 from tests.support.scaling.actuator_rigs import ProcessRig, open_process
 from tests.support.waiting import PATIENCE_S
 

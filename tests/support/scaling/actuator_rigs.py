@@ -19,13 +19,13 @@ from autoscaler.actuators.actuator import Actuator
 from autoscaler.actuators.hosts.host_watch import HostLink
 from autoscaler.actuators.hosts.hosts_actuator import HostsActuator
 from autoscaler.actuators.kubernetes import KubernetesActuator
-from autoscaler.snapshot import PoolName
 from launcher.cluster.child_process import ChildSpec, Event, RestartPolicy
 from launcher.cluster.placement import Inventory, Place, make_inventory
 from launcher.cluster.process_actuator import ProcessActuator
 from launcher.cluster.supervisor import ClusterTimes, LocalCluster
 from splitserve.config.autoscaler import KubernetesConfig
 from splitserve.gpus.inventory import GpuInventory
+from splitserve.roles import PoolName
 from tests.support.kubernetes.kubernetes_api import FakeKubernetes, Workload, serving_kubernetes
 from tests.support.scaling.memory_host import MemoryHost
 

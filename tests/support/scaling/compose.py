@@ -14,9 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from autoscaler.actuators.docker_template import POOL_LABEL, PROJECT_LABEL
-from autoscaler.snapshot import POOLS
 from launcher.cluster.process_specs import SERVING_STATES
 from splitserve.client import AsyncClient
+from splitserve.roles import POOLS
 from splitserve.security.api_keys import new_key
 from splitserve.v1 import inference_pb2
 from tests.support.cluster.ports import free_port

@@ -22,7 +22,7 @@ from autoscaler.actuators.docker_template import (
     PROJECT_LABEL,
     SERVICE_LABEL,
 )
-from autoscaler.snapshot import POOLS
+from splitserve.roles import POOLS
 
 if TYPE_CHECKING:
     from tests.support.scaling.actuator_rigs import Rig

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autoscaler.actuators.actuator import ONE_GPU, ActualReplica, Actuator, ReplicaShape
-from autoscaler.snapshot import PoolName
 from splitserve.errors import ResourceExhaustedError, SplitserveError
+from splitserve.roles import PoolName
 
 
 class FakeActuator(Actuator):

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from autoscaler.actuators.actuator import ONE_GPU, ActualReplica, ReplicaShape, Room, RoomActuator
 from autoscaler.actuators.docker_room import free_room
-from autoscaler.snapshot import PoolName
 from splitserve.errors import SplitserveError, UnavailableError
 from splitserve.gpus.inventory import GpuInventory
 from splitserve.gpus.placement import GpuUse, choose_gpus
+from splitserve.roles import PoolName
 
 LOST = UnavailableError("no route to host", reason="DOCKER_UNREACHABLE")
 

@@ -18,18 +18,11 @@ from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
 from autoscaler.plan import Memory, PoolPlan, ScalingPlan
 from autoscaler.reconcile import Bounds, PlannedRotation
-from autoscaler.snapshot import (
-    POOLS,
-    DecodeSignals,
-    PoolName,
-    PrefillSignals,
-    Replica,
-    ReplicaState,
-    Snapshot,
-)
+from autoscaler.snapshot import DecodeSignals, PrefillSignals, Replica, ReplicaState, Snapshot
 from autoscaler.start_watch import StartLimits
 from coordinator.telemetry.scaling_lease import ScalingLeases
 from splitserve.errors import FailedPreconditionError, UnavailableError
+from splitserve.roles import POOLS, PoolName
 from splitserve.v1 import scaling_pb2
 from tests.support.scaling.fake_actuator import FakeActuator
 from tests.support.scaling.signal_sources import Clock

@@ -24,7 +24,8 @@ from autoscaler.reconcile import (
     planned_rotation,
     reconcile,
 )
-from autoscaler.snapshot import PoolName, Replica, ReplicaState
+from autoscaler.snapshot import Replica, ReplicaState
+from splitserve.roles import PoolName
 
 READY, STANDBY, STARTING, DRAINING, OVERDUE, PREEMPTED = (
     ReplicaState.READY,

@@ -5,15 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoscaler.actuators.actuator import ActualReplica, Presence
-from autoscaler.snapshot import (
-    DecodeSignals,
-    PoolName,
-    PrefillSignals,
-    Replica,
-    ReplicaState,
-    Snapshot,
-)
+from autoscaler.snapshot import DecodeSignals, PrefillSignals, Replica, ReplicaState, Snapshot
 from autoscaler.start_watch import MAX_PAUSE_S, StartLimits, StartWatch
+from splitserve.roles import PoolName
 
 READY, STARTING, OVERDUE = ReplicaState.READY, ReplicaState.STARTING, ReplicaState.OVERDUE
 LIMITS: dict[PoolName, StartLimits] = dict.fromkeys(("prefill", "decode"), StartLimits(10.0, 3.0))

@@ -11,8 +11,9 @@ from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.simulator import Simulation, static_replicas
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
-from autoscaler.snapshot import PoolName, Snapshot
+from autoscaler.snapshot import Snapshot
 from splitserve.config.coordinator import AdmissionConfig
+from splitserve.roles import PoolName
 from tests.support.scaling.engine_models import changed, engine_model
 
 ENGINE = engine_model(prefill_token_s=1e-3, step_s=0.01, sequence_s=1e-3, max_step_tokens=512)

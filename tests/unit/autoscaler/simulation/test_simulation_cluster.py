@@ -19,11 +19,12 @@ from autoscaler.simulation.scenario import Scenario, Slo
 from autoscaler.simulation.simulator import Simulation, run_policy, static_replicas
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
-from autoscaler.snapshot import PoolName, ReplicaState, Snapshot
+from autoscaler.snapshot import ReplicaState, Snapshot
 from coordinator.routing.router import decode_score_s
 from splitserve.config.coordinator import LocalPrefill
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import InvalidArgumentError
+from splitserve.roles import PoolName
 from tests.support.scaling.engine_models import changed, engine_model
 
 PLAIN = engine_model(

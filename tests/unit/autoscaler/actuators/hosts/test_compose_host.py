@@ -11,8 +11,8 @@ import yaml
 
 from autoscaler.actuators.docker_template import worker_id
 from autoscaler.actuators.hosts.inventory_file import load_hosts
-from autoscaler.snapshot import PoolName
 from splitserve.config.command_line import settings_of
+from splitserve.roles import PoolName
 from tests.support.scaling.service_settings import COMMANDS
 
 FOLDER = Path(__file__).resolve().parents[5] / "compose"

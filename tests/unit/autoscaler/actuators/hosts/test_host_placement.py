@@ -8,10 +8,10 @@ from autoscaler.actuators.actuator import Room
 from autoscaler.actuators.docker_room import free_room
 from autoscaler.actuators.docker_template import HostNetwork, choose_seat
 from autoscaler.actuators.hosts.host_placement import HostCandidate, HostLane, choose_host, lane
-from autoscaler.snapshot import POOLS, PoolName
 from splitserve.errors import FailedPreconditionError, ResourceExhaustedError
 from splitserve.gpus.inventory import GpuInventory
 from splitserve.gpus.placement import GpuUse
+from splitserve.roles import POOLS, PoolName
 
 
 def host(

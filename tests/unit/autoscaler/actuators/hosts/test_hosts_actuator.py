@@ -13,13 +13,14 @@ from autoscaler.actuators.hosts.host_watch import HostLink
 from autoscaler.actuators.hosts.hosts_actuator import HostsActuator
 from autoscaler.plan import PoolPlan, ScalingPlan
 from autoscaler.reconcile import Bounds, Drain, Start, members, reconcile
-from autoscaler.snapshot import POOLS, Replica, ReplicaState
+from autoscaler.snapshot import Replica, ReplicaState
 from splitserve.errors import (
     FailedPreconditionError,
     ResourceExhaustedError,
     SplitserveError,
     UnavailableError,
 )
+from splitserve.roles import POOLS
 from tests.support.scaling.memory_host import MemoryHost
 
 UNKNOWN_S = 600.0
