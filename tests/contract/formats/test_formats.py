@@ -161,13 +161,16 @@ def test_reading_takes_time_linear_in_the_length(name: str) -> None:
     for end in marks[:: 1 + len(marks) // 4]:
         for filling in (" ", "<", calls[:end][-12:], "\\", '[{"a": ', ",a b"):
             for size, cut in ((500, list), (20_000, lambda text: [text])):
-                times = []
-                for length in (size, 8 * size):
-                    text = calls[:end] + (filling * length)[:length] + calls[end:]
-                    pieces = cut(text)
-                    started = time.process_time()
-                    read(answer, pieces)
-                    times.append(time.process_time() - started)
+                for _ in range(3):  # garbage of other tests may be collected while one is measured
+                    times = []
+                    for length in (size, 8 * size):
+                        text = calls[:end] + (filling * length)[:length] + calls[end:]
+                        pieces = cut(text)
+                        started = time.process_time()
+                        read(answer, pieces)
+                        times.append(time.process_time() - started)
+                    if times[1] < 0.1 or times[1] < 30 * times[0]:
+                        break
                 # Eight times the length. By the square it would take sixty-four times as long.
                 assert times[1] < 0.1 or times[1] < 30 * times[0], (calls[:end], filling, times)
 
