@@ -33,11 +33,10 @@ def requirements(project: Path, *, torch: bool, extras: Sequence[str] = EXTRAS) 
 def main() -> None:
     """One requirement a line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--torch", choices=("cpu", "cuda", "vllm", "none"), required=True)
+    parser.add_argument("--torch", choices=("cpu", "cuda", "none"), required=True)
     parser.add_argument("--extras", nargs="*", default=EXTRAS)
     args = parser.parse_args()
-    extras = [*args.extras, "vllm"] if args.torch == "vllm" else args.extras
-    lines = requirements(Path("pyproject.toml"), torch=args.torch != "none", extras=extras)
+    lines = requirements(Path("pyproject.toml"), torch=args.torch != "none", extras=args.extras)
     print(*lines, sep="\n")
 
 

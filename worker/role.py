@@ -78,26 +78,19 @@ class Role:
 
 
 def has_both_ends(config: WorkerConfig) -> bool:
-    """Whether the worker has both ends of the transfer, so that its role can change. With engine vllm it has the end of
-    the role that it starts with."""
-    return config.engine.kind != VLLM
+    """Whether the worker has both ends of the transfer, so that its role can change. A vLLM whose layers lie in several
+    pipeline stages can send KV, and receives none."""
+    return config.engine.kind != VLLM or not has_stages(config.engine.engine_args)
 
 
 def check_role(config: WorkerConfig) -> None:
     """Raises ConfigError, naming the field, for a role that the worker cannot have."""
-    if config.role == "decode" and config.engine.kind == VLLM and has_stages(config.engine.engine_args):
+    if config.role != "prefill" and not has_both_ends(config):
         message = (
             "engine.engine_args: --pipeline-parallel-size is for prefill workers: vLLM writes KV to one stage"
         )
         raise ConfigError(message, field="engine.engine_args")
-    if config.role != "both":
-        return
-    if config.engine.kind == VLLM:
-        message = (
-            "role: engine vllm computes prompts or streams tokens, not both; give role prefill or decode"
-        )
-        raise ConfigError(message, field="role")
-    if config.engine.max_running_requests < 2:
+    if config.role == "both" and config.engine.max_running_requests < 2:
         message = (
             "engine.max_running_requests: role both needs at least 2, as reservations leave one to prompts"
         )

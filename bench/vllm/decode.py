@@ -47,7 +47,8 @@ async def decode_turns(
     async with both_systems(layout) as systems:
         for system in systems:  # first steps take longer
             for case in asked:
-                await _turn(system, case, plan.output_tokens // 4, numbers, plan.seed)
+                if case.streams == max(plan.streams):
+                    await _turn(system, case, plan.output_tokens, numbers, plan.seed)
         for repeat in range(plan.repeats):
             order = systems if repeat % 2 else tuple(reversed(systems))
             for case in asked:

@@ -101,8 +101,8 @@ def _run_worker(settings: WorkerConfig) -> None:
 
 
 async def _serve_worker(settings: WorkerConfig) -> None:
-    """Runs a worker until SIGTERM or SIGINT. It has the services of both pools, so that its role can change; a worker
-    of engine vllm has those of its role only."""
+    """Runs a worker until SIGTERM or SIGINT. It has the services of both pools, so that its role can change, unless it
+    has only one end of the transfer."""
     # Imported here, after `_claim_cores`: torch reads the number of threads on import.
     from decode_worker.service import DecodeService
     from prefill_worker.service import PrefillService
@@ -111,7 +111,7 @@ async def _serve_worker(settings: WorkerConfig) -> None:
 
     services = [PrefillService, DecodeService]
     if not has_both_ends(settings):
-        services = [PrefillService if settings.role == "prefill" else DecodeService]
+        services = [PrefillService]
     await WorkerProcess(settings, services).run()
 
 

@@ -145,11 +145,8 @@ def worker_spec(
 
 
 def check_workers(config: ClusterConfig) -> None:
-    """Raises ConfigError for `workers` beside numbers of workers of one role, or an engine that cannot do both."""
+    """Raises ConfigError for `workers` beside numbers of workers of one role."""
     given: list[str] = [name for name in ("prefill", "decode") if name in config.model_fields_set]
-    if config.workers is not None and config.engine.kind == "vllm":
-        message = "engine.kind: engine vllm has no workers of role both; give prefill and decode in place of workers"
-        raise ConfigError(message, field="engine.kind")
     if config.workers is not None and given:
         message = (
             f"workers: {config.workers} workers of role both and {' and '.join(given)} at once; a local cluster has "

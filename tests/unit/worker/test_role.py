@@ -19,7 +19,7 @@ from worker.process import WorkerProcess
 from worker.role import Role
 
 PREFILL, DECODE, BOTH = registry_pb2.ROLE_PREFILL, registry_pb2.ROLE_DECODE, registry_pb2.ROLE_BOTH
-VLLM = {"model": "any-folder", "engine": {"kind": "vllm"}}
+STAGES = {"model": "any-folder", "engine": {"kind": "vllm", "engine_args": "-pp 2"}}
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -81,10 +81,10 @@ async def test_a_change_is_reported_and_shown(monkeypatch: pytest.MonkeyPatch) -
     }
 
 
-def test_engine_vllm_keeps_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_of_vllm_keeps_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     monkeypatch.setattr(role_module, "log_event", lambda event, **_: events.append(event))
-    role = Role(config_of(role="prefill", **VLLM), lambda: pytest.fail("it has changed"))
+    role = Role(config_of(role="prefill", **STAGES), lambda: pytest.fail("it has changed"))
     role.follow("c:1", PREFILL)
     assert events == []
     for number in (DECODE, BOTH):

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from autoscaler.policies.policy_file import load_policy
+from engine.vllm.boot import SUPPORTED
 from splitserve.config.command_line import settings_of
 from tests.support.scaling.service_settings import COMMANDS
 
@@ -146,7 +147,8 @@ def test_the_profile_vllm_has_an_image_of_its_own() -> None:
         service = SERVICES[name]
         assert service["profiles"] == ["vllm"]
         assert service["image"] == "${VLLM_IMAGE}"
-        assert service["build"]["args"]["TORCH"] == "vllm"
+        assert service["build"]["dockerfile"] == "compose/Dockerfile.vllm"
+        assert service["build"]["args"]["VLLM_BASE_IMAGE"] == "${VLLM_BASE_IMAGE}"
         assert service["build"]["args"]["EXTRAS"] == "${EXTRAS}"
         words = PARTS[name]
         assert words[words.index("--engine") + 1] == "vllm"
@@ -180,9 +182,19 @@ def test_the_image_for_gpus_has_what_triton_compiles_with() -> None:
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == (0 if there else 1)
 
 
-def test_the_vllm_image_installs_vllm_and_leaves_torch_to_it() -> None:
-    command = [sys.executable, "dev/image_requirements.py", "--torch", "vllm", "--extras", "docker"]
-    lines = subprocess.run(command, cwd=FOLDER.parent, check=True, capture_output=True, text=True).stdout
-    names = {re.split(r"[^\w-]", line, maxsplit=1)[0] for line in lines.splitlines()}
-    assert {"vllm", "docker", "nixl-cu13", "transformers"} <= names
-    assert "torch" not in names
+def test_the_vllm_image_stands_on_the_version_of_vllm_that_is_tested() -> None:
+    base = f"vllm/vllm-openai:v{SUPPORTED[-1]}.0"
+    text = (FOLDER / "Dockerfile.vllm").read_text()
+    assert f"ARG VLLM_BASE_IMAGE={base}\nFROM ${{VLLM_BASE_IMAGE}}\n" in text
+    assert SETTINGS["VLLM_BASE_IMAGE"] == base
+
+
+def test_both_images_hold_the_same_packages() -> None:
+    """Every folder that the wheel is made of, and the same user, entry point and places."""
+    texts = [(FOLDER / name).read_text() for name in ("Dockerfile", "Dockerfile.vllm")]
+    packages, last_lines = (
+        [re.findall(pattern, text, re.MULTILINE) for text in texts]
+        for pattern in (r"^COPY (\w+) \1$", r"^(?:USER|ENTRYPOINT|CMD) .*$|SPLITSERVE_HOME=\S+ HF_HOME=\S+$")
+    )
+    assert packages[0] == packages[1]
+    assert last_lines[0] == last_lines[1]

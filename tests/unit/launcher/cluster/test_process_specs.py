@@ -96,10 +96,7 @@ def test_workers_of_role_both_beside_others_are_refused(given: dict[str, Any], w
     with pytest.raises(ConfigError, match=words) as refused:
         check_workers(ClusterConfig(workers=3, **given))
     assert refused.value.field == "workers"
-    with pytest.raises(ConfigError, match="vllm") as refused:
-        check_workers(ClusterConfig(workers=3, engine=EngineConfig(kind="vllm")))
-    assert refused.value.field == "engine.kind"
-    check_workers(ClusterConfig(workers=3))
+    check_workers(ClusterConfig(workers=3, engine=EngineConfig(kind="vllm")))
     check_workers(ClusterConfig(**given))
 
 
