@@ -31,12 +31,11 @@ from engine.vllm.sampling import sampled_tokens
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import (
     BrokenInvariantError,
-    ConfigError,
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
 )
-from splitserve.generation.kv_blocks import extend_block_hashes
+from splitserve.generation.kv_blocks import blocks_for, extend_block_hashes
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.queues import LazyHeap
 from splitserve.v1 import vllm_pb2 as pb
@@ -66,6 +65,8 @@ class VllmEngine(Engine):
         self.kv_events = vllm.events.log
         memory = vllm.transport.endpoint.memory
         self._block_size = memory.layout.block_size_tokens
+        self._prompt_room = 0
+        """Blocks that reservations leave for a prompt."""
         self._total_blocks = memory.num_blocks
         # vLLM starts only where its pool holds one request of its longest context.
         context = vllm.facts.context_tokens
@@ -138,15 +139,14 @@ class VllmEngine(Engine):
             raise BrokenInvariantError("a reservation is for decoding")
         if self._rows.knows_reservation(reservation):
             raise BrokenInvariantError(f"reservation {reservation} is in use")
-        # vLLM counts no slot for a request that waits for KV, but needs one to admit it.
-        if len(self._rows.live) < self._max_running:
+        if self._has_room(request):
             self._enter(request, awaits_kv=True)
         return None
 
     @override
     def keep_prompt_room(self, keeps: bool) -> None:
-        """Raises ConfigError: vLLM's scheduler keeps no room."""
-        raise ConfigError("engine.kind: engine vllm keeps no room for prompts", field="engine.kind")
+        longest = blocks_for(self._limits.sequence_tokens, self._block_size)
+        self._prompt_room = max(1, min(longest, self._total_blocks // 2)) if keeps else 0
 
     @override
     def cached_tokens(self, request: EngineRequest) -> int:
@@ -240,6 +240,26 @@ class VllmEngine(Engine):
     @override
     def close(self) -> None:
         self._vllm.close()
+
+    def _has_room(self, request: EngineRequest) -> bool:
+        """Whether a reservation may be given to vLLM.
+
+        Only blocks of reservations can be kept for ever by two workers that wait for each other: what runs ends, and
+        vLLM takes blocks from what runs. So the room for prompts is counted from the reservations alone.
+        """
+        # 1. vLLM counts no slot for a request that waits for KV, but needs one to admit it. A prompt takes one later.
+        taken = [
+            row for row in self._rows.live if row.awaits_kv or row.sequence.status is SequenceStatus.RUNNING
+        ]
+        reserved = [row.request for row in taken if row.awaits_kv and not row.received]
+        if len(taken) >= self._max_running - (1 if self._prompt_room and reserved else 0):
+            return False
+        # 2. Without prompts here, or beside no other reservation, it may have all blocks.
+        if not self._prompt_room or not reserved:
+            return True
+        # 3. It leaves the room for prompts.
+        blocks = sum(blocks_for(len(waiting.token_ids), self._block_size) for waiting in (*reserved, request))
+        return blocks + self._prompt_room <= self._total_blocks
 
     def _runs(self) -> bool:
         return any(row.sequence.status is SequenceStatus.RUNNING for row in self._rows.live)
