@@ -1,8 +1,8 @@
-"""The first token of a handoff at vLLM: the prefill worker has sampled it, so the decode worker's vLLM must choose it.
+"""Makes vLLM of a decode worker choose the first token that the prefill worker sampled.
 
-vLLM computes the prompt's last position once more where the KV has come, and chooses a token there. A logits processor
-leaves it one choice in that step, so that penalties, `min_tokens`, `max_tokens` and a grammar count the token as any
-other. In all later steps the processor does nothing.
+When the KV of a prompt has arrived, vLLM computes the prompt's last position again and samples a token there. In that
+step a logits processor leaves only the prefill worker's token. vLLM itself then counts the token for penalties,
+`min_tokens`, `max_tokens` and the grammar. In later steps the processor does nothing.
 """
 
 from __future__ import annotations
@@ -13,51 +13,83 @@ import torch
 from typing_extensions import override
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
+from vllm.v1.worker.gpu.sample import logits_processor as v2
 
-KEY_FIELD = "splitserve_key"
-"""Where a request's key stands in `extra_args` of vLLM's parameters, if its first token may be given."""
+ID_FIELD = "splitserve_request_id"
+"""Field of `SamplingParams.extra_args`: vLLM's id of the request, for logits processors. Only requests whose KV comes
+from a peer have it."""
 
-given_tokens: dict[str, int] = {}
-"""First tokens by key, in this rank's process: put here before vLLM schedules their requests, taken by the
-processor."""
-
-
-class _Row:
-    """A row whose first token may be given. `output` is vLLM's own list of its output, which grows."""
-
-    def __init__(self, key: str, output: list[int]) -> None:
-        self.key, self.output = key, output
+first_tokens: dict[str, int] = {}
+"""The first token of each such request, by vLLM's id, in this rank's process. The connector adds a token before vLLM
+schedules the request; the logits processor removes it after use."""
 
 
 class FirstTokens(LogitsProcessor):
-    """For vLLM's first model runner."""
+    """The logits processor for vLLM's first model runner."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, tuple[str, list[int]]] = {}
+        """By row of the batch: vLLM's id of the request, and the list to which vLLM appends the request's output."""
 
     @override
     def is_argmax_invariant(self) -> bool:
-        """No: it chooses the token."""
         return False
 
     @override
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follows the rows of vLLM's batch."""
-        process_dict_updates(self._rows, batch_update, self._row)
+        def new_row(params: SamplingParams, prompt: Any, output: list[int]) -> tuple[str, list[int]] | None:
+            request_id = (params.extra_args or {}).get(ID_FIELD)
+            return (request_id, output) if request_id is not None and not output else None
+
+        process_dict_updates(self._rows, batch_update, new_row)
 
     @override
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Leaves rows whose first token is given no other. `logits`: float32 `[rows, vocabulary]`."""
-        for index, row in list(self._rows.items()):
-            if row.output:
-                given_tokens.pop(row.key, None)
+        """Changes `logits`, float32 `[rows, vocabulary]`, in place."""
+        for index, (request_id, output) in list(self._rows.items()):
+            if output:
+                first_tokens.pop(request_id, None)
                 del self._rows[index]
-            elif (token := given_tokens.get(row.key)) is not None:
+            elif (token := first_tokens.get(request_id)) is not None:
                 logits[index] = -torch.inf
                 logits[index, token] = 0.0
         return logits
 
-    @staticmethod
-    def _row(params: SamplingParams, prompt: list[int] | None, output: list[int]) -> _Row | None:
-        key = (params.extra_args or {}).get(KEY_FIELD)
-        return _Row(key, output) if key is not None and not output else None
+
+class FirstTokensV2(v2.LogitsProcessor):
+    """The logits processor for vLLM's second model runner."""
+
+    def __init__(self, vllm_config: Any, req_states: v2.LogitsProcRequestState) -> None:
+        self._prompt_len = req_states.prompt_len
+        self._ids: dict[int, str] = {}
+        """vLLM's ids of requests without output, by slot of the model runner."""
+
+    @override
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        self._ids.pop(req_idx, None)
+        request_id = (sampling_params.extra_args or {}).get(ID_FIELD)
+        if request_id is not None:
+            self._ids[req_idx] = request_id
+        return request_id is not None
+
+    @override
+    def apply(self, logits: torch.Tensor, ctx: v2.LogitsContext) -> torch.Tensor:
+        """Changes `logits`, float32 `[rows, vocabulary]`, in place."""
+        if not self._ids:
+            return logits
+        lengths = ctx.seq_lens_upper_bound_np.tolist()
+        for slot, length in zip(ctx.idx_mapping_np.tolist(), lengths, strict=True):
+            request_id = self._ids.get(slot)
+            if request_id is None:
+                continue
+            # 1. Shorter than the prompt: a chunk of the prompt, whose token vLLM drops.
+            # 2. The whole prompt: this step samples the first token.
+            # 3. Longer: the first token is out.
+            prompt_len = int(self._prompt_len.np[slot])
+            if length > prompt_len:
+                first_tokens.pop(self._ids.pop(slot), None)
+            elif length == prompt_len and (token := first_tokens.get(request_id)) is not None:
+                rows = ctx.expanded_idx_mapping == slot
+                logits[rows] = -torch.inf
+                logits[rows, token] = 0.0
+        return logits

@@ -1,9 +1,9 @@
-"""The files of a model as engine vllm needs them: what names the model towards peers."""
+"""The fingerprint of a model that vLLM loads, from the model's files."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class FileTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a folder's safetensors files, read one at a time. Raises UnsupportedModelError without any."""
+    """The tensors of a folder's safetensors files, by name. Each access reads one tensor."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises UnsupportedModelError for a folder without safetensors files."""
         self._files: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
@@ -34,7 +35,7 @@ class FileTensors(Mapping[str, torch.Tensor]):
             tensor: torch.Tensor = file.get_tensor(name)
             return tensor
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 
     def __len__(self) -> int:
@@ -42,15 +43,17 @@ class FileTensors(Mapping[str, torch.Tensor]):
 
 
 def fingerprint_of(folder: Path, settings: Mapping[str, Any], tied: Mapping[str, str] | None = None) -> str:
-    """The fingerprint of the model in `folder`, whose configuration is `settings`; `tied` as in `tied_tensors`."""
+    """Returns the fingerprint of the model in `folder`.
+
+    `settings`: the model's configuration, as `transformers` reads it. `tied`: the result of `tied_tensors`. Raises
+    UnsupportedModelError for a folder without safetensors files.
+    """
     return model_fingerprint(settings, FileTensors(folder), tied)
 
 
 def tied_tensors(config: Any) -> Mapping[str, str]:
-    """The tensors that `transformers` ties to others in a model of this configuration, and those others.
-
-    None for a model that `transformers` does not know as a causal one.
-    """
+    """Returns the tied tensors of a `transformers` configuration: the names of tensors that equal another tensor, each
+    with that tensor's name. Empty for a model that `transformers` does not know as a causal language model."""
     try:
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(copy.deepcopy(config))

@@ -1,4 +1,4 @@
-"""vLLM's command line for a worker's settings, and the options of vLLM that a worker refuses."""
+"""Translates a worker's settings into vLLM's options, and refuses options of the user that splitserve sets itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from splitserve.gpus.worker_gpus import has_stages, vllm_ranks
 
 MAX_RANKS = 64
 CPU_BLOCK_MULTIPLE = 32
-"""vLLM's attention on cpu packs keys and values of so many tokens."""
+"""On CPU, vLLM's attention packs the KV of this many tokens."""
+MAX_REASON = 300
+"""How many characters of vLLM's error messages are shown."""
 DEFAULT_CPU_BYTES = 1 << 30
 DEFAULT_STEP_TOKENS = 512
 DEFAULT_LOADED_ADAPTERS = 8
@@ -41,7 +43,7 @@ BY_SETTING = {
     "--no-enable-lora": "engine.adapters",
     "--lora-modules": "engine.adapters",
 }
-"""Options that a setting of splitserve stands for."""
+"""Options of vLLM that a setting of splitserve sets."""
 REFUSED = {
     "--kv-transfer-config": "the handoff is splitserve's",
     "--kv-offloading-size": "the handoff is splitserve's",
@@ -67,9 +69,9 @@ REFUSED = {
     "--scheduler-cls": "the handoff depends on vLLM's own scheduler",
     "--config": "give the options themselves",
 }
-"""Options that the handoff does not allow, and why."""
+"""Options of vLLM that are refused, and why."""
 REFUSED_VALUES = {("--load-format", "dummy"): "workers of a model have the weights of its files"}
-"""As above, single values."""
+"""Single values of options that are refused, and why."""
 _SHORT = {
     "-dp": "--data-parallel-size",
     "-pcp": "--prefill-context-parallel-size",
@@ -77,11 +79,21 @@ _SHORT = {
     "-n": "--nnodes",
     "-r": "--node-rank",
 }
-"""What vLLM takes for the names above."""
+"""Short names that vLLM takes for options above."""
+
+
+def _key(name: str) -> str:
+    """An option's name in vLLM's `EngineArgs`: `max_num_seqs` for `--max-num-seqs`."""
+    return name.lstrip("-").replace("-", "_")
+
+
+_SETTINGS = {_key(name): setting for name, setting in BY_SETTING.items()}
+_SETTINGS["gpu_memory_utilization"] = _SETTINGS["kv_cache_memory_bytes"]
+"""The setting that stands for a name in vLLM's error messages."""
 
 
 def own_arguments(config: EngineConfig, model_path: str, *, on_cpu: bool) -> list[str]:
-    """What the settings say, as vLLM's command line; the user's own options come behind it."""
+    """Returns the settings as arguments of vLLM's command line. The user's own options go behind them."""
     step_tokens = step_tokens_of(config)
     arguments = {
         "--model": model_path,
@@ -90,15 +102,15 @@ def own_arguments(config: EngineConfig, model_path: str, *, on_cpu: bool) -> lis
         "--max-num-batched-tokens": str(step_tokens),
         "--max-num-seqs": str(min(config.max_running_requests, step_tokens)),
     }
-    flags: list[str] = []
-    flags.append("--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching")
+    flags = ["--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching"]
     if config.context_tokens is not None:
         arguments["--max-model-len"] = str(config.context_tokens)
-    if config.num_blocks is not None:  # and vLLM's block 0, which stands for no block
+    # vLLM needs one block more: its block 0 holds no KV.
+    if config.num_blocks is not None:
         arguments["--num-gpu-blocks-override"] = str(config.num_blocks + 1)
     if config.kv_memory_bytes is not None or on_cpu:
         arguments["--kv-cache-memory-bytes"] = str(config.kv_memory_bytes or DEFAULT_CPU_BYTES)
-    # Where vLLM compiles nothing, its cpu build makes no buffers between the stages of a pipeline.
+    # On CPU, vLLM makes the buffers between pipeline stages only when it compiles the model.
     if on_cpu and not has_stages(config.engine_args):
         flags.append("--enforce-eager")
     if config.adapters:
@@ -108,21 +120,26 @@ def own_arguments(config: EngineConfig, model_path: str, *, on_cpu: bool) -> lis
 
 
 def checked_options(engine_args: str) -> list[str]:
-    """The words of `EngineConfig.engine_args`. Raises ConfigError (field `engine.engine_args`), naming the option."""
+    """Splits `EngineConfig.engine_args` into words, as a shell does.
+
+    Raises ConfigError (field `engine.engine_args`) for a refused option, naming it.
+    """
     try:
         words = shlex.split(engine_args)
     except ValueError as error:
         raise ConfigError(f"{FIELD}: {error}", field=FIELD) from None
-    for name in _names(words):
-        _require_allowed(name)
+    for word in words:
+        # vLLM's parser takes `--a_b=c` for `--a-b c`. `--a.b c` sets one key of a JSON option.
+        if word.startswith("-"):
+            _require_allowed(word.partition("=")[0].partition(".")[0].replace("_", "-"))
     return words
 
 
 def require_own(own: Mapping[str, Any], parsed: Mapping[str, Any]) -> None:
-    """Checks that the user's options changed none of those that they may not give, whatever their spelling.
+    """Checks that the user's options change no refused option, whatever its spelling.
 
-    `own`, `parsed`: vLLM's values by name (`max_num_seqs`), of the settings alone and with the user's options. Raises
-    ConfigError (field `engine.engine_args`), naming the option.
+    `own`, `parsed`: vLLM's values by name (`max_num_seqs`), without and with the user's options. Raises ConfigError
+    (field `engine.engine_args`), naming the option.
     """
     for name in (*BY_SETTING, *REFUSED):
         if parsed.get(_key(name)) != own.get(_key(name)):
@@ -130,10 +147,6 @@ def require_own(own: Mapping[str, Any], parsed: Mapping[str, Any]) -> None:
     for (name, value), why in REFUSED_VALUES.items():
         if parsed.get(_key(name)) == value:
             raise ConfigError(f"{FIELD}: {name} {value} is refused: {why}", field=FIELD)
-
-
-def _key(name: str) -> str:
-    return name.lstrip("-").replace("-", "_")
 
 
 def _require_allowed(name: str) -> None:
@@ -145,49 +158,32 @@ def _require_allowed(name: str) -> None:
 
 
 def rank_count(engine_args: str) -> int:
-    """The number of ranks that `EngineConfig.engine_args` ask for, of all stages. Raises ConfigError unless
-    1..`MAX_RANKS`."""
-    checked_options(engine_args)
+    """Returns the number of ranks in `EngineConfig.engine_args`: tensor times pipeline parallel size, 1 by default.
+
+    Raises ConfigError (field `engine.engine_args`) outside 1..`MAX_RANKS`.
+    """
     ranks = vllm_ranks(engine_args) or 1
     if ranks > MAX_RANKS:
         raise ConfigError(f"{FIELD}: vLLM may have 1..{MAX_RANKS} ranks, not {ranks}", field=FIELD)
     return ranks
 
 
-def ranks_of(args: Any) -> int:
-    """The ranks of vLLM's `EngineArgs`, of all stages."""
-    return int(args.tensor_parallel_size * args.pipeline_parallel_size)
-
-
 def block_size_of(config: EngineConfig, *, on_cpu: bool) -> int:
-    """Tokens per block: the setting, on cpu rounded up to what vLLM's kernels can take."""
+    """Returns the tokens per block: the setting, on CPU rounded up to a multiple of `CPU_BLOCK_MULTIPLE`."""
     multiple = CPU_BLOCK_MULTIPLE if on_cpu else 1
     return -(-config.block_size_tokens // multiple) * multiple
 
 
 def step_tokens_of(config: EngineConfig) -> int:
-    """The token budget of a step."""
+    """Returns the token budget of a step."""
     return config.max_step_tokens or DEFAULT_STEP_TOKENS
 
 
-def _names(words: Sequence[str]) -> list[str]:
-    """The options among the words, as vLLM's parser spells them: `--a_b=c` is `--a-b`, `-tp=2` is `-tp`."""
-    names = [word.partition("=")[0] for word in words if word.startswith("-")]
-    # `--kv-transfer-config.kv_role x` sets one key of a JSON option.
-    return [name.partition(".")[0].replace("_", "-") for name in names]
-
-
-MAX_REASON = 300
-"""Characters of what vLLM says."""
-SETTINGS = {name.lstrip("-").replace("-", "_"): setting for name, setting in BY_SETTING.items()}
-SETTINGS["gpu_memory_utilization"] = SETTINGS["kv_cache_memory_bytes"]
-"""By vLLM's name."""
-
-
 def reason_of(error: BaseException) -> str:
-    """The first line of what vLLM raised; of its checks of settings the first one that failed, with its field.
+    """Returns why vLLM failed, in one line: the first line of its exception.
 
-    Where it names settings of vLLM's that splitserve's stand for, these follow.
+    For a failed check of settings this is the first check, with its field. Where the line names settings of vLLM that
+    splitserve's settings stand for, these follow in parentheses.
     """
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
@@ -196,33 +192,33 @@ def reason_of(error: BaseException) -> str:
         text = f"{field}: {text}" if field else text
     else:
         text = str(error)
-        if not text.strip() or isinstance(error, LookupError):  # such as a bare name
+        # Alone, the text of a LookupError is just the missing key.
+        if not text.strip() or isinstance(error, LookupError):
             text = f"{type(error).__name__}: {text}".strip(": ")
-    named = [f"{name}: {setting}" for name, setting in SETTINGS.items() if re.search(rf"\b{name}\b", text)]
-    return plain(text) + (f" ({', '.join(named)})" if named else "")
+    named = [f"{name}: {setting}" for name, setting in _SETTINGS.items() if re.search(rf"\b{name}\b", text)]
+    return _first_line(text) + (f" ({', '.join(named)})" if named else "")
 
 
-def plain(text: str) -> str:
-    """The first line, without addresses of objects, cut at `MAX_REASON`."""
-    lines = text.strip().splitlines()
-    return re.sub(r" at 0x[0-9a-f]+", "", lines[0] if lines else "")[:MAX_REASON]
+def _first_line(text: str) -> str:
+    """The first line of a message, without addresses of objects, cut at `MAX_REASON` characters."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text.strip().partition("\n")[0])[:MAX_REASON]
 
 
-def read_options(own: Sequence[str], given: Sequence[str]) -> Any:
-    """vLLM's `EngineArgs` from the options of the settings, `own`, and the user's, `given`, read by vLLM's own parser.
+def read_options(own: Sequence[str], options: Sequence[str]) -> Any:
+    """Returns vLLM's `EngineArgs` for the words of `own_arguments` and `checked_options`, read by vLLM's own parser.
 
-    Options must be written in full. Raises ConfigError (field `engine.engine_args`) for an unknown or refused option
-    and for a wrong value; prints nothing.
+    The user must write options in full. Raises ConfigError (field `engine.engine_args`) for an unknown or refused
+    option and for a wrong value; prints nothing.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class OptionParser(FlexibleArgumentParser):
-        def error(self, message: str) -> NoReturn:  # where vLLM's would end the process
-            raise ConfigError(f"{FIELD}: {plain(message)}", field=FIELD)
+        def error(self, message: str) -> NoReturn:  # argparse would print the message and end the process
+            raise ConfigError(f"{FIELD}: {_first_line(message)}", field=FIELD)
 
     parser = EngineArgs.add_cli_args(OptionParser(prog="--engine-args", add_help=False, allow_abbrev=False))
-    settings, parsed = parser.parse_args(list(own)), parser.parse_args([*own, *given])
+    settings, parsed = parser.parse_args(list(own)), parser.parse_args([*own, *options])
     require_own(vars(settings), vars(parsed))
     try:
         return EngineArgs.from_cli_args(parsed)

@@ -1,4 +1,4 @@
-"""The changes of vLLM's prefix cache, as splitserve names its blocks."""
+"""Follows the changes of vLLM's prefix cache, and names its blocks by splitserve's hashes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from splitserve.logs import log_event
 
 
 class PrefixEvents:
-    """Follows vLLM's events, which its scheduler's process publishes at a Unix socket.
+    """Applies the events that vLLM's scheduler publishes.
 
-    vLLM's own hashes are replaced by splitserve's, which follow from the block's tokens and the hash of its parent. Of
-    several groups of layers the first one tells. Events that were lost are missing here until their blocks change
-    again: what the log says is a hint, for the router and for `cached_blocks`.
+    If a model's layers form several groups, the first group stands for all. An event that was lost stays missing until
+    its block changes again. So `log` and `cached_blocks` are hints for the router.
     """
 
     def __init__(self, log: KvEventLog) -> None:
         self.log = log
-        self._names: dict[Any, bytes] = {}
+        self._hashes: dict[Any, bytes] = {}
+        """The hashes of the cached blocks, by vLLM's hashes."""
         self._cached: set[bytes] = set()
-        self._next = 0
+        """The values of `_hashes`."""
+        self._next_sequence = 0
 
     def follow(self, address: str) -> None:
         """Starts a thread that reads the events at a ZeroMQ address."""
@@ -40,25 +41,24 @@ class PrefixEvents:
         ).start()
 
     def cached_blocks(self, hashes: Sequence[bytes]) -> int:
-        """How many of a sequence's first blocks are cached, by their hashes. Any thread."""
+        """Returns how many of a sequence's leading blocks, given by their hashes, are cached. Any thread."""
         return next((index for index, name in enumerate(hashes) if name not in self._cached), len(hashes))
 
     def take(self, sequence: int, batch: KVEventBatch) -> None:
-        """Takes the batch of this number."""
-        if sequence != self._next:
-            log_event("prefix_events.lost", batches=sequence - self._next)
-        self._next = sequence + 1
+        """Applies a batch of events. `sequence` counts vLLM's batches from 0."""
+        if sequence != self._next_sequence:
+            log_event("prefix_events.lost", batches=sequence - self._next_sequence)
+        self._next_sequence = sequence + 1
         for event in batch.events:
             match event:
                 case BlockStored() if not event.group_idx:
                     self._stored(event)
                 case BlockRemoved() if not event.group_idx:
-                    for known in event.block_hashes:
-                        self._removed(self._names.pop(known, None))
+                    for vllm_hash in event.block_hashes:
+                        self._removed(vllm_hash)
                 case AllBlocksCleared():
-                    for name in self._names.values():
-                        self._removed(name)
-                    self._names.clear()
+                    for vllm_hash in list(self._hashes):
+                        self._removed(vllm_hash)
 
     def _read(self, subscriber: Any) -> None:
         decoder = msgspec.msgpack.Decoder(KVEventBatch)
@@ -67,31 +67,22 @@ class PrefixEvents:
             self.take(int.from_bytes(sequence, "big"), decoder.decode(payload))
 
     def _stored(self, event: BlockStored) -> None:
-        parent = None if event.parent_block_hash is None else self._names.get(event.parent_block_hash)
+        parent = None if event.parent_block_hash is None else self._hashes.get(event.parent_block_hash)
+        # vLLM has removed the parent meanwhile, so no prompt finds its children any more.
         if parent is None and event.parent_block_hash is not None:
-            return  # a child of a block that was removed meanwhile cannot be found any more
-        for index, known in enumerate(event.block_hashes):
+            return
+        for index, vllm_hash in enumerate(event.block_hashes):
             tokens = event.token_ids[index * event.block_size : (index + 1) * event.block_size]
-            salt = _salt(event.extra_keys[index]) if parent is None and event.extra_keys else ()
-            parent = block_hash(parent, tokens, salt)
-            self._names[known] = parent
+            # vLLM hashes a prompt's first block with an adapter's name and the salt, if it has them. A request with an
+            # adapter always has a salt (`chain_salt`), so the last key is the salt.
+            keys = event.extra_keys[index] if parent is None and event.extra_keys else None
+            parent = block_hash(parent, tokens, [bytes.fromhex(key) for key in (keys or ())[-1:]])
+            self._hashes[vllm_hash] = parent
             self._cached.add(parent)
             self.log.stored(parent)
 
-    def _removed(self, name: bytes | None) -> None:
-        if name is not None:
-            self._cached.discard(name)
-            self.log.removed(name)
-
-
-def salt_text(salt: bytes) -> str | None:
-    """A cache salt as vLLM takes it; None without one."""
-    return salt.hex() or None
-
-
-def _salt(extra_keys: Any) -> tuple[bytes, ...]:
-    """The salt of a first block, from the keys that vLLM hashed with it: an adapter's name, then the salt.
-
-    A request with an adapter always has a salt.
-    """
-    return tuple(bytes.fromhex(key) for key in (extra_keys or ())[-1:])
+    def _removed(self, vllm_hash: Any) -> None:
+        removed = self._hashes.pop(vllm_hash, None)
+        if removed is not None:
+            self._cached.discard(removed)
+            self.log.removed(removed)

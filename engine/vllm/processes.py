@@ -1,12 +1,13 @@
-"""The processes of a worker's vLLM, seen from its engine thread: its scheduler, its ranks, where their KV lies.
+"""The worker's connections to the processes of its vLLM: the scheduler, and the ranks that hold KV.
 
-vLLM starts them. In each it loads the connector (`connector.py`), which connects to the Unix socket that this module
-listens at. Bytes travel straight from rank to rank; what passes here are commands and events.
+vLLM starts these processes. In each one it loads the connector (`connector.py`), which connects to a Unix socket of the
+worker. Commands and events pass through this socket; KV goes from rank to rank.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import shutil
 import socket
 import tempfile
@@ -22,35 +23,37 @@ from splitserve.runtime.process import environment_with
 from splitserve.v1 import vllm_pb2 as pb
 
 JOIN_S = 30.0
-"""A process of vLLM's that has not connected so long after vLLM says that it is ready is taken for broken."""
+"""How long after vLLM says that it is ready a process of vLLM may take to connect."""
 SHARED_MEMORY = Path("/dev/shm")
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
-"""The folder of vLLM's own sockets. Connections outlive the names in it."""
+"""The folder of vLLM's own sockets. Its connections stay when the folder is removed."""
 
 
 class VllmProcesses:
-    """The scheduler and the `size` ranks of one vLLM engine. Make it before the engine, then `join` them.
-
-    Events of the processes are passed to `on_event` by reader threads, with the rank's index (-1: the scheduler); their
-    end as None.
-    """
+    """The scheduler and the `size` ranks of one vLLM engine. Make it before the engine, then call `join`."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self.folder = Path(tempfile.mkdtemp(prefix="splitserve-vllm-"))
         self.socket_path = str(self.folder / "socket")
+        self.events_address = f"ipc://{self.folder / 'prefix-cache'}"
+        """The ZeroMQ address at which vLLM's scheduler publishes the changes of its prefix cache."""
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(self.socket_path)
         self._socket.listen(size + 1)
         self.ranks: Sequence[pb.VllmRank] = ()
-        """What the ranks say of themselves, in order."""
+        """The ranks' descriptions of themselves, by index; empty before `join`."""
+        self.events: queue.SimpleQueue[tuple[int, pb.VllmEvent | None]] = queue.SimpleQueue()
+        """The processes' events, each with its rank's index (the scheduler: -1). None: the process has ended."""
         self._links: dict[int, VllmLink] = {}
         remove_at_end(self._remove_files)
 
     @contextmanager
     def temporary_files(self) -> Iterator[None]:
-        """While the context is open, new temporary files lie in the group's folder, those of processes that start in it
-        too: vLLM leaves one behind that its ranks meet at, and sockets when they are killed."""
+        """Makes this process, and those that it starts, put temporary files into `folder` while the context is open.
+
+        vLLM never removes the file at which its ranks meet, and leaves its sockets behind when it is killed.
+        """
         before, tempfile.tempdir = tempfile.tempdir, str(self.folder)
         try:
             with environment_with({SOCKETS_VARIABLE: str(self.folder), "TMPDIR": str(self.folder)}):
@@ -59,7 +62,7 @@ class VllmProcesses:
             tempfile.tempdir = before
 
     def join(self) -> None:
-        """Takes the connections of all processes, which have made them while vLLM started. Raises VllmEndedError."""
+        """Accepts the connections of all processes, which they made while vLLM started. Raises VllmEndedError."""
         ranks: dict[int, pb.VllmRank] = {}
         self._socket.settimeout(JOIN_S)
         while len(self._links) < self._size + 1:
@@ -70,22 +73,19 @@ class VllmProcesses:
             end.setblocking(True)
             link = VllmLink(Connection(end.detach()), "a process of vLLM")
             hello = link.receive(pb.VllmHello)
-            if hello.WhichOneof("part") == "rank":
-                ranks[hello.rank.index], self._links[hello.rank.index] = hello.rank, link
-            else:
-                self._links[-1] = link
+            index = hello.rank.index if hello.WhichOneof("part") == "rank" else -1
+            self._links[index], ranks[index] = link, hello.rank
         self.ranks = tuple(ranks[index] for index in range(self._size))
 
-    def listen(self, on_event: Callable[[int, pb.VllmEvent | None], None]) -> None:
-        """Starts to pass events on. Call it once, after `join`."""
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Starts threads that fill `events`, and call `wake` after each event. Call it once, after `join`."""
         for index, link in self._links.items():
-            thread = threading.Thread(
-                target=self._read, args=(index, link, on_event), name=f"vllm-link-{index}", daemon=True
-            )
-            thread.start()
+            threading.Thread(
+                target=self._read, args=(index, link, wake), name=f"vllm-link-{index}", daemon=True
+            ).start()
 
     def command(self, command: pb.VllmCommand, *, rank: int | None = None) -> None:
-        """Tells one rank, or all, to do something. Raises VllmEndedError."""
+        """Sends a command to one rank, or to all if `rank` is None. Raises VllmEndedError."""
         for index in range(self._size) if rank is None else (rank,):
             self._links[index].send(command)
 
@@ -95,22 +95,22 @@ class VllmProcesses:
             link.close()
         self._remove_files()
 
-    @staticmethod
-    def _read(index: int, link: VllmLink, on_event: Callable[[int, pb.VllmEvent | None], None]) -> None:
-        while True:
+    def _read(self, index: int, link: VllmLink, wake: Callable[[], None]) -> None:
+        event: pb.VllmEvent | None = pb.VllmEvent()
+        while event is not None:
             try:
                 event = link.receive(pb.VllmEvent)
             except VllmEndedError:
-                on_event(index, None)
-                return
-            on_event(index, event)
+                event = None
+            self.events.put((index, event))
+            wake()
 
     def _remove_files(self) -> None:
         self._socket.close()
-        # On cpu vLLM names the ranks' shared memory after the file that they meet at, and a killed rank would leave it
-        # behind. Without a name it lives as long as it is mapped.
-        for meeting in self.folder.glob("vllm_dist_*"):
-            for memory in SHARED_MEMORY.glob(f"{meeting.name}*"):
+        # On CPU, vLLM names the ranks' shared memory after the file at which they meet, and a killed rank leaves it
+        # behind. Without a name it is freed with the last process that maps it.
+        for meeting_file in self.folder.glob("vllm_dist_*"):
+            for memory in SHARED_MEMORY.glob(f"{meeting_file.name}*"):
                 os.unlink(memory)
         shutil.rmtree(self.folder, ignore_errors=True)
         keep_at_end(self._remove_files)

@@ -1,4 +1,4 @@
-"""A request's parameters as vLLM takes them, and its tokens as vLLM returns them."""
+"""Translates a request's parameters into vLLM's, and vLLM's outputs into tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from engine.core.engine import EngineRequest
 from engine.core.model_runner import Logprob, OutputMatcher, SampledToken
 from engine.vllm.connector import AWAITS_FIELD, HOLD_FIELD, PRIOR_FIELD
-from engine.vllm.first_token import KEY_FIELD
 from splitserve.errors import BrokenInvariantError
 from splitserve.v1 import generation_pb2
 
@@ -17,17 +16,17 @@ MAX_SEED = 2**63 - 1
 
 
 class VllmGrammar:
-    """A grammar that vLLM compiles."""
+    """A grammar that vLLM compiles and follows."""
 
     def __init__(self, grammar: generation_pb2.Grammar) -> None:
         self.grammar = grammar
 
     def matcher(self) -> OutputMatcher:
-        """Raises BrokenInvariantError: vLLM follows the output."""
+        """Raises BrokenInvariantError: the worker does not follow the grammar."""
         raise BrokenInvariantError("vLLM follows the grammars of its requests")
 
     def params(self) -> StructuredOutputsParams:
-        """As vLLM takes it."""
+        """The grammar as vLLM takes it."""
         grammar = self.grammar
         match grammar.WhichOneof("kind"):
             case "json_schema":
@@ -41,34 +40,34 @@ class VllmGrammar:
 
 
 class VllmGrammars:
-    """The grammars of requests: vLLM compiles them, the coordinator has checked them."""
+    """Makes the grammars of requests. The coordinator has checked them; vLLM compiles them."""
 
     def prepare(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     async def compiled(
         self, sampling: generation_pb2.SamplingParams, tenant: object = None
     ) -> VllmGrammar | None:
-        """The grammar of sampling parameters, None without one."""
+        """Returns the grammar of sampling parameters, None without one."""
         return VllmGrammar(sampling.grammar) if sampling.HasField("grammar") else None
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
 
-def vllm_params(request: EngineRequest, key: str, *, awaits_kv: bool) -> SamplingParams:
-    """A request's parameters for vLLM. Output of earlier attempts is prompt to vLLM: penalties do not count it, a
-    grammar does. `key` names the request in its ranks."""
+def vllm_params(request: EngineRequest, *, awaits_kv: bool) -> SamplingParams:
+    """Returns a request's parameters for vLLM. `awaits_kv`: a peer writes the KV of its tokens.
+
+    To vLLM, the output of earlier attempts is prompt: penalties do not count it, the grammar does.
+    """
     sampling, stop, prior = request.sampling, request.stop, request.prior_output_tokens
-    most = 1 if request.prefill_only else stop.max_tokens - prior
-    ends = stop.stop_token_ids if stop.ignore_eos else stop.stop_token_ids | stop.eos_token_ids
-    transfer: dict[str, Any] = {AWAITS_FIELD: awaits_kv, HOLD_FIELD: request.prefill_only, PRIOR_FIELD: prior}
-    extra: dict[str, Any] = {"kv_transfer_params": transfer}
-    if awaits_kv:
-        extra[KEY_FIELD] = key
+    max_tokens = 1 if request.prefill_only else stop.max_tokens - prior
+    stop_token_ids = stop.stop_token_ids if stop.ignore_eos else stop.stop_token_ids | stop.eos_token_ids
+    transfer = {AWAITS_FIELD: awaits_kv, HOLD_FIELD: request.prefill_only, PRIOR_FIELD: prior}
     grammar = request.grammar
     return SamplingParams(
         temperature=sampling.temperature,
+        # vLLM takes no top_p of 0. It means the same as top_k=1: the most probable token only.
         top_p=sampling.top_p or 1.0,
         top_k=sampling.top_k if sampling.top_p else 1,
         min_p=sampling.min_p,
@@ -78,30 +77,26 @@ def vllm_params(request: EngineRequest, key: str, *, awaits_kv: bool) -> Samplin
         logit_bias=dict(sampling.logit_bias) or None,
         seed=None if sampling.greedy else sampling.seed & MAX_SEED,
         logprobs=sampling.logprobs,
-        max_tokens=most,
-        min_tokens=max(0, min(most, stop.min_tokens - prior)),
-        stop_token_ids=sorted(ends),
+        max_tokens=max_tokens,
+        min_tokens=max(0, min(max_tokens, stop.min_tokens - prior)),
+        stop_token_ids=sorted(stop_token_ids),
         ignore_eos=stop.ignore_eos,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         structured_outputs=grammar.params() if isinstance(grammar, VllmGrammar) else None,
-        extra_args=extra,
+        extra_args={"kv_transfer_params": transfer},
     )
 
 
 def sampled_tokens(output: Any) -> list[SampledToken]:
-    """The tokens of one of vLLM's `EngineCoreOutput`s, with their log-probabilities if any were asked for."""
+    """Returns the tokens of a vLLM `EngineCoreOutput`, with log-probabilities if the request asks for them."""
     tokens: list[int] = output.new_token_ids
     lists = output.new_logprobs
     if lists is None:
         return [SampledToken(token) for token in tokens]
-    return [
-        SampledToken(token, _logprob(token, lists.logprob_token_ids[index], lists.logprobs[index]))
-        for index, token in enumerate(tokens)
-    ]
-
-
-def _logprob(token: int, token_ids: Any, logprobs: Any) -> Logprob:
-    """vLLM puts the sampled token first, and then the most probable ones."""
-    pairs = list(zip(token_ids.tolist(), logprobs.tolist(), strict=True))
-    return Logprob(token, pairs[0][1], tuple(pairs[1:]))
+    sampled: list[SampledToken] = []
+    for token, token_ids, logprobs in zip(tokens, lists.logprob_token_ids, lists.logprobs, strict=False):
+        # vLLM puts the sampled token first, before the most probable ones.
+        (_, logprob), *top = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
+        sampled.append(SampledToken(token, Logprob(token, logprob, tuple(top))))
+    return sampled

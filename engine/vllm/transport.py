@@ -1,8 +1,7 @@
-"""The transport of a worker whose vLLM moves KV: its ranks write, this side says what and hears how it ended."""
+"""The transport of a worker with engine `vllm`: it commands the ranks of vLLM, which write the KV."""
 
 from __future__ import annotations
 
-import queue
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from google.protobuf.message import DecodeError
 from typing_extensions import override
 
 from engine.vllm.links import VllmEndedError
+from engine.vllm.options import MAX_RANKS
 from engine.vllm.processes import VllmProcesses
 from kv_transfer.transports.regions import KvMemoryRegion
 from kv_transfer.transports.transport import (
@@ -21,49 +21,49 @@ from kv_transfer.transports.transport import (
     WriteResult,
     check_agent,
     check_notification,
-    unknown_peer,
+    connected_peer,
 )
 from splitserve.errors import InvalidArgumentError
 from splitserve.logs import log_event
 from splitserve.v1 import vllm_pb2 as pb
 
 POST_S = 1.0
-"""A rank that was stopped for longer posts nothing of what it was told before. Writes begin before their ticket's
-deadline, so none is posted later than this after it; what frees blocks counts on far more (`WRITE_GRACE_S`)."""
-MAX_RANKS = 64
+"""Seconds after a command in which a rank may post the write. The worker sends the command before the ticket's
+deadline, so no rank posts later than this after the deadline. The decode worker allows far more (`WRITE_GRACE_S`)."""
 POLL_INTERVAL_S = 0.05
 
 
 @dataclass(slots=True)
 class _Write:
-    """A write, of which each rank does its part."""
+    """A write that has not ended. Each rank writes a part."""
 
     engine_id: str
     notification: bytes
-    """What the peer is told when all parts have ended well; empty: it rides on the only part."""
+    """What to send to the peer after the last part; empty: nothing, or NIXL delivers it with the only part."""
     parts: int
+    """Ranks that have not reported the end of their part."""
     error: str = ""
     in_doubt: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class _Connect:
-    """A peer that the ranks were told to connect to."""
+    """A peer to which the ranks are connecting."""
 
     agent_id: str
     peer: pb.VllmConnect
-    awaited: int
+    unanswered: int
     """Ranks that have not answered."""
-    problem: str = ""
+    error: str = ""
     wanted: bool = True
-    """Whether it was not disconnected since."""
+    """False once the peer was disconnected."""
 
 
 class VllmTransport(Transport):
-    """Blocks are vLLM's, group by group of layers; which rank writes what to which is vLLM's to know.
+    """Writes vLLM's blocks to peers that run vLLM. vLLM decides which rank writes which bytes to which rank.
 
-    `memory` describes the pool to peers; its address is the first rank's. Any method raises VllmEndedError, which ends
-    the engine, when a process of vLLM's is gone.
+    `memory` describes the pool to peers; its address is that of the first rank. Every method raises VllmEndedError when
+    a process of vLLM has ended, and the worker ends.
     """
 
     kind = "nixl"
@@ -79,45 +79,34 @@ class VllmTransport(Transport):
             handshakes=[rank.handshake for rank in ranks],
         )
         self.endpoint = TransferEndpoint(ranks[0].agent_id, self.kind, connect.SerializeToString(), memory)
-        self._events: queue.SimpleQueue[tuple[int, pb.VllmEvent | None]] = queue.SimpleQueue()
-        """What the ranks have told, each with its index, until the engine thread takes it. None: a rank has ended."""
         self._connects: list[deque[_Connect]] = [deque() for _ in ranks]
-        """Of each rank those that it has not answered, in order."""
+        """For each rank, the connects that it has not answered, the earliest first."""
         self._peers: dict[str, pb.VllmConnect] = {}
         self._refused: set[str] = set()
         self._writes: dict[int, _Write] = {}
         self._failed: list[WriteResult] = []
         self._last_handle = self._descriptors = 0
         self.on_scheduler: Callable[[pb.VllmEvent], None] = lambda event: None
-        """Takes the events of vLLM's scheduler, on the engine thread, within `poll`."""
-
-    def listen(self, wake: Callable[[], None]) -> None:
-        """Starts to take events. `wake` is called on any thread when there is something to poll."""
-
-        def take(index: int, event: pb.VllmEvent | None) -> None:
-            self._events.put((index, event))
-            wake()
-
-        self._processes.listen(take)
+        """`poll` calls it with the events of vLLM's scheduler."""
 
     @override
     def register_memory(self, memory: KvMemoryRegion) -> TransferEndpoint:
-        """The endpoint of what the ranks have registered by themselves."""
+        """Returns the endpoint. The ranks have registered their memory."""
         return self.endpoint
 
     @override
     def connect(self, endpoint: TransferEndpoint) -> None:
-        """The peer counts as connected once all ranks have answered; one that refuses leaves it unconnected."""
-        under_way = any(c.agent_id == endpoint.agent_id and c.wanted for c in self._unanswered())
-        if under_way or endpoint.agent_id in self._peers:
+        """Starts to connect. `connected` has the peer once all ranks have connected to it."""
+        connecting = any(c.agent_id == endpoint.agent_id and c.wanted for c in self._unanswered())
+        if connecting or endpoint.agent_id in self._peers:
             return
         check_agent(self.endpoint, endpoint)
         self.endpoint.memory.layout.require_fits(endpoint.memory.layout, who=f"agent {endpoint.agent_id}")
         peer = _peer_of(endpoint)
         self._processes.command(pb.VllmCommand(connect=peer))
         connect = _Connect(endpoint.agent_id, peer, len(self._connects))
-        for unanswered in self._connects:
-            unanswered.append(connect)
+        for connects in self._connects:
+            connects.append(connect)
         self._refused.discard(endpoint.agent_id)
 
     @override
@@ -136,7 +125,7 @@ class VllmTransport(Transport):
 
     @override
     def refuse(self, agent_id: str) -> None:
-        """Drops its notifications; its writes are one-sided."""
+        """Drops the peer's notifications. Its writes are one-sided and cannot be refused."""
         self._refused.add(agent_id)
 
     @override
@@ -162,16 +151,15 @@ class VllmTransport(Transport):
         group_blocks: Sequence[int],
         notification: bytes | None = None,
     ) -> int:
-        """Posted by each rank within `POST_S`, or not at all."""
-        peer = self._peers.get(agent_id)
-        if peer is None:
-            raise unknown_peer(agent_id)
+        """Has every rank post its part within `POST_S`, or not at all."""
+        peer = connected_peer(self._peers, agent_id)
         check_notification(notification)
         ranks = len(self._processes.ranks)
-        # What rides on a write arrives behind its bytes alone: with several parts it is sent after the last of them.
-        rides = ranks == 1 and len(peer.handshakes) == 1
+        # 1. One rank writes to one: NIXL delivers the notification after the bytes of this only part.
+        # 2. Several parts: NIXL does not order them, so the notification is sent after the last one has ended.
+        single = ranks == 1 and len(peer.handshakes) == 1
+        with_part, after_parts = (notification or b"", b"") if single else (b"", notification or b"")
         self._last_handle += 1
-        told = notification or b""
         self._processes.command(
             pb.VllmCommand(
                 write=pb.VllmWrite(
@@ -180,80 +168,80 @@ class VllmTransport(Transport):
                     local_blocks=local_blocks,
                     remote_blocks=remote_blocks,
                     group_blocks=group_blocks or (len(local_blocks),),
-                    notification=told if rides else b"",
+                    notification=with_part,
                     post_before_ns=time.monotonic_ns() + int(POST_S * 1e9),
                 )
             )
         )
-        self._writes[self._last_handle] = _Write(peer.engine_id, b"" if rides else told, ranks)
+        self._writes[self._last_handle] = _Write(peer.engine_id, after_parts, ranks)
         self._descriptors += len(local_blocks)
         return self._last_handle
 
     @override
     def notify(self, agent_id: str, notification: bytes) -> None:
-        peer = self._peers.get(agent_id)
-        if peer is None:
-            raise unknown_peer(agent_id)
-        told = pb.VllmNotify(engine_id=peer.engine_id, notification=notification)
-        self._processes.command(pb.VllmCommand(notify=told), rank=0)
+        self._notify(connected_peer(self._peers, agent_id).engine_id, notification)
 
     @override
     def poll(self) -> PollResult:
         writes, self._failed = self._failed, []
         polled = PollResult(writes)
-        while not self._events.empty():
-            rank, event = self._events.get()
+        while not self._processes.events.empty():
+            rank, event = self._processes.events.get()
             if event is None:
                 raise VllmEndedError("a process of vLLM has ended")
             match event.WhichOneof("kind"):
                 case "reply":
                     self._answered(rank, event.reply)
                 case "write_ended":
-                    if (ended := self._part_ended(event.write_ended)) is not None:
-                        polled.writes.append(ended)
+                    if (result := self._part_ended(event.write_ended)) is not None:
+                        polled.writes.append(result)
                 case "notified":
-                    told = event.notified
-                    if told.agent_id not in self._refused:
-                        polled.notifications.append((told.agent_id, told.notification))
+                    notified = event.notified
+                    if notified.agent_id not in self._refused:
+                        polled.notifications.append((notified.agent_id, notified.notification))
                 case _:
                     self.on_scheduler(event)
         return polled
 
     @override
     def close(self) -> None:
-        """The connections end with vLLM; see `VllmProcesses`."""
+        """Does nothing: `VllmProcesses.close` ends the connections."""
 
     @property
     @override
     def descriptors_posted(self) -> int:
-        """Blocks, of which vLLM makes descriptors by itself."""
+        """The number of blocks: vLLM does not say how many descriptors it makes of them."""
         return self._descriptors
 
     @property
     @override
     def poll_interval_s(self) -> float:
-        """Long: the reader threads wake the engine thread when there is something to poll."""
+        """Long, because the threads of `VllmProcesses` wake the engine thread when there is something to poll."""
         return POLL_INTERVAL_S
 
+    def _notify(self, engine_id: str, notification: bytes) -> None:
+        notify = pb.VllmNotify(engine_id=engine_id, notification=notification)
+        self._processes.command(pb.VllmCommand(notify=notify), rank=0)
+
     def _unanswered(self) -> set[_Connect]:
-        return {connect for of_rank in self._connects for connect in of_rank}
+        return {connect for connects in self._connects for connect in connects}
 
     def _answered(self, rank: int, reply: pb.VllmReply) -> None:
-        """A rank has answered the earliest of its connects."""
+        """Applies a rank's answer to its earliest connect."""
         connect = self._connects[rank].popleft()
-        connect.awaited -= 1
-        connect.problem = connect.problem or reply.error
-        if connect.awaited:
+        connect.unanswered -= 1
+        connect.error = connect.error or reply.error
+        if connect.unanswered:
             return
-        if connect.problem:
-            log_event("peer.refused", agent_id=connect.agent_id, reason="CONNECT", error=connect.problem)
-        if connect.problem or not connect.wanted:
+        if connect.error:
+            log_event("peer.refused", agent_id=connect.agent_id, reason="CONNECT", error=connect.error)
+        if connect.error or not connect.wanted:
             self._processes.command(pb.VllmCommand(disconnect=connect.peer.engine_id))
         else:
             self._peers[connect.agent_id] = connect.peer
 
     def _part_ended(self, ended: pb.VllmWriteEnded) -> WriteResult | None:
-        """A part of a write has ended: the result of the write if it was the last one."""
+        """Applies the end of a rank's part of a write. Returns the write's result after the last part, else None."""
         write = self._writes.get(ended.handle)
         if write is None:
             return None
@@ -263,19 +251,17 @@ class VllmTransport(Transport):
             return None
         del self._writes[ended.handle]
         if not write.error and write.notification:
-            told = pb.VllmNotify(engine_id=write.engine_id, notification=write.notification)
-            self._processes.command(pb.VllmCommand(notify=told), rank=0)
+            self._notify(write.engine_id, write.notification)
         return WriteResult(ended.handle, write.error or None, write.in_doubt)
 
 
 def _peer_of(endpoint: TransferEndpoint) -> pb.VllmConnect:
-    """How a peer's ranks are reached. Raises InvalidArgumentError for what no correct peer says."""
+    """Parses how to reach a peer's ranks. Raises InvalidArgumentError (field `metadata`)."""
     try:
         peer = pb.VllmConnect.FromString(endpoint.metadata)
     except DecodeError as error:
         raise InvalidArgumentError(f"metadata is not an engine's: {error}", field="metadata") from None
-    size = peer.tensor_parallel_size
-    ranks = len(peer.handshakes)
+    size, ranks = peer.tensor_parallel_size, len(peer.handshakes)
     if not (1 <= size <= ranks <= MAX_RANKS and ranks % size == 0 and peer.engine_id):
         message = f"metadata must name an engine with one handshake for each of its 1..{MAX_RANKS} ranks"
         raise InvalidArgumentError(message, field="metadata")

@@ -67,7 +67,7 @@ class Rig:
         self.processes.join()
         self.transport = VllmTransport(self.processes, "engine", ranks, MEMORY)
         self.wakes = 0
-        self.transport.listen(self._wake)
+        self.processes.listen(self._wake)
 
     def _wake(self) -> None:
         self.wakes += 1

@@ -1,0 +1,263 @@
+"""The requests that a worker has given to vLLM, until vLLM has freed their blocks.
+
+vLLM waits for reports before it frees blocks. For a request whose KV a peer writes: the KV has arrived, or will not
+arrive. For a prompt whose KV goes to a peer: the blocks have been sent. Each report is made exactly once, because vLLM
+ends when a request is reported twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from vllm.inputs.engine import tokens_input
+
+from engine.core.engine import EngineRequest, ReservedBlocks
+from engine.core.sequence import Sequence, SequenceStatus
+from engine.vllm.boot import StartedVllm
+from engine.vllm.first_token import ID_FIELD
+from engine.vllm.sampling import vllm_params
+from splitserve.errors import InvalidArgumentError, SplitserveError
+from splitserve.queues import Offer, offer_in_order
+from splitserve.v1 import vllm_pb2 as pb
+
+MAX_LOOKS = 64
+"""How many parked requests without room are tried in one step."""
+
+
+@dataclass(eq=False, slots=True)
+class VllmRequest:
+    """One request: the worker's sequence, and where the request stands at vLLM."""
+
+    request: EngineRequest
+    sequence: Sequence
+    """The sequence's request has no grammar, because vLLM follows the grammar."""
+    awaits_kv: bool
+    """Whether a peer writes the KV of the prompt."""
+    vllm_id: str = ""
+    """vLLM's id of the request; empty while the request is parked."""
+    reserved: ReservedBlocks | None = None
+    """The blocks that vLLM has allocated for a peer's writes."""
+    writer: int | None = None
+    """The number of the reservation with which a peer may be writing."""
+    reported_received: bool = False
+    """Whether the ranks were told that the KV has arrived or will not arrive."""
+    repeated_token: int | None = None
+    """The first token of a handoff, until vLLM has put it out too."""
+    held: tuple[tuple[int, ...], ...] | None = None
+    """The blocks that vLLM keeps for a peer, one tuple for each group of layers; from the request's last output."""
+    keeps_blocks: bool = False
+    """Whether vLLM waits for the report that the blocks were sent. This can be known before `held`."""
+    reported_sent: bool = False
+    """Whether the ranks were told that the blocks were sent."""
+    ended: bool = False
+    """Whether the worker has ended it."""
+    ended_at_vllm: bool = False
+    bypassed: int = 0
+    """How many later requests vLLM got while there was no room for the adapter of this one."""
+
+
+class VllmRequests:
+    """All requests of one vLLM engine. `request_id in requests`: it is live, or its blocks are held."""
+
+    def __init__(self, vllm: StartedVllm, max_bypasses: int) -> None:
+        """`max_bypasses`: how many later requests may overtake one whose adapter has no room."""
+        self._vllm, self._max_bypasses = vllm, max_bypasses
+        self.live: dict[str, VllmRequest] = {}
+        """Requests that the worker has not ended, by request id."""
+        self.held: dict[str, VllmRequest] = {}
+        """Ended requests whose blocks vLLM keeps for a peer, by request id."""
+        self.at_vllm: dict[str, VllmRequest] = {}
+        """Requests for which vLLM may still send an event or wait for a report, by vLLM's id."""
+        self.writers: dict[int, VllmRequest] = {}
+        """Requests into whose blocks a peer may be writing, by reservation number."""
+        self._reserved: dict[int, VllmRequest] = {}
+        """Requests whose KV has not been admitted, by reservation number."""
+        self._parked: dict[str, VllmRequest] = {}
+        """Requests that wait for room for their adapters, by request id, in order of arrival."""
+        self._arrivals = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self.live or request_id in self.held
+
+    def add(self, request: EngineRequest, *, awaits_kv: bool) -> Sequence:
+        """Gives a request to vLLM, now or when there is room for its adapter; returns its sequence.
+
+        Raises FailedPreconditionError (ADAPTER_FAILED) for an adapter that cannot be loaded, InvalidArgumentError
+        (field `sampling`) for a request that vLLM refuses.
+        """
+        sequence = Sequence(replace(request, grammar=None), self._arrivals)
+        entry = VllmRequest(request, sequence, awaits_kv)
+        self._arrivals += 1
+        # A request with an adapter queues behind parked ones, or requests for loaded adapters would starve them. A
+        # reservation does not: it has waited its turn in the decode worker's own queue.
+        behind_others = self._parked and request.adapter is not None and not awaits_kv
+        if behind_others or not self._give(entry):
+            self._parked[request.request_id] = entry
+        self.live[request.request_id] = entry
+        return sequence
+
+    def give_parked(self) -> list[tuple[Sequence, SplitserveError]]:
+        """Gives vLLM the parked requests whose adapters have room now; returns those that fail."""
+        failed: list[tuple[Sequence, SplitserveError]] = []
+
+        def attempt(entry: VllmRequest) -> Offer:
+            try:
+                return Offer.TAKEN if self._give(entry) else Offer.MISFIT
+            except SplitserveError as error:
+                failed.append((entry.sequence, error))
+                return Offer.SKIP
+
+        parked = list(self._parked.values())
+        for entry in offer_in_order(parked, attempt, max_bypasses=self._max_bypasses, max_looks=MAX_LOOKS):
+            del self._parked[entry.request.request_id]
+        return failed
+
+    def end(self, sequence: Sequence) -> None:
+        """Ends a live request, so that vLLM frees its blocks.
+
+        Blocks that a peer may write are freed after `release_writer`, held blocks after `release_held`.
+        """
+        entry = self.live.pop(sequence.request_id)
+        entry.ended = True
+        if sequence.reservation is not None:
+            del self._reserved[sequence.reservation]
+            sequence.reservation = None
+        if self._parked.pop(sequence.request_id, None) is None:
+            if not entry.ended_at_vllm and entry.held is None:
+                self._vllm.engine.engine_core.abort_requests([entry.vllm_id])
+            self._release_adapter(entry)
+        if entry.held is not None:
+            sequence.status = SequenceStatus.HELD
+            self.held[sequence.request_id] = entry
+            return
+        sequence.status = SequenceStatus.ENDED
+        if entry.keeps_blocks:
+            self._report_sent(entry)
+        self._report_not_coming(entry)
+        self._forget_if_done(entry)
+
+    def release_held(self, request_id: str) -> bool:
+        """Lets vLLM free the held blocks of a request; returns whether there were any. Idempotent."""
+        entry = self.held.pop(request_id, None)
+        if entry is None:
+            return False
+        entry.sequence.status = SequenceStatus.ENDED
+        self._report_sent(entry)
+        return True
+
+    def knows_reservation(self, reservation: int) -> bool:
+        """Whether a reservation of this number waits for its KV or has a writer."""
+        return reservation in self._reserved or reservation in self.writers
+
+    def grant(self, entry: VllmRequest, reservation: int) -> None:
+        """Lets a peer write into a request's blocks, until `release_writer`."""
+        entry.sequence.status, entry.sequence.reservation = SequenceStatus.RESERVED, reservation
+        entry.writer = reservation
+        self._reserved[reservation] = self.writers[reservation] = entry
+
+    def admit(self, reservation: int, first_token: int) -> Sequence | None:
+        """Reports that the KV of a reservation has arrived, and has vLLM choose `first_token`.
+
+        Returns the request's sequence, None for a reservation that is not live.
+        """
+        entry = self._reserved.pop(reservation, None)
+        if entry is None:
+            return None
+        entry.sequence.reservation, entry.repeated_token = None, first_token
+        self._report_received(entry, first_token)
+        return entry.sequence
+
+    def release_writer(self, reservation: int) -> bool:
+        """Ends a peer's ownership of a reservation's blocks; returns whether it had any. Idempotent."""
+        entry = self.writers.pop(reservation, None)
+        if entry is None:
+            return False
+        entry.writer = None
+        self._report_not_coming(entry)
+        self._forget_if_done(entry)
+        return True
+
+    def reserved_blocks(self) -> tuple[int, int]:
+        """The number of blocks of live requests that wait for KV, and of ended ones into which peers may write."""
+        waiting = [entry for entry in self.live.values() if not entry.reported_received]
+        quarantined = [
+            entry for entry in self.writers.values() if entry.ended and not entry.reported_received
+        ]
+        return _blocks(waiting), _blocks(quarantined)
+
+    def on_scheduler(self, event: pb.VllmEvent) -> None:
+        """Takes an event of vLLM's scheduler."""
+        if event.HasField("allocated"):
+            allocated = event.allocated
+            entry = self.at_vllm[allocated.request_id]
+            entry.reserved = ReservedBlocks(
+                tuple(allocated.blocks), allocated.cached_tokens, tuple(allocated.group_blocks)
+            )
+            self._report_not_coming(entry)
+            return
+        entry = self.at_vllm[event.ended.request_id]
+        entry.ended_at_vllm, entry.keeps_blocks = True, event.ended.held
+        # The worker had ended the request already: nobody reads the blocks.
+        if entry.keeps_blocks and entry.ended and entry.held is None:
+            self._report_sent(entry)
+        self._forget_if_done(entry)
+
+    def _give(self, entry: VllmRequest) -> bool:
+        """Gives a request to vLLM. Returns False if there is no room for its adapter. Raises like `add`."""
+        request, lora = entry.request, None
+        if request.adapter is not None:
+            assert self._vllm.adapters is not None, "the worker has no adapters"
+            lora = self._vllm.adapters.acquire(request.adapter.name)
+            if lora is None:
+                return False
+        prompt = tokens_input(list(request.token_ids), cache_salt=request.cache_salt.hex() or None)
+        processor = self._vllm.engine.input_processor
+        try:
+            params = vllm_params(request, awaits_kv=entry.awaits_kv)
+            core_request = processor.process_inputs(
+                str(entry.sequence.arrival), prompt, params, supported_tasks=("generate",), lora_request=lora
+            )
+        except Exception as error:
+            self._release_adapter(entry)
+            if isinstance(error, ValueError | TypeError):
+                raise InvalidArgumentError(f"vLLM refuses it: {error}", field="sampling") from error
+            raise
+        processor.assign_request_id(core_request)
+        if entry.awaits_kv:
+            core_request.sampling_params.extra_args[ID_FIELD] = core_request.request_id
+        entry.vllm_id = core_request.request_id
+        self.at_vllm[entry.vllm_id] = entry
+        self._vllm.engine.engine_core.add_request(core_request)
+        return True
+
+    def _release_adapter(self, entry: VllmRequest) -> None:
+        if entry.request.adapter is not None and self._vllm.adapters is not None:
+            self._vllm.adapters.release(entry.request.adapter.name)
+
+    def _report_not_coming(self, entry: VllmRequest) -> None:
+        """Reports that an ended request's KV will not arrive, once vLLM waits for it and no peer may write it."""
+        waits = entry.reserved is not None and not entry.reported_received
+        if entry.ended and waits and entry.writer is None:
+            self._report_received(entry, None)
+
+    def _report_received(self, entry: VllmRequest, first_token: int | None) -> None:
+        entry.reported_received = True
+        received = pb.VllmReceived(request_id=entry.vllm_id, first_token=first_token)
+        self._vllm.processes.command(pb.VllmCommand(reports=pb.VllmReports(received=[received])))
+
+    def _report_sent(self, entry: VllmRequest) -> None:
+        entry.reported_sent = True
+        self._vllm.processes.command(pb.VllmCommand(reports=pb.VllmReports(sent=[entry.vllm_id])))
+        self._forget_if_done(entry)
+
+    def _forget_if_done(self, entry: VllmRequest) -> None:
+        """Forgets a request if vLLM sends no more events for it and waits for no report."""
+        owes_received = entry.reserved is not None and not entry.reported_received
+        owes_sent = entry.keeps_blocks and not entry.reported_sent
+        if entry.ended and entry.ended_at_vllm and not owes_received and not owes_sent:
+            self.at_vllm.pop(entry.vllm_id, None)
+
+
+def _blocks(entries: Iterable[VllmRequest]) -> int:
+    return sum(len(entry.reserved.block_ids) for entry in entries if entry.reserved is not None)
