@@ -30,6 +30,7 @@ SUPPORTED = ("0.32",)
 """The minor versions of vLLM with which the tests ran. vLLM marks its connector interface as experimental."""
 FIRST_TOKENS = "engine.vllm.first_token:FirstTokens"
 FIRST_TOKENS_V2 = "engine.vllm.first_token:FirstTokensV2"
+FIRST_TOKEN_RANK = "engine.vllm.first_token.FirstTokenRank"
 
 
 @dataclass(slots=True)
@@ -177,10 +178,14 @@ def _load(args: Any, processes: VllmProcesses, adapters: Mapping[str, AdapterFil
     # vLLM chooses one of its two model runners by the settings above. Each takes a logits processor of its own kind.
     if config.use_v2_model_runner:
         model.logits_processors = [FIRST_TOKENS_V2]
-    elif config.speculative_config is not None:
-        message = "vLLM's first model runner takes no first token of a handoff beside speculation"
-        raise ConfigError(f"{FIELD}: {message}", field=FIELD)
-    return LLMEngine.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
+    speculates = config.speculative_config is not None and not config.use_v2_model_runner
+    if speculates:
+        model.logits_processors = None
+        config.parallel_config.worker_extension_cls = FIRST_TOKEN_RANK
+    engine = LLMEngine.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
+    if speculates:
+        engine.collective_rpc("take_first_tokens")
+    return engine
 
 
 def _started(

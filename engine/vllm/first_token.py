@@ -56,6 +56,19 @@ class FirstTokens(LogitsProcessor):
         return logits
 
 
+class FirstTokenRank:
+    """Added to the class of vLLM's ranks (`worker_extension_cls`): beside speculation its first model runner takes no
+    logits processor from the settings; it calls those it has with one row a request, the one behind the drafts."""
+
+    model_runner: Any
+
+    def take_first_tokens(self) -> None:
+        """Called in each rank once the model is loaded."""
+        batch = self.model_runner.input_batch
+        batch.logitsprocs.non_argmax_invariant.append(FirstTokens(None, batch.device, False))
+        batch.logitsprocs_need_output_token_ids = True
+
+
 class FirstTokensV2(v2.LogitsProcessor):
     """The logits processor for vLLM's second model runner."""
 

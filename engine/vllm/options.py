@@ -62,6 +62,7 @@ REFUSED = {
     "--nnodes": "a worker is on one machine",
     "--node-rank": "a worker is on one machine",
     "--worker-cls": "the handoff depends on vLLM's own",
+    "--worker-extension-cls": "the handoff's first token needs its own",
     "--runner": "workers generate text",
     "--convert": "workers generate text",
     "--diffusion-config": "tokens are sampled one after the other",

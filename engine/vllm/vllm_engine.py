@@ -6,10 +6,11 @@ The text of the answers and the handoff are splitserve's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from itertools import chain, zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
 from typing_extensions import override
 
@@ -48,6 +49,10 @@ SCHEDULED = 2
 """vLLM's `EngineCoreEventType.SCHEDULED`."""
 SILENT_TIMES = 10.0
 """While requests run, vLLM must send a message within this many times `EngineConfig.hung_step_s`."""
+MAX_SPREAD_S = 0.25
+"""The tokens of one step are put out within this time."""
+
+_Wave: TypeAlias = dict[Sequence, SampledToken]
 
 
 class VllmEngine(Engine):
@@ -80,6 +85,11 @@ class VllmEngine(Engine):
         self._heard_s = clock()
         """When vLLM last sent a message, or was last given KV to go on with."""
         self._requests = VllmRequests(vllm, config.max_bypasses)
+        self._token_spread = config.token_spread
+        self._late_tokens: deque[tuple[float, _Wave]] = deque()
+        """Tokens of vLLM's last message that are put out later, each wave with its time."""
+        self._message_s = 0.0
+        """When vLLM sent its last message."""
         self._deadlines: LazyHeap[float, Sequence] = LazyHeap()
         self._meter = StepMeter()
         self.step_totals = self._meter.totals
@@ -190,6 +200,8 @@ class VllmEngine(Engine):
     def next_deadline(self) -> float:
         first = self._deadlines.peek()
         due_s = float("inf") if first is None else first[0]
+        if self._late_tokens:
+            due_s = min(due_s, self._late_tokens[0][0])
         return min(due_s, self._heard_s + self._silent_s) if self._runs() else due_s
 
     @override
@@ -210,6 +222,7 @@ class VllmEngine(Engine):
             if isinstance(message, Exception):
                 raise VllmEndedError(f"vLLM has ended: {reason_of(message)}") from message
             self._apply(message, result)
+        self._put_out_late(now, result)
         for sequence, error in self._requests.give_parked():
             self._outputs.fail(sequence, error.reason, error.message, result)
         self._pending.put(result)
@@ -279,7 +292,9 @@ class VllmEngine(Engine):
 
     def _apply(self, message: Any, result: StepResult) -> None:
         """Applies one of vLLM's `EngineCoreOutputs`: the tokens of one step."""
+        self._put_out_late(float("inf"), result)
         tokens: dict[Sequence, list[SampledToken]] = {}
+        late: dict[Sequence, list[SampledToken]] = {}
         parts: list[StepPart] = []
         began_s = float("inf")
         for output in message.outputs:
@@ -298,9 +313,16 @@ class VllmEngine(Engine):
             if sampled and entry.repeated_token is not None:
                 entry.repeated_token = None
                 del sampled[0]
-            tokens[entry.sequence] = sampled
+            # Speculation brings several tokens of a sequence at once. An ended sequence takes all of them now.
+            at_once = len(sampled) if output.finished or not self._token_spread else 1
+            tokens[entry.sequence], late[entry.sequence] = sampled[:at_once], sampled[at_once:]
         self._measure(parts, began_s, message.timestamp, result)
-        self._advance(tokens, result)
+        self._advance(_waves(tokens), result)
+        waves = _waves(late)
+        step_s, self._message_s = min(MAX_SPREAD_S, message.timestamp - self._message_s), message.timestamp
+        for index, wave in enumerate(waves, 1):
+            due_s = self._clock() + self._token_spread * step_s * index / (len(waves) + 1)
+            self._late_tokens.append((due_s, wave))
         for output in message.outputs:
             entry = self._requests.at_vllm.get(output.request_id)
             if output.finished and entry is not None and not entry.ended:
@@ -328,13 +350,18 @@ class VllmEngine(Engine):
         self._meter.expect(parts if began_s < ended_s or self._meter.busy else ())
         self._meter.end(ended_s, more=bool(parts))
 
-    def _advance(self, tokens: dict[Sequence, list[SampledToken]], result: StepResult) -> None:
-        """Applies the first token of each sequence, then the second tokens, which speculation adds, and so on."""
-        for wave in zip_longest(*tokens.values()):
+    def _put_out_late(self, now: float, result: StepResult) -> None:
+        """Applies the tokens of earlier messages that are due."""
+        while self._late_tokens and self._late_tokens[0][0] <= now:
+            self._advance([self._late_tokens.popleft()[1]], result)
+
+    def _advance(self, waves: Iterable[_Wave], result: StepResult) -> None:
+        """Applies tokens, at most one of each sequence a wave."""
+        for wave in waves:
             sampled = {
                 sequence: token
-                for sequence, token in zip(tokens, wave, strict=True)
-                if token is not None and sequence.status is SequenceStatus.RUNNING
+                for sequence, token in wave.items()
+                if sequence.status is SequenceStatus.RUNNING
             }
             num_new = {sequence: sequence.remaining for sequence in sampled}
             self._outputs.process(BegunStep(0.0, num_new, result, partial(list, sampled.values())))
@@ -373,3 +400,11 @@ class VllmEngine(Engine):
         if awaiting != self._awaiting:
             self._awaiting = awaiting
             self._vllm.processes.command(pb.VllmCommand(awaiting=awaiting))
+
+
+def _waves(tokens: Mapping[Sequence, Collection[SampledToken]]) -> list[_Wave]:
+    """The first token of each sequence, then the second ones, and so on."""
+    return [
+        {sequence: token for sequence, token in zip(tokens, wave, strict=True) if token is not None}
+        for wave in zip_longest(*tokens.values())
+    ]

@@ -102,6 +102,9 @@ class EngineConfig(Settings):
     """Most waiting sequences; further ones are refused with RESOURCE_EXHAUSTED."""
     max_bypasses: Annotated[int, Field(ge=0, le=10**6), INTERNAL] = 16
     """How many later requests may bypass one that does not fit before it blocks the queue."""
+    token_spread: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Engine vllm with speculative decoding: the tokens that a step brings of an answer are put out one by one, over
+    this share of the time that the step took. 0: at once."""
     prefix_cache: bool = True
     """Keep the KV of finished prompts for later prompts with the same prefix."""
     context_tokens: Annotated[int, Field(ge=1, le=2**24)] | None = None

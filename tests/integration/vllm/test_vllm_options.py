@@ -58,7 +58,7 @@ def test_what_is_refused_is_named_as_vllm_names_it() -> None:
 
 
 def test_vllm_takes_no_sampler_of_others_beside_speculation() -> None:
-    """Why speculative decoding is refused (docs/guides/models-and-engines.md)."""
+    """Why the ranks get `FirstTokenRank`."""
     import torch
     from vllm.v1.sample.logits_processor import build_logitsprocs
 
