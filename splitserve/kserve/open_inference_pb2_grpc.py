@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GRPCInferenceServiceStub:
-    """Inference by tensors. See docs/guides/grpc-kserve.md for the tensors that a model takes and gives.
+    """Inference by tensors. docs/guides/grpc-kserve.md lists the tensors of a model.
     """
 
     def __init__(self, channel):
@@ -83,68 +83,68 @@ class GRPCInferenceServiceStub:
 
 
 class GRPCInferenceServiceServicer:
-    """Inference by tensors. See docs/guides/grpc-kserve.md for the tensors that a model takes and gives.
+    """Inference by tensors. docs/guides/grpc-kserve.md lists the tensors of a model.
     """
 
     def ServerLive(self, request, context):
-        """Whether the server runs.
+        """Tells whether the server runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ServerReady(self, request, context):
-        """Whether some model can be asked for.
+        """Tells whether any model is ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelReady(self, request, context):
-        """Whether one model can be asked for.
+        """Tells whether one model is ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ServerMetadata(self, request, context):
-        """Name, version and extensions of the server.
+        """Returns name, version and extensions of the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelMetadata(self, request, context):
-        """The tensors of a model. Failure: NOT_FOUND.
+        """Returns the tensors of a model. Failure: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelInfer(self, request, context):
-        """One generation, answered as a whole. Failures: as InferenceService.Generate of splitserve.v1.
+        """Runs one generation and returns the whole answer. Failures: those of splitserve.v1.InferenceService.Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelStreamInfer(self, request_iterator, context):
-        """Many generations on one stream, answered as their tokens come. One that fails ends with `error_message`; the
-        stream goes on.
+        """Runs many generations on one stream, and streams their tokens. A failed generation ends with `error_message`, and
+        the stream goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelConfig(self, request, context):
-        """What clients that measure ask of a model: above all, that it may send several responses a request. Failure: NOT_FOUND.
+        """Returns the configuration of a model, which benchmark clients ask for. Failure: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RepositoryIndex(self, request, context):
-        """The models that can be named.
+        """Lists the models.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -207,7 +207,7 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GRPCInferenceService:
-    """Inference by tensors. See docs/guides/grpc-kserve.md for the tensors that a model takes and gives.
+    """Inference by tensors. docs/guides/grpc-kserve.md lists the tensors of a model.
     """
 
     @staticmethod

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class CallServiceStub:
-    """Carries calls of the worker's other services. A carried call has its own deadline, may be cancelled, and fails for the
-    reasons of the call that it stands for. It costs a fraction of one.
+    """Carries calls of the worker's other services, for a fraction of their cost. A carried call has a deadline of its own,
+    can be cancelled, and has the failures of the call that it stands for.
     """
 
     def __init__(self, channel):
@@ -44,14 +44,14 @@ class CallServiceStub:
 
 
 class CallServiceServicer:
-    """Carries calls of the worker's other services. A carried call has its own deadline, may be cancelled, and fails for the
-    reasons of the call that it stands for. It costs a fraction of one.
+    """Carries calls of the worker's other services, for a fraction of their cost. A carried call has a deadline of its own,
+    can be cancelled, and has the failures of the call that it stands for.
     """
 
     def Carry(self, request_iterator, context):
-        """Calls go up, responses come down, each in order; both ends put into a message what they have to say at the moment.
-        When the stream ends, its calls end on both sides as those of a broken connection do. Failures: INVALID_ARGUMENT (a
-        number that is not above the last one).
+        """The coordinator sends calls and the worker sends responses, each in order. A message has all that its sender has at
+        the moment. When the stream ends, its calls fail like calls on a broken connection. Failure: INVALID_ARGUMENT for a
+        number that is not above the one before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,8 +74,8 @@ def add_CallServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CallService:
-    """Carries calls of the worker's other services. A carried call has its own deadline, may be cancelled, and fails for the
-    reasons of the call that it stands for. It costs a fraction of one.
+    """Carries calls of the worker's other services, for a fraction of their cost. A carried call has a deadline of its own,
+    can be cancelled, and has the failures of the call that it stands for.
     """
 
     @staticmethod

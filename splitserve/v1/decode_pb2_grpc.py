@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DecodeServiceStub:
-    """Reserved KV in, token stream out.
+    """Continues answers whose prompts a prefill worker has computed.
     """
 
     def __init__(self, channel):
@@ -58,12 +58,12 @@ class DecodeServiceStub:
 
 
 class DecodeServiceServicer:
-    """Reserved KV in, token stream out.
+    """Continues answers whose prompts a prefill worker has computed.
     """
 
     def Reserve(self, request, context):
-        """Reserves KV blocks for a prompt and keeps the request until its KV arrives; then it decodes by itself.
-        Waits for room until `timeout`. Failures: RESOURCE_EXHAUSTED (can never fit, queue full), DEADLINE_EXCEEDED,
+        """Reserves KV blocks for a prompt, and decodes once the KV has arrived, without another call. Waits for free blocks
+        until `timeout`. Failures: RESOURCE_EXHAUSTED (can never fit, queue full), DEADLINE_EXCEEDED,
         UNAVAILABLE (draining), FAILED_PRECONDITION (NO_OUTPUT_STREAM: this coordinator has no output stream open, or
         another one than `attachment` names).
         """
@@ -72,26 +72,26 @@ class DecodeServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request in any state. Idempotent; once received it is carried out, even if the caller no longer waits.
-        Reserved blocks go to quarantine until their writer has let go.
+        """Ends a request in any state. Idempotent. The worker carries it out even if the call is cancelled.
+        Reserved blocks stay in quarantine until their writer has ended its writes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamOutputs(self, request, context):
-        """All output of one coordinator's requests, batched per step. One stream a coordinator; a newer one replaces the
-        older. When it breaks, its requests go on, and their output is kept until the coordinator opens the next one and
-        says what it has received; after the lease they are ended. Requests that the coordinator does not name then are
-        ended at once. Failure: FAILED_PRECONDITION (STALE_ATTACHMENT: a newer one was opened before).
+        """Streams the output of all requests of one coordinator, one message for each step. A coordinator has one stream; a
+        newer stream replaces it. When the stream breaks, the requests go on for the time of the lease, and the worker
+        keeps their output. The next stream names the requests to go on with, and what was received of them; all others are
+        ended. Failure: FAILED_PRECONDITION (STALE_ATTACHMENT: the coordinator has opened a newer stream).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AcknowledgeOutputs(self, request, context):
-        """Says how far a coordinator has read its output stream, so that the worker need not keep what was sent. Cumulative;
-        what is said of another attachment than the present one is ignored.
+        """Acknowledges messages of a coordinator's output stream, so that the worker need not keep them. Ignored unless the
+        attachment is that of the open stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,7 +129,7 @@ def add_DecodeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecodeService:
-    """Reserved KV in, token stream out.
+    """Continues answers whose prompts a prefill worker has computed.
     """
 
     @staticmethod

@@ -68,39 +68,39 @@ class InferenceServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Streams one generation: deltas as they come, then exactly one message with `done` set.
-        Failures: INVALID_ARGUMENT (field and bound named), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED
-        (overload, with RetryInfo), UNAVAILABLE (no worker), DEADLINE_EXCEEDED.
+        """Runs one generation. Streams its deltas, then one message with `done` set.
+        Failures: INVALID_ARGUMENT (naming field and bound), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (overload, with
+        RetryInfo), UNAVAILABLE (no worker), DEADLINE_EXCEEDED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """What this server is and which workers it sees.
+        """Describes this coordinator and its workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """The models that can be named in GenerateRequest.model.
+        """Lists the models that GenerateRequest.model can name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRequestRecord(self, request, context):
-        """What happened to one request: running, one of the latest, or kept because it was slow or failed. Callers get their
-        own tenant's; an admin key gets all. Failures: NOT_FOUND (REQUEST_NOT_FOUND: unknown here, of another tenant, or
-        forgotten), INVALID_ARGUMENT.
+        """Returns the record of one request. A coordinator has records of running and recent requests, and keeps those of
+        slow and failed ones longer. Callers see the requests of their tenant; an admin key sees all. Failures: NOT_FOUND
+        (REQUEST_NOT_FOUND: no record here that the caller may see), INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRequestRecords(self, request, context):
-        """The kept records that the caller may see. Failure: INVALID_ARGUMENT.
+        """Lists the records that the caller may see. Failure: INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

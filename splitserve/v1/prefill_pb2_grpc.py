@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PrefillServiceStub:
-    """Prompt in, first token and pushed KV out.
+    """Computes prompts.
     """
 
     def __init__(self, channel):
@@ -43,13 +43,13 @@ class PrefillServiceStub:
 
 
 class PrefillServiceServicer:
-    """Prompt in, first token and pushed KV out.
+    """Computes prompts.
     """
 
     def Prefill(self, request, context):
-        """Computes a prompt's KV in chunks, writes finished blocks under the ticket and samples the first token.
-        Streams `first_token` as soon as it exists, then `handoff` when the last byte is acknowledged.
-        Cancelling the call stops computation at the next chunk and drains the writes.
+        """Computes a prompt's KV in chunks, writes the finished blocks to the decode worker, and samples the first token.
+        Streams `first_token` when it is sampled, then `handoff` when the last byte was acknowledged.
+        A cancelled call stops at the next chunk. Writes in flight are waited for.
         Failures: FAILED_PRECONDITION (unknown agent, layout), RESOURCE_EXHAUSTED (queue full), UNAVAILABLE (draining,
         transfer failed), DEADLINE_EXCEEDED.
         """
@@ -74,7 +74,7 @@ def add_PrefillServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillService:
-    """Prompt in, first token and pushed KV out.
+    """Computes prompts.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RegistryServiceStub:
-    """Membership of the pools.
+    """Registers workers.
     """
 
     def __init__(self, channel):
@@ -48,21 +48,21 @@ class RegistryServiceStub:
 
 
 class RegistryServiceServicer:
-    """Membership of the pools.
+    """Registers workers.
     """
 
     def Register(self, request, context):
-        """Announces a worker. Failures: FAILED_PRECONDITION LAYOUT_MISMATCH (the field named) or TRANSPORT_MISMATCH against
-        the workers already serving the model, INVALID_ARGUMENT. A worker id seen with a new epoch replaces the old boot;
-        that one is refused from then on, while the new one is registered (FAILED_PRECONDITION WORKER_REPLACED).
+        """Registers a worker. Another epoch of the same worker id replaces the earlier boot, which is refused from then on.
+        Failures: INVALID_ARGUMENT; FAILED_PRECONDITION (LAYOUT_MISMATCH, naming the field, or TRANSPORT_MISMATCH: it
+        cannot hand KV over with the model's other workers; WORKER_REPLACED: a later boot is registered).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request_iterator, context):
-        """Load reports and heartbeats up, peers down, as long as the worker lives. The first message must name a
-        registered worker and epoch. Failures: NOT_FOUND (register again), INVALID_ARGUMENT (a figure out of its bounds).
+        """The worker sends its load as a heartbeat while it lives, and the coordinator answers with peers. Failures:
+        NOT_FOUND (the worker must register again), INVALID_ARGUMENT (naming the field out of range).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,7 +90,7 @@ def add_RegistryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RegistryService:
-    """Membership of the pools.
+    """Registers workers.
     """
 
     @staticmethod

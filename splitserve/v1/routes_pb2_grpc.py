@@ -26,8 +26,7 @@ if _version_not_supported:
 
 
 class RoutesServiceStub:
-    """Changes model routes while the cluster serves. Needs an admin key: PERMISSION_DENIED without one. Routes set here
-    are this coordinator's, until its process ends.
+    """Changes the model routes of one coordinator, until its process ends. Failure: PERMISSION_DENIED without an admin key.
     """
 
     def __init__(self, channel):
@@ -49,20 +48,19 @@ class RoutesServiceStub:
 
 
 class RoutesServiceServicer:
-    """Changes model routes while the cluster serves. Needs an admin key: PERMISSION_DENIED without one. Routes set here
-    are this coordinator's, until its process ends.
+    """Changes the model routes of one coordinator, until its process ends. Failure: PERMISSION_DENIED without an admin key.
     """
 
     def GetRoutes(self, request, context):
-        """The routes in force.
+        """Returns the routes in force.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetRoutes(self, request, context):
-        """Replaces routes, all of the request at once; what runs stays where it is. Failure: INVALID_ARGUMENT naming the
-        field, and nothing is changed.
+        """Replaces all routes of the request at once, or none. Running requests stay where they are. Failure:
+        INVALID_ARGUMENT, naming the field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,8 +88,7 @@ def add_RoutesServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RoutesService:
-    """Changes model routes while the cluster serves. Needs an admin key: PERMISSION_DENIED without one. Routes set here
-    are this coordinator's, until its process ends.
+    """Changes the model routes of one coordinator, until its process ends. Failure: PERMISSION_DENIED without an admin key.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ScalingServiceStub:
-    """Signals up, plans down. With several coordinators each one is asked and told.
+    """Gives an autoscaler its signals, and takes its plans. An autoscaler calls every coordinator.
     """
 
     def __init__(self, channel):
@@ -58,38 +58,38 @@ class ScalingServiceStub:
 
 
 class ScalingServiceServicer:
-    """Signals up, plans down. With several coordinators each one is asked and told.
+    """Gives an autoscaler its signals, and takes its plans. An autoscaler calls every coordinator.
     """
 
     def GetSignals(self, request, context):
-        """What arrived, how long it took and how the workers are, at this moment. Costs no more than a scrape.
+        """Returns demand, latencies and the state of the workers. Costs no more than a scrape of the metrics.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ApplyPlan(self, request, context):
-        """Says which workers are in rotation and what role each has. Level-triggered and
-        idempotent: each plan replaces the last one, and ends after `valid_for` unless another comes.
-        Failure: INVALID_ARGUMENT (field and bound named); FAILED_PRECONDITION (STALE_LEASE) while another holds the lease.
+        """Sets which workers are in rotation, and their roles. Idempotent. Each plan replaces the last one, and ends after
+        `valid_for`. Failures: INVALID_ARGUMENT (naming field and bound), FAILED_PRECONDITION (STALE_LEASE: another
+        autoscaler holds the lease).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AcquireLease(self, request, context):
-        """Takes, extends or gives up the right to scale, so that of several autoscalers one acts. An autoscaler holds the
-        lease while a majority of its coordinators grants it. Refusal is no failure: see `granted`.
-        Failure: INVALID_ARGUMENT (field and bound named).
+        """Takes, extends or gives up the lease, so that only one of several autoscalers acts. An autoscaler holds the lease
+        while a majority of its coordinators grants it. A refusal is no failure: see `granted`. Failure: INVALID_ARGUMENT
+        (naming field and bound).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportEnded(self, request, context):
-        """Says which boots of workers have ended for certain: their runtime (Docker, a supervisor) has seen their processes
-        end. Blocks that such a prefill worker might have written to become free after a grace of seconds. Idempotent;
-        boots that are unknown here are ignored. A worker that is merely silent or unreachable must never be named.
+        """Reports boots whose processes have ended for certain, because their runtime (Docker, a supervisor) saw them end.
+        Blocks that these workers may have been writing become free after a few seconds. Idempotent. Unknown boots are
+        ignored. The caller must not name workers that are only silent or unreachable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,7 +127,7 @@ def add_ScalingServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ScalingService:
-    """Signals up, plans down. With several coordinators each one is asked and told.
+    """Gives an autoscaler its signals, and takes its plans. An autoscaler calls every coordinator.
     """
 
     @staticmethod
