@@ -154,14 +154,16 @@ class InferenceApi:
         output: Output,
         call_left_s: float | None = None,
         trace: RequestTrace | None = None,
+        failure: SplitserveError | None = None,
     ) -> None:
         """Serves one request to its end. `output` takes the answer.
 
-        `call_left_s` is the time left until the client's own deadline, `trace` comes from `begin_trace`. Raises
-        SplitserveError. Cancelling this cancels the request on both workers.
+        `call_left_s` is the time left until the client's own deadline, `trace` comes from `begin_trace`. `failure` is
+        the error that `tokenizer_of` has raised for this request; the request fails with it. Raises SplitserveError.
+        Cancelling this cancels the request on both workers.
         """
         async with self._admitted(request.model):
-            await self.flow.generate(request, caller, output, call_left_s, trace)
+            await self.flow.generate(request, caller, output, call_left_s, trace, failure)
 
     @property
     def traces(self) -> bool:
@@ -220,19 +222,15 @@ class InferenceApi:
             )
         return await self.tokenizers.tokenizer(resolved.model.tokenizer_source)
 
-    async def found_tokenizer(self, name: str, key: str, caller: Caller) -> tuple[str, Tokenizer] | None:
-        """The tokenizer of the model that a request of this name and key is for, and the source that it is loaded from.
-        None: there is none, and serving the request says why."""
-        try:
-            found = await self.flow.inputs.find_model(name, key, caller)
-            source = found.model.tokenizer_source
-            return source, await self.tokenizers.tokenizer(source)
-        except SplitserveError:
-            return None
+    async def tokenizer_of(self, name: str, key: str, caller: Caller) -> tuple[str, Tokenizer]:
+        """The source and the tokenizer of the model that `generate` would choose for a request of this name and key.
+        Waits for the first worker if needed. Raises the errors of `InputProcessor.find_model`, and of loading."""
+        source = (await self.flow.inputs.find_model(name, key, caller)).model.tokenizer_source
+        return source, await self.tokenizers.tokenizer(source)
 
     async def check_grammar(self, grammar: generation_pb2.Grammar, caller: Caller) -> None:
         """Raises InvalidArgumentError, as serving a request with this grammar would."""
-        await self.flow.inputs.check_grammar(grammar, caller)
+        await self.flow.inputs.grammars.check(grammar, caller.tenant)
 
     async def _model_info(self, nameable: Nameable, caller: Caller) -> inference_pb2.ModelInfo:
         models, ready = nameable.models, self.routes.ready_models
@@ -255,7 +253,7 @@ class InferenceApi:
     @asynccontextmanager
     async def _admitted(self, model: str) -> AsyncIterator[None]:
         if self.draining:
-            raise _shutting_down()
+            raise shutting_down()
         if self.running >= self.max_running_requests:
             self.stats.count_rejected(self.routes.largest_share(model))
             raise ResourceExhaustedError(
@@ -273,7 +271,7 @@ class InferenceApi:
         except TimeoutError:
             if not running.expired():
                 raise
-            raise _shutting_down() from None
+            raise shutting_down() from None
         finally:
             self._running.discard(running)
             if not self._running:
@@ -286,5 +284,6 @@ def require_admin(caller: Caller) -> None:
         raise PermissionDeniedError("this needs an admin key", reason="ADMIN_ONLY")
 
 
-def _shutting_down() -> UnavailableError:
+def shutting_down() -> UnavailableError:
+    """The error of a request that comes or runs while the coordinator drains."""
     return UnavailableError("the coordinator is shutting down", reason="DRAINING")

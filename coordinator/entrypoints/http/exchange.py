@@ -382,16 +382,22 @@ Serve = Callable[[HttpExchange], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An ASGI application that passes requests to `serve` and turns its exceptions into responses."""
+    """The ASGI application of a path: passes requests to `serve` and turns its exceptions into responses."""
 
     serve: Serve
     authenticator: Authenticator
     limits: InputLimits
+    methods: tuple[str, ...] = ()
+    """The methods that the path takes; others get status 405. Empty: all."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         exchange = HttpExchange(self.authenticator, self.limits, scope, receive, send)
         try:
+            if self.methods and scope["method"] not in self.methods:
+                allowed = ", ".join(self.methods)
+                headers = [(b"allow", allowed.encode())]
+                raise HttpError(405, f"this path takes {allowed} only", "METHOD_NOT_ALLOWED", headers)
             await self.serve(exchange)
         except ClientGoneError:
             return

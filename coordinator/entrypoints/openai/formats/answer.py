@@ -40,9 +40,9 @@ class AnswerParser:
         return self._writer.calls
 
     @property
-    def reasoning_tokens(self) -> int:
-        """Tokens of the reasoning so far, its tags included."""
-        return self._tokens.count
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of the reasoning so far, with its tags; None: the model's format has no reasoning."""
+        return self._tokens.count if self._reasoning is not None else None
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Part]:
         """The parts that this piece completes, which came with these tokens."""
