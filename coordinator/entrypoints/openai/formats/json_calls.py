@@ -1,4 +1,4 @@
-"""Calls as JSON objects: Hermes and Qwen, Granite, Phi-4, MiniMax-M1.
+"""Calls as JSON objects: Hermes, Qwen, Granite, Phi-4 and MiniMax-M1.
 
 <tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>
 <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}, ...]
@@ -16,10 +16,16 @@ from coordinator.entrypoints.openai.formats.writer import Writer
 
 ARGUMENTS = ("arguments", "parameters")
 _USUAL = frozenset({*ARGUMENTS, "name", "type", "id"})
+_HEAD = f'{{"name": "{NAME}", "arguments": '
+
+
+def array_form(begin: str, end: str = "") -> CallForm:
+    """Calls as the objects of one JSON array, between `begin` and `end`."""
+    return CallForm(begin=f"{begin}[", head=_HEAD, tail="}", between=", ", end=f"]{end}")
 
 
 def no_id() -> str:
-    """No id of the model's own, so that the writer draws one."""
+    """No id: the writer draws one."""
     return ""
 
 
@@ -30,10 +36,11 @@ def read_json_call(
     known: Collection[str] | None = None,
     new_id: Callable[[], str] = no_id,
 ) -> Steps[bool]:
-    """Reads one object with a name and arguments, in any order. Arguments leave as they come once the name is known.
+    """Reads one object with a name and arguments, in any order. Arguments are passed on as they arrive once the name is
+    known.
 
-    `known`: only calls of these functions, with arguments and with no unusual fields, are calls, because nothing else
-    tells them from other JSON.
+    `known`: the functions that may be called where calls have no tags. There an object is a call only if it names one
+    of them, has arguments and has no unusual field: it may as well be an answer in JSON.
     """
     if not (yield from reader.takes("{")):
         return False
@@ -70,7 +77,7 @@ def read_json_call(
 
 
 def read_json_calls(reader: Reader, writer: Writer, *, new_id: Callable[[], str] = no_id) -> Steps[bool]:
-    """Reads one such object, or an array of them."""
+    """Reads one call, or an array of calls."""
     is_array = yield from reader.takes("[")
     is_call = yield from read_json_call(reader, writer, new_id=new_id)
     while is_array and (yield from reader.takes(",", "]")) == ",":
@@ -79,7 +86,7 @@ def read_json_calls(reader: Reader, writer: Writer, *, new_id: Callable[[], str]
 
 
 def _object_text(held: str) -> str:
-    """The arguments as an object's JSON: some models write it as a string, or null for none."""
+    """The arguments as an object's JSON. Some models write the object as a string, or null without arguments."""
     try:
         value = json.loads(held or "{}")
     except (ValueError, RecursionError):
@@ -88,7 +95,7 @@ def _object_text(held: str) -> str:
 
 
 def _read_between(begin: str, end: str, reader: Reader, writer: Writer) -> Steps[bool]:
-    """Reads calls up to the closing tag, or to where the next ones begin without it."""
+    """Reads calls up to the closing tag. Some models leave it out before the next opening tag."""
     while (yield from read_json_calls(reader, writer)):
         if not (yield from reader.next_is("{")) and (yield from reader.until((end, begin), drop)) == end:
             return True
@@ -106,30 +113,21 @@ HERMES = ToolFormat(
     markers=("<tool_call>",),
     opens=("<tool_call>",),
     read=partial(_read_between, "<tool_call>", "</tool_call>"),
-    form=CallForm(
-        head=f'<tool_call>\n{{"name": "{NAME}", "arguments": ', tail="}\n</tool_call>", between="\n"
-    ),
+    form=CallForm(head=f"<tool_call>\n{_HEAD}", tail="}\n</tool_call>", between="\n"),
 )
 MINIMAX_M1 = ToolFormat(
     name="minimax_m1",
     markers=("<tool_calls>",),
     opens=("<tool_calls>",),
     read=partial(_read_between, "<tool_calls>", "</tool_calls>"),
-    form=CallForm(
-        begin="<tool_calls>\n",
-        head=f'{{"name": "{NAME}", "arguments": ',
-        tail="}\n",
-        end="</tool_calls>",
-    ),
+    form=CallForm(begin="<tool_calls>\n", head=_HEAD, tail="}\n", end="</tool_calls>"),
 )
 GRANITE = ToolFormat(
     name="granite",
     markers=("<|tool_call|>", "<|start_of_role|>"),
     opens=("<|tool_call|>", "<tool_call>"),
     read=_read_array,
-    form=CallForm(
-        begin="<|tool_call|>[", head=f'{{"name": "{NAME}", "arguments": ', tail="}", between=", ", end="]"
-    ),
+    form=array_form("<|tool_call|>"),
 )
 PHI4 = ToolFormat(
     name="phi4",
@@ -137,11 +135,5 @@ PHI4 = ToolFormat(
     opens=("<|tool_call|>", "functools"),
     skips=("<|/tool_call|>",),
     read=read_json_calls,
-    form=CallForm(
-        begin="<|tool_call|>[",
-        head=f'{{"name": "{NAME}", "arguments": ',
-        tail="}",
-        between=", ",
-        end="]<|/tool_call|>",
-    ),
+    form=array_form("<|tool_call|>", "<|/tool_call|>"),
 )
