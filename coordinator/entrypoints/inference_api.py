@@ -18,7 +18,7 @@ from coordinator.telemetry.request_stats import RequestStats
 from coordinator.tenants.usage import Limit, full, spend, wait_s
 from coordinator.workers.client import BackgroundTasks
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import Model, PoolSnapshot
+from coordinator.workers.snapshot import Model
 from splitserve.config.tracing import RequestTracingConfig
 from splitserve.errors import PermissionDeniedError, ResourceExhaustedError, SplitserveError, UnavailableError
 from splitserve.models.tokenizer import Tokenizer
@@ -138,11 +138,6 @@ class InferenceApi:
         return len(self._running)
 
     @property
-    def background_tasks(self) -> int:
-        """Number of clean-up tasks of ended requests that are still running."""
-        return self.background.count
-
-    @property
     def uptime_s(self) -> float:
         """Seconds since the start."""
         return time.monotonic() - self._started_s
@@ -194,21 +189,9 @@ class InferenceApi:
         """Whether requests for at least one model are accepted."""
         return not self.draining and bool(self.routes.ready_models)
 
-    def snapshot(self) -> PoolSnapshot:
-        """The workers in their current state."""
-        return self.registry.snapshot()
-
     async def models(self, caller: Caller) -> list[inference_pb2.ModelInfo]:
         """The models that the caller may use, sorted by name."""
         return [await self._model_info(nameable, caller) for nameable in self.routes.nameable(caller)]
-
-    def model_names(self, caller: Caller) -> list[str]:
-        """The names of the models that the caller may use, sorted."""
-        return [nameable.name for nameable in self.routes.nameable(caller)]
-
-    def model_name(self, name: str, caller: Caller) -> str:
-        """The name itself; for an empty name the name of the caller's only model, or empty without such a model."""
-        return self.routes.public_name(name, caller)
 
     async def tokenizer(self, name: str, caller: Caller) -> Tokenizer:
         """The tokenizer of a model; names are resolved as by `generate`.

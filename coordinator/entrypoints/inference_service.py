@@ -70,13 +70,13 @@ class InferenceService(InferenceServiceServicer):
         self, request: inference_pb2.GetServerInfoRequest, context: Any
     ) -> inference_pb2.GetServerInfoResponse:
         self.access.require_reader(context)
-        snapshot = self.api.snapshot()
+        snapshot = self.api.registry.snapshot()
         return inference_pb2.GetServerInfoResponse(
             version=__version__,
             workers=[_worker_info(worker, snapshot) for worker in snapshot.workers],
             uptime_seconds=self.api.uptime_s,
             running_requests=self.api.running,
-            background_tasks=self.api.background_tasks,
+            background_tasks=self.api.background.count,
         )
 
     @override

@@ -187,7 +187,7 @@ class OpenAIServing:
     def _frame(
         self, exchange: HttpExchange, caller: Caller, request: GenerationFields, prefix: str, kind: str
     ) -> Frame:
-        model = self._api.model_name(request.model or "", caller)
+        model = self._api.routes.public_name(request.model or "", caller)
         return Frame(f"{prefix}{exchange.request_id}", kind, int(time.time()), model)
 
     def _choice_requests(

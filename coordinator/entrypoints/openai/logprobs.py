@@ -64,8 +64,8 @@ class CompletionLogprobs:
     def to_json(
         self, tokens: Iterable[generation_pb2.TokenLogprob], length: int | None = None
     ) -> dict[str, list[Any]]:
-        """The logprobs of the tokens after those of earlier calls. `length`: the characters of the whole text, if known.
-        A stop string may have cut the text before the last tokens; their offset is then its length."""
+        """The logprobs of the tokens after those of earlier calls. `length`: characters of the whole text, if known. A
+        stop string may have cut the text before the last tokens; their offset is then its length."""
         shown: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],

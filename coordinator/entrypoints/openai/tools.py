@@ -70,11 +70,6 @@ class JsonSchema(Fields):
     strict: bool | None = None
     """Whether a schema that a grammar cannot enforce exactly is refused."""
 
-    @property
-    def marked(self) -> dict[str, Any]:
-        """The schema with the mark of a strict one."""
-        return _marked(self.json_schema, self.strict)
-
 
 class ResponseFormat(Fields):
     """`response_format`."""
@@ -94,17 +89,18 @@ class ResponseFormat(Fields):
         """The JSON Schema of the answer; None for plain text."""
         if self.type == "text":
             return None
-        return {"type": "object"} if self.json_schema is None else self.json_schema.marked
+        wanted = self.json_schema
+        return {"type": "object"} if wanted is None else _marked(wanted.json_schema, wanted.strict)
 
     @property
     def grammar(self) -> generation_pb2.Grammar | None:
         """The grammar of the answer; None for plain text."""
-        if self.type == "text":
-            return None
-        if self.json_schema is None:
+        if self.type == "json_object":
             return generation_pb2.Grammar(json_object=True)
-        return generation_pb2.Grammar(json_schema=compact_json(self.json_schema.marked))
+        schema = self.content_schema
+        return None if schema is None else generation_pb2.Grammar(json_schema=compact_json(schema))
 
 
 def _marked(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    """The schema, with a mark if it is strict: a schema that a grammar cannot enforce exactly is then refused."""
     return {**schema, "x-guidance": STRICT} if strict else schema

@@ -259,7 +259,7 @@ class PageEndpoints:
             "workers": workers_view(snapshot, self._scaling.states, now_s),
             "flows": flows_view(self._keeper.kv_flows(FLOW_WINDOW_S)),
             "models": models_view(self._models(), queues),
-            "servable": self._api.model_names(ANYONE)[:MAX_MODELS],
+            "servable": [model.name for model in self._api.routes.nameable(ANYONE)][:MAX_MODELS],
             "scaling": scaling_view(self._scaling.timeline, self._registry.plan, now_s),
             "requests": {
                 "recent": self._listed(),
