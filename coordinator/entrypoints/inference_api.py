@@ -40,7 +40,7 @@ class TraceSampler:
         self.enabled = config.endpoint is not None
         self._ratio, per_s = config.sample_ratio, config.max_client_traces_per_s
         self._limit = Limit(per_s, max(1.0, per_s)) if per_s else None
-        self._asked = full(self._limit, 0.0) if self._limit else None
+        self._bucket = full(self._limit, 0.0) if self._limit else None
 
     def begin(
         self,
@@ -49,9 +49,9 @@ class TraceSampler:
         now: float,
         resumed: TraceContext | None = None,
     ) -> RequestTrace | None:
-        """The trace of a request that came at `now`, on the monotonic clock; None if it has none.
+        """The trace of a request that arrived at `now`, in seconds of the monotonic clock; None: it has none.
 
-        `client`: the context that the client sent. Without it, a resumed answer goes on in the trace of `resumed`.
+        `client`: the context that the client sent. Without one, a resumed answer continues the trace of `resumed`.
         """
         parent = client or resumed
         if not self.enabled:
@@ -66,16 +66,16 @@ class TraceSampler:
         return random_bits(DRAW_BITS) < self._ratio * (1 << DRAW_BITS)
 
     def _grants(self, now: float) -> bool:
-        if self._limit is None or self._asked is None or wait_s(self._asked, self._limit, 1.0, now) > 0:
+        if self._limit is None or self._bucket is None or wait_s(self._bucket, self._limit, 1.0, now) > 0:
             return False
-        self._asked = spend(self._asked, self._limit, 1.0, now)
+        self._bucket = spend(self._bucket, self._limit, 1.0, now)
         return True
 
 
 LEAST_BYTES = 2 * 2**20
-"""Size of a request that is always allowed, for schemas, tools and a batch of short prompts."""
+"""Size of a request that is always allowed: room for schemas, tools and a batch of short prompts."""
 BYTES_PER_TOKEN = 16
-"""A token of a real prompt takes up to 9 bytes in JSON, which may escape a Chinese character in six bytes."""
+"""Bytes of a request per token of context. A token of a real prompt takes up to 9 bytes in JSON."""
 OPERATOR_BYTES = 2**20
 """Largest request of the services for operators."""
 CLIENT_SERVICES = ("splitserve.v1.InferenceService", "inference.GRPCInferenceService")
@@ -83,7 +83,7 @@ OPERATOR_SERVICES = ("splitserve.v1.RoutesService", "splitserve.v1.ScalingServic
 
 
 class InputLimits:
-    """The limits in force; they grow with the contexts of the models that have registered."""
+    """Bounds of requests. They grow with the contexts of the registered models."""
 
     def __init__(self, known_models: Callable[[], Mapping[str, Model]], max_message_bytes: int) -> None:
         self._known_models = known_models
@@ -100,7 +100,7 @@ class InputLimits:
         return min(self._max_message_bytes, max(LEAST_BYTES, BYTES_PER_TOKEN * self.context_tokens))
 
     def limit_of(self, method: str) -> int | None:
-        """The most bytes of a gRPC method's request, by its full name "/package.Service/Method"."""
+        """The most bytes of a request of a gRPC method "/package.Service/Method"; None: the server's own bound."""
         service = method.split("/")[1]
         if service in CLIENT_SERVICES:
             return self.request_bytes
@@ -194,7 +194,7 @@ class InferenceApi:
         return [await self._model_info(nameable, caller) for nameable in self.routes.nameable(caller)]
 
     async def tokenizer(self, name: str, caller: Caller) -> Tokenizer:
-        """The tokenizer of a model; names are resolved as by `generate`.
+        """The tokenizer of the model of this name, which is resolved as by `generate`. Waits for no worker.
 
         Raises NotFoundError, or UnavailableError (NO_WORKER) before any worker has registered.
         """
@@ -244,8 +244,7 @@ class InferenceApi:
                 reason="TOO_MANY_REQUESTS",
                 retry_after_s=RETRY_AFTER_S,
             )
-        # A timeout without a deadline, which `end_all` sets.
-        running = asyncio.timeout(None)
+        running = asyncio.timeout(None)  # `end_all` sets its deadline
         self._running.add(running)
         self.idle.clear()
         try:
