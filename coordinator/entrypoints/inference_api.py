@@ -198,8 +198,8 @@ class InferenceApi:
 
         Raises NotFoundError, or UnavailableError (NO_WORKER) before any worker has registered.
         """
-        known = self.registry.known_models()
-        if not known or (resolved := self.routes.find(name, "", caller)) is None:
+        resolved = self.routes.find(name, "", caller) if self.registry.known_models() else None
+        if resolved is None:
             raise UnavailableError(
                 "no worker has registered", reason="NO_WORKER", retry_after_s=RETRY_AFTER_S
             )

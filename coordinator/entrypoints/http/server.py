@@ -133,7 +133,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _feed(self, data: bytes) -> None:
         """Parses like uvicorn's `data_received`, but keeps the body of a request that offers another protocol, which
-        httptools takes for data of that protocol. Java's HttpClient and `curl --http2` offer h2c in their first request."""
+        httptools takes for data of that protocol. Java's HttpClient and `curl --http2` offer h2c at first."""
         self._unset_keepalive_if_required()
         while data:
             try:

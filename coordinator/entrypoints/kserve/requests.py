@@ -179,12 +179,12 @@ def _read_settings(request: pb.ModelInferRequest) -> dict[str, Any]:
 
 
 def _put(settings: dict[str, Any], name: str, value: Any) -> None:
-    known = ALIASES.get(name, name)
-    if known not in READERS:
+    setting = ALIASES.get(name, name)
+    if setting not in READERS:
         refuse(name, "is not known; see ModelMetadata")
-    if known in settings:
+    if setting in settings:
         refuse(name, "is given twice")
-    settings[known] = READERS[known](name, value)
+    settings[setting] = READERS[setting](name, value)
 
 
 def _json_object(text: str) -> Mapping[str, Any]:

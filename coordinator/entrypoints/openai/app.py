@@ -58,7 +58,7 @@ from splitserve.v1 import generation_pb2, inference_pb2
 TEXT_BYTES, LOGPROBS_BYTES = 8, 1024
 """About the size of a token in a response, without and with logprobs."""
 MAX_NAMED_ROUNDS = 4
-"""Refused grammars after which only the tools that the error names are given up; after one more all are."""
+"""How many refused grammars give up only the schemas that the error names. The next one gives up all schemas."""
 MAX_SHOWN = 32
 """Most names of tools in a header and in an event."""
 F = TypeVar("F", bound=GenerationFields)
@@ -277,9 +277,9 @@ async def respond(
     ended: dict[int, inference_pb2.GenerationDone] = {}
 
     def rendered() -> bytes:
-        shown = ",".join(dumped(choice.to_json(ended[index])) for index, choice in enumerate(choices))
+        bodies = ",".join(dumped(choice.to_json(ended[index])) for index, choice in enumerate(choices))
         head = dumped(choice_requests.frame.head())[:-1]
-        return f'{head}, "choices": [{shown}], "usage": {dumped(usage.to_json())}}}'.encode()
+        return f'{head}, "choices": [{bodies}], "usage": {dumped(usage.to_json())}}}'.encode()
 
     async with exchange.while_connected():
         outputs = [_Pieces(choice, usage, index, ended) for index, choice in enumerate(choices)]

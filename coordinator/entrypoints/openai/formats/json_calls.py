@@ -33,46 +33,50 @@ def read_json_call(
     reader: Reader,
     writer: Writer,
     *,
-    known: Collection[str] | None = None,
+    functions: Collection[str] | None = None,
     new_id: Callable[[], str] = no_id,
 ) -> Steps[bool]:
     """Reads one object with a name and arguments, in any order. Arguments are passed on as they arrive once the name is
     known.
 
-    `known`: the functions that may be called where calls have no tags. There an object is a call only if it names one
-    of them, has arguments and has no unusual field: it may as well be an answer in JSON.
+    `functions`: the functions that may be called, where calls have no tags. There an object is a call only if it names
+    one of them, has arguments and has no unusual field: it may as well be an answer in JSON.
     """
     if not (yield from reader.takes("{")):
         return False
-    name = held = ""
+    name = arguments = ""
     is_begun = False
     while True:
         key = yield from reader.string()
         if key is None or not (yield from reader.takes(":")):
             return is_begun
+        # 1. The name.
         if key == "name" and not name:
             name = (yield from reader.string()) or ""
-            if not name or (known is not None and name not in known):
+            if not name or (functions is not None and name not in functions):
                 return False
+        # 2. The whole call in an object of its own.
         elif key == "function" and not name:
-            is_begun = yield from read_json_call(reader, writer, known=known, new_id=new_id)
-        elif key in ARGUMENTS and name and not (is_begun or held) and (yield from reader.next_is("{")):
+            is_begun = yield from read_json_call(reader, writer, functions=functions, new_id=new_id)
+        # 3. Arguments after the name.
+        elif key in ARGUMENTS and name and not (is_begun or arguments) and (yield from reader.next_is("{")):
             is_begun = True
             writer.call(name, new_id())
             if not (yield from reader.json_value(writer.arguments)):
                 return True
+        # 4. Arguments before the name, or another field.
         else:
             pieces: list[str] = []
-            is_usual = known is None or key in _USUAL
+            is_usual = functions is None or key in _USUAL
             if not (is_usual and (yield from reader.json_value(pieces.append))):
                 return is_begun
-            held = "".join(pieces) if key in ARGUMENTS else held
+            arguments = "".join(pieces) if key in ARGUMENTS else arguments
         if (yield from reader.takes(",", "}")) != ",":
             break
-    if not is_begun and name and (held or known is None):
+    if not is_begun and name and (arguments or functions is None):
         is_begun = True
         writer.call(name, new_id())
-        writer.arguments(_object_text(held))
+        writer.arguments(_object_text(arguments))
     return is_begun
 
 
@@ -85,13 +89,13 @@ def read_json_calls(reader: Reader, writer: Writer, *, new_id: Callable[[], str]
     return is_call
 
 
-def _object_text(held: str) -> str:
+def _object_text(written: str) -> str:
     """The arguments as an object's JSON. Some models write the object as a string, or null without arguments."""
     try:
-        value = json.loads(held or "{}")
+        value = json.loads(written or "{}")
     except (ValueError, RecursionError):
-        return held
-    return value if isinstance(value, str) else "{}" if value is None else held or "{}"
+        return written
+    return value if isinstance(value, str) else "{}" if value is None else written or "{}"
 
 
 def _read_between(begin: str, end: str, reader: Reader, writer: Writer) -> Steps[bool]:

@@ -23,9 +23,9 @@ _NAME = re.compile(r"[\w.-]*")
 
 def _read_json(reader: Reader, writer: Writer) -> Steps[bool]:
     """Reads objects with semicolons between them."""
-    is_call = yield from read_json_call(reader, writer, known=writer.tools)
+    is_call = yield from read_json_call(reader, writer, functions=writer.tools)
     while is_call and (yield from reader.takes(";")):
-        yield from read_json_call(reader, writer, known=writer.tools)
+        yield from read_json_call(reader, writer, functions=writer.tools)
     return is_call
 
 

@@ -97,11 +97,11 @@ def format_named(
     tools = reasoning = None
     if with_tools and tool_format != "none":
         fitting = (
-            known for known in TOOL_FORMATS.values() if all(mark in template for mark in known.markers)
+            tools for tools in TOOL_FORMATS.values() if all(mark in template for mark in tools.markers)
         )
         tools = next(fitting, HERMES) if tool_format == "auto" else TOOL_FORMATS[tool_format]
     if reasoning_format != "none":
-        present = (known for known in REASONING_FORMATS.values() if known.is_in(template))
+        present = (reasoning for reasoning in REASONING_FORMATS.values() if reasoning.is_in(template))
         reasoning = next(present, None) if reasoning_format == "auto" else REASONING_FORMATS[reasoning_format]
     return AnswerFormat(tools, reasoning)
 
@@ -111,9 +111,8 @@ def choose_format(
 ) -> AnswerFormat:
     """The format of a model's answers to requests with or without tools. Takes as long as rendering a prompt."""
     style = tokenizer.prompt_style(with_tools=with_tools)
-    template = (
-        style.template + style.end
-    )  # a template may compose a tag from parts, which a rendered prompt shows
+    # The end of a rendered prompt shows tags that the template composes from parts.
+    template = style.template + style.end
     named = format_named(tool_format, reasoning_format, with_tools=with_tools, template=template)
     tools, reasoning = named.tools, named.reasoning
     tags = [*(tools.tags if tools else ()), *((reasoning.begin, *reasoning.ends) if reasoning else ())]

@@ -20,7 +20,7 @@ class ReasoningFormat:
     name: str
     begin: str
     ends: tuple[str, ...]
-    """The tags of which each ends the reasoning."""
+    """Tags, each of which ends the reasoning."""
 
     def is_in(self, template: str) -> bool:
         """Whether a chat template has this format's tags."""
