@@ -74,7 +74,10 @@ RETURNS: Mapping[str, str] = {
     "return_num_output_tokens": "num_output_tokens",
 }
 """Boolean settings, each with the output that it requests."""
-OTHERS: Mapping[str, Reader] = {
+READERS: Mapping[str, Reader] = {
+    **SAMPLING,
+    **GRAMMARS,
+    **dict.fromkeys(RETURNS, as_bool),
     "text_input": as_text,
     "prompt": as_text,
     "input_ids": as_ints,
@@ -90,10 +93,7 @@ OTHERS: Mapping[str, Reader] = {
     "sequence_end": as_bool,
     "session_id": as_text,
     "triton_enable_empty_final_response": as_bool,
-    **dict.fromkeys(RETURNS, as_bool),
-    **GRAMMARS,
 }
-READERS: Mapping[str, Reader] = {**SAMPLING, **OTHERS}
 
 USUAL_OUTPUTS = ("text_output", "output_ids", "finish_reason")
 OUTPUTS = (*USUAL_OUTPUTS, "num_input_tokens", "num_output_tokens", "logprobs")
