@@ -93,6 +93,7 @@ class RequestFlow:
         output: Output,
         call_left_s: float | None = None,
         trace: RequestTrace | None = None,
+        failure: SplitserveError | None = None,
     ) -> None:
         """Serves one request; see `InferenceApi.generate` for arguments and errors."""
         received_s = time.monotonic()
@@ -109,6 +110,8 @@ class RequestFlow:
                         quota = None
                         if self.quotas is not None:
                             quota = stack.enter_context(self.quotas.entered(request, caller))
+                        if failure is not None:
+                            raise failure
                         inference_request = await self.inputs.process(
                             request, caller, request_id, received_s, deadline_s, trace
                         )
@@ -304,7 +307,7 @@ class InputProcessor:
         check_request(request, model)
         targets, slo_ttft_s = self._targets(request, caller)
         if request.sampling.HasField("grammar"):
-            await self.check_grammar(request.sampling.grammar, caller)
+            await self.grammars.check(request.sampling.grammar, caller.tenant)
         block_size = model.block_size_tokens if self.config.routing == "prefix" else 0
         prompt_field = f"prompt.{request.WhichOneof('prompt')}"
         try:
@@ -354,10 +357,6 @@ class InputProcessor:
         if not (has_targets or request.HasField("ttft_ms") or request.HasField("tpot_ms")):
             return None, None
         return resolved_targets(request, caller, settings)
-
-    async def check_grammar(self, grammar: generation_pb2.Grammar, caller: Caller) -> None:
-        """Raises InvalidArgumentError for a grammar that does not compile. Verdicts are remembered."""
-        await self.grammars.check(grammar, caller.tenant)
 
     async def find_model(self, name: str, key: str, caller: Caller, served: str = "") -> Found:
         """Resolves a public name; `key` selects among the models of a route. `served`: the one that a request which is

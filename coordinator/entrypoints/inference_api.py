@@ -18,7 +18,7 @@ from coordinator.telemetry.request_stats import RequestStats
 from coordinator.tenants.usage import Limit, full, spend, wait_s
 from coordinator.workers.client import BackgroundTasks
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import Model, PoolSnapshot
+from coordinator.workers.snapshot import Model
 from splitserve.config.tracing import RequestTracingConfig
 from splitserve.errors import PermissionDeniedError, ResourceExhaustedError, SplitserveError, UnavailableError
 from splitserve.models.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ class TraceSampler:
         self.enabled = config.endpoint is not None
         self._ratio, per_s = config.sample_ratio, config.max_client_traces_per_s
         self._limit = Limit(per_s, max(1.0, per_s)) if per_s else None
-        self._asked = full(self._limit, 0.0) if self._limit else None
+        self._bucket = full(self._limit, 0.0) if self._limit else None
 
     def begin(
         self,
@@ -49,9 +49,9 @@ class TraceSampler:
         now: float,
         resumed: TraceContext | None = None,
     ) -> RequestTrace | None:
-        """The trace of a request that came at `now`, on the monotonic clock; None if it has none.
+        """The trace of a request that arrived at `now`, in seconds of the monotonic clock; None: it has none.
 
-        `client`: the context that the client sent. Without it, a resumed answer goes on in the trace of `resumed`.
+        `client`: the context that the client sent. Without one, a resumed answer continues the trace of `resumed`.
         """
         parent = client or resumed
         if not self.enabled:
@@ -66,16 +66,16 @@ class TraceSampler:
         return random_bits(DRAW_BITS) < self._ratio * (1 << DRAW_BITS)
 
     def _grants(self, now: float) -> bool:
-        if self._limit is None or self._asked is None or wait_s(self._asked, self._limit, 1.0, now) > 0:
+        if self._limit is None or self._bucket is None or wait_s(self._bucket, self._limit, 1.0, now) > 0:
             return False
-        self._asked = spend(self._asked, self._limit, 1.0, now)
+        self._bucket = spend(self._bucket, self._limit, 1.0, now)
         return True
 
 
 LEAST_BYTES = 2 * 2**20
-"""Size of a request that is always allowed, for schemas, tools and a batch of short prompts."""
+"""Size of a request that is always allowed: room for schemas, tools and a batch of short prompts."""
 BYTES_PER_TOKEN = 16
-"""A token of a real prompt takes up to 9 bytes in JSON, which may escape a Chinese character in six bytes."""
+"""Bytes of a request per token of context. A token of a real prompt takes up to 9 bytes in JSON."""
 OPERATOR_BYTES = 2**20
 """Largest request of the services for operators."""
 CLIENT_SERVICES = ("splitserve.v1.InferenceService", "inference.GRPCInferenceService")
@@ -83,7 +83,7 @@ OPERATOR_SERVICES = ("splitserve.v1.RoutesService", "splitserve.v1.ScalingServic
 
 
 class InputLimits:
-    """The limits in force; they grow with the contexts of the models that have registered."""
+    """Bounds of requests. They grow with the contexts of the registered models."""
 
     def __init__(self, known_models: Callable[[], Mapping[str, Model]], max_message_bytes: int) -> None:
         self._known_models = known_models
@@ -100,7 +100,7 @@ class InputLimits:
         return min(self._max_message_bytes, max(LEAST_BYTES, BYTES_PER_TOKEN * self.context_tokens))
 
     def limit_of(self, method: str) -> int | None:
-        """The most bytes of a gRPC method's request, by its full name "/package.Service/Method"."""
+        """The most bytes of a request of a gRPC method "/package.Service/Method"; None: the server's own bound."""
         service = method.split("/")[1]
         if service in CLIENT_SERVICES:
             return self.request_bytes
@@ -138,11 +138,6 @@ class InferenceApi:
         return len(self._running)
 
     @property
-    def background_tasks(self) -> int:
-        """Number of clean-up tasks of ended requests that are still running."""
-        return self.background.count
-
-    @property
     def uptime_s(self) -> float:
         """Seconds since the start."""
         return time.monotonic() - self._started_s
@@ -154,14 +149,16 @@ class InferenceApi:
         output: Output,
         call_left_s: float | None = None,
         trace: RequestTrace | None = None,
+        failure: SplitserveError | None = None,
     ) -> None:
         """Serves one request to its end. `output` takes the answer.
 
-        `call_left_s` is the time left until the client's own deadline, `trace` comes from `begin_trace`. Raises
-        SplitserveError. Cancelling this cancels the request on both workers.
+        `call_left_s` is the time left until the client's own deadline, `trace` comes from `begin_trace`. `failure` is
+        the error that `tokenizer_of` has raised for this request; the request fails with it. Raises SplitserveError.
+        Cancelling this cancels the request on both workers.
         """
         async with self._admitted(request.model):
-            await self.flow.generate(request, caller, output, call_left_s, trace)
+            await self.flow.generate(request, caller, output, call_left_s, trace, failure)
 
     @property
     def traces(self) -> bool:
@@ -192,47 +189,31 @@ class InferenceApi:
         """Whether requests for at least one model are accepted."""
         return not self.draining and bool(self.routes.ready_models)
 
-    def snapshot(self) -> PoolSnapshot:
-        """The workers in their current state."""
-        return self.registry.snapshot()
-
     async def models(self, caller: Caller) -> list[inference_pb2.ModelInfo]:
         """The models that the caller may use, sorted by name."""
         return [await self._model_info(nameable, caller) for nameable in self.routes.nameable(caller)]
 
-    def model_names(self, caller: Caller) -> list[str]:
-        """The names of the models that the caller may use, sorted."""
-        return [nameable.name for nameable in self.routes.nameable(caller)]
-
-    def model_name(self, name: str, caller: Caller) -> str:
-        """The name itself; for an empty name the name of the caller's only model, or empty without such a model."""
-        return self.routes.public_name(name, caller)
-
     async def tokenizer(self, name: str, caller: Caller) -> Tokenizer:
-        """The tokenizer of a model; names are resolved as by `generate`.
+        """The tokenizer of the model of this name, which is resolved as by `generate`. Waits for no worker.
 
         Raises NotFoundError, or UnavailableError (NO_WORKER) before any worker has registered.
         """
-        known = self.registry.known_models()
-        if not known or (resolved := self.routes.find(name, "", caller)) is None:
+        resolved = self.routes.find(name, "", caller) if self.registry.known_models() else None
+        if resolved is None:
             raise UnavailableError(
                 "no worker has registered", reason="NO_WORKER", retry_after_s=RETRY_AFTER_S
             )
         return await self.tokenizers.tokenizer(resolved.model.tokenizer_source)
 
-    async def found_tokenizer(self, name: str, key: str, caller: Caller) -> tuple[str, Tokenizer] | None:
-        """The tokenizer of the model that a request of this name and key is for, and the source that it is loaded from.
-        None: there is none, and serving the request says why."""
-        try:
-            found = await self.flow.inputs.find_model(name, key, caller)
-            source = found.model.tokenizer_source
-            return source, await self.tokenizers.tokenizer(source)
-        except SplitserveError:
-            return None
+    async def tokenizer_of(self, name: str, key: str, caller: Caller) -> tuple[str, Tokenizer]:
+        """The source and the tokenizer of the model that `generate` would choose for a request of this name and key.
+        Waits for the first worker if needed. Raises the errors of `InputProcessor.find_model`, and of loading."""
+        source = (await self.flow.inputs.find_model(name, key, caller)).model.tokenizer_source
+        return source, await self.tokenizers.tokenizer(source)
 
     async def check_grammar(self, grammar: generation_pb2.Grammar, caller: Caller) -> None:
         """Raises InvalidArgumentError, as serving a request with this grammar would."""
-        await self.flow.inputs.check_grammar(grammar, caller)
+        await self.flow.inputs.grammars.check(grammar, caller.tenant)
 
     async def _model_info(self, nameable: Nameable, caller: Caller) -> inference_pb2.ModelInfo:
         models, ready = nameable.models, self.routes.ready_models
@@ -255,7 +236,7 @@ class InferenceApi:
     @asynccontextmanager
     async def _admitted(self, model: str) -> AsyncIterator[None]:
         if self.draining:
-            raise _shutting_down()
+            raise shutting_down()
         if self.running >= self.max_running_requests:
             self.stats.count_rejected(self.routes.largest_share(model))
             raise ResourceExhaustedError(
@@ -263,8 +244,7 @@ class InferenceApi:
                 reason="TOO_MANY_REQUESTS",
                 retry_after_s=RETRY_AFTER_S,
             )
-        # A timeout without a deadline, which `end_all` sets.
-        running = asyncio.timeout(None)
+        running = asyncio.timeout(None)  # `end_all` sets its deadline
         self._running.add(running)
         self.idle.clear()
         try:
@@ -273,7 +253,7 @@ class InferenceApi:
         except TimeoutError:
             if not running.expired():
                 raise
-            raise _shutting_down() from None
+            raise shutting_down() from None
         finally:
             self._running.discard(running)
             if not self._running:
@@ -286,5 +266,6 @@ def require_admin(caller: Caller) -> None:
         raise PermissionDeniedError("this needs an admin key", reason="ADMIN_ONLY")
 
 
-def _shutting_down() -> UnavailableError:
+def shutting_down() -> UnavailableError:
+    """The error of a request that comes or runs while the coordinator drains."""
     return UnavailableError("the coordinator is shutting down", reason="DRAINING")

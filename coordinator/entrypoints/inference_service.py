@@ -25,20 +25,15 @@ if TYPE_CHECKING:
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
 TraceHeaders = tuple[str | None, str | None]
-"""`traceparent` and `tracestate`, unchecked."""
+"""`traceparent` and `tracestate` as the client sent them; either may be malformed."""
 
 
 def trace_headers(context: grpc.aio.ServicerContext[Any, Any]) -> TraceHeaders:
     """The trace headers of a call; None for a missing one. Several `tracestate` headers are joined."""
-    parent: str | None = None
-    states = []
-    for name, value in context.invocation_metadata() or ():
-        if isinstance(value, str):
-            if name == TRACEPARENT:
-                parent = value
-            elif name == TRACESTATE:
-                states.append(value)
-    return parent, ",".join(states) or None
+    headers = [(name, value) for name, value in context.invocation_metadata() or () if isinstance(value, str)]
+    parents = [value for name, value in headers if name == TRACEPARENT]
+    states = [value for name, value in headers if name == TRACESTATE]
+    return parents[-1] if parents else None, ",".join(states) or None
 
 
 @dataclass(eq=False)
@@ -70,13 +65,13 @@ class InferenceService(InferenceServiceServicer):
         self, request: inference_pb2.GetServerInfoRequest, context: Any
     ) -> inference_pb2.GetServerInfoResponse:
         self.access.require_reader(context)
-        snapshot = self.api.snapshot()
+        snapshot = self.api.registry.snapshot()
         return inference_pb2.GetServerInfoResponse(
             version=__version__,
             workers=[_worker_info(worker, snapshot) for worker in snapshot.workers],
             uptime_seconds=self.api.uptime_s,
             running_requests=self.api.running,
-            background_tasks=self.api.background_tasks,
+            background_tasks=self.api.background.count,
         )
 
     @override

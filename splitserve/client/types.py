@@ -12,7 +12,7 @@ from splitserve.errors import SplitserveError
 from splitserve.v1 import generation_pb2, inference_pb2
 
 FinishReason = Literal["stop", "length", "abort"]
-_FINISH_REASONS: dict[int, FinishReason] = {
+FINISH_REASONS: dict[int, FinishReason] = {
     generation_pb2.FINISH_REASON_STOP: "stop",
     generation_pb2.FINISH_REASON_LENGTH: "length",
     generation_pb2.FINISH_REASON_ABORT: "abort",
@@ -191,7 +191,7 @@ class CompletionAccumulator:
 
     def finish(self, done: inference_pb2.GenerationDone) -> Completion:
         """The whole answer. Raises SplitserveError (BAD_ANSWER) without a known finish reason."""
-        reason = _FINISH_REASONS.get(done.finish_reason)
+        reason = FINISH_REASONS.get(done.finish_reason)
         if reason is None:
             raise SplitserveError("the server sent no known finish reason", reason="BAD_ANSWER")
         return Completion(

@@ -1,8 +1,8 @@
 """One HTTP request and its response, directly on ASGI: no wrapper between a token and the socket.
 
 `Endpoint` wraps the handler of every path and turns exceptions into error responses: status, OpenAI's error object,
-retry headers. Official clients turn the object into a typed exception by the status, see
-https://platform.openai.com/docs/guides/error-codes.
+retry headers. OpenAI's clients choose the type of their exception by the status
+(https://platform.openai.com/docs/guides/error-codes).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ STATUS: Mapping[grpc.StatusCode, int] = {
     grpc.StatusCode.CANCELLED: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
-"""All other codes are status 500."""
+"""HTTP status by gRPC code; 500 for all other codes."""
 TYPES: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
     429: "rate_limit_error",
 }
-"""Error types by status. Other statuses below 500 are "invalid_request_error", from 500 on "server_error"."""
+"""Error types by status. Other statuses are "invalid_request_error" below 500 and "server_error" from 500 on."""
 CODES: Mapping[str, str | None] = {
     "INVALID_ARGUMENT": "invalid_value",
     "PROMPT_TOO_LONG": "context_length_exceeded",
@@ -58,9 +58,7 @@ CODES: Mapping[str, str | None] = {
     "TENANT_QUOTA": "rate_limit_exceeded",
     "TENANT_CONCURRENCY": "rate_limit_exceeded",
 }
-"""OpenAI's error code for a reason; other reasons are used in lower case."""
-
-
+"""OpenAI's error code by reason. The code of any other reason is the reason in lower case."""
 CHALLENGE = (b"www-authenticate", b'Bearer realm="splitserve"')
 """The header that RFC 9110 requires in a response with status 401."""
 
@@ -80,14 +78,13 @@ class FieldNames:
     def __init__(
         self, names: Mapping[str, str] | None = None, parts: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """`parts`: replacements for words in messages that name a part of the request."""
-        self._given = names or {}
+        """`names`: HTTP names by prefix of the gRPC name. `parts`: replacements for words in messages."""
+        self._names = {"sampling.": "", "stop.stop_strings": "stop", "stop.": "", **(names or {})}
         self._parts = parts
 
     def http_name(self, field: str) -> str:
         """The HTTP name of a gRPC field."""
-        names = {"sampling.": "", "stop.stop_strings": "stop", "stop.": "", **self._given}
-        for prefix, name in sorted(names.items(), key=lambda item: -len(item[0])):
+        for prefix, name in sorted(self._names.items(), key=lambda item: -len(item[0])):
             if field.startswith(prefix):
                 return name + field[len(prefix) :]
         return field
@@ -118,16 +115,16 @@ def error_response(error: Exception, names: FieldNames = NO_NAMES) -> ErrorRespo
 
     Anything but a SplitserveError becomes status 500 with an incident id, under which the traceback is logged.
     """
-    known = known_error(error)
-    if known is None:
+    shown = known_error(error)
+    if shown is None:
         incident = uuid.uuid4().hex[:12]
         log_exception("http.internal_error", error, incident=incident)
-        known = SplitserveError(f"internal error, incident {incident}")
-    if isinstance(known, HttpError):
-        return ErrorResponse(known.status, _body(known.status, known, names), known.headers)
-    status = STATUS.get(known.code, 500)
-    headers = [CHALLENGE] if status == 401 else _retry_headers(status, known)
-    return ErrorResponse(status, _body(status, known, names), headers)
+        shown = SplitserveError(f"internal error, incident {incident}")
+    if isinstance(shown, HttpError):
+        return ErrorResponse(shown.status, _body(shown.status, shown, names), shown.headers)
+    status = STATUS.get(shown.code, 500)
+    headers = [CHALLENGE] if status == 401 else _retry_headers(status, shown)
+    return ErrorResponse(status, _body(status, shown, names), headers)
 
 
 def _body(status: int, error: SplitserveError, names: FieldNames) -> bytes:
@@ -141,7 +138,7 @@ def _body(status: int, error: SplitserveError, names: FieldNames) -> bytes:
 
 
 def _retry_headers(status: int, error: SplitserveError) -> Headers:
-    """`retry-after` for errors with a hint and for any 503; a 429 without a hint does not depend on time."""
+    """`retry-after` for errors with a hint and for any 503. Waiting does not help after a 429 without a hint."""
     seconds = error.retry_after_s
     if seconds is None:
         if status != 503:
@@ -155,17 +152,17 @@ def _retry_headers(status: int, error: SplitserveError) -> Headers:
 
 BODY_TIMEOUT_S = 60.0
 """Longest time from the end of the head to the end of the body."""
-LINGER_S = 2.0
-LINGER_BYTES = 64 * 2**20
-"""How much of a refused body is still read, so that the client gets the response instead of a broken pipe."""
+LINGER_S, LINGER_BYTES = 2.0, 64 * 2**20
+"""How long, and how much of, a refused body is read: a client that still writes would see a broken pipe instead of the
+response."""
 ERROR_WRITE_S = 5.0
-"""How long an error may wait for a client that does not read."""
+"""Longest time that an error waits for a client that does not read."""
 JSON_TYPE = b"application/json"
 EVENTS_TYPE = b"text/event-stream; charset=utf-8"
 COMPRESSED = frozenset(("gzip", "x-gzip", "deflate", "compress", "x-compress", "br", "zstd"))
-"""Content encodings that are refused. Other values have no effect: some clients name their charset there."""
+"""Content encodings that are refused. Other values have no effect: some clients write their charset there."""
 CHOICE_DIGITS = 5
-"""Characters reserved in a request id for the index of a choice."""
+"""Characters of a request id that are left for the index of a choice."""
 
 OnLost = Callable[[], None]
 
@@ -182,7 +179,7 @@ class HttpExchange:
     ) -> None:
         self.path_params: dict[str, str] = scope.get("path_params", {})
         self.field_names: FieldNames = NO_NAMES
-        """Field names for errors; set once the request has been parsed."""
+        """Field names for errors. Set when the request has been parsed."""
         self.response_headers: Headers = []
         """Sent with any response."""
         self.started = False
@@ -194,7 +191,7 @@ class HttpExchange:
         self._abort: Callable[[], None] | None = connection.get("abort_connection")
         self._is_writable: Callable[[], bool] = connection.get("is_writable", lambda: False)
         self._write_chunk: Callable[[bytes], None] | None = connection.get("write_chunk")
-        self._when_lost: Callable[[OnLost | None], None] = connection.get("when_lost", _never)
+        self._when_lost: Callable[[OnLost | None], None] = connection.get("when_lost", lambda _: None)
         self._authenticator, self._limits = authenticator, limits
         self._receive, self._send = receive, send
         requested_id = self.header(b"x-request-id") or ""
@@ -215,9 +212,9 @@ class HttpExchange:
     @property
     def credential(self) -> str | None:
         """The API key from `Authorization: Bearer KEY`, or else `x-api-key: KEY`."""
-        given = self.header(b"authorization") or ""
-        if given[: len(BEARER)].lower() == BEARER:
-            return given[len(BEARER) :].strip()
+        authorization = self.header(b"authorization") or ""
+        if authorization[: len(BEARER)].lower() == BEARER:
+            return authorization[len(BEARER) :].strip()
         return self.header(b"x-api-key")
 
     def caller(self) -> Caller:
@@ -225,11 +222,11 @@ class HttpExchange:
         return self._authenticator.caller(self.credential)
 
     async def json_body(self) -> bytes:
-        """The body of a POST. Raises HttpError unless its content type is JSON, which a form on another site's page
-        cannot send without a CORS preflight."""
-        kind = (self.header(b"content-type") or "").partition(";")[0].strip().lower()
+        """The body of a POST. Raises HttpError unless its content type is JSON: a form on another site's page cannot
+        send that type without a CORS preflight."""
+        content_type = (self.header(b"content-type") or "").partition(";")[0].strip().lower()
         body = await self.body(self._limits.request_bytes)
-        if kind.encode() != JSON_TYPE:
+        if content_type.encode() != JSON_TYPE:
             raise HttpError(415, "content-type must be application/json", "UNSUPPORTED_MEDIA_TYPE")
         encodings = (self.joined(b"content-encoding") or "").lower().split(",")
         if not COMPRESSED.isdisjoint(encoding.strip() for encoding in encodings):
@@ -238,7 +235,7 @@ class HttpExchange:
         return body
 
     async def body(self, limit_bytes: int) -> bytes:
-        """The request's body. Raises HttpError if it is too long or too slow, ClientGoneError if it ends early."""
+        """The request's body. Raises HttpError if it is too long or too slow, ClientGoneError if it is cut off."""
         declared = self.header(b"content-length") or "0"
         length = int(declared) if declared.isdigit() else 0
         pieces: list[bytes] = []
@@ -280,8 +277,8 @@ class HttpExchange:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _begin_events(self) -> None:
-        """Sends the status of a stream, once: several choices of an answer may begin it concurrently. It waits while
-        the client does not read an earlier response on this connection."""
+        """Sends the status of a stream once, though several choices may begin the stream concurrently. Waits while the
+        client does not read an earlier response on this connection."""
         async with self._beginning:
             if self.started:
                 return
@@ -304,9 +301,8 @@ class HttpExchange:
         return self.started and self._write_chunk is not None and self._is_writable()
 
     def event_now(self, data: bytes) -> None:
-        """Sends rendered server-sent events, at least one, without a wait; call it only while `takes_events`. It
-        bypasses uvicorn's `send`, which takes a fifth of a message's time; `send` begins and ends the chunked
-        response."""
+        """Sends at least one rendered server-sent event without a wait. Call it only while `takes_events`. It bypasses
+        uvicorn's `send`, which would take a fifth of the time per message; `send` begins and ends the response."""
         assert self._write_chunk is not None, "the stream has ended"
         self._write_chunk(data)
 
@@ -316,8 +312,8 @@ class HttpExchange:
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def fail(self, error: Exception) -> None:
-        """Responds with an error, as an event if the stream has begun; aborts the connection if the client does not
-        read even that. Call it from an `except` block."""
+        """Responds with an error, as an event if the stream has begun. Aborts the connection if the client does not
+        read the error. Call it from an `except` block."""
         response = error_response(error, self.field_names)
         try:
             async with asyncio.timeout(ERROR_WRITE_S):
@@ -332,11 +328,8 @@ class HttpExchange:
 
     @asynccontextmanager
     async def while_connected(self) -> AsyncIterator[None]:
-        """Cancels the block when the client disconnects, and raises ClientGoneError.
-
-        The body must have been read before.
-        """
-        gone = asyncio.timeout(None)  # a timeout without a deadline, which the loss of the connection sets
+        """Cancels the block when the client disconnects, and raises ClientGoneError. Read the request's body before."""
+        gone = asyncio.timeout(None)  # the loss of the connection sets its deadline
 
         def lost() -> None:
             with suppress(RuntimeError):  # the block has ended in the meantime
@@ -344,7 +337,7 @@ class HttpExchange:
 
         try:
             async with gone:
-                # A callback: a task that waits for the loss would take a tenth of the time of all tasks.
+                # A callback, because a waiting task for each request would take a tenth of the event loop's time.
                 self._when_lost(lost)
                 yield
         except TimeoutError:
@@ -361,7 +354,7 @@ class HttpExchange:
         return message
 
     async def _refuse_length(self, limit_bytes: int, more: bool) -> Never:
-        """Keeps reading for a while if there is more (see LINGER_BYTES), then raises HttpError."""
+        """Raises HttpError, after reading for a while if there is more (LINGER_S, LINGER_BYTES)."""
         read = 0
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
@@ -373,25 +366,27 @@ class HttpExchange:
         raise HttpError(413, text, "BODY_TOO_LARGE", [(b"connection", b"close")])
 
 
-def _never(_on_lost: OnLost | None) -> None:
-    """Used when the server does not report lost connections."""
-
-
 Serve = Callable[[HttpExchange], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An ASGI application that passes requests to `serve` and turns its exceptions into responses."""
+    """The ASGI application of a path: passes requests to `serve` and turns its exceptions into responses."""
 
     serve: Serve
     authenticator: Authenticator
     limits: InputLimits
+    methods: tuple[str, ...] = ()
+    """The methods that the path takes; others get status 405. Empty: all."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         exchange = HttpExchange(self.authenticator, self.limits, scope, receive, send)
         try:
+            if self.methods and scope["method"] not in self.methods:
+                allowed = ", ".join(self.methods)
+                headers = [(b"allow", allowed.encode())]
+                raise HttpError(405, f"this path takes {allowed} only", "METHOD_NOT_ALLOWED", headers)
             await self.serve(exchange)
         except ClientGoneError:
             return

@@ -1,6 +1,6 @@
-"""Runs uvicorn inside the coordinator's event loop, and adds what uvicorn's HTTP server lacks.
+"""Runs uvicorn inside the coordinator's event loop, with bounds that uvicorn lacks.
 
-That is: bounds on connections, on bytes parsed at once, and on size and duration of a request's head. A request that
+The bounds are on connections, on bytes parsed at once, and on size and duration of a request's head. A request that
 offers another protocol is served in HTTP/1.1.
 """
 
@@ -28,40 +28,37 @@ from splitserve.runtime.cancellation import end_tasks
 from splitserve.security.tls import ServerTls
 
 MAX_HEAD_BYTES = 64 * 2**10
-"""Size of request line and headers. One slice may exceed it before it is noticed."""
+"""Most bytes of request line and headers. A head is refused after the slice that exceeds the bound."""
 SLICE_BYTES = 8 * 2**10
 """Bytes that are parsed before the event loop goes on. A read of the socket has up to 256 KiB: thousands of headers,
 chunks or pipelined requests, each with callbacks in Python."""
 HEAD_TIMEOUT_S = 20.0
-"""From the start of a connection, or the first byte of a request, to the end of the head."""
-
+"""Longest time from the start of a connection, or the first byte of a request, to the end of the head."""
 _OFFER = frozenset((b"upgrade", b"http2-settings"))
 """Headers, and options of the header Connection, that offer another protocol."""
 REFUSAL_S = 1.0
 """How long a refused connection has to take its response."""
 CLOSE_TIMEOUT_S = 60.0
 """How long the client may take to read the last response of a connection."""
-
-
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=:%\[\]-]*")
 """The characters of a host with a port; it may be empty."""
 
 
 class _UnchunkedCycle(RequestResponseCycle):
-    """A response to HTTP/1.0, which knows no chunks: a body without a length ends with the connection."""
+    """A response to HTTP/1.0, which has no chunks: the end of the connection ends a body without a length."""
 
     @override
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.body" and self.chunked_encoding is False:
             self.expected_content_length = max(self.expected_content_length, len(message.get("body", b"")))
         elif all(name != b"content-length" for name, _ in message.get("headers", ())):
-            self.chunked_encoding = False  # keeps uvicorn from its header
+            self.chunked_encoding = False  # uvicorn would send `transfer-encoding: chunked`
         await super().send(message)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection. Closes it if there are too many, or if a head is too long or too slow; malformed HTTP gets the
-    usual error response."""
+    """One connection. It is closed if too many are open, or if a head is too long or too slow. Malformed HTTP gets an
+    error response like any other."""
 
     max_connections = 10_000
     """Open connections of the server, this one included."""
@@ -71,12 +68,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = True
         self._ended_message = False
         self._declines_upgrade = False
-        """Whether the head that was parsed last offers another protocol. It is parsed again without the offer."""
+        """Whether the head offers another protocol. The head is then parsed again without the offer."""
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._on_lost: Callable[[], None] | None = None
         self._unparsed = b""
-        """The unparsed rest of the last read from the socket, which is paused meanwhile."""
+        """Bytes of the last read that are not parsed yet. Until they are, the socket is not read."""
 
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -100,7 +97,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @override
     def data_received(self, data: bytes) -> None:
-        if self._unparsed:  # uvicorn has resumed reading in the meantime
+        if self._unparsed:  # uvicorn has resumed reading meanwhile
             self._unparsed += data
             self.transport.pause_reading()
         elif len(data) <= SLICE_BYTES:
@@ -127,7 +124,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._feed(data)
         if not self._in_head or self._ended_message:
             return
-        # Also after empty lines, which begin no message but reset the keep-alive timer.
+        # Empty lines begin no message, but they reset uvicorn's keep-alive timer.
         self._await_head()
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES:
@@ -135,8 +132,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(HttpError(431, message, "HEAD_TOO_LARGE"))
 
     def _feed(self, data: bytes) -> None:
-        """As uvicorn's `data_received`, but keeps the body of a request that offers another protocol, which httptools
-        takes for data of that protocol. Java's HttpClient and `curl --http2` offer h2c in their first request."""
+        """Parses like uvicorn's `data_received`, but keeps the body of a request that offers another protocol, which
+        httptools takes for data of that protocol. Java's HttpClient and `curl --http2` offer h2c at first."""
         self._unset_keepalive_if_required()
         while data:
             try:
@@ -146,14 +143,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self.send_400_response("")
                 return
             except HttpParserUpgrade as upgrade:
-                if not self._declines_upgrade:  # CONNECT, which has been refused
+                if not self._declines_upgrade:  # a CONNECT, which has been refused already
                     return
                 self._declines_upgrade = False
                 data = self._head_without_offer() + data[upgrade.args[0] :]
                 self.parser = HttpRequestParser(self)
-                self.parser.set_dangerous_leniencies(
-                    lenient_data_after_close=True
-                )  # as in uvicorn's own parser
+                # uvicorn creates its own parser with this leniency.
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def _head_without_offer(self) -> bytes:
         version = self.parser.get_http_version().encode()
@@ -170,7 +166,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     @override
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        # The application aborts a connection whose client does not read, and writes without a wait to one that does.
+        # `HttpExchange` aborts a connection whose client does not read, and writes to one without a wait while it does.
         self.scope["state"] |= {
             "abort_connection": self.transport.abort,
             "is_writable": self._is_writable,
@@ -195,7 +191,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_over()
         self._declines_upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         if self._declines_upgrade:
-            self._in_head = True  # the head is parsed again, so its headers are no trailers
+            self._in_head = True  # the head is parsed again: its headers are no trailers
             return
         if version == "1.0":
             self.scope["state"]["write_chunk"] = self.transport.write
@@ -204,8 +200,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.cycle.__class__ = _UnchunkedCycle
 
     def _check_host(self, version: str) -> None:
-        """Refuses requests as RFC 9112, section 3.2, demands: with several hosts, an invalid one, or none in
-        HTTP/1.1."""
+        """Refuses a request with several hosts, an invalid host, or none in HTTP/1.1 (RFC 9112, section 3.2)."""
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (version != "1.0" and not hosts) or not all(map(_HOST.fullmatch, hosts)):
             self._refuse(HttpError(400, "the header Host must be given once, with a host", "MALFORMED_HTTP"))
@@ -258,8 +253,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return not self.flow.write_paused and not self.transport.is_closing()
 
     def _when_lost(self, on_lost: Callable[[], None] | None) -> None:
-        """Calls `on_lost` once the connection is lost. Replaces the earlier callback, since one request is served at a
-        time. Resumes reading: only a read shows that the client has closed the connection."""
+        """Calls `on_lost` when the connection is lost. Replaces the earlier callback: a connection serves one request
+        at a time. Resumes reading, because only a read shows that the client has closed the connection."""
         self._on_lost = on_lost
         if on_lost is None:
             return
@@ -269,8 +264,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _write_chunk(self, data: bytes) -> None:
-        """Writes a chunk, not an empty one, of a chunked response that has begun and not ended; call it only while
-        writable. uvicorn's `send` does the same with a coroutine and a message around it."""
+        """Writes a chunk of a chunked response, without the coroutine and the message of uvicorn's `send`. Call it only
+        while writable, between the response's begin and end. `data` must not be empty: an empty chunk is the end."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     @property
@@ -295,10 +290,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 KEEP_ALIVE_S = 75
-"""How long a connection may idle between requests; longer than most clients' limits, so that clients close first."""
+"""How long a connection may idle between requests. Most clients close theirs sooner, which avoids races."""
 BACKLOG = 2048
 END_S = 2
-"""How long pending responses may take to be sent at shutdown; requests have been ended before."""
+"""How long responses may take to be sent at shutdown, after all requests have been ended."""
 STOP_S = 5
 """How much longer uvicorn may take to stop."""
 

@@ -29,7 +29,7 @@ from coordinator.entrypoints.kserve.tensors import (
     refuse,
     tensor_value,
 )
-from coordinator.request.inference_request import REQUEST_ID, RequestTrace
+from coordinator.request.inference_request import REQUEST_ID
 from splitserve.client.request_builder import build_request
 from splitserve.client.types import GenerateOptions
 from splitserve.generation.bounds import MAX_PRIORITY
@@ -73,8 +73,11 @@ RETURNS: Mapping[str, str] = {
     "return_num_input_tokens": "num_input_tokens",
     "return_num_output_tokens": "num_output_tokens",
 }
-"""Boolean settings that request an output."""
-OTHERS: Mapping[str, Reader] = {
+"""Boolean settings, each with the output that it requests."""
+READERS: Mapping[str, Reader] = {
+    **SAMPLING,
+    **GRAMMARS,
+    **dict.fromkeys(RETURNS, as_bool),
     "text_input": as_text,
     "prompt": as_text,
     "input_ids": as_ints,
@@ -90,19 +93,16 @@ OTHERS: Mapping[str, Reader] = {
     "sequence_end": as_bool,
     "session_id": as_text,
     "triton_enable_empty_final_response": as_bool,
-    **dict.fromkeys(RETURNS, as_bool),
-    **GRAMMARS,
 }
-READERS: Mapping[str, Reader] = {**SAMPLING, **OTHERS}
 
 USUAL_OUTPUTS = ("text_output", "output_ids", "finish_reason")
 OUTPUTS = (*USUAL_OUTPUTS, "num_input_tokens", "num_output_tokens", "logprobs")
 MAX_ID = 1024
-"""Characters of a request's id, which each response repeats."""
+"""Most characters of a request's id, which each response repeats."""
 MAX_SETTINGS = 64 * 2**10
-"""Characters of `sampling_parameters`."""
+"""Most characters of `sampling_parameters`."""
 MAX_SESSION = 128
-"""Leading characters of a session's name that are used."""
+"""Leading characters of a session's name that count."""
 NOT_A_SESSION = re.compile(r"[^A-Za-z0-9._-]")
 
 
@@ -113,58 +113,57 @@ class ParsedRequest:
     generate: inference_pb2.GenerateRequest
     outputs: tuple[str, ...]
     raw: bool
-    """Whether outputs are raw, as the inputs were."""
+    """Whether outputs are raw; they are if the inputs are."""
     stream: bool = False
     """Whether to send one response per delta instead of one for the whole answer."""
     empty_final: bool = False
     """Whether a stream ends with a response without outputs."""
     prefix: str = ""
     """Text before the output: the prompt if `exclude_input_in_output` is false."""
-    trace: RequestTrace | None = None
 
 
 def read_request(request: pb.ModelInferRequest) -> ParsedRequest:
     """Parses a request. Raises InvalidArgumentError naming the input, parameter or output."""
     if len(request.id) > MAX_ID:
         refuse("id", f"must have at most {MAX_ID} characters, not {len(request.id)}")
-    given = _given(request)
-    prompts = [name for name in PROMPTS if name in given]
+    settings = _read_settings(request)
+    prompts = [name for name in PROMPTS if name in settings]
     if len(prompts) != 1:
         refuse(
             "text_input", f"or one of {', '.join(PROMPTS[1:])} must be given, once; there are {len(prompts)}"
         )
-    prompt: str | list[int] = given[prompts[0]]
+    prompt: str | list[int] = settings[prompts[0]]
     options = GenerateOptions(model=request.model_name)
     for name in (*SAMPLING, "ttft_ms", "tpot_ms"):
-        if name in given:
-            options[name] = given[name]  # type: ignore[literal-required]
-    if "priority" in given:
-        options["priority"] = _priority(given["priority"])
+        if name in settings:
+            options[name] = settings[name]  # type: ignore[literal-required]
+    if "priority" in settings:
+        options["priority"] = _priority(settings["priority"])
     if REQUEST_ID.match(request.id):
         options["request_id"] = request.id
     generate = build_request(prompt if isinstance(prompt, str) else prompt[:1], options)
     if not isinstance(prompt, str):
-        # Same as in build_request, but fast for a million tokens.
+        # The same result as from build_request, but fast for a million tokens.
         del generate.token_ids.ids[:]
         for start in range(0, len(prompt), SLICE_ELEMENTS):
             part = prompt[start : start + SLICE_ELEMENTS]
             if not 0 <= min(part) <= max(part) < 2**32:
                 refuse("prompt.token_ids", f"must be 0..{2**32 - 1} each")
             generate.token_ids.ids.extend(part)
-    _set_rest(generate, given)
-    stream = given.get("stream", False)
+    _set_others(generate, settings)
+    stream = settings.get("stream", False)
     return ParsedRequest(
         generate,
-        _outputs(request, given),
+        _outputs(request, settings),
         raw=bool(request.raw_input_contents),
         stream=stream,
-        empty_final=given.get("triton_enable_empty_final_response", False),
-        prefix=_prefix(prompt, given, stream),
+        empty_final=settings.get("triton_enable_empty_final_response", False),
+        prefix=_prefix(prompt, settings, stream),
     )
 
 
-def _given(request: pb.ModelInferRequest) -> dict[str, Any]:
-    """All settings by name, parsed; each may be given once."""
+def _read_settings(request: pb.ModelInferRequest) -> dict[str, Any]:
+    """All settings by name, parsed. Each may be given once."""
     settings: dict[str, Any] = {}
     for name, tensor in read_inputs(request).items():
         _put(settings, name, tensor_value(tensor))
@@ -180,12 +179,12 @@ def _given(request: pb.ModelInferRequest) -> dict[str, Any]:
 
 
 def _put(settings: dict[str, Any], name: str, value: Any) -> None:
-    known = ALIASES.get(name, name)
-    if known not in READERS:
+    setting = ALIASES.get(name, name)
+    if setting not in READERS:
         refuse(name, "is not known; see ModelMetadata")
-    if known in settings:
+    if setting in settings:
         refuse(name, "is given twice")
-    settings[known] = READERS[known](name, value)
+    settings[setting] = READERS[setting](name, value)
 
 
 def _json_object(text: str) -> Mapping[str, Any]:
@@ -200,42 +199,42 @@ def _json_object(text: str) -> Mapping[str, Any]:
     return value
 
 
-def _set_rest(generate: inference_pb2.GenerateRequest, given: Mapping[str, Any]) -> None:
-    if timeout_us := given.get("timeout", 0):
+def _set_others(generate: inference_pb2.GenerateRequest, settings: Mapping[str, Any]) -> None:
+    if timeout_us := settings.get("timeout", 0):
         if not 0 < timeout_us <= 10**15:
             refuse("timeout", "must be 1..10^15 microseconds")
         generate.timeout.FromMicroseconds(timeout_us)
-    session = given.get("session_id") or given.get("sequence_id", "")
+    session = settings.get("session_id") or settings.get("sequence_id", "")
     generate.session_id = NOT_A_SESSION.sub("-", session[:MAX_SESSION])
-    grammars = [name for name in GRAMMARS if given.get(name)]
+    grammars = [name for name in GRAMMARS if settings.get(name)]
     if len(grammars) > 1:
         refuse(grammars[1], f"cannot be given together with {grammars[0]}")
     for name in grammars:
-        setattr(generate.sampling.grammar, name, given[name])
+        setattr(generate.sampling.grammar, name, settings[name])
 
 
 def _priority(level: int) -> int:
-    """Our priority for a level of Triton, whose level 1 is the highest and 0 the default; ours grow with urgency."""
+    """The priority, which grows with urgency, for a level of Triton: 1 is the highest level, 0 the default."""
     if level < 0:
         refuse("priority", "must be 0 (default) or a level from 1, the highest")
     return max(-MAX_PRIORITY, MAX_PRIORITY + 1 - level) if level else 0
 
 
-def _prefix(prompt: str | list[int], given: Mapping[str, Any], stream: bool) -> str:
-    if given.get("exclude_input_in_output", True) or not isinstance(prompt, str):
+def _prefix(prompt: str | list[int], settings: Mapping[str, Any], stream: bool) -> str:
+    if settings.get("exclude_input_in_output", True) or not isinstance(prompt, str):
         return ""
     if stream:
         refuse("exclude_input_in_output", "cannot be false on a stream")
     return prompt
 
 
-def _outputs(request: pb.ModelInferRequest, given: Mapping[str, Any]) -> tuple[str, ...]:
+def _outputs(request: pb.ModelInferRequest, settings: Mapping[str, Any]) -> tuple[str, ...]:
     for output in request.outputs:
         if output.name not in OUTPUTS:
             refuse(f"outputs.{output.name}", f"is not known; there are {', '.join(OUTPUTS)}")
         if any(key.startswith("shared_memory") or key == "classification" for key in output.parameters):
             refuse(f"outputs.{output.name}", "can come neither in shared memory nor as classes")
     requested = [output.name for output in request.outputs] or list(USUAL_OUTPUTS)
-    requested += [name for flag, name in RETURNS.items() if given.get(flag)]
-    requested += ["logprobs"] if "logprobs" in given else []
+    requested += [name for flag, name in RETURNS.items() if settings.get(flag)]
+    requested += ["logprobs"] if "logprobs" in settings else []
     return tuple(name for name in OUTPUTS if name in requested)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from coordinator.entrypoints.kserve.requests import ParsedRequest
 from coordinator.entrypoints.kserve.tensors import Tensor, add_output
 from splitserve import __version__
+from splitserve.client.types import FINISH_REASONS
 from splitserve.errors import NotFoundError, SplitserveError
 from splitserve.kserve import open_inference_pb2 as pb
 from splitserve.v1 import generation_pb2, inference_pb2
@@ -15,11 +16,6 @@ from splitserve.v1 import generation_pb2, inference_pb2
 FINAL = "triton_final_response"
 ONLY_VERSION = "1"
 """The version of a model that is not behind a model route."""
-FINISH_REASONS = {
-    generation_pb2.FINISH_REASON_STOP: "stop",
-    generation_pb2.FINISH_REASON_LENGTH: "length",
-    generation_pb2.FINISH_REASON_ABORT: "abort",
-}
 
 
 class Responses:
@@ -33,23 +29,20 @@ class Responses:
         self, deltas: Sequence[generation_pb2.OutputDelta], done: inference_pb2.GenerationDone
     ) -> pb.ModelInferResponse:
         """The answer as one response."""
-        response = self._envelope(done)
         merged = generation_pb2.OutputDelta(
             token_ids=[token for delta in deltas for token in delta.token_ids],
             text=self._parsed.prefix + "".join(delta.text for delta in deltas),
             logprobs=[entry for delta in deltas for entry in delta.logprobs],
             finish_reason=done.finish_reason,
         )
-        self._fill(response, merged, done)
-        return response
+        return self._response(merged, done)
 
     def piece(
         self, delta: generation_pb2.OutputDelta, done: inference_pb2.GenerationDone | None = None
     ) -> pb.ModelInferResponse:
-        """One response of a stream; `done` is given for the last one."""
-        response = self._envelope(done)
+        """One response of a stream. `done`: only in the last one."""
+        response = self._response(delta, done)
         response.parameters[FINAL].bool_param = done is not None
-        self._fill(response, delta, done)
         return response
 
     def empty_final(self, done: inference_pb2.GenerationDone) -> pb.ModelInferResponse:
@@ -77,20 +70,19 @@ class Responses:
         parameters["seed"].uint64_param = done.seed
         return response
 
-    def _fill(
-        self,
-        response: pb.ModelInferResponse,
-        delta: generation_pb2.OutputDelta,
-        done: inference_pb2.GenerationDone | None,
-    ) -> None:
+    def _response(
+        self, delta: generation_pb2.OutputDelta, done: inference_pb2.GenerationDone | None
+    ) -> pb.ModelInferResponse:
+        response = self._envelope(done)
         for name in self._parsed.outputs:
             if name != "num_input_tokens" or done is not None:  # the prompt's length is known only at the end
                 add_output(response, _tensor(name, delta, done), self._parsed.raw)
+        return response
 
 
 def failure(request_id: str, error: SplitserveError) -> pb.ModelStreamInferResponse:
-    """The error that ends one request of a stream. The message repeats the id for clients that show only the
-    message."""
+    """The error that ends one request of a stream. The message contains the request's id: some clients show nothing
+    else."""
     label = f"[request id: {request_id}] " if request_id else ""
     response = pb.ModelStreamInferResponse(error_message=f"{label}{error.message}")
     response.infer_response.id = request_id
@@ -119,7 +111,7 @@ def _tensor(
             return Tensor(name, "UINT32", (1,), (done.usage.prompt_tokens if done else 0,))
         case "num_output_tokens":
             return Tensor(name, "UINT32", (1,), (len(delta.token_ids),))
-    # Entry by entry: one call for all would hold the interpreter's lock for long.
+    # One call for all entries would hold the interpreter's lock for long.
     return _text(name, f"[{', '.join(map(json.dumps, _logprobs(delta)))}]")
 
 
@@ -212,8 +204,8 @@ def repository_index(
     """All models, one entry per version."""
     response = pb.RepositoryIndexResponse()
     for model in models:
-        lines = [(version.name, version.ready) for version in model.versions] or [(ONLY_VERSION, model.ready)]
-        for version, ready in lines:
+        versions = {version.name: version.ready for version in model.versions} or {ONLY_VERSION: model.ready}
+        for version, ready in versions.items():
             if ready:
                 response.models.add(name=model.name, version=version, state="READY")
             elif not only_ready:
@@ -228,11 +220,11 @@ def versions_of(model: inference_pb2.ModelInfo) -> list[str]:
 
 
 def named(models: Sequence[inference_pb2.ModelInfo], name: str, version: str) -> inference_pb2.ModelInfo:
-    """The model of that name, which must have the version if one is given. Raises NotFoundError (MODEL_NOT_FOUND)."""
+    """The model of that name and version; without a version, of that name. Raises NotFoundError (MODEL_NOT_FOUND)."""
     for model in models:
-        if model.name == name:
-            if version and version not in versions_of(model):
-                break
+        if model.name == name and (not version or version in versions_of(model)):
             return model
-    what = f"model {name[:128]!r}" + (f" of version {version[:64]!r}" if version else "")
-    raise NotFoundError(f"{what} is not served here", reason="MODEL_NOT_FOUND", field="model_name")
+    message = (
+        f"model {name[:128]!r}" + (f" of version {version[:64]!r}" if version else "") + " is not served here"
+    )
+    raise NotFoundError(message, reason="MODEL_NOT_FOUND", field="model_name")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -24,7 +24,7 @@ from coordinator.entrypoints.kserve.responses import (
     server_metadata,
     versions_of,
 )
-from coordinator.request.inference_request import Caller
+from coordinator.request.inference_request import Caller, RequestTrace
 from coordinator.request.sending import WaitingOutput
 from coordinator.tenants.access_control import AccessControl
 from splitserve.errors import NotFoundError
@@ -39,9 +39,7 @@ if TYPE_CHECKING:
     StreamContext = grpc.aio.ServicerContext[pb.ModelInferRequest, pb.ModelStreamInferResponse]
 
 MAX_IN_FLIGHT = 1024
-"""Concurrent requests per stream; further ones are read from the client as others end."""
-
-Put = Callable[[pb.ModelInferResponse], Awaitable[None]]
+"""Most concurrent requests of a stream. The next one is read from the client when another ends."""
 
 
 @dataclass(eq=False)
@@ -94,17 +92,10 @@ class KserveService(GRPCInferenceServiceServicer):
 
     @override
     async def ModelInfer(self, request: pb.ModelInferRequest, context: InferContext) -> pb.ModelInferResponse:
-        answers: list[pb.ModelInferResponse] = []
-
-        async def keep(response: pb.ModelInferResponse) -> None:
-            answers.append(response)
-
-        caller = self.access.caller(context)
-        parsed = await self._read(request, trace_headers(context))
-        if parsed.trace is not None and self.api.traces:
-            await context.send_initial_metadata(((TRACEPARENT, parsed.trace.context.traceparent),))
-        await self._whole(request, parsed, caller, keep, context.time_remaining())
-        return answers[0]
+        call = await self._read(request, self.access.caller(context), trace_headers(context))
+        if call.trace is not None and self.api.traces:
+            await context.send_initial_metadata(((TRACEPARENT, call.trace.context.traceparent),))
+        return await call.whole(context.time_remaining())
 
     @override
     async def ModelStreamInfer(  # type: ignore[override]
@@ -118,9 +109,19 @@ class KserveService(GRPCInferenceServiceServicer):
             async with writing:  # gRPC allows one write at a time
                 await write_whole(context, response)
 
+        async def put(response: pb.ModelInferResponse) -> None:
+            await write(pb.ModelStreamInferResponse(infer_response=response))
+
         async def answer(request: pb.ModelInferRequest) -> None:
+            left_s = context.time_remaining()
             try:
-                await self._one_of_stream(request, caller, headers, write, context.time_remaining())
+                call = await self._read(request, caller, headers)
+                if call.parsed.stream:
+                    await call.pieces(put, left_s)
+                else:
+                    await put(await call.whole(left_s))
+            except Exception as error:
+                await write(failure(request.id[:MAX_ID], shown_error(error)))
             finally:
                 room.release()
 
@@ -130,89 +131,9 @@ class KserveService(GRPCInferenceServiceServicer):
                 group.create_task(answer(request))
                 await room.acquire()
 
-    async def _read(self, request: pb.ModelInferRequest, headers: TraceHeaders) -> ParsedRequest:
+    async def _read(self, request: pb.ModelInferRequest, caller: Caller, headers: TraceHeaders) -> _Call:
         parsed = await self.api.parser.run(request.ByteSize(), read_request, request)
-        return replace(parsed, trace=self.api.begin_trace(*headers, "text_completion"))
-
-    async def _one_of_stream(
-        self,
-        request: pb.ModelInferRequest,
-        caller: Caller,
-        headers: TraceHeaders,
-        write: Callable[[pb.ModelStreamInferResponse], Awaitable[None]],
-        left_s: float | None,
-    ) -> None:
-        async def put(response: pb.ModelInferResponse) -> None:
-            await write(pb.ModelStreamInferResponse(infer_response=response))
-
-        try:
-            parsed = await self._read(request, headers)
-            serve = self._pieces if parsed.stream else self._whole
-            await serve(request, parsed, caller, put, left_s)
-        except Exception as error:
-            await write(failure(request.id[:MAX_ID], shown_error(error)))
-
-    async def _whole(
-        self,
-        request: pb.ModelInferRequest,
-        parsed: ParsedRequest,
-        caller: Caller,
-        put: Put,
-        left_s: float | None,
-    ) -> None:
-        responses, deltas = Responses(request, parsed), list[generation_pb2.OutputDelta]()
-        ended: list[inference_pb2.GenerationDone] = []
-
-        async def send(response: inference_pb2.GenerateResponse) -> None:
-            if response.HasField("done"):
-                ended.append(response.done)
-            else:
-                deltas.append(response.delta)
-
-        await self._generate(request, parsed, caller, send, left_s)
-        size = sum(delta.ByteSize() for delta in deltas)
-        await put(await self.api.parser.run(size, responses.whole, deltas, ended[0]))
-
-    async def _pieces(
-        self,
-        request: pb.ModelInferRequest,
-        parsed: ParsedRequest,
-        caller: Caller,
-        put: Put,
-        left_s: float | None,
-    ) -> None:
-        responses = Responses(request, parsed)
-        last: list[generation_pb2.OutputDelta] = []
-
-        async def send(response: inference_pb2.GenerateResponse) -> None:
-            if not response.HasField("done"):
-                if response.delta.finish_reason and not parsed.empty_final:
-                    last.append(response.delta)  # sent together with `done`, which follows at once
-                else:
-                    await put(responses.piece(response.delta))
-            elif parsed.empty_final:
-                await put(responses.empty_final(response.done))
-            else:
-                last_delta = (
-                    last[0] if last else generation_pb2.OutputDelta(finish_reason=response.done.finish_reason)
-                )
-                await put(responses.piece(last_delta, response.done))
-
-        await self._generate(request, parsed, caller, send, left_s)
-
-    async def _generate(
-        self,
-        request: pb.ModelInferRequest,
-        parsed: ParsedRequest,
-        caller: Caller,
-        send: Callable[[inference_pb2.GenerateResponse], Awaitable[None]],
-        left_s: float | None,
-    ) -> None:
-        version = request.model_version
-        if version not in ("", ONLY_VERSION):
-            model = named(await self.api.models(caller), request.model_name, version)
-            parsed.generate.model = version if version in versions_of(model) else model.name
-        await self.api.generate(parsed.generate, caller, WaitingOutput(send), left_s, parsed.trace)
+        return _Call(self.api, request, parsed, caller, self.api.begin_trace(*headers, "text_completion"))
 
     async def _model(
         self,
@@ -221,3 +142,62 @@ class KserveService(GRPCInferenceServiceServicer):
     ) -> inference_pb2.ModelInfo:
         models = await self.api.models(self.access.caller(context))
         return named(models, request.name, request.version)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A parsed request. `left_s` is the time left until the client's deadline; None: it has none."""
+
+    api: InferenceApi
+    request: pb.ModelInferRequest
+    parsed: ParsedRequest
+    caller: Caller
+    trace: RequestTrace | None
+
+    async def whole(self, left_s: float | None) -> pb.ModelInferResponse:
+        """The answer as one response."""
+        deltas: list[generation_pb2.OutputDelta] = []
+        ended: list[inference_pb2.GenerationDone] = []
+
+        async def send(response: inference_pb2.GenerateResponse) -> None:
+            if response.HasField("done"):
+                ended.append(response.done)
+            else:
+                deltas.append(response.delta)
+
+        await self._generate(send, left_s)
+        size = sum(delta.ByteSize() for delta in deltas)
+        responses = Responses(self.request, self.parsed)
+        return await self.api.parser.run(size, responses.whole, deltas, ended[0])
+
+    async def pieces(
+        self, put: Callable[[pb.ModelInferResponse], Awaitable[None]], left_s: float | None
+    ) -> None:
+        """Hands `put` a response for each delta. `done` is sent with the last delta, or else in an empty response."""
+        responses = Responses(self.request, self.parsed)
+        last: generation_pb2.OutputDelta | None = None
+
+        async def send(response: inference_pb2.GenerateResponse) -> None:
+            nonlocal last
+            if not response.HasField("done"):
+                if response.delta.finish_reason and not self.parsed.empty_final:
+                    last = response.delta  # `done` follows at once
+                else:
+                    await put(responses.piece(response.delta))
+            elif self.parsed.empty_final:
+                await put(responses.empty_final(response.done))
+            else:
+                if last is None:
+                    last = generation_pb2.OutputDelta(finish_reason=response.done.finish_reason)
+                await put(responses.piece(last, response.done))
+
+        await self._generate(send, left_s)
+
+    async def _generate(
+        self, send: Callable[[inference_pb2.GenerateResponse], Awaitable[None]], left_s: float | None
+    ) -> None:
+        version = self.request.model_version
+        if version not in ("", ONLY_VERSION):
+            model = named(await self.api.models(self.caller), self.request.model_name, version)
+            self.parsed.generate.model = version if version in versions_of(model) else model.name
+        await self.api.generate(self.parsed.generate, self.caller, WaitingOutput(send), left_s, self.trace)

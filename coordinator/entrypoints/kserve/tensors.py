@@ -3,7 +3,7 @@
 Elements of tensors are typed (`contents`) or raw: little-endian in row-major order, BYTES elements with a length prefix
 of 4 bytes. A setting is given as a tensor, as a request parameter or in JSON. Clients of Triton send numbers as
 numbers, as tensors with one element and as text: all of these are accepted, but only if they convert exactly. Every
-violation is an InvalidArgumentError naming the tensor or the setting.
+violation raises InvalidArgumentError, which names the tensor or the setting.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from splitserve.kserve import open_inference_pb2 as pb
 MAX_INPUTS = 64
 MAX_RANK = 8
 MAX_ELEMENTS = 2**20
-"""Elements per tensor. The message limit comes first, except for shapes that claim more than was sent."""
+"""Most elements of a tensor. It matters for shapes that claim more than was sent: messages are bounded before."""
 SLICE_ELEMENTS = 2**16
-"""Elements that are converted at once: one call for all would hold the interpreter's lock for 30 ms."""
+"""Elements that one call converts: one call for MAX_ELEMENTS would hold the interpreter's lock for 30 ms."""
 LENGTH = struct.Struct("<I")
 
 _RAW_TYPES: Mapping[str, np.dtype[Any]] = {
@@ -104,16 +104,15 @@ def _read(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> T
     name, datatype = tensor.name, tensor.datatype
     if len(tensor.shape) > MAX_RANK:
         _fail(name, f"input {name[:64]!r} must have a shape of at most {MAX_RANK} dimensions")
-    shape = tuple(tensor.shape)
+    shape, claimed = tuple(tensor.shape), math.prod(tensor.shape)
     if datatype not in _RAW_TYPES and datatype != "BYTES":
         _fail(name, f"input {name[:64]!r} has an unknown datatype: {datatype[:16]!r}")
     if any(key.startswith("shared_memory") for key in tensor.parameters):
         _fail(name, f"input {name[:64]!r}: shared memory is not supported")
-    if any(length < 0 for length in shape) or math.prod(shape) > MAX_ELEMENTS:
+    if any(length < 0 for length in shape) or claimed > MAX_ELEMENTS:
         _fail(name, f"input {name[:64]!r} must have a shape of at most {MAX_ELEMENTS} elements")
     if raw is not None and tensor.HasField("contents"):
         _fail(name, f"input {name[:64]!r} has both contents and an entry in raw_input_contents")
-    claimed = math.prod(shape)
     values = _typed(tensor, claimed) if raw is None else _unpacked(name, datatype, raw, claimed)
     return Tensor(name, datatype, shape, values)
 
@@ -172,7 +171,7 @@ def _fail(field: str, message: str) -> Never:
 
 WORDS = {"true": True, "1": True, "false": False, "0": False}
 MAX_TEXT = 64
-"""Characters of an invalid value that are shown to the client."""
+"""Most characters of an invalid value in an error."""
 
 
 def parameter_value(name: str, parameter: pb.InferParameter) -> Any:
@@ -253,7 +252,7 @@ def as_stops(name: str, value: Any) -> list[str]:
 def as_ints(name: str, value: Any) -> list[int]:
     """A list of integers; a single one may be given without a list."""
     if isinstance(value, list) and all(type(item) is int for item in value):
-        return value  # fast path for long prompts
+        return value  # as `as_int` of each, but fast for long prompts
     return [as_int(name, item) for item in (value if isinstance(value, list) else [value])]
 
 
@@ -266,9 +265,9 @@ def as_biases(name: str, value: Any) -> dict[int, float]:
     return {as_int(name, key): as_float(name, bias) for key, bias in value.items()}
 
 
-def refuse(name: str, what: str) -> Never:
-    """Raises InvalidArgumentError with the message "`name` `what`"."""
-    raise InvalidArgumentError(f"{name[:MAX_TEXT]} {what}", field=name[:MAX_TEXT])
+def refuse(name: str, problem: str) -> Never:
+    """Raises InvalidArgumentError for a setting, with its name before the problem, such as "must be a number"."""
+    raise InvalidArgumentError(f"{name[:MAX_TEXT]} {problem}", field=name[:MAX_TEXT])
 
 
 def _single(name: str, value: Any) -> Any:
@@ -289,8 +288,7 @@ def _parsed(name: str, text: str, kind: type[int] | type[float]) -> int | float:
 
 
 def _shown(value: Any) -> str:
-    # The value is cut first: a large one takes long to render, and an integer of thousands of digits cannot be
-    # rendered.
+    # The value is cut first: a large one takes long to render, and Python renders no integer of thousands of digits.
     if isinstance(value, int) and value.bit_length() > MAX_TEXT:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, dict | list):

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.routing import Route, Router
-from starlette.types import Receive, Scope
-from starlette.types import Send as AsgiSend
 from typing_extensions import override
 
 from coordinator.entrypoints.http.exchange import Endpoint, HttpError, HttpExchange, Serve
-from coordinator.entrypoints.inference_api import InferenceApi, require_admin
+from coordinator.entrypoints.inference_api import InferenceApi, require_admin, shutting_down
 from coordinator.entrypoints.openai.bodies import (
     DONE_EVENT,
     ChoiceBuilder,
@@ -51,51 +49,56 @@ from coordinator.request.inference_request import (
 )
 from coordinator.request.sending import Output
 from splitserve import __version__
-from splitserve.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from splitserve.errors import InvalidArgumentError, NotFoundError, SplitserveError, UnavailableError
 from splitserve.logs import log_event
 from splitserve.metrics import Metrics, Read
 from splitserve.runtime.call_thread import SHORT_BYTES
 from splitserve.v1 import generation_pb2, inference_pb2
 
 TEXT_BYTES, LOGPROBS_BYTES = 8, 1024
-"""What a token takes in a response, about."""
+"""About the size of a token in a response, without and with logprobs."""
 MAX_NAMED_ROUNDS = 4
-"""Checks of a grammar that each give up the tools that the one before has named; the next gives up all."""
+"""How many refused grammars give up only the schemas that the error names. The next one gives up all schemas."""
 MAX_SHOWN = 32
-"""Names of tools in a header and an event."""
+"""Most names of tools in a header and in an event."""
 F = TypeVar("F", bound=GenerationFields)
 
 
 class AnswerFormats:
-    """The formats of all models, each chosen once, by these settings."""
+    """The answer formats of all models, each chosen once. `tool_format` and `reasoning_format` are the settings."""
 
     def __init__(self, api: InferenceApi, tool_format: str, reasoning_format: str) -> None:
         self._api = api
         self._names = tool_format, reasoning_format
         self._chosen: dict[tuple[str, bool], AnswerFormat] = {}
 
-    async def of(self, request: ChatRequest, request_id: str, caller: Caller) -> AnswerFormat:
-        """The format of the answers to a request. It is that of the model's template or of the settings."""
+    async def of(
+        self, request: ChatRequest, request_id: str, caller: Caller
+    ) -> tuple[AnswerFormat, SplitserveError | None]:
+        """The format of the answers to a request, and why the request cannot be served, if that is known already.
+
+        Raises InvalidArgumentError if the request demands tool calls and the settings find none.
+        """
         name, key = request.model or "", request.session_id or request_id
-        found = await self._api.found_tokenizer(name, key, caller)
-        if found is None:
-            chosen = format_named(*self._names, with_tools=request.uses_tools)
-        else:
-            source, tokenizer = found
+        failure = None
+        try:
+            source, tokenizer = await self._api.tokenizer_of(name, key, caller)
             kind = source, request.uses_tools
             if kind not in self._chosen:
-                # On the thread: it renders a prompt.
+                # On the parser thread: the choice renders a prompt.
                 self._chosen[kind] = await self._api.parser.run(
                     SHORT_BYTES + 1, choose_format, tokenizer, *self._names, with_tools=request.uses_tools
                 )
-            chosen = self._chosen[kind]
-        return chosen.forced() if request.must_call else chosen
+            answer = self._chosen[kind]
+        except SplitserveError as error:
+            answer, failure = format_named(*self._names, with_tools=request.uses_tools), error
+        return (answer.forced() if request.must_call else answer), failure
 
     async def grammar(
         self, request: ChatRequest, answer: AnswerFormat, caller: Caller, size: int
     ) -> tuple[generation_pb2.Grammar | None, list[str]]:
-        """The grammar of the answers to a request of this size in bytes, and the names of the tools whose schemas it
-        does not hold: what no grammar can hold fails a request only where it asks for strictness.
+        """The grammar of the answers to a request of `size` bytes, and the names of the tools whose schemas the grammar
+        does not enforce. A schema that no grammar can enforce fails the request only if it must be strict.
 
         Raises SplitserveError if the grammar cannot be checked now.
         """
@@ -132,33 +135,26 @@ class OpenAIServing:
         exchange.field_names = request.names
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         frame = self._frame(exchange, caller, request, CHAT_PREFIX, kind)
-        answer = await self._formats.of(request, exchange.request_id, caller)
+        answer, failure = await self._formats.of(request, exchange.request_id, caller)
         grammar, loose = await self._formats.grammar(request, answer, caller, len(body))
         if loose:
             exchange.response_headers.append((b"x-loose-tools", ",".join(loose).encode()))
         requests = await self._api.parser.run(
             len(body), request.generate_requests, grammar, keep_special=answer.keep_special
         )
-        choice_requests = self._choice_requests(exchange, caller, request, requests, frame)
+        choice_requests = self._choice_requests(exchange, caller, request, requests, frame, failure)
         texts = await self._texts(request.model, caller) if request.logprobs else None
+        parsers = [request.parser(answer) for _ in requests]
         if not request.stream:
-            bodies = [
-                ChatResponse(index, texts=texts, parser=request.parser(answer))
-                for index in range(request.choices)
-            ]
+            bodies = [ChatResponse(index, texts=texts, parser=parser) for index, parser in enumerate(parsers)]
             await respond(exchange, self._api, choice_requests, bodies)
             return
+        has_usage = request.include_usage
         chunks = [
-            ChatStream(
-                frame,
-                index,
-                has_usage=request.include_usage,
-                texts=texts,
-                parser=request.parser(answer),
-            )
-            for index in range(request.choices)
+            ChatStream(frame, index, has_usage=has_usage, texts=texts, parser=parser)
+            for index, parser in enumerate(parsers)
         ]
-        await stream(exchange, self._api, choice_requests, chunks, has_usage=request.include_usage)
+        await stream(exchange, self._api, choice_requests, chunks, has_usage=has_usage)
 
     async def completion(self, exchange: HttpExchange) -> None:
         """POST /v1/completions."""
@@ -175,11 +171,12 @@ class OpenAIServing:
             bodies = [CompletionResponse(index, echo=echo, texts=texts) for index, echo in enumerate(echoes)]
             await respond(exchange, self._api, choice_requests, bodies)
             return
+        has_usage = request.include_usage
         chunks = [
-            CompletionStream(frame, index, has_usage=request.include_usage, echo=echo, texts=texts)
+            CompletionStream(frame, index, has_usage=has_usage, echo=echo, texts=texts)
             for index, echo in enumerate(echoes)
         ]
-        await stream(exchange, self._api, choice_requests, chunks, has_usage=request.include_usage)
+        await stream(exchange, self._api, choice_requests, chunks, has_usage=has_usage)
 
     async def _parsed(self, kind: type[F], body: bytes, unsupported: Unsupported) -> F:
         most_values = self._api.limits.context_tokens
@@ -190,7 +187,7 @@ class OpenAIServing:
     def _frame(
         self, exchange: HttpExchange, caller: Caller, request: GenerationFields, prefix: str, kind: str
     ) -> Frame:
-        model = self._api.model_name(request.model or "", caller)
+        model = self._api.routes.public_name(request.model or "", caller)
         return Frame(f"{prefix}{exchange.request_id}", kind, int(time.time()), model)
 
     def _choice_requests(
@@ -200,18 +197,19 @@ class OpenAIServing:
         fields: GenerationFields,
         requests: list[inference_pb2.GenerateRequest],
         frame: Frame,
+        failure: SplitserveError | None = None,
     ) -> ChoiceRequests:
         for index, request in enumerate(requests):
             request.request_id = (
                 exchange.request_id if len(requests) == 1 else choice_id(exchange.request_id, index)
             )
-        has_logprobs = any(request.sampling.HasField("logprobs") for request in requests[:1])
+        has_logprobs = requests[0].sampling.HasField("logprobs")
         operation: Operation = "chat" if requests[0].HasField("chat") else "text_completion"
         parent = exchange.header(b"traceparent")
         trace = self._api.begin_trace(parent, exchange.joined(b"tracestate") if parent else None, operation)
         if trace is not None and self._api.traces:
             exchange.response_headers.append((b"traceparent", trace.context.traceparent.encode()))
-        return ChoiceRequests(requests, caller, fields.choices, frame, has_logprobs, trace)
+        return ChoiceRequests(requests, caller, fields.choices, frame, has_logprobs, trace, failure)
 
     async def _texts(self, model: str | None, caller: Caller) -> TokenTexts:
         return TokenTexts(await self._api.tokenizer(model or "", caller))
@@ -220,17 +218,19 @@ class OpenAIServing:
         """The prompt text that each choice begins with; empty without `echo`."""
         if not request.echo:
             return [""] * len(choice_requests.requests)
-        if all(isinstance(prompt, str) for prompt in request.prompt):
-            return [asked.text for asked in choice_requests.requests]
-        tokenizer = await self._api.tokenizer(request.model or "", choice_requests.caller)
-        copies = request.choices
-        prompts = choice_requests.requests[::copies]
+        tokenizer = None
+        if not all(isinstance(prompt, str) for prompt in request.prompt):
+            tokenizer = await self._api.tokenizer(request.model or "", choice_requests.caller)
+        prompts = choice_requests.requests[:: request.choices]
 
         def decoded() -> list[str]:
-            texts = [asked.text or tokenizer.decode(asked.token_ids.ids) for asked in prompts]
-            return [text for text in texts for _ in range(copies)]
+            texts = [
+                tokenizer.decode(prompt.token_ids.ids) if tokenizer is not None else prompt.text
+                for prompt in prompts
+            ]
+            return [text for text in texts for _ in range(request.choices)]
 
-        return await self._api.parser.run(sum(asked.ByteSize() for asked in prompts), decoded)
+        return await self._api.parser.run(sum(prompt.ByteSize() for prompt in prompts), decoded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,13 +238,15 @@ class ChoiceRequests:
     """The requests of one HTTP request, one per choice."""
 
     requests: list[inference_pb2.GenerateRequest]
-    """In order of the choices' indices; taken out as they begin."""
+    """In order of the choices' indices. Each is removed when it begins."""
     caller: Caller
     choices_per_prompt: int
     frame: Frame
     has_logprobs: bool
     trace: RequestTrace | None = None
-    """That of the first choice; those of the others are beside it."""
+    """The trace of the first choice; the traces of the others are its siblings."""
+    failure: SplitserveError | None = None
+    """Why the requests cannot be served, where preparing them has shown it."""
 
 
 async def stream(
@@ -255,7 +257,7 @@ async def stream(
     *,
     has_usage: bool,
 ) -> None:
-    """Sends events as deltas arrive. Nothing is sent before the first, so that earlier errors get an HTTP status."""
+    """Sends events as deltas arrive. Nothing is sent before the first delta: an earlier error gets an HTTP status."""
     usage = UsageSum(choice_requests.choices_per_prompt)
     outputs = [_Events(exchange, choice, usage, index) for index, choice in enumerate(choices)]
     async with exchange.while_connected():
@@ -270,14 +272,14 @@ async def respond(
     choice_requests: ChoiceRequests,
     choices: Sequence[ChoiceBuilder],
 ) -> None:
-    """Sends one JSON object once all choices are complete."""
+    """Sends one JSON object when all choices are complete."""
     usage = UsageSum(choice_requests.choices_per_prompt)
     ended: dict[int, inference_pb2.GenerationDone] = {}
 
     def rendered() -> bytes:
-        shown = ",".join(dumped(choice.to_json(ended[index])) for index, choice in enumerate(choices))
+        bodies = ",".join(dumped(choice.to_json(ended[index])) for index, choice in enumerate(choices))
         head = dumped(choice_requests.frame.head())[:-1]
-        return f'{head}, "choices": [{shown}], "usage": {dumped(usage.to_json())}}}'.encode()
+        return f'{head}, "choices": [{bodies}], "usage": {dumped(usage.to_json())}}}'.encode()
 
     async with exchange.while_connected():
         outputs = [_Pieces(choice, usage, index, ended) for index, choice in enumerate(choices)]
@@ -317,7 +319,7 @@ class _Events(Output):
 
 @dataclass(frozen=True, slots=True)
 class _Pieces(Output):
-    """The output of a choice that is kept until it is complete."""
+    """The output of a choice that is sent whole."""
 
     choice: ChoiceBuilder
     usage: UsageSum
@@ -343,67 +345,48 @@ class _Pieces(Output):
 
 
 async def _run(api: InferenceApi, choice_requests: ChoiceRequests, outputs: Sequence[Output]) -> None:
-    """Runs all choices concurrently; the first failure cancels the others. They begin one after the other, so that what
-    each does first does not add up to a pause of everything else."""
-    trace = choice_requests.trace
+    """Runs all choices concurrently; the first failure cancels the others. The event loop serves others between the
+    beginnings of two choices."""
+    caller, trace, failure = choice_requests.caller, choice_requests.trace, choice_requests.failure
     if len(outputs) == 1:
-        await api.generate(choice_requests.requests[0], choice_requests.caller, outputs[0], trace=trace)
+        request = choice_requests.requests[0]
+        await api.generate(request, caller, outputs[0], trace=trace, failure=failure)
         return
     async with asyncio.TaskGroup() as group:
         for output in outputs:
-            # Taken out, so that each is freed when it ends: a hundred long ones at once take longer than a pause may.
+            # A request is freed when it ends: freeing a hundred long ones at once would stall the event loop.
             request = choice_requests.requests.pop(0)
-            group.create_task(api.generate(request, choice_requests.caller, output, trace=trace))
+            group.create_task(api.generate(request, caller, output, trace=trace, failure=failure))
             trace = trace.sibling() if trace is not None else None
             await asyncio.sleep(0)
-
-
-Method = Literal["GET", "POST"]
-
-
-class Path:
-    """The ASGI application of one path: serves one method, responds 405 to others."""
-
-    def __init__(self, method: Method, serve: Serve, endpoint: Callable[[Serve], Endpoint]) -> None:
-        self._methods = ("GET", "HEAD") if method == "GET" else ("POST",)
-        self._endpoint = endpoint(serve)
-        self._other = endpoint(self._refuse)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
-        """ASGI."""
-        endpoint = self._endpoint if scope["method"] in self._methods else self._other
-        await endpoint(scope, receive, send)
-
-    async def _refuse(self, exchange: HttpExchange) -> None:
-        allowed = ", ".join(self._methods)
-        headers = [(b"allow", allowed.encode())]
-        raise HttpError(405, f"this path takes {allowed} only", "METHOD_NOT_ALLOWED", headers)
 
 
 def make_app(
     api: InferenceApi, read_metrics: Read, formats: AnswerFormats, further: Sequence[tuple[str, Serve]] = ()
 ) -> Router:
-    """The ASGI application of the API. `read_metrics` gives the metrics that `/metrics` shows, `formats` tells how
-    answers are read; `further` paths are served under GET."""
-
-    def endpoint(serve: Serve) -> Endpoint:
-        return Endpoint(serve, api.authenticator, api.limits)
-
+    """The ASGI application of the API. `read_metrics` returns the metrics that `/metrics` shows, `formats` tells how
+    answers are read, and `further` paths are served under GET."""
     completions, info = OpenAIServing(api, formats), InfoEndpoints(api, read_metrics)
-    paths: list[tuple[str, Method, Serve]] = [
-        ("/v1/chat/completions", "POST", completions.chat),
-        ("/v1/completions", "POST", completions.completion),
-        ("/v1/models", "GET", info.models),
-        ("/v1/models/{model:path}", "GET", info.model),
-        ("/health", "GET", info.health),
-        ("/ready", "GET", info.ready),
-        ("/metrics", "GET", info.metrics),
-        ("/version", "GET", info.version),
-        *((path, "GET", serve) for path, serve in further),
+    posts = [
+        ("/v1/chat/completions", completions.chat),
+        ("/v1/completions", completions.completion),
     ]
-    routes = [Route(path, Path(method, serve, endpoint)) for path, method, serve in paths]
+    gets = [
+        ("/v1/models", info.models),
+        ("/v1/models/{model:path}", info.model),
+        ("/health", info.health),
+        ("/ready", info.ready),
+        ("/metrics", info.metrics),
+        ("/version", info.version),
+        *further,
+    ]
+    routes = [
+        Route(path, Endpoint(serve, api.authenticator, api.limits, methods))
+        for methods, paths in ((("POST",), posts), (("GET", "HEAD"), gets))
+        for path, serve in paths
+    ]
     # A bare Router: Starlette's application class would wrap every `send` twice, and Endpoint handles errors already.
-    return Router(routes, redirect_slashes=False, default=endpoint(_unknown))
+    return Router(routes, redirect_slashes=False, default=Endpoint(_unknown, api.authenticator, api.limits))
 
 
 async def _unknown(exchange: HttpExchange) -> None:
@@ -411,7 +394,7 @@ async def _unknown(exchange: HttpExchange) -> None:
 
 
 class InfoEndpoints:
-    """The GET endpoints. `read_metrics` gives the same metrics as the metrics port."""
+    """The GET endpoints. `read_metrics` returns the same metrics as the metrics port serves."""
 
     def __init__(self, api: InferenceApi, read_metrics: Read) -> None:
         self._api = api
@@ -440,10 +423,9 @@ class InfoEndpoints:
 
     async def ready(self, exchange: HttpExchange) -> None:
         """GET /ready: at least one model has a complete pair of workers, or workers that are started on demand."""
-        api = self._api
-        if api.draining:
-            raise UnavailableError("the coordinator is shutting down", reason="DRAINING")
-        if not api.is_ready:
+        if self._api.draining:
+            raise shutting_down()
+        if not self._api.is_ready:
             message = "no model has a prefill and a decode worker that are ready"
             raise UnavailableError(message, reason="NO_WORKER")
         await _respond_json(exchange, {"status": "ready"})

@@ -1,7 +1,6 @@
 """What chat and completions have in common: fields of requests, frames of responses, choices, usage.
 
-Ranges that the request flow checks too are left to it, so that all entrypoints refuse the same; `FieldNames` translates
-its messages.
+The request flow checks ranges, so that all entrypoints refuse the same values; `FieldNames` translates its messages.
 """
 
 from __future__ import annotations
@@ -9,16 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from coordinator.entrypoints.openai.logprobs import TokenTexts
 from coordinator.request.inference_request import MAX_MESSAGES, REQUEST_ID
 from coordinator.request.json_bounds import check_structure
+from splitserve.client.types import FINISH_REASONS
 from splitserve.errors import InvalidArgumentError
 from splitserve.generation.bounds import MAX_LOGIT_BIASES, MAX_PRIORITY, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from splitserve.runtime.call_thread import SHORT_BYTES
@@ -27,7 +27,7 @@ from splitserve.v1 import generation_pb2, inference_pb2
 MAX_CHOICES = 128
 """Answers per prompt, as with OpenAI."""
 MAX_COPIED_BYTES = 64 * 2**20
-"""Total size of a request's copies, one per answer."""
+"""Most bytes of a request's copies together, one per answer."""
 MAX_TOOLS = 1024
 MAX_ITEMS: Mapping[str, int] = {
     "messages": MAX_MESSAGES,
@@ -36,19 +36,9 @@ MAX_ITEMS: Mapping[str, int] = {
     "stop": MAX_STOP_STRINGS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
 }
-"""Items of a field, checked before each of them is."""
+"""Most items of a field; their number is checked before pydantic looks at the items."""
 MAX_ID_DIGITS = 10
-"""Digits of a token id; Python takes no number of thousands of them."""
-
-_SAMPLING = {
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-}
-_STOP = {"stop_token_ids", "ignore_eos", "min_tokens"}
+"""Most digits of a token id: `int` raises for thousands of digits."""
 
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 
@@ -64,6 +54,12 @@ class Fields(BaseModel):
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+class OpenFields(Fields):
+    """Unknown fields are accepted: only rendering the prompt shows whether the chat template reads them."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 class StreamOptions(Fields):
@@ -106,6 +102,12 @@ class GenerationFields(Fields):
     tpot_ms: float | None = None
     """Target time per output token after the first, in milliseconds."""
 
+    @model_validator(mode="after")
+    def _only_streams_have_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidArgumentError("stream_options needs stream: true", field="stream_options")
+        return self
+
     @property
     def choices(self) -> int:
         """Answers per prompt."""
@@ -118,37 +120,53 @@ class GenerationFields(Fields):
 
     @property
     def session_id(self) -> str:
-        """Hashed if it contains characters that are not allowed there."""
+        """The session that the request belongs to. A name that is no valid id is hashed."""
         name = self.prompt_cache_key or self.safety_identifier or self.user or ""
         if not name or REQUEST_ID.match(name):
             return name
         return hashlib.sha256(name.encode("utf-8")).hexdigest()
 
-    def seed_of(self, choice: int) -> int:
-        """The seed of answer number `choice`, where there is one."""
-        return ((self.seed or 0) + choice) % 2**64
+    def shared_request(self, max_tokens: int | None, logprobs: int | None) -> inference_pb2.GenerateRequest:
+        """What the requests of all answers have in common: everything but prompt and seed.
 
-    def sampling(self, choice: int, logprobs: int | None) -> generation_pb2.SamplingParams:
-        """Sampling parameters of answer number `choice`, with `logprobs` alternatives per token."""
-        sampling = generation_pb2.SamplingParams(**self._given(_SAMPLING))
-        sampling.top_k = max(0, self.top_k or 0)
-        if self.seed is not None:
-            sampling.seed = self.seed_of(choice)
-        if logprobs is not None:
-            sampling.logprobs = logprobs
-        sampling.logit_bias.extend(_biases(self.logit_bias or {}))
-        return sampling
+        `logprobs` is the number of alternatives per token. Raises InvalidArgumentError for a wrong `logit_bias`.
+        """
+        return inference_pb2.GenerateRequest(
+            model=self.model or "",
+            sampling=generation_pb2.SamplingParams(
+                temperature=self.temperature,
+                top_k=max(0, self.top_k or 0),
+                top_p=self.top_p,
+                min_p=self.min_p or 0.0,
+                repetition_penalty=self.repetition_penalty,
+                presence_penalty=self.presence_penalty or 0.0,
+                frequency_penalty=self.frequency_penalty or 0.0,
+                logprobs=logprobs,
+                logit_bias=_biases(self.logit_bias or {}),
+            ),
+            stop=generation_pb2.StopParams(
+                max_tokens=max_tokens,
+                min_tokens=self.min_tokens or 0,
+                stop_strings=self.stop,
+                stop_token_ids=self.stop_token_ids,
+                ignore_eos=bool(self.ignore_eos),
+            ),
+            priority=self.priority or 0,
+            ttft_ms=self.ttft_ms,
+            tpot_ms=self.tpot_ms,
+            session_id=self.session_id,
+        )
 
-    def _given(self, names: Iterable[str]) -> dict[str, Any]:
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
-
-    def stop_params(self, max_tokens: int | None) -> generation_pb2.StopParams:
-        """Stop parameters of each answer."""
-        stop = generation_pb2.StopParams(**self._given(_STOP))
-        stop.stop_strings.extend(self.stop)
-        if max_tokens is not None:
-            stop.max_tokens = max_tokens
-        return stop
+    def choice_requests(self, shared: inference_pb2.GenerateRequest) -> list[inference_pb2.GenerateRequest]:
+        """A copy of the request for each choice, with a seed of its own if the client has set one."""
+        requests = []
+        for choice in range(self.choices):
+            request = inference_pb2.GenerateRequest()
+            request.CopyFrom(shared)
+            if self.seed is not None:
+                request.sampling.seed = (self.seed + choice) % 2**64
+            requests.append(request)
+        return requests
 
 
 F = TypeVar("F", bound=Fields)
@@ -169,6 +187,11 @@ NOT_SERVED: Unsupported = {
     "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": (),
     "spaces_between_special_tokens": (True,),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
 }
 WITHOUT_EFFECT = frozenset(
     {
@@ -184,8 +207,8 @@ WITHOUT_EFFECT = frozenset(
 
 
 def parsed(kind: type[F], body: bytes, unsupported: Unsupported, most_values: int = 0) -> F:
-    """Parses a request's JSON. Raises InvalidArgumentError naming the field, or the bound of the whole that it exceeds;
-    `most_values`: see `check_structure`."""
+    """Parses a request's JSON. Raises InvalidArgumentError that names the wrong field, or the exceeded bound of the
+    whole body. `most_values` is handed to `check_structure`."""
     if len(body) > SHORT_BYTES:
         check_structure(body, most_values)
     try:
@@ -195,11 +218,20 @@ def parsed(kind: type[F], body: bytes, unsupported: Unsupported, most_values: in
         raise InvalidArgumentError(message, reason="MALFORMED_JSON") from None
     if not isinstance(data, dict):
         raise InvalidArgumentError("the request's body must be a JSON object", reason="MALFORMED_JSON")
-    refuse_given(data, unsupported)
-    refuse_too_many(data)
+    _refuse_unsupported(data, unsupported)
+    _refuse_too_many_items(data)
     ignored = WITHOUT_EFFECT | unsupported.keys()
-    given = {name: value for name, value in data.items() if value is not None and name not in ignored}
-    return validated(lambda: kind.model_validate(given))
+    fields = {name: value for name, value in data.items() if value is not None and name not in ignored}
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        name = dotted(first["loc"])
+        if first["type"] == "extra_forbidden":
+            message = f"{name} is not a field of this API"
+            raise InvalidArgumentError(message, reason="UNSUPPORTED_FIELD", field=name) from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise InvalidArgumentError(f"{name}: {message}", field=name) from None
 
 
 def check_copies(choices: int, body: bytes) -> None:
@@ -209,42 +241,18 @@ def check_copies(choices: int, body: bytes) -> None:
         raise InvalidArgumentError(f"n must be 1..{most} with a request as long as this", field="n")
 
 
-def check_answers(answers: int, shared_bytes: int) -> None:
-    """Raises InvalidArgumentError if what so many answers have in common would take too much memory."""
-    if answers * shared_bytes > MAX_COPIED_BYTES:
-        most = max(1, MAX_COPIED_BYTES // shared_bytes)
-        message = f"prompt: at most {most} answers, n times prompts, with settings as long as these"
-        raise InvalidArgumentError(message, field="prompt")
-
-
-def refuse_given(data: Mapping[str, Any], unsupported: Unsupported) -> None:
-    """Raises InvalidArgumentError for the first unsupported field with a value that has an effect."""
+def _refuse_unsupported(data: Mapping[str, Any], unsupported: Unsupported) -> None:
     for name, harmless in unsupported.items():
         value = data.get(name)
         if value is not None and not any(value == same and type(value) is type(same) for same in harmless):
             raise InvalidArgumentError(f"{name} is not supported", reason="UNSUPPORTED_FIELD", field=name)
 
 
-def refuse_too_many(data: Mapping[str, Any]) -> None:
-    """Raises InvalidArgumentError for the first field with more items than it may have."""
+def _refuse_too_many_items(data: Mapping[str, Any]) -> None:
     for name, most in MAX_ITEMS.items():
         value = data.get(name)
         if isinstance(value, list | dict) and len(value) > most:
             raise InvalidArgumentError(f"{name} must have at most {most} items, not {len(value)}", field=name)
-
-
-def validated(make: Callable[[], F]) -> F:
-    """The result of `make`; pydantic's first error is raised as InvalidArgumentError."""
-    try:
-        return make()
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        name = dotted(first["loc"])
-        if first["type"] == "extra_forbidden":
-            message = f"{name} is not a field of this API"
-            raise InvalidArgumentError(message, reason="UNSUPPORTED_FIELD", field=name) from None
-        what = first["msg"].removeprefix("Value error, ")
-        raise InvalidArgumentError(f"{name}: {what}", field=name) from None
 
 
 def dotted(path: Iterable[str | int]) -> str:
@@ -257,8 +265,8 @@ def compact_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _biases(given: Mapping[str, float]) -> Iterable[generation_pb2.LogitBias]:
-    for key, bias in given.items():
+def _biases(biases: Mapping[str, float]) -> Iterable[generation_pb2.LogitBias]:
+    for key, bias in biases.items():
         is_id = key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS
         if not (is_id and int(key) < 2**32):
             message = f"logit_bias: keys must be token ids, not {key[:32]!r}"
@@ -267,15 +275,10 @@ def _biases(given: Mapping[str, float]) -> Iterable[generation_pb2.LogitBias]:
 
 
 quoted = json.encoder.encode_basestring
-"""Encodes a text as a JSON string without ASCII escapes: the C function below `json.dumps`, and 20 times faster."""
+"""Encodes a text as a JSON string without ASCII escapes: the C function below `json.dumps`, 20 times faster."""
 
-FINISH_REASONS: Mapping[int, str] = {
-    generation_pb2.FINISH_REASON_STOP: "stop",
-    generation_pb2.FINISH_REASON_LENGTH: "length",
-    generation_pb2.FINISH_REASON_ABORT: "abort",
-}
 SLICE_ITEMS = 64
-"""Items of a list that are rendered at once; each may hold the logprobs of 21 tokens."""
+"""Items of a list that are rendered at once. An item may hold the logprobs of 21 tokens."""
 DONE_EVENT = b"data: [DONE]\n\n"
 
 
@@ -294,24 +297,51 @@ class Frame:
         return {"id": self.answer_id, "object": self.object, "created": self.created, "model": self.model}
 
 
-class ChoiceStream(Protocol):
-    """One choice of a streamed response, rendered delta by delta."""
+class ChoiceStream(ABC):
+    """One choice of a streamed response, rendered as server-sent events delta by delta.
+
+    `_head` and `_tail` are an event's constant text before and after the fields of its choice.
+    """
+
+    def __init__(self, frame: Frame, index: int, has_usage: bool) -> None:
+        fields = compact_json(frame.head())[1:-1]
+        self._head = f'data: {{{fields},"choices":[{{"index":{index},'
+        self._tail = '}],"usage":null}\n\n' if has_usage else "}]}\n\n"
+        self._ended = False
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Tokens of the reasoning so far; None where there is no telling."""
+        """Tokens of the reasoning so far; None if they cannot be told from others."""
         return None
 
     def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
-        """The events for this delta; may be empty."""
+        """The events of this delta; may be empty."""
+        events = self._events(delta)
+        if delta.finish_reason:
+            self._ended = True
+            events += self._end(FINISH_REASONS[delta.finish_reason])
+        return events.encode()
 
     def done(self, done: inference_pb2.GenerationDone) -> bytes:
-        """The remaining events; may be empty."""
+        """The last event, unless a delta has ended the choice; then empty."""
+        return b"" if self._ended else self._end(FINISH_REASONS[done.finish_reason]).encode()
+
+    @abstractmethod
+    def _events(self, delta: generation_pb2.OutputDelta) -> str:
+        """The events of the delta's tokens."""
+
+    @abstractmethod
+    def _end(self, finish_reason: str) -> str:
+        """The events that end the choice."""
+
+    def _event(self, fields: Mapping[str, Any]) -> str:
+        """An event whose choice has these fields beside its index."""
+        return f"{self._head}{compact_json(fields)[1:-1]}{self._tail}"
 
 
 class ChoiceBuilder(ABC):
-    """One choice of a response that is sent at once. Its text begins with `echo`; `texts` is given if logprobs were
-    requested."""
+    """One choice of a response that is sent whole. Its text begins with `echo`. `texts` renders logprobs; None: the
+    request asks for none."""
 
     def __init__(self, index: int, *, echo: str = "", texts: TokenTexts | None = None) -> None:
         self._index, self._texts = index, texts
@@ -320,7 +350,7 @@ class ChoiceBuilder(ABC):
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Tokens of the reasoning so far; None where there is no telling."""
+        """Tokens of the reasoning so far; None if they cannot be told from others."""
         return None
 
     def delta(self, delta: generation_pb2.OutputDelta) -> None:
@@ -334,28 +364,13 @@ class ChoiceBuilder(ABC):
         """The choice as a JSON object."""
 
 
-class ChunkFrame:
-    """The constant parts of a streamed chunk with one choice, before and after what changes per token."""
-
-    def __init__(self, frame: Frame, index: int, has_usage: bool) -> None:
-        answer_id, model = quoted(frame.answer_id), quoted(frame.model)
-        head = f'"id":{answer_id},"object":"{frame.object}","created":{frame.created},"model":{model}'
-        self.before = f'data: {{{head},"choices":[{{"index":{index},'
-        self.after = '}],"usage":null}\n\n' if has_usage else "}]}\n\n"
-
-    def chunk(self, fields: Mapping[str, Any]) -> str:
-        """An event whose choice has these fields."""
-        shown = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
-        return f"{self.before}{shown[1:-1]}{self.after}"
-
-
 def usage_event(frame: Frame, usage: Mapping[str, Any]) -> bytes:
     """The event with the token counts, sent last if `stream_options.include_usage` is set."""
     return b"data: %s\n\n" % json.dumps(frame.head() | {"choices": [], "usage": usage}).encode()
 
 
 def dumped(value: Any) -> str:
-    """Renders as `json.dumps` does, long lists in slices: one call for all would keep the interpreter to itself."""
+    """Renders as `json.dumps` does, but a long list in slices: one call would hold the interpreter's lock for long."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{quoted(name)}: {dumped(inner)}" for name, inner in value.items()) + "}"
     if isinstance(value, list):
@@ -368,8 +383,10 @@ class UsageSum:
     """Token counts of a response. A prompt counts once, however many answers it gets; all answers count."""
 
     def __init__(self, choices_per_prompt: int) -> None:
+        self.completion_tokens = 0
+        """Tokens of all answers."""
         self._choices_per_prompt = choices_per_prompt
-        self._prompt = self._completion = self._cached = 0
+        self._prompt = self._cached = 0
         self._reasoning: int | None = None
 
     def add(
@@ -378,22 +395,17 @@ class UsageSum:
         """Adds a finished answer."""
         if reasoning_tokens is not None:
             self._reasoning = (self._reasoning or 0) + reasoning_tokens
-        self._completion += done.usage.completion_tokens
+        self.completion_tokens += done.usage.completion_tokens
         if choice % self._choices_per_prompt == 0:
             self._prompt += done.usage.prompt_tokens
             self._cached += done.usage.cached_prompt_tokens
-
-    @property
-    def completion_tokens(self) -> int:
-        """Tokens of all answers."""
-        return self._completion
 
     def to_json(self) -> dict[str, Any]:
         """OpenAI's `usage`."""
         usage: dict[str, Any] = {
             "prompt_tokens": self._prompt,
-            "completion_tokens": self._completion,
-            "total_tokens": self._prompt + self._completion,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self._prompt + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached},
         }
         if self._reasoning is not None:

@@ -1,6 +1,7 @@
-"""The grammar that holds an answer to its tools or its `response_format`, in llguidance's dialect of Lark.
+"""The grammar that holds an answer to its tools or its `response_format`, in llguidance's dialect of Lark
+(https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).
 
-Calls are spelled in the model's own format. The grammar begins after the reasoning.
+Calls are written in the model's own format. Reasoning before the answer is any text.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from coordinator.entrypoints.openai.tools import Function, ResponseFormat
 from splitserve.v1 import generation_pb2
 
 _SHARED = ("$defs", "definitions", "x-guidance")
-"""What the schema of one argument needs of that of all."""
+"""Keys of a function's schema that the schema of a single argument needs too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,38 +27,38 @@ class AnswerTerms:
     """What a request asks of its answer."""
 
     functions: Sequence[Function] = ()
-    """Those that may be called; none: no calls."""
+    """The functions that may be called."""
     must_call: bool = False
     """Whether the answer is calls and nothing else."""
     parallel: bool = True
-    """Whether it may have several calls."""
+    """Whether the answer may have several calls."""
     response_format: ResponseFormat | None = None
-    """What an answer without calls is held to."""
+    """The format of an answer without calls."""
 
 
 def answer_grammar(terms: AnswerTerms, answer: AnswerFormat) -> generation_pb2.Grammar | None:
     """The grammar of an answer; None if it may be any text."""
     schema = terms.response_format.content_schema if terms.response_format is not None else None
+    content = f"content[capture]: %json {compact_json(schema)}"
     tools = answer.tools if terms.functions else None
+    # 1. No calls, or calls that no grammar can write: at most `response_format` holds.
     if tools is None or tools.form is None:
-        if schema is None:
+        if terms.response_format is None or schema is None:
             return None
         if answer.reasoning is None:
-            return terms.response_format.grammar if terms.response_format is not None else None
-        return _lark(
-            [
-                *_thought_rules(answer),
-                f"content[capture]: %json {compact_json(schema)}",
-                "start: thinking content",
-            ]
-        )
+            return terms.response_format.grammar
+        return _lark([*_thought_rules(answer), content, "start: thinking content"])
+    # 2. Text or calls without tags: the beginning of a call cannot be told from text.
     if tools.is_bare and not terms.must_call and schema is None:
-        return None  # nothing tells the beginning of a call from that of a text
-    rules = [*_call_rules(terms, tools, tools.form), *_thought_rules(answer)]
+        return None
+    rules = [*_call_rules(terms, tools.form), *_thought_rules(answer)]
+    # 3. Calls alone.
     if terms.must_call:
         rules.append("start: thinking calls")
+    # 4. Calls, or content of the schema.
     elif schema is not None:
-        rules += [f"content[capture]: %json {compact_json(schema)}", "start: thinking (calls | content)"]
+        rules += [content, "start: thinking (calls | content)"]
+    # 5. Text, which may go on with calls.
     else:
         rules += _free_rules(tools, tools.form, answer)
     return _lark(rules)
@@ -67,12 +68,12 @@ _RULE = re.compile(r"\barguments_(\d{1,4})(?:_\d+)?\b")
 
 
 def functions_in(message: str) -> set[int]:
-    """The numbers of the functions whose rules an error names."""
-    return {int(found[1]) for found in _RULE.finditer(message)}
+    """The numbers of the functions whose rules an error message names."""
+    return {int(match[1]) for match in _RULE.finditer(message)}
 
 
 def rule_places(functions: Sequence[tuple[int, Function]]) -> dict[str, str]:
-    """What the rules of these functions are in the request, by their places in its tools."""
+    """Paths in the request by rule. `functions`: the callable ones, with their places in the request's tools."""
     places = {}
     for number, (place, function) in enumerate(functions):
         path = f"tools[{place}].function.parameters"
@@ -84,7 +85,7 @@ def rule_places(functions: Sequence[tuple[int, Function]]) -> dict[str, str]:
 
 
 def arguments_rule(number: int, argument: int | None = None) -> str:
-    """The rule of a function's arguments, or of one of them, which errors name."""
+    """The name of the rule of a function's arguments, or of one of them. Errors of llguidance contain it."""
     return f"arguments_{number}" if argument is None else f"arguments_{number}_{argument}"
 
 
@@ -93,7 +94,7 @@ def _lark(rules: list[str]) -> generation_pb2.Grammar:
 
 
 def _thought_rules(answer: AnswerFormat) -> list[str]:
-    """The rules of what precedes the answer proper: `thinking`, which may be nothing."""
+    """The rules of `thinking`, the reasoning before the answer, which may be empty."""
     reasoning = answer.reasoning
     if reasoning is None:
         return ['thinking: ""']
@@ -107,8 +108,8 @@ def _thought_rules(answer: AnswerFormat) -> list[str]:
     ]
 
 
-def _call_rules(terms: AnswerTerms, tools: ToolFormat, form: CallForm) -> list[str]:
-    """The rules of `calls`, and of `call`, which is one without the text before its name."""
+def _call_rules(terms: AnswerTerms, form: CallForm) -> list[str]:
+    """The rules of `calls`, of `call`, which is one call from its name on, and of `more`, the calls after it."""
     rules = []
     for number, function in enumerate(terms.functions):
         arguments = arguments_rule(number)
@@ -127,54 +128,57 @@ def _call_rules(terms: AnswerTerms, tools: ToolFormat, form: CallForm) -> list[s
 
 
 def _free_rules(tools: ToolFormat, form: CallForm, answer: AnswerFormat) -> list[str]:
-    """The rules of text that may go on with calls: what opens one must be one."""
+    """The rules of text that may go on with calls. A call must follow an opening tag."""
     lead = form.begin + form.head.partition(NAME)[0]
     opening = max((tag for tag in tools.tags if lead.startswith(tag)), key=len)
-    rest = _spelled(lead.removeprefix(opening))
+    after_opening = _spelled(lead.removeprefix(opening))
     reasoning, before = answer.reasoning, "TEXT"
     if reasoning is not None:
         thought = f"TEXT ({' | '.join(map(_literal, reasoning.ends))}) TEXT"
         if not answer.is_reasoning:
-            # Neither does a call in the reasoning count if the model begins that itself.
+            # The model may begin its reasoning itself. An opening tag in it begins no call.
             first, second = (f"\\x{ord(sign):02x}" for sign in reasoning.begin[:2])
             thought = f'{_literal(reasoning.begin)} {thought} | /[^{first}]|{first}[^{second}]/ TEXT | ""'
         before = f"({thought})"
     # A lazy lexeme ends at its first match, so an opening tag always starts a call.
     return [
         f"opening[lazy]: {before} {_literal(opening)}",
-        f"start: TEXT | opening {rest} call more",
+        f"start: TEXT | opening {after_opening} call more",
     ]
 
 
 def _argument_rules(number: int, function: Function, form: CallForm) -> Iterator[str]:
-    """The rules of one function's arguments: an object, or one argument after the other."""
+    """The rules of one function's arguments."""
     schema, name = function.arguments_schema, arguments_rule(number)
+    # 1. The arguments are one JSON object.
     if form.argument is None:
         yield f"{name}[capture]: %json {compact_json(schema)}"
         return
     begin, end = form.argument
     yield f"text_{number}[lazy]: TEXT {_literal(end)}"
     properties = schema.get("properties")
+    # 2. Without known properties: any arguments, each any text.
     if not isinstance(properties, Mapping) or not properties:
         before, _, after = begin.partition(KEY)
         key = rf"{_literal(before)} /[\w.-]{{1,64}}/ {_spelled(after.replace(KIND, 'true'))}"
         yield f"{name}: ({key} text_{number})*"
         return
+    # 3. One argument after the other, in the order of the properties.
     required = schema.get("required")
     items = []
-    for place, (key, held) in enumerate(properties.items()):
+    for place, (key, argument) in enumerate(properties.items()):
         rule = arguments_rule(number, place)
-        kinds = kinds_of(held, schema)
+        kinds = kinds_of(argument, schema)
         is_text = not kinds or "string" in kinds
         value = f"{rule} {_spelled(end)}"
-        choices = held.get("enum") if isinstance(held, Mapping) else None
+        choices = argument.get("enum") if isinstance(argument, Mapping) else None
         if is_text and isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
             yield f"{rule}: {' | '.join(map(_literal, choices))}"
         elif is_text:
             value = f"text_{number}"
         else:
             shared = {name: schema[name] for name in _SHARED if name in schema}
-            yield f"{rule}[capture]: %json {compact_json({**shared, **held})}"
+            yield f"{rule}[capture]: %json {compact_json({**shared, **argument})}"
         written = begin.replace(KIND, "true" if is_text else "false").replace(KEY, key)
         is_required = isinstance(required, list) and key in required
         items.append(f"{_literal(written)} {value}" if is_required else f"({_literal(written)} {value})?")
@@ -182,7 +186,7 @@ def _argument_rules(number: int, function: Function, form: CallForm) -> Iterator
 
 
 def _spelled(text: str) -> str:
-    """The text as Lark, with any number in place of NUMBER."""
+    """The text as Lark, with the pattern of a number in place of NUMBER."""
     parts = re.split(f"({NUMBER})", text)
     return " ".join("/[0-9]{1,3}/" if part == NUMBER else _literal(part) for part in parts if part) or '""'
 

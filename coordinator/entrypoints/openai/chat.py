@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import override
 
 from coordinator.entrypoints.http.exchange import FieldNames
 from coordinator.entrypoints.openai.bodies import (
-    FINISH_REASONS,
     NOT_SERVED,
     ChoiceBuilder,
     ChoiceStream,
-    ChunkFrame,
-    Fields,
     Frame,
     GenerationFields,
+    OpenFields,
     UInt32,
     compact_json,
     quoted,
@@ -34,6 +32,7 @@ from coordinator.entrypoints.openai.formats.writer import (
 )
 from coordinator.entrypoints.openai.logprobs import TokenTexts, chat_logprobs
 from coordinator.entrypoints.openai.tools import Function, NamedTool, ResponseFormat, Tool, ToolChoice
+from splitserve.client.types import FINISH_REASONS
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import generation_pb2, inference_pb2
 
@@ -51,11 +50,6 @@ CHAT_NOT_SERVED = NOT_SERVED | {
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "moderation": (),
     "reasoning_effort": ("none", "medium"),
     "verbosity": ("medium",),
@@ -82,39 +76,33 @@ def _part_text(position: int, part: Any) -> str:
     return text
 
 
-class CalledFunction(Fields):
-    """The function of a call made by the assistant. Whether the template reads further fields is known later."""
-
-    model_config = ConfigDict(extra="allow")
+class CalledFunction(OpenFields):
+    """The function of a call that the assistant made."""
 
     name: str
     arguments: str | None = None
 
 
-class MadeCall(Fields):
-    """A tool call in an earlier message of the assistant. Whether the template reads further fields is known later."""
-
-    model_config = ConfigDict(extra="allow")
+class MadeCall(OpenFields):
+    """A tool call in an earlier message of the assistant."""
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Message(Fields):
-    """One message of the conversation. Whether the template reads further fields is known later."""
-
-    model_config = ConfigDict(extra="allow")
+class Message(OpenFields):
+    """One message of the conversation."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Annotated[str, BeforeValidator(_joined)] = ""
     refusal: str | None = None
-    """What the assistant has said in place of a content."""
+    """What the assistant said in place of content."""
     name: str | None = None
     tool_calls: Annotated[list[MadeCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     annotations: Any = None
-    """Of an earlier answer; without effect."""
+    """Part of an earlier answer; without effect."""
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
@@ -153,16 +141,8 @@ class ChatRequest(GenerationFields):
 
     @model_validator(mode="after")
     def _fits_together(self) -> ChatRequest:
-        if self.stream_options is not None and not self.stream:
-            raise InvalidArgumentError("stream_options needs stream: true", field="stream_options")
         if self.top_logprobs and not self.logprobs:
             raise InvalidArgumentError("top_logprobs needs logprobs: true", field="top_logprobs")
-        response_format = self.response_format
-        if response_format is not None and (response_format.type == "json_schema") != (
-            response_format.json_schema is not None
-        ):
-            message = 'response_format.json_schema goes with type "json_schema", and with that alone'
-            raise InvalidArgumentError(message, field="response_format.json_schema")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise InvalidArgumentError("tool_choice needs tools", field="tool_choice")
         if isinstance(self.tool_choice, NamedTool) and not self._callable_functions():
@@ -181,7 +161,7 @@ class ChatRequest(GenerationFields):
         return self.tool_choice not in (None, "auto", "none")
 
     def parser(self, answer: AnswerFormat) -> AnswerParser | None:
-        """What finds the reasoning and the tool calls in an answer; None if there can be nothing to find."""
+        """The parser of an answer; None if the answer has neither reasoning nor tool calls."""
         if answer.tools is None and answer.reasoning is None:
             return None
         functions = self._callable_functions()
@@ -206,8 +186,8 @@ class ChatRequest(GenerationFields):
         )
 
     def grammar(self, answer: AnswerFormat, loose: Set[int] = frozenset()) -> generation_pb2.Grammar | None:
-        """What an answer of this format is held to; None: it may be any text. The arguments of the functions of these
-        numbers are any object."""
+        """The grammar of an answer of this format; None: any text. `loose`: numbers of functions whose arguments may be
+        any object."""
         if not self.uses_tools and self.response_format is None:
             return None
         functions = [function for _, function in self._callable_functions()]
@@ -220,7 +200,7 @@ class ChatRequest(GenerationFields):
 
     @property
     def lenient_functions(self) -> set[int]:
-        """The numbers of the functions with a schema that nobody asks to be strict about."""
+        """The numbers of the functions whose schema may be given up: the request says nothing about strictness."""
         functions = enumerate(self._callable_functions())
         return {
             number for number, (_, function) in functions if function.strict is None and function.parameters
@@ -234,32 +214,17 @@ class ChatRequest(GenerationFields):
     def generate_requests(
         self, grammar: generation_pb2.Grammar | None = None, *, keep_special: bool = False
     ) -> list[inference_pb2.GenerateRequest]:
-        """One request per choice. `keep_special`: the text has the names of special tokens."""
-        chat = inference_pb2.ChatMessages(messages=[message.to_proto() for message in self.messages])
-        if self.tools and self.tool_choice != "none":
-            chat.tools_json = compact_json([tool.model_dump(exclude_unset=True) for tool in self.tools])
+        """One request per choice. `keep_special`: the answer's text includes special tokens."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        stop = self.stop_params(limit)
-        stop.keep_special_tokens = keep_special
-        requests = []
-        for choice in range(self.choices):
-            sampling = self.sampling(choice, logprobs)
-            if grammar is not None:
-                sampling.grammar.CopyFrom(grammar)
-            requests.append(
-                inference_pb2.GenerateRequest(
-                    model=self.model or "",
-                    chat=chat,
-                    sampling=sampling,
-                    stop=stop,
-                    priority=self.priority or 0,
-                    ttft_ms=self.ttft_ms,
-                    tpot_ms=self.tpot_ms,
-                    session_id=self.session_id,
-                )
-            )
-        return requests
+        shared = self.shared_request(limit, (self.top_logprobs or 0) if self.logprobs else None)
+        shared.stop.keep_special_tokens = keep_special
+        shared.chat.messages.extend(message.to_proto() for message in self.messages)
+        if self.uses_tools:
+            tools = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
+            shared.chat.tools_json = compact_json(tools)
+        if grammar is not None:
+            shared.sampling.grammar.CopyFrom(grammar)
+        return self.choice_requests(shared)
 
     def _callable_functions(self) -> list[tuple[int, Function]]:
         """The functions that may be called, with their places in `tools`."""
@@ -272,16 +237,9 @@ class ChatRequest(GenerationFields):
         return [(place, function) for place, function in functions if function.name == name]
 
 
-_BEGIN = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-"""The choice of a stream's first chunk."""
-
-
-_CONTENT = '"content":'
-
-
 class ChatStream(ChoiceStream):
-    """One streamed choice. `texts` is given if logprobs were requested, `parser` if there may be reasoning or
-    tool calls."""
+    """One streamed choice. `texts` renders logprobs; None: they were not requested. `parser`: as by
+    `ChatRequest.parser`."""
 
     def __init__(
         self,
@@ -292,99 +250,77 @@ class ChatStream(ChoiceStream):
         texts: TokenTexts | None = None,
         parser: AnswerParser | None = None,
     ) -> None:
-        self._frame = ChunkFrame(frame, index, has_usage)
-        self._before = f'{self._frame.before}"delta":{{{_CONTENT}'
-        self._after = f'}},"logprobs":null,"finish_reason":null{self._frame.after}'
+        super().__init__(frame, index, has_usage)
+        self._text_head = f'{self._head}"delta":{{"content":'
+        self._text_tail = f'}},"logprobs":null,"finish_reason":null{self._tail}'
         self._texts, self._parser = texts, parser
         self._is_plain = texts is None and parser is None
-        self._begun = self._ended = False
+        self._begun = False
 
     @property
     @override
     def reasoning_tokens(self) -> int | None:
-        return _reasoning_tokens(self._parser)
+        return self._parser.reasoning_tokens if self._parser is not None else None
 
     @override
-    def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
+    def _events(self, delta: generation_pb2.OutputDelta) -> str:
         text = delta.text
         if self._is_plain:
-            events = f"{self._before}{quoted(text)}{self._after}" if text else ""
+            events = f"{self._text_head}{quoted(text)}{self._text_tail}" if text else ""
         else:
             events = self._special(delta)
         if not self._begun:
             self._begun = True
-            events = f"{self._frame.before}{_BEGIN}{self._frame.after}{events}"
-        if delta.finish_reason:
-            events += self._end(delta.finish_reason)
-        return events.encode()
-
-    @override
-    def done(self, done: inference_pb2.GenerationDone) -> bytes:
-        return b"" if self._ended else self._end(done.finish_reason).encode()
+            events = self._chunk({"role": "assistant", "content": ""}) + events
+        return events
 
     def _special(self, delta: generation_pb2.OutputDelta) -> str:
+        """The events of a delta with logprobs, which its first event carries, or with parts that the parser finds."""
         logprobs = None
         if self._texts is not None and delta.logprobs:
             logprobs = chat_logprobs(self._texts, delta.logprobs)
-        if self._parser is None:
-            shown = [{"content": delta.text}] if delta.text or logprobs else []
-        else:
-            parts = self._parser.feed(delta.text, delta.token_ids)
-            if not logprobs:
-                return "".join(map(self._event, parts))
-            shown = [_shown(part) for part in parts] or [{}]
-        events = ""
-        for fields in shown:
-            events += self._chunk(fields, logprobs)
-            logprobs = None  # only in the first chunk of these tokens
-        return events
-
-    def _end(self, reason: int) -> str:
-        self._ended = True
-        events, name = "", FINISH_REASONS[reason]
         if self._parser is not None:
-            left = self._parser.close(is_cut=name != "stop")
-            events = "".join(map(self._event, left))
-            if self._parser.calls and name == "stop":
-                name = "tool_calls"
-        end = f'"delta":{{}},"logprobs":null,"finish_reason":"{name}"'
-        return f"{events}{self._frame.before}{end}{self._frame.after}"
+            parts = [_shown(part) for part in self._parser.feed(delta.text, delta.token_ids)]
+        else:
+            parts = [{"content": delta.text}] if delta.text or logprobs else []
+        if logprobs and not parts:
+            parts = [{}]
+        return "".join(self._chunk(part, None if place else logprobs) for place, part in enumerate(parts))
 
-    def _event(self, part: Part) -> str:
-        """The part as an event. Text and reasoning, of which there is much, are put together without a dictionary."""
-        match part:
-            case TextPart(text):
-                return f"{self._before}{quoted(text)}{self._after}"
-            case ReasoningPart(text):
-                shown = quoted(text)
-                return f'{self._before[: -len(_CONTENT)]}"reasoning_content":{shown},"reasoning":{shown}{self._after}'
-        return self._chunk(_shown(part))
+    @override
+    def _end(self, finish_reason: str) -> str:
+        events = ""
+        if self._parser is not None:
+            parts = self._parser.close(is_cut=finish_reason != "stop")
+            events = "".join(self._chunk(_shown(part)) for part in parts)
+            if self._parser.calls and finish_reason == "stop":
+                finish_reason = "tool_calls"
+        return events + self._chunk({}, finish_reason=finish_reason)
 
-    def _chunk(self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> str:
-        return self._frame.chunk({"delta": delta, "logprobs": logprobs, "finish_reason": None})
+    def _chunk(
+        self,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> str:
+        return self._event({"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
 
 
 def _shown(part: Part) -> dict[str, Any]:
+    """The part as the `delta` of a chunk."""
     match part:
         case TextPart(text):
             return {"content": text}
         case ReasoningPart(text):
             return {"reasoning_content": text, "reasoning": text}
-        case CallPart(index, call_id, name):
-            function = {"name": name, "arguments": ""}
-            call: dict[str, Any] = {
-                "index": index,
-                "id": call_id,
-                "type": "function",
-                "function": function,
-            }
+        case CallPart(index):
+            return {"tool_calls": [{"index": index} | _call(part, "")]}
         case ArgumentsPart(index, text):
-            call = {"index": index, "function": {"arguments": text}}
-    return {"tool_calls": [call]}
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
 class ChatResponse(ChoiceBuilder):
-    """One choice of a whole chat response. `parser` is given if there may be reasoning or tool calls."""
+    """One choice of a chat response that is sent whole. `parser`: as by `ChatRequest.parser`."""
 
     def __init__(
         self, index: int, *, texts: TokenTexts | None = None, parser: AnswerParser | None = None
@@ -397,7 +333,7 @@ class ChatResponse(ChoiceBuilder):
     @property
     @override
     def reasoning_tokens(self) -> int | None:
-        return _reasoning_tokens(self._parser)
+        return self._parser.reasoning_tokens if self._parser is not None else None
 
     @override
     def delta(self, delta: generation_pb2.OutputDelta) -> None:
@@ -410,16 +346,17 @@ class ChatResponse(ChoiceBuilder):
 
     @override
     def to_json(self, done: inference_pb2.GenerationDone) -> dict[str, Any]:
-        finish_reason = FINISH_REASONS[done.finish_reason]
+        finish_reason: str = FINISH_REASONS[done.finish_reason]
         if self._parser is not None:
             self._append(self._parser.close(is_cut=finish_reason != "stop"))
         content = "".join(self._pieces)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if self._parser is not None and self._parser.has_reasoning:
+        if self.reasoning_tokens is not None:
             reasoning = "".join(self._reasoning) or None
             message |= {"content": content or None, "reasoning_content": reasoning, "reasoning": reasoning}
         if self._calls:
-            message |= {"content": content or None, "tool_calls": [_call(*call) for call in self._calls]}
+            calls = [_call(part, "".join(pieces)) for part, pieces in self._calls]
+            message |= {"content": content or None, "tool_calls": calls}
             finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
         return {
             "index": self._index,
@@ -441,10 +378,6 @@ class ChatResponse(ChoiceBuilder):
                     self._calls[index][1].append(piece)
 
 
-def _call(part: CallPart, arguments: list[str]) -> dict[str, Any]:
-    function = {"name": part.name, "arguments": "".join(arguments)}
+def _call(part: CallPart, arguments: str) -> dict[str, Any]:
+    function = {"name": part.name, "arguments": arguments}
     return {"id": part.call_id, "type": "function", "function": function}
-
-
-def _reasoning_tokens(parser: AnswerParser | None) -> int | None:
-    return parser.reasoning_tokens if parser is not None and parser.has_reasoning else None

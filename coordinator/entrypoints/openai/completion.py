@@ -9,42 +9,36 @@ from typing_extensions import override
 
 from coordinator.entrypoints.http.exchange import FieldNames
 from coordinator.entrypoints.openai.bodies import (
-    FINISH_REASONS,
+    MAX_COPIED_BYTES,
     NOT_SERVED,
     ChoiceBuilder,
     ChoiceStream,
-    ChunkFrame,
     Frame,
     GenerationFields,
     UInt32,
-    check_answers,
     quoted,
 )
 from coordinator.entrypoints.openai.logprobs import CompletionLogprobs, TokenTexts
 from coordinator.entrypoints.openai.tools import ResponseFormat
+from splitserve.client.types import FINISH_REASONS
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import generation_pb2, inference_pb2
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's default of this endpoint."""
+"""OpenAI's default."""
 MAX_ANSWERS = 1024
-"""Answers per request, over all of its prompts."""
+"""Most answers of a request to all of its prompts."""
 COMPLETION_NOT_SERVED = NOT_SERVED | {
     "suffix": ("",),
     "add_special_tokens": (True,),
     "prompt_embeds": (),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
 }
 
 Prompt = str | list[int]
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """The four forms of a prompt as a list. Raises ValueError."""
+    """The prompts, which may come in four forms, as a list. Raises ValueError."""
     if isinstance(value, str) or _is_ids(value):
         return [value]
     if isinstance(value, list) and value:
@@ -78,8 +72,6 @@ class CompletionRequest(GenerationFields):
 
     @model_validator(mode="after")
     def _fits_together(self) -> CompletionRequest:
-        if self.stream_options is not None and not self.stream:
-            raise InvalidArgumentError("stream_options needs stream: true", field="stream_options")
         if self.best_of is not None and self.best_of != self.choices:
             raise InvalidArgumentError("best_of is not supported beyond n", field="best_of")
         if self.echo and self.logprobs is not None:
@@ -88,12 +80,6 @@ class CompletionRequest(GenerationFields):
         if len(self.prompt) * self.choices > MAX_ANSWERS:
             message = f"prompt: at most {MAX_ANSWERS} answers a request, n times prompts"
             raise InvalidArgumentError(message, field="prompt")
-        response_format = self.response_format
-        if response_format is not None and (response_format.type == "json_schema") != (
-            response_format.json_schema is not None
-        ):
-            message = 'response_format.json_schema goes with type "json_schema", and with that alone'
-            raise InvalidArgumentError(message, field="response_format.json_schema")
         return self
 
     @property
@@ -102,58 +88,43 @@ class CompletionRequest(GenerationFields):
         prompts = {"prompt.text": "prompt", "prompt.token_ids": "prompt"}
         return FieldNames(prompts | {"sampling.grammar": "response_format"})
 
-    def _shared(self) -> inference_pb2.GenerateRequest:
-        """What all choices have in common: all but the prompt and the seed."""
-        limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        shared = inference_pb2.GenerateRequest(
-            model=self.model or "",
-            sampling=self.sampling(0, self.logprobs),
-            stop=self.stop_params(limit),
-            priority=self.priority or 0,
-            ttft_ms=self.ttft_ms,
-            tpot_ms=self.tpot_ms,
-            session_id=self.session_id,
-        )
-        if self.response_format is not None and (grammar := self.response_format.grammar) is not None:
-            shared.sampling.grammar.CopyFrom(grammar)
-        return shared
-
     def generate_requests(self) -> list[inference_pb2.GenerateRequest]:
         """One request per choice: all choices of the first prompt, then all of the next. Raises InvalidArgumentError if
         they would take too much memory."""
-        shared = self._shared()
-        check_answers(len(self.prompt) * self.choices, shared.ByteSize())
+        limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        shared = self.shared_request(limit, self.logprobs)
+        if self.response_format is not None and (grammar := self.response_format.grammar) is not None:
+            shared.sampling.grammar.CopyFrom(grammar)
+        most = max(1, MAX_COPIED_BYTES // (shared.ByteSize() or 1))
+        if len(self.prompt) * self.choices > most:
+            message = f"prompt: at most {most} answers, n times prompts, with settings as long as these"
+            raise InvalidArgumentError(message, field="prompt")
         requests = []
         for prompt in self.prompt:
-            for choice in range(self.choices):
-                request = inference_pb2.GenerateRequest()
-                request.CopyFrom(shared)
-                if self.seed is not None:
-                    request.sampling.seed = self.seed_of(choice)
-                if isinstance(prompt, str):
-                    request.text = prompt
-                else:
-                    request.token_ids.ids.extend(prompt)
-                requests.append(request)
+            if isinstance(prompt, str):
+                shared.text = prompt
+            else:
+                shared.token_ids.Clear()
+                shared.token_ids.ids.extend(prompt)
+            requests += self.choice_requests(shared)
         return requests
 
 
 class CompletionStream(ChoiceStream):
-    """One streamed choice. `echo` is sent first; `texts` is given if logprobs were requested."""
+    """One streamed choice. `echo` is sent first. `texts` renders logprobs; None: they were not requested."""
 
     def __init__(
         self, frame: Frame, index: int, *, has_usage: bool, echo: str = "", texts: TokenTexts | None = None
     ) -> None:
-        self._frame = ChunkFrame(frame, index, has_usage)
-        self._before = f'{self._frame.before}"text":'
-        self._after = f',"logprobs":null,"finish_reason":null{self._frame.after}'
+        super().__init__(frame, index, has_usage)
+        self._text_head = f'{self._head}"text":'
+        self._text_tail = f',"logprobs":null,"finish_reason":null{self._tail}'
         self._echo = echo
         self._logprobs = CompletionLogprobs(texts) if texts else None
         self._length = 0
-        self._ended = False
 
     @override
-    def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
+    def _events(self, delta: generation_pb2.OutputDelta) -> str:
         events, text = "", delta.text
         if self._echo:
             events, self._echo = self._chunk(self._echo), ""
@@ -162,27 +133,21 @@ class CompletionStream(ChoiceStream):
             length = self._length if delta.finish_reason else None
             events += self._chunk(text, self._logprobs.to_json(delta.logprobs, length))
         elif text:
-            events += f"{self._before}{quoted(text)}{self._after}"
-        if delta.finish_reason:
-            events += self._end(delta.finish_reason)
-        return events.encode()
+            events += f"{self._text_head}{quoted(text)}{self._text_tail}"
+        return events
 
     @override
-    def done(self, done: inference_pb2.GenerationDone) -> bytes:
-        return b"" if self._ended else self._end(done.finish_reason).encode()
-
-    def _end(self, reason: int) -> str:
-        self._ended = True
-        return self._chunk("", finish_reason=FINISH_REASONS[reason])
+    def _end(self, finish_reason: str) -> str:
+        return self._chunk("", finish_reason=finish_reason)
 
     def _chunk(
         self, text: str, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
     ) -> str:
-        return self._frame.chunk({"text": text, "logprobs": logprobs, "finish_reason": finish_reason})
+        return self._event({"text": text, "logprobs": logprobs, "finish_reason": finish_reason})
 
 
 class CompletionResponse(ChoiceBuilder):
-    """One choice of a whole completion."""
+    """One choice of a completion that is sent whole."""
 
     @override
     def to_json(self, done: inference_pb2.GenerationDone) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from splitserve.models.tokenizer import Tokenizer
 from splitserve.v1 import generation_pb2
 
 LEAST = -9999.0
-"""Replaces minus infinity, which JSON cannot represent; the value that OpenAI uses."""
+"""Replaces minus infinity, which JSON cannot represent; OpenAI uses this value."""
 
 
 class TokenTexts:
-    """Text and bytes of single tokens, cached."""
+    """Texts and bytes of single tokens, cached."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -22,7 +22,7 @@ class TokenTexts:
         self._visible: dict[int, bytes] = {}
 
     def of(self, token_id: int) -> tuple[str, bytes]:
-        """A token's text, and its bytes. Parts of characters are written as OpenAI does, `bytes:\\xf0\\x9f`."""
+        """A token's text and bytes. The text of a part of a character is written as by OpenAI, `bytes:\\xf0\\x9f`."""
         text_and_bytes = self._known.get(token_id)
         if text_and_bytes is None:
             data = self._tokenizer.token_bytes(token_id)
@@ -34,12 +34,12 @@ class TokenTexts:
         return text_and_bytes
 
     def visible(self, token_id: int) -> bytes:
-        """A token's bytes in an answer's text: none of a special token."""
+        """The bytes that a token adds to an answer's text; none if it is a special token."""
         data = self._visible.get(token_id)
         if data is None:
             # Twice: some tokenizers drop a space at the beginning, which may be the whole token.
-            shows = self._tokenizer.decode([token_id, token_id])
-            data = self._visible[token_id] = self.of(token_id)[1] if shows else b""
+            is_visible = self._tokenizer.decode([token_id, token_id])
+            data = self._visible[token_id] = self.of(token_id)[1] if is_visible else b""
         return data
 
 
@@ -53,19 +53,19 @@ def chat_logprobs(texts: TokenTexts, tokens: Iterable[generation_pb2.TokenLogpro
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of a completion; tracks each token's offset in the text, in characters."""
+    """`choices[].logprobs` of a completion. Counts each token's offset in the text, in characters."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
         self._offset = 0
         self._decoder = getincrementaldecoder("utf-8")("replace")
-        """Holds the bytes of a character whose other parts follow."""
+        """Holds the bytes of a character whose other bytes have not arrived."""
 
     def to_json(
         self, tokens: Iterable[generation_pb2.TokenLogprob], length: int | None = None
     ) -> dict[str, list[Any]]:
-        """The logprobs of the next tokens, following those of earlier calls. `length` is that of the whole text once it
-        is known: a stop string may have cut it before the last tokens."""
+        """The logprobs of the tokens after those of earlier calls. `length`: characters of the whole text, if known. A
+        stop string may have cut the text before the last tokens; their offset is then its length."""
         shown: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],

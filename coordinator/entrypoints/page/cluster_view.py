@@ -20,58 +20,41 @@ MAX_WORKERS = 1024
 MAX_FLOWS = 256
 MAX_MODELS = 64
 FLOW_WINDOW_S = 5.0
-WORKER_COLUMNS = (
-    "id",
-    "role",
-    "model",
-    "state",
-    "state_s",
-    "circuit",
-    "running",
-    "waiting",
-    "waiting_tokens",
-    "total_blocks",
-    "referenced_blocks",
-    "reserved_blocks",
-    "quarantined_blocks",
-    "free_blocks",
-    "transfers",
-    "prefill_tokens_per_s",
-    "step_ms",
-)
 
 
 def workers_view(snapshot: PoolSnapshot, states: WorkerStates, now_s: float) -> dict[str, Any]:
-    """The workers with their last reports, as rows of `WORKER_COLUMNS`. At most `MAX_WORKERS`."""
+    """The first `MAX_WORKERS` workers with their last reports, as rows of named columns. Without workers there are no
+    columns either."""
+    figures = [_figures(worker, states, now_s) for worker in snapshot.workers[:MAX_WORKERS]]
     return {
         "count": len(snapshot.workers),
-        "columns": WORKER_COLUMNS,
-        "rows": [_row(worker, states, now_s) for worker in snapshot.workers[:MAX_WORKERS]],
+        "columns": list(figures[0]) if figures else [],
+        "rows": [list(row.values()) for row in figures],
     }
 
 
-def _row(worker: Worker, states: WorkerStates, now_s: float) -> list[Any]:
+def _figures(worker: Worker, states: WorkerStates, now_s: float) -> dict[str, Any]:
     load, latency = worker.load, LatencyModel.from_proto(worker.load.latency)
-    known = states.since.get(worker.key)
-    return [
-        worker.worker_id,
-        worker.role,
-        worker.model.name,
-        STATE_NAMES[known[0]] if known is not None else "starting",
-        round(now_s - known[1], 1) if known is not None else 0.0,
-        worker.circuit.state,
-        load.running_requests,
-        load.waiting_requests,
-        load.waiting_tokens,
-        load.total_blocks,
-        load.referenced_blocks,
-        load.reserved_blocks,
-        load.quarantined_blocks,
-        load.free_blocks,
-        load.transfers_in_flight,
-        round(latency.prefill_tokens_per_s, 1),
-        round(latency.present_step_s(load, worker.block_size_tokens) * 1e3, 2),
-    ]
+    state, since_s = states.since.get(worker.key, (None, now_s))
+    return {
+        "id": worker.worker_id,
+        "role": worker.role,
+        "model": worker.model.name,
+        "state": "starting" if state is None else STATE_NAMES[state],
+        "state_s": round(now_s - since_s, 1),
+        "circuit": worker.circuit.state,
+        "running": load.running_requests,
+        "waiting": load.waiting_requests,
+        "waiting_tokens": load.waiting_tokens,
+        "total_blocks": load.total_blocks,
+        "referenced_blocks": load.referenced_blocks,
+        "reserved_blocks": load.reserved_blocks,
+        "quarantined_blocks": load.quarantined_blocks,
+        "free_blocks": load.free_blocks,
+        "transfers": load.transfers_in_flight,
+        "prefill_tokens_per_s": round(latency.prefill_tokens_per_s, 1),
+        "step_ms": round(latency.present_step_s(load, worker.block_size_tokens) * 1e3, 2),
+    }
 
 
 def flows_view(flows: Sequence[KvFlow]) -> list[list[Any]]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 from coordinator.admission.controller import AdmissionCounts
@@ -58,14 +58,10 @@ class PageAccess:
             message = "page_token_file: with tenants the page takes an admin's API key; leave it out"
             raise ConfigError(message, field="page_token_file")
         self._has_tenants = config.tenants is not None
-        self.asks_for: Literal["api_key", "token"] | None = None
-        """The credential that the page has to ask for; None: none."""
         self._token = read_token_file(path, "page_token_file") if path is not None else None
         self._is_local = is_loopback(config.host)
-        if self._has_tenants:
-            self.asks_for = "api_key"
-        elif self._token is not None:
-            self.asks_for = "token"
+        self.asks_for = "api_key" if self._has_tenants else "token" if path is not None else None
+        """The credential that the page has to ask for; None: none."""
 
     def caller(self, exchange: HttpExchange) -> Caller:
         """Who asks. Raises UnauthenticatedError, or PermissionDeniedError (PAGE_CLOSED)."""
@@ -259,7 +255,7 @@ class PageEndpoints:
             "workers": workers_view(snapshot, self._scaling.states, now_s),
             "flows": flows_view(self._keeper.kv_flows(FLOW_WINDOW_S)),
             "models": models_view(self._models(), queues),
-            "servable": self._api.model_names(ANYONE)[:MAX_MODELS],
+            "servable": [model.name for model in self._api.routes.nameable(ANYONE)][:MAX_MODELS],
             "scaling": scaling_view(self._scaling.timeline, self._registry.plan, now_s),
             "requests": {
                 "recent": self._listed(),

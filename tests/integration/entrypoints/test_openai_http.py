@@ -89,6 +89,21 @@ def words(count: int) -> str:
     return "".join(f" w{100 + number}" for number in range(count))
 
 
+async def test_a_chat_without_any_worker_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(0, 0, no_worker_wait_s=0.01) as http:
+        registry = http.cluster.coordinator.registry
+        waits_s: list[float] = []
+        wait_until = registry.wait_until
+
+        async def counted(condition: Any, wait_s: float) -> Any:
+            waits_s.append(wait_s)
+            return await wait_until(condition, wait_s)
+
+        monkeypatch.setattr(registry, "wait_until", counted)
+        assert (await http.error(503, CHAT, HI))["code"] == "no_worker"
+        assert waits_s == [0.01]
+
+
 async def test_answers_of_both_endpoints() -> None:
     async with serving() as http:
         chat = (await http.post(CHAT, HI)).json()

@@ -10,10 +10,10 @@ from coordinator.entrypoints.openai.formats.writer import Part, Writer
 
 
 class AnswerParser:
-    """`feed` each piece of text, then `close`; both return the parts that have become certain.
+    """Call `feed` with each piece of an answer, then `close`. Both return parts that no later text can change.
 
-    What does not parse as a call is text. An answer that ends in the middle of a call has what came of the call, and
-    nothing of its format as text.
+    Text that does not parse as a call stays text. If an answer ends within a call, the arguments so far are passed on,
+    and no tag appears as text.
     """
 
     def __init__(
@@ -26,7 +26,6 @@ class AnswerParser:
         end_ids: Sequence[int] = (),
     ) -> None:
         """`is_reasoning`: the prompt has begun the reasoning. `end_ids`: the tokens of the tag that ends it."""
-        self.has_reasoning = reasoning is not None
         self._tokens = _ReasoningTokens(end_ids)
         self._writer, self._reader = writer, Reader()
         self._tool_format, self._reasoning = tool_format, reasoning
@@ -40,20 +39,20 @@ class AnswerParser:
         return self._writer.calls
 
     @property
-    def reasoning_tokens(self) -> int:
-        """Tokens of the reasoning so far, its tags included."""
-        return self._tokens.count
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of the reasoning so far, with its tags; None: the model's format has no reasoning."""
+        return self._tokens.count if self._reasoning is not None else None
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Part]:
-        """The parts that this piece completes, which came with these tokens."""
+        """The parts that this piece completes. `token_ids`: the tokens that the piece was decoded from."""
         self._reader.add(text)
         self._advance()
-        if self.has_reasoning:
+        if self._reasoning is not None:
             self._tokens.add(token_ids, has_begun=self._has_begun, has_ended=not self._is_reasoning)
         return self._taken()
 
     def close(self, *, is_cut: bool = False) -> list[Part]:
-        """The parts that were held back. Call at the end of the answer. `is_cut`: the model would have gone on."""
+        """The parts that were held back, at the end of the answer. `is_cut`: the model would have gone on."""
         self._reader.end(is_cut=is_cut)
         self._advance()
         self._writer.end(is_whole=not self._reader.lost)
@@ -74,7 +73,7 @@ class AnswerParser:
             if tool_format is not None and tool_format.is_bare:
                 yield from self._read_call(tool_format, "")
             if tool_format is None:
-                yield from reader.rest(writer.text)
+                yield from reader.to_the_end(writer.text)
                 return
             while True:
                 tag = yield from reader.until(tool_format.tags, writer.text)
@@ -87,9 +86,9 @@ class AnswerParser:
         reader, writer = self._reader, self._writer
         reader.record()
         begun = yield from reader.takes(reasoning.begin)
-        kept = reader.recorded()
+        text = reader.recorded()
         if not begun and not self._is_reasoning:
-            writer.text(kept)
+            writer.text(text)
             return
         self._is_reasoning = self._has_begun = True
         writer.trim()
@@ -100,24 +99,24 @@ class AnswerParser:
         self._is_reasoning = False
 
     def _read_call(self, tool_format: ToolFormat, tag: str) -> Steps[None]:
-        """Reads calls, or nothing if there are none."""
+        """Reads the calls after the opening tag `tag`; empty: a call without a tag. Text that is no call stays text."""
         reader, calls = self._reader, self.calls
         reader.record(tag)
         try:
             is_call = yield from tool_format.read(reader, self._writer)
         except EndOfText:
-            # What might have become a call without a tag is any text.
+            # Without a tag, text that has not become a call is an ordinary answer.
             if not tag and not reader.is_cut and self.calls == calls:
                 self._writer.text(reader.recorded())
             raise
-        taken = reader.recorded()
+        text = reader.recorded()
         if not is_call and self.calls == calls:
-            self._writer.text(taken)
+            self._writer.text(text)
 
 
 class _ReasoningTokens:
-    """Counts the tokens of the reasoning. The text tells whether it has ended, the tokens of its tag where, so that
-    the count does not depend on how many tokens come at once."""
+    """Counts the tokens of the reasoning. The text shows whether the reasoning has ended, the tokens of the closing tag
+    show where: the count does not depend on how many tokens arrive together."""
 
     def __init__(self, end_ids: Sequence[int]) -> None:
         self.count = 0

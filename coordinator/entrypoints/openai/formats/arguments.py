@@ -1,14 +1,16 @@
-"""Arguments that a model writes as plain text, one by one, as JSON: the function's schema says what is a string."""
+"""Turns arguments that a model writes one by one, as plain text, into JSON by the schema of the function."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from coordinator.entrypoints.openai.bodies import quoted
+
 Schema = Mapping[str, Any]
-MAX_REFERENCES = 64
-"""Schemas that are looked at for one argument."""
+MAX_SCHEMAS = 64
+"""Most schemas that are looked at for one argument; references may form a circle."""
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
 _KINDS: Mapping[type, frozenset[str]] = {
     str: frozenset({"string"}),
@@ -22,7 +24,7 @@ _KINDS: Mapping[type, frozenset[str]] = {
 
 
 def typed(text: str, parameters: Schema | None, name: str) -> str:
-    """The JSON of one argument. It is a string where the function's schema says so, or where it is nothing else."""
+    """The JSON of one argument: a string where the schema of the function says so, or where the text is no JSON."""
     properties = (parameters or {}).get("properties")
     kinds = kinds_of(properties.get(name) if isinstance(properties, Mapping) else None, parameters or {})
     if kinds == {"string"}:
@@ -36,33 +38,27 @@ def typed(text: str, parameters: Schema | None, name: str) -> str:
     return written if fits or "string" not in kinds else quoted(text)
 
 
-def quoted(text: str) -> str:
-    """The text as a JSON string."""
-    return json.dumps(text, ensure_ascii=False)
-
-
 def kinds_of(schema: Any, root: Schema) -> set[str]:
-    """The types of values that a schema takes; none if it does not say. `root`: what its references are in."""
-    return set(_kinds(schema, root))
-
-
-def _kinds(schema: Any, root: Schema) -> Iterator[str]:
-    waiting: list[Any] = [schema]
-    for _ in range(MAX_REFERENCES):
-        if not waiting:
-            return
-        one = waiting.pop()
-        if not isinstance(one, Mapping):
+    """The JSON types of the values that a schema accepts; none if the schema does not say. `root`: the schema that
+    references start from."""
+    kinds: set[str] = set()
+    schemas: list[Any] = [schema]
+    for _ in range(MAX_SCHEMAS):
+        if not schemas:
+            break
+        schema = schemas.pop()
+        if not isinstance(schema, Mapping):
             continue
-        kind = one.get("type")
+        kind = schema.get("type")
         if isinstance(kind, str | list):
-            yield from [kind] if isinstance(kind, str) else (str(each) for each in kind)
+            kinds.update([kind] if isinstance(kind, str) else map(str, kind))
             continue
-        for value in [one["const"]] if "const" in one else _listed(one.get("enum")):
-            yield from _KINDS.get(type(value), ())
+        for value in [schema["const"]] if "const" in schema else _listed(schema.get("enum")):
+            kinds |= _KINDS.get(type(value), frozenset())
         for key in ("anyOf", "oneOf", "allOf"):
-            waiting += _listed(one.get(key))
-        waiting.append(_target(one.get("$ref"), root))
+            schemas += _listed(schema.get(key))
+        schemas.append(_target(schema.get("$ref"), root))
+    return kinds
 
 
 def _listed(value: Any) -> list[Any]:
@@ -70,13 +66,13 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _target(reference: Any, root: Schema) -> Any:
-    """What a reference within the schema means; None for any other."""
+    """The schema that a reference of the form `#/key/key` leads to; None without one."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
-    place: Any = root
+    schema: Any = root
     for key in reference[2:].split("/"):
-        place = place.get(key) if isinstance(place, Mapping) else None
-    return place
+        schema = schema.get(key) if isinstance(schema, Mapping) else None
+    return schema
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Calls between DeepSeek's own tokens: R1, V3 and V3.1. Later ones invoke (`invoke.py`).
+"""Calls between DeepSeek's own tokens: R1, V3 and V3.1. `invoke.py` reads later versions.
 
 <｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\\n```json\\n{"city": "Paris"}\\n```<｜tool▁call▁end｜>
 <｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}<｜tool▁call▁end｜>
@@ -25,7 +25,7 @@ def _read(reader: Reader, writer: Writer) -> Steps[bool]:
     name = yield from reader.name(_NAME)
     if not name or not (yield from reader.takes(_SEPARATOR)):
         return False
-    if not (yield from reader.next_is("{")):  # what came before is the type
+    if not (yield from reader.next_is("{")):  # R1 and V3 write the type of the tool before its name
         name = yield from reader.name(_NAME)
         yield from reader.takes(_FENCE)
         if not name or not (yield from reader.next_is("{")):

@@ -1,4 +1,4 @@
-"""Calls of Gemma 4, in a notation of its own: names without quotes, strings between tokens.
+"""Calls of Gemma 4, whose notation has names without quotes and strings between special tokens.
 
 <|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 
-from coordinator.entrypoints.openai.formats.arguments import quoted
+from coordinator.entrypoints.openai.bodies import quoted
 from coordinator.entrypoints.openai.formats.reader import Reader, Steps
 from coordinator.entrypoints.openai.formats.tool_format import ToolFormat
 from coordinator.entrypoints.openai.formats.writer import Writer
@@ -24,7 +24,7 @@ def _read(reader: Reader, writer: Writer) -> Steps[bool]:
     if not name or not (yield from reader.next_is("{")):
         return False
     pieces: list[str] = []
-    # Whatever is in a string ends no call: only outside of strings is a closing tag one.
+    # A closing tag within a string does not end the call.
     while (yield from reader.until((_QUOTE, _END_CALL), pieces.append)) == _QUOTE:
         text, _ = yield from reader.collect(_QUOTE)
         pieces.append(_QUOTE + text + _QUOTE)
@@ -37,11 +37,10 @@ def _read(reader: Reader, writer: Writer) -> Steps[bool]:
 
 
 def _json(written: str) -> str:
-    """The notation as JSON; empty if it is none. Every other part between quotes is a string."""
-    parts = written.split(_QUOTE)
-    for place, part in enumerate(parts):
-        parts[place] = quoted(part) if place % 2 else _KEY.sub(_quoted_key, part)
-    text = "".join(parts)
+    """An object in Gemma's notation as JSON; empty if the text is none."""
+    # Every second part lies between quotes.
+    parts = enumerate(written.split(_QUOTE))
+    text = "".join(quoted(part) if place % 2 else _KEY.sub(_quoted_key, part) for place, part in parts)
     try:
         is_object = isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
@@ -49,8 +48,8 @@ def _json(written: str) -> str:
     return text if is_object else ""
 
 
-def _quoted_key(found: re.Match[str]) -> str:
-    return f"{found[1]}{quoted(found[2])}:"
+def _quoted_key(match: re.Match[str]) -> str:
+    return f"{match[1]}{quoted(match[2])}:"
 
 
 GEMMA = ToolFormat(

@@ -1,8 +1,9 @@
-"""Calls that invoke with parameters by attributes: MiniMax-M2, and DeepSeek from V3.2 on.
+"""Calls as `invoke` elements with a `parameter` element for each argument: MiniMax-M2, and DeepSeek from V3.2 on.
 
     <minimax:tool_call><invoke name="f"><parameter name="city">Paris</parameter></invoke></minimax:tool_call>
 
-DeepSeek's tags begin with a word of its own, and its parameters say whether they are a `string` or JSON.
+DeepSeek's tags begin with a word of their own. Its parameters have an attribute `string`: whether the text is a string
+or JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _ATTRIBUTE = re.compile(r'[^"<>]*')
 
 
 def _read(word: str, reader: Reader, writer: Writer) -> Steps[bool]:
-    """Reads one call, after `<invoke name=` with its quote."""
+    """Reads one call after `<invoke name="`. `word`: the beginning of the tags."""
     parameter, end_parameter = f'<{word}parameter name="', f"</{word}parameter>"
     end_call = f"</{word}invoke>"
     name = yield from reader.name(_ATTRIBUTE)
@@ -41,7 +42,8 @@ def _read(word: str, reader: Reader, writer: Writer) -> Steps[bool]:
 
 
 def _format(name: str, word: str, section: str, markers: tuple[str, ...], kind: str) -> ToolFormat:
-    """The format whose tags begin with `word`. `kind`: an attribute of parameters that a grammar spells."""
+    """The format whose tags begin with `word`. `section`: the tag around all calls. `kind`: the attribute of
+    a parameter that a grammar writes."""
     begin, end = f"<{section}>", f"</{section}>"
     return ToolFormat(
         name=name,

@@ -1,4 +1,4 @@
-"""Calls of Kimi: K2 gives JSON with an id that has the function's name; K3 has an element for each argument.
+"""Calls of Kimi. K2 writes an id that contains the function's name, then JSON; K3 writes an element for each argument.
 
 <|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Paris"}<|tool_call_end|>
 <|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>Paris<|close|>...
@@ -26,7 +26,7 @@ def _read_k2(reader: Reader, writer: Writer) -> Steps[bool]:
     name = call_id.removeprefix("functions.").partition(":")[0]
     if not name or not (yield from reader.takes(_ARGUMENTS)) or not (yield from reader.next_is("{")):
         return False
-    # The template of the next turn shows the model its own id.
+    # In the next turn the template shows this id to the model.
     writer.call(name, call_id if ":" in call_id else "")
     yield from reader.json_value(writer.arguments)
     yield from reader.until((_END_CALL, _END), drop)

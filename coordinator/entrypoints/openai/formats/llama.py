@@ -1,4 +1,4 @@
-"""Calls of Llama 3, as JSON, and of Llama 4, as a Python list. Both may come without a tag, as the whole answer.
+"""Calls of Llama 3, as JSON, and of Llama 4, as a Python list. Both may be the whole answer, without a tag.
 
 {"name": "get_weather", "parameters": {"city": "Paris"}}
 [get_weather(city="Paris"), now()]
@@ -17,20 +17,20 @@ from coordinator.entrypoints.openai.formats.tool_format import NAME, CallForm, T
 from coordinator.entrypoints.openai.formats.writer import Writer
 
 MAX_PYTHON, MAX_ARGUMENTS = 2**15, 256
-"""Characters and arguments of a call in Python that is parsed, which takes milliseconds then; a longer one is text."""
+"""Most characters and arguments of a call in Python, which then parses within milliseconds; a longer one is text."""
 _NAME = re.compile(r"[\w.-]*")
 
 
 def _read_json(reader: Reader, writer: Writer) -> Steps[bool]:
     """Reads objects with semicolons between them."""
-    is_call = yield from read_json_call(reader, writer, known=writer.tools)
+    is_call = yield from read_json_call(reader, writer, functions=writer.tools)
     while is_call and (yield from reader.takes(";")):
-        yield from read_json_call(reader, writer, known=writer.tools)
+        yield from read_json_call(reader, writer, functions=writer.tools)
     return is_call
 
 
 def _read_python(reader: Reader, writer: Writer) -> Steps[bool]:
-    """Reads a list of calls, each when it is whole."""
+    """Reads a list of calls; each is passed on when it is complete."""
     if (yield from reader.next_is("{")):
         return (yield from _read_json(reader, writer))
     if not (yield from reader.takes("[")):
@@ -54,14 +54,14 @@ def _read_python(reader: Reader, writer: Writer) -> Steps[bool]:
 
 
 def _arguments(written: str) -> dict[str, Any] | None:
-    """The values of `(name=value, ...)`; None for anything but literals."""
+    """The values of `(name=value, ...)`; None unless all of them are literals."""
     if len(written) > MAX_PYTHON:
         return None
     try:
         call = ast.parse(f"_{written}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or len(call.keywords) > MAX_ARGUMENTS:
             return None
-        values = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         json.dumps(values, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None

@@ -1,4 +1,4 @@
-"""Calls of Mistral's models, Magistral, Ministral and Devstral.
+"""Calls of Mistral's models: Magistral, Ministral and Devstral.
 
 [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}
 [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]
@@ -10,7 +10,7 @@ import random
 import re
 import string
 
-from coordinator.entrypoints.openai.formats.json_calls import read_json_calls
+from coordinator.entrypoints.openai.formats.json_calls import array_form, read_json_calls
 from coordinator.entrypoints.openai.formats.reader import Reader, Steps
 from coordinator.entrypoints.openai.formats.tool_format import NAME, CallForm, ToolFormat
 from coordinator.entrypoints.openai.formats.writer import Writer
@@ -21,7 +21,7 @@ _ID_LETTERS = string.ascii_letters + string.digits
 
 
 def _new_id() -> str:
-    """The template of the next turn takes ids of exactly nine letters and digits."""
+    """An id of nine letters and digits: the chat template refuses other ones in the next turn."""
     return "".join(random.choices(_ID_LETTERS, k=9))
 
 
@@ -54,7 +54,5 @@ MISTRAL_V3 = ToolFormat(
     markers=(_CALLS,),
     opens=(_CALLS,),
     read=_read,
-    form=CallForm(
-        begin=f"{_CALLS}[", head=f'{{"name": "{NAME}", "arguments": ', tail="}", between=", ", end="]"
-    ),
+    form=array_form(_CALLS),
 )

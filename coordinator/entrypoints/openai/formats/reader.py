@@ -1,8 +1,8 @@
-"""Reads an answer that arrives in pieces, in straight functions.
+"""Reads an answer that arrives in pieces, with functions written as if the whole text were there.
 
-The reader of a family is a generator: it asks for what should come next, and waits, by a bare `yield`, where the text
-so far does not tell. So its result cannot depend on how the text was cut. Everything that is certain is taken out at
-once: what is left to look at again is shorter than a tag, and an answer is read in time linear in its length.
+The functions are generators. Each waits for more text, by a bare `yield`, if the text so far does not decide what comes
+next; so the result does not depend on where the pieces begin. Text is taken as soon as it is decided. The text that is
+looked at again is shorter than a tag, so the time to read an answer is linear in its length.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""What waits for more text at each `yield`, and returns a T."""
+"""A generator that waits for more text at each `yield`, and returns a T."""
 Take = Callable[[str], None]
-"""Gets pieces of text as they become certain."""
+"""Receives pieces of text that no later text can change."""
 
 MAX_NAME = 256
-"""Characters of the name of a function or a parameter; what is longer is no call."""
+"""Most characters of the name of a function or a parameter. With a longer one, the text is no call."""
 _BLANK = re.compile(r"\s*")
 _OUTSIDE = re.compile(r"""["'{}\[\]()]|[^\s\w,:.+\-=]""")
-"""What matters outside of strings: quotes and brackets, and whatever no value contains."""
+"""Outside of strings: quotes, brackets, and characters that no value contains."""
 _INSIDE = {quote: re.compile(rf"\\.|{quote}", re.DOTALL) for quote in ('"', "'")}
 _SCALAR = re.compile(r"[^\s,\]}]*")
 
 
 def drop(text: str) -> None:
-    """Takes a piece that means nothing."""
+    """Ignores a piece without meaning."""
 
 
 class EndOfText(Exception):
-    """The answer ended where more was expected."""
+    """The answer has ended where a reader expects more."""
 
 
 class Reader:
-    """The text of one answer. All methods that take text wait until it is there, and raise EndOfText if it never is."""
+    """The text of one answer. A method that needs more text waits for it, and raises EndOfText if the answer ends."""
 
     def __init__(self) -> None:
         self.is_cut = False
-        """Whether the model would have gone on; known at the end."""
+        """Whether the model would have gone on. Set at the end of the answer."""
         self.lost = False
-        """Whether the answer ended with the beginning of a tag, which was left out."""
+        """Whether the answer ended with the beginning of a tag, which was dropped."""
         self._text, self._at = "", 0
         self._ended = False
         self._recorded: list[str] | None = None
@@ -53,34 +53,34 @@ class Reader:
         self._text, self._at = self._text[self._at :] + text, 0
 
     def end(self, *, is_cut: bool) -> None:
-        """Says that nothing follows."""
+        """Ends the answer."""
         self._ended, self.is_cut = True, is_cut
 
     def record(self, begun: str = "") -> None:
-        """Keeps what is taken from here on, after `begun`."""
+        """Begins to record: `begun`, and all text that is taken from now on."""
         self._recorded = [begun]
 
     def recorded(self) -> str:
-        """What was taken since `record`, which is over."""
-        kept, self._recorded = "".join(self._recorded or ()), None
-        return kept
+        """The text recorded since `record`. Ends the record."""
+        text, self._recorded = "".join(self._recorded or ()), None
+        return text
 
     def until(self, tags: tuple[str, ...], take: Take) -> Steps[str]:
         """Takes everything up to the first of these tags, and the tag; returns the tag."""
         pattern = _any_of(tags)
         while True:
-            found = pattern.search(self._text, self._at)
-            sure = _sure_end(self._text, self._at, tags)
-            if found is not None and (found.start() < sure or self._ended):
-                self._take(found.start(), take)
-                return self._take(found.end())
-            self._take(sure, take)
+            match = pattern.search(self._text, self._at)
+            decided_end = _decided_end(self._text, self._at, tags)
+            if match is not None and (match.start() < decided_end or self._ended):
+                self._take(match.start(), take)
+                return self._take(match.end())
+            self._take(decided_end, take)
             if self._ended:
                 self._end_in(take)
             yield
 
-    def rest(self, take: Take) -> Steps[None]:
-        """Takes everything that follows."""
+    def to_the_end(self, take: Take) -> Steps[None]:
+        """Takes everything up to the end of the answer."""
         while True:
             self._take(len(self._text), take)
             if self._ended:
@@ -88,13 +88,14 @@ class Reader:
             yield
 
     def collect(self, *tags: str) -> Steps[tuple[str, str]]:
-        """The text up to the first of these tags, and the tag. Both are taken."""
+        """Takes everything up to the first of these tags, and the tag; returns both."""
         pieces: list[str] = []
         tag = yield from self.until(tags, pieces.append)
         return "".join(pieces), tag
 
     def value(self, end: str, follow: tuple[str, ...]) -> Steps[str]:
-        """The text up to a closing tag that one of `follow` comes after, blanks aside: the value may contain others."""
+        """Takes a value and the tag `end` that closes it; returns the value. The value may contain `end` itself: the
+        closing one has one of `follow` after it, white space aside."""
         pieces: list[str] = []
         while True:
             yield from self.until((end,), pieces.append)
@@ -104,45 +105,45 @@ class Reader:
             pieces += [end, blank]
 
     def blank(self) -> Steps[str]:
-        """Takes white space; returns it. It may be the end of the text."""
+        """Takes white space, and returns it; also at the end of the answer."""
         pieces = []
         while True:
-            found = _BLANK.match(self._text, self._at)
-            pieces.append(self._take(found.end() if found else self._at))
+            match = _BLANK.match(self._text, self._at)
+            pieces.append(self._take(match.end() if match else self._at))
             if self._left or self._ended:
                 return "".join(pieces)
             yield
 
     def sees(self, *texts: str) -> Steps[str]:
-        """Which of these texts, of which none begins another, comes next; empty for none. Nothing is taken."""
+        """The one of these texts that comes next; empty for none. None of them may begin another. Takes nothing."""
         while True:
             for text in texts:
                 if self._text.startswith(text, self._at):
                     return text
-            left = self._text[self._at : self._at + max(map(len, texts))]
-            if not any(text.startswith(left) for text in texts):
+            ahead = self._text[self._at : self._at + max(map(len, texts))]
+            if not any(text.startswith(ahead) for text in texts):
                 return ""
             if self._ended:
                 raise EndOfText
             yield
 
     def next_is(self, *texts: str) -> Steps[str]:
-        """Takes white space; returns which of these texts comes next."""
+        """Takes white space; returns the one of these texts that comes next."""
         yield from self.blank()
         return (yield from self.sees(*texts))
 
     def takes(self, *texts: str) -> Steps[str]:
         """Takes white space, then one of these texts, and returns it. Empty if none comes next."""
-        found = yield from self.next_is(*texts)
-        self._take(self._at + len(found))
-        return found
+        text = yield from self.next_is(*texts)
+        self._take(self._at + len(text))
+        return text
 
     def name(self, allowed: re.Pattern[str]) -> Steps[str]:
-        """Takes the characters that match, MAX_NAME at most. Empty: there is no name."""
+        """Takes and returns the characters that match; empty if there is none, or more than MAX_NAME."""
         name = ""
         while len(name) <= MAX_NAME:
-            found = allowed.match(self._text, self._at, self._at + MAX_NAME + 1)
-            name += self._take(found.end() if found else self._at)
+            match = allowed.match(self._text, self._at, self._at + MAX_NAME + 1)
+            name += self._take(match.end() if match else self._at)
             if self._left:
                 return name if len(name) <= MAX_NAME else ""
             if self._ended:
@@ -151,7 +152,7 @@ class Reader:
         return ""
 
     def string(self) -> Steps[str | None]:
-        """Takes a JSON string; returns its value. None: there is none."""
+        """Takes a JSON string; returns its value. None: no string comes next."""
         if not (yield from self.next_is('"')):
             return None
         pieces: list[str] = []
@@ -163,25 +164,27 @@ class Reader:
         return value
 
     def json_value(self, take: Take) -> Steps[bool]:
-        """Takes one value of JSON, or of Python, as it is written. False: something that no value contains is in it,
-        and comes next."""
+        """Takes one value of JSON, or of Python, as it is written. False: the value is incomplete, and a character that
+        no value contains comes next."""
         yield from self.blank()
         while not self._left:
             if self._ended:
                 raise EndOfText
             yield
+        # 1. A number or a word ends before a comma, a bracket or white space.
         if self._text[self._at] not in "\"'{[(":
             while True:
-                found = _SCALAR.match(self._text, self._at)
-                self._take(found.end() if found else self._at, take)
+                match = _SCALAR.match(self._text, self._at)
+                self._take(match.end() if match else self._at, take)
                 if self._left or self._ended:
                     return True
                 yield
+        # 2. A string, or brackets, end with the sign that closes the first one.
         depth, quote = 0, ""
         while True:
             position = self._at
-            while found := (_INSIDE[quote] if quote else _OUTSIDE).search(self._text, position):
-                sign, position = found[0], found.end()
+            while match := (_INSIDE[quote] if quote else _OUTSIDE).search(self._text, position):
+                sign, position = match[0], match.end()
                 if quote:
                     quote = "" if sign == quote else quote
                 elif sign in "\"'":
@@ -191,14 +194,14 @@ class Reader:
                 elif sign in "}])":
                     depth -= 1
                 else:
-                    self._take(found.start(), take)
+                    self._take(match.start(), take)
                     return False
                 if depth <= 0 and not quote:
                     self._take(position, take)
                     return True
-            # A backslash is looked at together with what follows it.
-            sure = len(self._text) - (1 if quote and self._text.endswith("\\", position) else 0)
-            self._take(sure, take)
+            # A backslash at the end waits for the character that it escapes.
+            escape = quote and self._text.endswith("\\", position)
+            self._take(len(self._text) - (1 if escape else 0), take)
             if self._ended:
                 raise EndOfText
             yield
@@ -216,9 +219,8 @@ class Reader:
         return piece
 
     def _end_in(self, take: Take) -> None:
-        """Ends with what may be the beginning of a tag: it is left out. A text may well end with "<", though."""
-        fragment = self._text[self._at :]
-        if len(fragment) == 1 and not self.is_cut:
+        """Drops the beginning of a tag at the end. A single character stays: an ordinary text may end with "<"."""
+        if len(self._text) - self._at == 1 and not self.is_cut:
             self._take(len(self._text), take)
         self.lost = self._left
         raise EndOfText
@@ -230,13 +232,14 @@ def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
 
 
 @lru_cache(maxsize=256)
-def _firsts(tags: tuple[str, ...]) -> tuple[int, frozenset[str]]:
+def _longest_and_firsts(tags: tuple[str, ...]) -> tuple[int, frozenset[str]]:
+    """The length of the longest tag, and the first characters of all."""
     return max(map(len, tags)), frozenset(tag[0] for tag in tags)
 
 
-def _sure_end(text: str, at: int, tags: tuple[str, ...]) -> int:
-    """Where the longest end of the text begins that may become a tag; the text's length if there is none."""
-    longest, firsts = _firsts(tags)
+def _decided_end(text: str, at: int, tags: tuple[str, ...]) -> int:
+    """The start of the longest suffix of `text[at:]` that may grow into a tag; the text's length without one."""
+    longest, firsts = _longest_and_firsts(tags)
     for start in range(max(at, len(text) - longest + 1), len(text)):
         if text[start] in firsts and any(
             len(tag) > len(text) - start and tag.startswith(text[start:]) for tag in tags

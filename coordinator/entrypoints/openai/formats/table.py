@@ -1,4 +1,4 @@
-"""The formats that are known, and the choice among them by a chat template."""
+"""All formats, and the choice among them by a model's chat template."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from splitserve.errors import InvalidArgumentError
 from splitserve.models.tokenizer import Tokenizer
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    one.name: one
-    for one in (
-        # A template that has the marks of several families is that of the first one.
+    tool_format.name: tool_format
+    for tool_format in (
+        # A template with the markers of several families belongs to the first of them.
         KIMI_K2,
         KIMI_K3,
         DEEPSEEK_V32,
@@ -46,8 +46,8 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     )
 }
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
-    one.name: one
-    for one in (
+    reasoning_format.name: reasoning_format
+    for reasoning_format in (
         ReasoningFormat(
             "kimi_k3", "<|open|>think<|sep|>", ("<|close|>think<|sep|>", "<|open|>response<|sep|>")
         ),
@@ -64,25 +64,25 @@ class AnswerFormat:
     """How the answers of one model are read."""
 
     tools: ToolFormat | None = None
-    """None: nothing in them is a call."""
+    """None: answers have no calls."""
     reasoning: ReasoningFormat | None = None
-    """None: nothing in them is reasoning."""
+    """None: answers have no reasoning."""
     is_reasoning: bool = False
     """Whether the prompt has begun the reasoning."""
     end_ids: tuple[int, ...] = ()
     """The tokens of the tag that ends the reasoning."""
     keep_special: bool = False
-    """Whether tags are special tokens, without which the text must not be."""
+    """Whether a tag is a special token, so that the text must include special tokens."""
 
     def forced(self) -> AnswerFormat:
-        """The format of answers that must be calls: one that a grammar can spell."""
+        """The format of answers that must be calls: one that a grammar can write. Raises InvalidArgumentError."""
         if self.tools is None:
             message = "tool_choice: tool_format none finds no calls"
             raise InvalidArgumentError(message, reason="TOOLS_UNSUPPORTED", field="tool_choice")
         return self if self.tools.form is not None else replace(self, tools=HERMES)
 
     def parser(self, tools: Mapping[str, Schema | None], *, must_call: bool) -> AnswerParser:
-        """What finds reasoning and the calls of these functions in one answer."""
+        """The parser of one answer. `tools`: the schema of each function's parameters. `must_call`: text is dropped."""
         writer = Writer(tools, must_call=must_call)
         return AnswerParser(
             writer, self.tools, self.reasoning, is_reasoning=self.is_reasoning, end_ids=self.end_ids
@@ -92,14 +92,17 @@ class AnswerFormat:
 def format_named(
     tool_format: str, reasoning_format: str, *, with_tools: bool, template: str = ""
 ) -> AnswerFormat:
-    """The formats of these names; "auto" is what the template has the marks of, and for calls else Hermes'."""
+    """The formats of these names. "auto": the first format whose markers are in the template; without any, Hermes for
+    calls and none for reasoning."""
     tools = reasoning = None
     if with_tools and tool_format != "none":
-        fitting = (one for one in TOOL_FORMATS.values() if all(mark in template for mark in one.markers))
+        fitting = (
+            tools for tools in TOOL_FORMATS.values() if all(mark in template for mark in tools.markers)
+        )
         tools = next(fitting, HERMES) if tool_format == "auto" else TOOL_FORMATS[tool_format]
     if reasoning_format != "none":
-        found = (one for one in REASONING_FORMATS.values() if one.is_in(template))
-        reasoning = next(found, None) if reasoning_format == "auto" else REASONING_FORMATS[reasoning_format]
+        present = (reasoning for reasoning in REASONING_FORMATS.values() if reasoning.is_in(template))
+        reasoning = next(present, None) if reasoning_format == "auto" else REASONING_FORMATS[reasoning_format]
     return AnswerFormat(tools, reasoning)
 
 
@@ -108,18 +111,19 @@ def choose_format(
 ) -> AnswerFormat:
     """The format of a model's answers to requests with or without tools. Takes as long as rendering a prompt."""
     style = tokenizer.prompt_style(with_tools=with_tools)
-    seen = style.template + style.end  # a template may put tags together from parts
-    named = format_named(tool_format, reasoning_format, with_tools=with_tools, template=seen)
+    # The end of a rendered prompt shows tags that the template composes from parts.
+    template = style.template + style.end
+    named = format_named(tool_format, reasoning_format, with_tools=with_tools, template=template)
     tools, reasoning = named.tools, named.reasoning
     tags = [*(tools.tags if tools else ()), *((reasoning.begin, *reasoning.ends) if reasoning else ())]
     return replace(
         named,
         is_reasoning=reasoning is not None and style.end.rstrip().endswith(reasoning.begin.rstrip()),
-        end_ids=tuple(_ids(tokenizer, reasoning.ends[0])) if reasoning is not None else (),
+        end_ids=_ids(tokenizer, reasoning.ends[0]) if reasoning is not None else (),
         keep_special=any(tag not in tokenizer.decode(tokenizer.encode(tag)) for tag in tags),
     )
 
 
-def _ids(tokenizer: Tokenizer, tag: str) -> list[int]:
+def _ids(tokenizer: Tokenizer, tag: str) -> tuple[int, ...]:
     """The tokens of a tag, without those that every text begins with."""
-    return tokenizer.encode(tag)[len(tokenizer.encode("")) :]
+    return tuple(tokenizer.encode(tag)[len(tokenizer.encode("")) :])

@@ -1,4 +1,4 @@
-"""Calls with a pair of tags around each argument, whose text is as it is: Qwen3-Coder and 3.5, GLM-4.5 and later.
+"""Calls with tags around each argument, whose text is not escaped: Qwen3-Coder, Qwen3.5, GLM-4.5 and later.
 
 <tool_call>\\n<function=get_weather>\\n<parameter=city>\\nParis\\n</parameter>\\n</function>\\n</tool_call>
 <tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>
@@ -20,7 +20,7 @@ _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 
 
 def _read_qwen(reader: Reader, writer: Writer) -> Steps[bool]:
-    yield from reader.takes(_FUNCTION)  # unless the call began with it
+    yield from reader.takes(_FUNCTION)  # already taken if this tag has opened the call
     name = yield from reader.name(_NAME)
     if not name or not (yield from reader.takes(">")):
         return False
@@ -37,10 +37,10 @@ def _read_qwen(reader: Reader, writer: Writer) -> Steps[bool]:
 
 
 def _read_parameter(reader: Reader) -> Steps[tuple[str, str]]:
-    """The text of a parameter, without the line ends around it, and the tag after it where that was taken."""
+    """The text of a parameter without the line ends around it, and the tag after it if that has been taken."""
     if not (yield from reader.sees("\n")):
         return (yield from reader.value(_END_PARAMETER, (_PARAMETER, _END_FUNCTION))), ""
-    # A text that has lines of its own ends with a line that is a tag. Some models forget the closing one.
+    # A text on lines of its own ends at a line that begins with a tag. Some models forget the closing tag.
     ends = (f"\n{_END_PARAMETER}", f"\n{_PARAMETER}", f"\n{_END_FUNCTION}")
     text, tag = yield from reader.collect(*ends)
     text = text.removeprefix("\n")

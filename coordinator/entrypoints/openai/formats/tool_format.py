@@ -1,4 +1,4 @@
-"""What a format of reasoning, or of tool calls, is."""
+"""The description of a format of reasoning, or of tool calls."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from coordinator.entrypoints.openai.formats.reader import Reader, Steps
 from coordinator.entrypoints.openai.formats.writer import Writer
 
-NAME, KEY = "\1", "\2"
-"""What stands for the name of a function, or of a parameter, in a form."""
-NUMBER = "\3"
-"""What stands for some number in a form."""
-KIND = "\4"
-"""What stands for whether an argument is a string."""
+NAME, KEY, NUMBER, KIND = "\1", "\2", "\3", "\4"
+"""Placeholders in a `CallForm`: the name of the function, the name of a parameter, any number, and whether an argument
+is a string, as "true" or "false"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +20,7 @@ class ReasoningFormat:
     name: str
     begin: str
     ends: tuple[str, ...]
-    """Each of these ends it."""
+    """Tags, each of which ends the reasoning."""
 
     def is_in(self, template: str) -> bool:
         """Whether a chat template has this format's tags."""
@@ -32,18 +29,19 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a grammar spells calls: the texts around their parts."""
+    """How a grammar writes calls: the texts around their parts."""
 
     head: str
-    """Before the arguments, with NAME."""
+    """Before the arguments of a call. Contains NAME."""
     tail: str
+    """After the arguments of a call."""
     begin: str = ""
-    """Before the first call. Text that goes on with this and `head` up to its NAME is a call."""
+    """Before the first call."""
     between: str = ""
     end: str = ""
     """After the last call."""
     argument: tuple[str, str] | None = None
-    """Around each argument, with KEY, where they are written one by one; otherwise they are one JSON object."""
+    """Before and after each argument, with KEY in the first text. None: the arguments are one JSON object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +50,19 @@ class ToolFormat:
 
     name: str
     markers: tuple[str, ...]
-    """A chat template that contains all of these is the family's."""
+    """A chat template that contains all of these belongs to the family."""
     opens: tuple[str, ...]
     """Tags that begin calls."""
     read: Callable[[Reader, Writer], Steps[bool]]
-    """Reads what follows such a tag. False, with nothing written: it is no call."""
+    """Reads the text after an opening tag. False, with nothing written: the text is no call."""
     skips: tuple[str, ...] = ()
-    """Tags around calls that mean nothing by themselves."""
+    """Tags around calls. They are dropped."""
     is_bare: bool = False
     """Whether a call may begin the answer without a tag."""
     form: CallForm | None = None
-    """None: no grammar can spell the family's calls."""
+    """None: no grammar can write the family's calls."""
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """All that ends a text."""
+        """All tags, each of which ends ordinary text."""
         return self.opens + self.skips

@@ -1,4 +1,4 @@
-"""What is found in an answer: text, reasoning, and tool calls piece by piece."""
+"""The parts of an answer: text, reasoning, and tool calls piece by piece."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from coordinator.entrypoints.openai.formats.arguments import Schema, quoted, typed
+from coordinator.entrypoints.openai.bodies import quoted
+from coordinator.entrypoints.openai.formats.arguments import Schema, typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class CallPart:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsPart:
-    """A piece of a call's arguments, which together are JSON."""
+    """A piece of a call's arguments. All pieces of a call together are JSON."""
 
     index: int
     text: str
@@ -47,7 +48,7 @@ class Writer:
     """Gathers the parts of one answer. White space around reasoning and before calls belongs to neither."""
 
     def __init__(self, tools: Mapping[str, Schema | None], *, must_call: bool = False) -> None:
-        """`tools`: the schema of each function's parameters. `must_call`: no text is passed on."""
+        """`tools`: the schema of the parameters, by function. `must_call`: text is dropped."""
         self.tools = tools
         self.calls = 0
         """Number of calls that have started."""
@@ -56,7 +57,7 @@ class Writer:
         self._held: list[str] = []
         """White space that belongs to the text only if more of it follows."""
         self._is_fresh = False
-        """Whether white space that comes next is dropped."""
+        """Whether white space is dropped if it comes next."""
         self._has_text = False
         self._ids: set[str] = set()
         self._name = ""
@@ -64,28 +65,28 @@ class Writer:
 
     def text(self, piece: str) -> None:
         """Appends text."""
-        if not self._must_call:
-            found = self._sure(piece)
-            self._has_text = self._has_text or bool(found)
-            self.parts += [TextPart(sure) for sure in found]
+        if not self._must_call and (text := self._before_blanks(piece)):
+            self._has_text = True
+            self.parts.append(TextPart(text))
 
     def reasoning(self, piece: str) -> None:
         """Appends reasoning."""
-        self.parts += [ReasoningPart(sure) for sure in self._sure(piece)]
+        if text := self._before_blanks(piece):
+            self.parts.append(ReasoningPart(text))
 
     def trim(self) -> None:
-        """Says that reasoning begins or has ended here."""
+        """Drops the white space around this place: reasoning begins or ends here."""
         self._held.clear()
         self._is_fresh = True
 
     def end(self, *, is_whole: bool) -> None:
-        """Says that nothing follows. `is_whole`: white space at the end is the text's own."""
-        left = "".join(self._held)
-        if left and is_whole and not (self._is_fresh or self.calls or self._must_call):
-            self.parts.append(TextPart(left))
+        """Ends the answer. `is_whole`: white space at the end belongs to the text."""
+        blanks = "".join(self._held)
+        if blanks and is_whole and not (self._is_fresh or self.calls or self._must_call):
+            self.parts.append(TextPart(blanks))
 
     def call(self, name: str, call_id: str = "") -> None:
-        """Begins a call. `call_id`: the model's own, which counts if it is the first of its kind."""
+        """Begins a call. `call_id`: the id that the model wrote; a missing or repeated one is replaced."""
         self._is_fresh = not self._has_text
         self._name, self._arguments = name, 0
         if not call_id or call_id in self._ids:
@@ -100,25 +101,25 @@ class Writer:
             self.parts.append(ArgumentsPart(self.calls - 1, piece))
 
     def argument(self, name: str, text: str, *, is_json: bool | None = None) -> None:
-        """Appends one argument, given as text; the schema says what it is unless `is_json` does."""
+        """Appends one argument. `is_json`: whether `text` is JSON or a string; None: the schema decides."""
         schema = None if is_json else self.tools.get(self._name)
         written = quoted(text) if is_json is False else typed(text, schema, name)
         self.arguments(f"{', ' if self._arguments else '{'}{quoted(name)}: {written}")
         self._arguments += 1
 
     def end_arguments(self) -> None:
-        """Says that the call has no more of the arguments that were given one by one."""
+        """Closes the object of the arguments that `argument` has appended."""
         self.arguments("}" if self._arguments else "{}")
 
-    def _sure(self, piece: str) -> list[str]:
-        """What of the text so far has something after it, in one piece."""
+    def _before_blanks(self, piece: str) -> str:
+        """The text so far up to its last white space, which is held back; empty if there is nothing else."""
         if self._is_fresh:
             piece = piece.lstrip()
         body = piece.rstrip()
         if not body:
-            self._held += [piece] if piece else []
-            return []
+            self._held.append(piece)
+            return ""
         self._is_fresh = False
-        sure = "".join([*self._held, body])
+        text = "".join([*self._held, body])
         self._held = [piece[len(body) :]]
-        return [sure]
+        return text

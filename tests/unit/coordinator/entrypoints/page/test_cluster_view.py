@@ -8,7 +8,6 @@ from coordinator.entrypoints.openai.bodies import compact_json
 from coordinator.entrypoints.page.cluster_view import (
     MAX_FLOWS,
     MAX_WORKERS,
-    WORKER_COLUMNS,
     flows_view,
     models_view,
     scaling_view,
@@ -37,7 +36,7 @@ def test_a_worker_is_a_row_with_its_last_report() -> None:
     states.update(snapshot, 5.0)
     view = workers_view(snapshot, states, 8.0)
     (row,) = view["rows"]
-    shown = dict(zip(WORKER_COLUMNS, row, strict=True))
+    shown = dict(zip(view["columns"], row, strict=True))
     assert (shown["id"], shown["role"], shown["state"], shown["state_s"]) == ("d0", "decode", "starting", 3.0)
     assert (shown["running"], shown["total_blocks"], shown["free_blocks"], shown["step_ms"]) == (
         3,
@@ -48,8 +47,8 @@ def test_a_worker_is_a_row_with_its_last_report() -> None:
 
 
 def test_a_worker_that_came_since_the_last_look_at_states_is_starting() -> None:
-    row = workers_view(PoolSnapshot((DECODE,)), WorkerStates(), 8.0)["rows"][0]
-    assert row[WORKER_COLUMNS.index("state")] == "starting"
+    view = workers_view(PoolSnapshot((DECODE,)), WorkerStates(), 8.0)
+    assert view["rows"][0][view["columns"].index("state")] == "starting"
 
 
 def test_many_workers_and_pairs_are_cut_and_counted() -> None:
