@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 
 from engine.core.engine import EngineRequest, ReservedBlocks
@@ -220,7 +221,7 @@ class VllmRequests:
             )
         except Exception as error:
             self._release_adapter(entry)
-            if isinstance(error, ValueError | TypeError):
+            if isinstance(error, VLLMClientError | ValueError | TypeError):
                 raise InvalidArgumentError(f"vLLM refuses it: {error}", field="sampling") from error
             raise
         processor.assign_request_id(core_request)

@@ -44,9 +44,10 @@ class VllmRig:
             self.step()
 
     def step(self) -> None:
-        """Takes what vLLM has said next, or nothing after POLL_S."""
+        """Takes what vLLM has said next, or nothing after POLL_S or at the engine's next deadline."""
+        wait_s = min(POLL_S, max(0.0, self.core.next_deadline() - time.monotonic()))
         with suppress(queue.Empty):
-            self.posted.get(timeout=POLL_S)(self.core)
+            self.posted.get(timeout=wait_s)(self.core)
         self.parts.transport.poll()
         if self.core.has_work():
             self.core.begin_step()
