@@ -28,12 +28,30 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
     [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.slow) for name in VLLM_FAMILIES],
 )
 async def test_a_pair_answers_as_vllm_alone(family: str, tmp_path: Path) -> None:
-    """Twice: with nothing cached, and with what both sides have cached by then."""
-    model = str(make_tiny_model(family, tmp_path))
+    await assert_answers_as_alone(str(make_tiny_model(family, tmp_path)), tmp_path)
+
+
+async def test_kv_of_eight_bits(tmp_path: Path) -> None:
+    model = str(make_tiny_model("vllm_gemma3", tmp_path))
+    await assert_answers_as_alone(model, tmp_path, kv_cache_dtype="fp8")
+
+
+@pytest.mark.slow
+async def test_experts_on_two_ranks(tmp_path: Path) -> None:
+    model = str(make_tiny_model("vllm_qwen3_moe", tmp_path))
+    await assert_answers_as_alone(model, tmp_path, tensor_parallel_size=2, enable_expert_parallel=True)
+
+
+async def assert_answers_as_alone(model: str, log_dir: Path, **options: str | int | bool) -> None:
+    """Twice: with nothing cached, and with what both sides have cached by then. `options`: of all vLLM engines."""
     text = load_tokenizer(model).encode(sentences(60, seed=3))
     prompts = [text[length : 2 * length] for length in LENGTHS]
-    expected = answers(model, prompts, MAX_TOKENS)
-    setup = Cluster(tmp_path, model=model, engine="vllm", worker_options=OPTIONS)
+    expected = answers(model, prompts, MAX_TOKENS, **options)
+    named = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    words = [name if value is True else f"{name} {value}" for name, value in named.items()]
+    setup = Cluster(
+        log_dir, model=model, engine="vllm", worker_options=[*OPTIONS, f"--engine-args={' '.join(words)}"]
+    )
     async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=300) as client:
         for _ in range(2):
             for prompt, right in zip(prompts, expected, strict=True):

@@ -18,7 +18,10 @@ from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.engine.reference import Reference
 from tests.support.engine.vllm_rig import VllmRig
 
-SPECULATION = '--speculative-config={"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4,"prompt_lookup_min":2}'
+SPECULATION = (
+    '--speculative-config={"method":"ngram","num_speculative_tokens":3,'
+    '"prompt_lookup_max":4,"prompt_lookup_min":2}'
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

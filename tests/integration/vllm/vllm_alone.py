@@ -1,4 +1,4 @@
-"""What vLLM alone answers: `python -m tests.integration.vllm.vllm_alone MODEL`, prompts as JSON on stdin.
+"""What vLLM alone answers: `python -m tests.integration.vllm.vllm_alone MODEL`, prompts and options as JSON on stdin.
 
 Greedy, in float32, with vLLM's default scheduling; prints the token ids of each answer as JSON on the last line.
 """
@@ -12,9 +12,13 @@ import sys
 from collections.abc import Sequence
 
 
-def answers(model: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """The greedy answers of vLLM alone, from a process of its own."""
-    asked = json.dumps({"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens})
+def answers(
+    model: str, prompts: Sequence[Sequence[int]], max_tokens: int, **options: str | int | bool
+) -> list[list[int]]:
+    """The greedy answers of vLLM alone, from a process of its own. `options`: of vLLM's engine."""
+    asked = json.dumps(
+        {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "options": options}
+    )
     command = [sys.executable, "-m", __name__, model]
     ended = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
@@ -35,6 +39,7 @@ if __name__ == "__main__":
         max_model_len=512,
         block_size=32,
         kv_cache_memory_bytes=10**8,
+        **wanted["options"],
     )
     params = SamplingParams(temperature=0.0, max_tokens=wanted["max_tokens"], ignore_eos=True)
     said = vllm.generate(
