@@ -36,19 +36,12 @@ async def test_kv_of_eight_bits(tmp_path: Path) -> None:
     await assert_answers_as_alone(model, tmp_path, kv_cache_dtype="fp8")
 
 
-@pytest.mark.slow
-async def test_experts_on_two_ranks(tmp_path: Path) -> None:
-    model = str(make_tiny_model("vllm_qwen3_moe", tmp_path))
-    await assert_answers_as_alone(model, tmp_path, tensor_parallel_size=2, enable_expert_parallel=True)
-
-
-async def assert_answers_as_alone(model: str, log_dir: Path, **options: str | int | bool) -> None:
+async def assert_answers_as_alone(model: str, log_dir: Path, **options: str) -> None:
     """Twice: with nothing cached, and with what both sides have cached by then. `options`: of all vLLM engines."""
     text = load_tokenizer(model).encode(sentences(60, seed=3))
     prompts = [text[length : 2 * length] for length in LENGTHS]
     expected = answers(model, prompts, MAX_TOKENS, **options)
-    named = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
-    words = [name if value is True else f"{name} {value}" for name, value in named.items()]
+    words = [f"--{name.replace('_', '-')} {value}" for name, value in options.items()]
     setup = Cluster(
         log_dir, model=model, engine="vllm", worker_options=[*OPTIONS, f"--engine-args={' '.join(words)}"]
     )

@@ -12,9 +12,7 @@ import sys
 from collections.abc import Sequence
 
 
-def answers(
-    model: str, prompts: Sequence[Sequence[int]], max_tokens: int, **options: str | int | bool
-) -> list[list[int]]:
+def answers(model: str, prompts: Sequence[Sequence[int]], max_tokens: int, **options: str) -> list[list[int]]:
     """The greedy answers of vLLM alone, from a process of its own. `options`: of vLLM's engine."""
     asked = json.dumps(
         {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "options": options}
