@@ -105,7 +105,7 @@ def parts(device: Mapping[str, Any]) -> list[CheckPart]:
 
 def read_self_test(output: str) -> tuple[Outcome, str, dict[str, Any]]:
     """Reads the output of `engine.runner.self_test --json`."""
-    content = _json_in(output)
+    content = json_in(output)
     failed = [check["name"] for check in content["checks"] if not check["passed"]]
     summary = f"{len(content['checks'])} checks" + (f", failed: {', '.join(failed)}" if failed else "")
     return "failed" if failed else "passed", summary, content
@@ -113,7 +113,7 @@ def read_self_test(output: str) -> tuple[Outcome, str, dict[str, Any]]:
 
 def read_bench(output: str) -> tuple[Outcome, str, dict[str, Any]]:
     """Reads the output of `bench.engine --json`."""
-    content = _json_in(output)
+    content = json_in(output)
     shown = [
         f"{row['phase']} {row['batch']}x{row['context_tokens']}: {row['share_of_limit']:.0%} of the limit"
         for row in content["rows"]
@@ -121,7 +121,7 @@ def read_bench(output: str) -> tuple[Outcome, str, dict[str, Any]]:
     return ("passed" if shown else "failed"), "; ".join(shown), content
 
 
-def _json_in(output: str) -> dict[str, Any]:
+def json_in(output: str) -> dict[str, Any]:
     """The JSON object that an output ends with; log lines before it are skipped."""
     for begin in range(len(output)):
         if output[begin] == "{" and (begin == 0 or output[begin - 1] == "\n"):

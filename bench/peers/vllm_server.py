@@ -45,6 +45,10 @@ class Layout:
     whole_server: bool = False
     push: bool = False
     """The prefill server writes KV into the decode server's blocks; else the decode server reads."""
+    max_streams: int = 64
+    """Most sequences in a step of splitserve's workers beside it; vLLM's own bound is higher."""
+    gpu_share: float | None = None
+    """The share of a GPU's memory that each server takes; None: they compute on cpu."""
 
 
 class VllmServer(ServerProcess):
@@ -124,7 +128,7 @@ def serve_command(layout: Layout, role: str | None, port: int) -> Sequence[str]:
     transfer = {
         "kv_connector": "NixlPushConnector" if layout.push else "NixlConnector",
         "kv_role": role,
-        "kv_buffer_device": "cpu",
+        "kv_buffer_device": "cpu" if layout.gpu_share is None else "cuda",
         **({"engine_id": role} if layout.push else {}),
     }
     return [
@@ -135,6 +139,7 @@ def serve_command(layout: Layout, role: str | None, port: int) -> Sequence[str]:
         *("--dtype", "bfloat16", "--max-model-len", str(layout.context_tokens)),
         *(["--kv-transfer-config", json.dumps(transfer)] if role else []),
         *(["--enforce-eager"] if layout.eager else []),
+        *(["--gpu-memory-utilization", str(layout.gpu_share)] if layout.gpu_share is not None else []),
     ]
 
 

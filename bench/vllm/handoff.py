@@ -29,7 +29,7 @@ async def handoff_rows(
 ) -> list[PushHandoffRow]:
     """Runs both pairs and measures every length; the first one of a pair of turns changes from repeat to repeat."""
     async with AsyncExitStack() as stack:
-        cluster = await stack.enter_async_context(running_up(own_settings(layout.model), OWN, layout.log_dir))
+        cluster = await stack.enter_async_context(running_up(own_settings(layout), OWN, layout.log_dir))
         cluster.server.pause()
         pair = await stack.enter_async_context(running_pair(layout))
         pair.pause()

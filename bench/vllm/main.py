@@ -50,8 +50,11 @@ TEMPERATURES = (0.0, 0.8)
 LENGTHS = (128, 512, 1000)
 REPEATS = 3
 HANDOFF_REPEATS = 9
-OUTPUT_TOKENS = 192
+OUTPUT_TOKENS = 256
 EXIT_STOPPED = 130
+GPU_SHARE = 0.2
+LONGEST_TOKENS = 512
+"""What an answer and the tokens around a prompt take, at most."""
 TITLES = {"rows": "Decode", "cpu": "CPU", "handoff": "Handoff"}
 
 
@@ -75,6 +78,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--environment", type=Path, default=Path(sys.prefix), help="vLLM's; default: this Python's"
     )
     parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help=f"all engines on one GPU, each with {GPU_SHARE:g} of its memory and compiled as vLLM does it",
+    )
+    parser.add_argument(
         "--vllm-whole-server",
         action="store_true",
         help="in decode and cpu, vLLM's API server on that core too",
@@ -93,15 +101,18 @@ def _parts(text: str) -> tuple[str, ...]:
 
 
 def _layout(options: argparse.Namespace, model: str, log_dir: Path) -> Layout:
-    """Prefill on the first core, decode on the last; without compilation, as splitserve runs vLLM on CPU."""
+    """On CPU prefill has the first core, decode the last, and nothing is compiled, as splitserve runs vLLM there."""
     cores = available_cores()
     return Layout(
         options.environment,
         model,
         log_dir,
-        (cores[:1], cores[-1:]),
-        eager=True,
+        (cores, cores) if options.gpu else (cores[:1], cores[-1:]),
+        context_tokens=max(4096, max(options.lengths) + LONGEST_TOKENS),
+        eager=not options.gpu,
         whole_server=options.vllm_whole_server,
+        max_streams=max(options.streams),
+        gpu_share=GPU_SHARE if options.gpu else None,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -38,18 +38,11 @@ class System:
 @asynccontextmanager
 async def both_systems(layout: Layout) -> AsyncIterator[Sequence[System]]:
     """Runs both, each with its decode engine on the second of the layout's cores; all standing still at first."""
-    alone = Layout(
-        layout.environment,
-        layout.model,
-        layout.log_dir,
-        (layout.cores[1], layout.cores[1]),
-        eager=layout.eager,
-        whole_server=layout.whole_server,
-    )
-    async with running_up(own_settings(layout.model), OWN, layout.log_dir) as cluster:
+    alone = replace(layout, cores=(layout.cores[1], layout.cores[1]))
+    async with running_up(own_settings(layout), OWN, layout.log_dir) as cluster:
         cluster.server.pause()
         async with running_colocated(alone) as server:
-            for process in server.family()[1:]:
+            for process in server.family()[1:] if layout.gpu_share is None else ():
                 pin(process.pid, layout.cores[1][0])
             server.pause()
             try:
@@ -63,13 +56,17 @@ async def both_systems(layout: Layout) -> AsyncIterator[Sequence[System]]:
                 server.resume()
 
 
-def own_settings(model: str) -> dict[str, Any]:
-    """The cluster's file: one prefill and one decode worker, each on a core of its own where there are two."""
+def own_settings(layout: Layout) -> dict[str, Any]:
+    """The cluster's file: one prefill and one decode worker, on one GPU or each on a core of its own where there are
+    two."""
+    on_gpu = {} if layout.gpu_share is None else {"device_memory_share": 2 * layout.gpu_share}
+    engine = {"kind": "vllm", "dtype": "bfloat16", "context_tokens": layout.context_tokens, **on_gpu}
     return {
-        "model": model,
+        "model": layout.model,
         "prefill": 1,
         "decode": 1,
-        "engine": {"kind": "vllm", "dtype": "bfloat16"},
+        "replicas_per_gpu": 2,
+        "engine": engine | {"max_running_requests": layout.max_streams},
         "coordinator": {"local_prefill": "never"},
     }
 

@@ -19,7 +19,7 @@ CPU_BLOCK_MULTIPLE = 32
 MAX_REASON = 300
 """How many characters of vLLM's error messages are shown."""
 DEFAULT_CPU_BYTES = 1 << 30
-DEFAULT_STEP_TOKENS = 512
+DEFAULT_CPU_STEP_TOKENS, DEFAULT_GPU_STEP_TOKENS = 512, 2048
 DEFAULT_LOADED_ADAPTERS = 8
 FIELD = "engine.engine_args"
 
@@ -95,7 +95,7 @@ _SETTINGS["gpu_memory_utilization"] = _SETTINGS["kv_cache_memory_bytes"]
 
 def own_arguments(config: EngineConfig, model_path: str, *, on_cpu: bool) -> list[str]:
     """Returns the settings as arguments of vLLM's command line. The user's own options go behind them."""
-    step_tokens = step_tokens_of(config)
+    step_tokens = step_tokens_of(config, on_cpu=on_cpu)
     arguments = {
         "--model": model_path,
         "--dtype": "bfloat16" if config.dtype == "auto" else config.dtype,
@@ -109,6 +109,8 @@ def own_arguments(config: EngineConfig, model_path: str, *, on_cpu: bool) -> lis
     # vLLM needs one block more: its block 0 holds no KV.
     if config.num_blocks is not None:
         arguments["--num-gpu-blocks-override"] = str(config.num_blocks + 1)
+    if not on_cpu:
+        arguments["--gpu-memory-utilization"] = str(config.device_memory_share)
     if config.kv_memory_bytes is not None or on_cpu:
         arguments["--kv-cache-memory-bytes"] = str(config.kv_memory_bytes or DEFAULT_CPU_BYTES)
     # On CPU, vLLM makes the buffers between pipeline stages only when it compiles the model.
@@ -175,9 +177,9 @@ def block_size_of(config: EngineConfig, *, on_cpu: bool) -> int:
     return -(-config.block_size_tokens // multiple) * multiple
 
 
-def step_tokens_of(config: EngineConfig) -> int:
+def step_tokens_of(config: EngineConfig, *, on_cpu: bool) -> int:
     """Returns the token budget of a step."""
-    return config.max_step_tokens or DEFAULT_STEP_TOKENS
+    return config.max_step_tokens or (DEFAULT_CPU_STEP_TOKENS if on_cpu else DEFAULT_GPU_STEP_TOKENS)
 
 
 def reason_of(error: BaseException) -> str:

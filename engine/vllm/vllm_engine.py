@@ -30,7 +30,7 @@ from engine.scheduling.step_times import StepMeter, StepPart
 from engine.vllm.boot import StartedVllm
 from engine.vllm.connector import HELD_FIELD
 from engine.vllm.links import VllmEndedError
-from engine.vllm.options import reason_of, step_tokens_of
+from engine.vllm.options import reason_of
 from engine.vllm.requests import VllmRequest, VllmRequests
 from engine.vllm.sampling import sampled_tokens
 from splitserve.config.engine import EngineConfig
@@ -71,7 +71,7 @@ class VllmEngine(Engine):
         self._vllm = vllm
         self._clock = clock
         self._max_waiting = config.max_waiting_requests
-        self.max_step_tokens = step_tokens_of(config)
+        self.max_step_tokens = vllm.engine.vllm_config.scheduler_config.max_num_batched_tokens
         self._max_running = min(config.max_running_requests, self.max_step_tokens)
         self.kv_events = vllm.events.log
         memory = vllm.transport.endpoint.memory

@@ -125,8 +125,9 @@ def machine_gpus(
 def with_default_engine(config: ClusterConfig) -> ClusterConfig:
     """The settings with engine vllm where they name no engine, this machine has GPUs and vLLM is installed."""
     engine = config.engine
-    chosen = "kind" in engine.model_fields_set or engine.device == "cpu" or config.workers is not None
-    if chosen or not read_host_facts().gpus or find_spec("vllm") is None:
+    if "kind" in engine.model_fields_set or engine.device == "cpu":
+        return config
+    if not read_host_facts().gpus or find_spec("vllm") is None:
         return config
     return config.model_copy(update={"engine": engine.model_copy(update={"kind": "vllm"})})
 

@@ -47,8 +47,10 @@ def test_settings_become_options() -> None:
 
 
 def test_on_a_gpu_vllm_chooses_memory_and_mode() -> None:
-    options = pairs(EngineConfig(kind="vllm"), on_cpu=False)
+    options = pairs(EngineConfig(kind="vllm", device_memory_share=0.45), on_cpu=False)
+    assert options["--gpu-memory-utilization"] == "0.45"
     assert options["--block-size"] == "16"
+    assert options["--max-num-batched-tokens"] == "2048"
     assert "--enforce-eager" not in options
     assert "--kv-cache-memory-bytes" not in options
 

@@ -146,10 +146,10 @@ def test_vllm_computes_on_gpus_where_it_is_installed_and_no_engine_is_named(
     assert with_default_engine(plain).engine.kind == "torch"  # vLLM is not here
     monkeypatch.setattr(placement, "find_spec", lambda name: name)
     assert with_default_engine(plain).engine.kind == "vllm"
+    assert with_default_engine(ClusterConfig(model="m", workers=2)).engine.kind == "vllm"
     for config in (
         named,
         ClusterConfig(model="m", engine=EngineConfig(device="cpu")),
-        ClusterConfig(model="m", workers=2),
         ClusterConfig(model="simulated"),
     ):
         assert with_default_engine(config) is config
