@@ -27,16 +27,7 @@ RESTART_S = 0.2
 READY_S = 300.0
 END_S = 60.0
 COPIES = 2
-WORKER_OPTIONS: tuple[str, ...] = (
-    "--engine",
-    "torch",
-    "--dtype",
-    "float32",
-    "--threads",
-    "1",
-    "--num-blocks",
-    "512",
-)
+WORKER_OPTIONS: tuple[str, ...] = ("--dtype", "float32", "--threads", "1", "--num-blocks", "512")
 WORKER_OPTIONS += ("--drain", "10", "--lease", "10", "--heartbeat", "0.25")
 COORDINATOR_OPTIONS = ("--http-port", "off", "--heartbeat-timeout", "3", "--max-queue", "120")
 
@@ -136,6 +127,7 @@ async def running_cluster(
     worker_options: Sequence[str] = (),
     coordinator_options: Sequence[str] = (),
     step_noise: float = 0.0,
+    engine: str = "torch",
 ) -> AsyncIterator[ChaosCluster]:
     """Starts all processes, and ends them with the block. Their output goes to `log_path`. `worker_options` and
     `coordinator_options` come after those that all workers and coordinators of this bench have. `step_noise` is what
@@ -173,6 +165,8 @@ async def running_cluster(
                     model,
                     "--worker-id",
                     name,
+                    "--engine",
+                    engine,
                     *join,
                     *WORKER_OPTIONS,
                     *worker_options,

@@ -11,6 +11,7 @@ streams arrive at `--load` of it, and every few seconds there is one fault:
 
 A fault hits a role only while both of its members serve, so one of two is always left. Clients know both coordinators.
 
+With `--engine vllm`, run by the Python of vLLM's environment, a worker takes half a minute to start: `--every 40`.
 With `--step-noise` each time that a worker measures of a step is multiplied by exp(SIGMA * z), z standard normal.
 With `--ttft` and `--tpot` all streams have targets, so that workers of either pool compute prompts (`local_prefill`).
 
@@ -73,6 +74,7 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=whole_number, default=0)
     parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--engine", choices=("torch", "vllm"), default="torch", help="default: torch")
     parser.add_argument("--log", type=Path, default=Path("build/chaos.log"), help="the processes' output")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     figures = run_and_print(parser.parse_args(), _run)
@@ -109,7 +111,11 @@ async def _run(options: argparse.Namespace) -> dict[str, Any]:
     targets = {"--ttft-slo": options.ttft, "--tpot-slo": options.tpot}
     slo = [word for name, value in targets.items() if value is not None for word in (name, f"{value:g}")]
     async with running_cluster(
-        options.model, options.log, coordinator_options=slo, step_noise=options.step_noise
+        options.model,
+        options.log,
+        coordinator_options=slo,
+        step_noise=options.step_noise,
+        engine=options.engine,
     ) as cluster:
         # The first answers compile nothing but connect everything.
         await capacity_per_s(cluster.target, known, AT_ONCE, 3.0)
