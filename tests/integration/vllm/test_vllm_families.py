@@ -31,6 +31,7 @@ async def test_a_pair_answers_as_vllm_alone(family: str, tmp_path: Path) -> None
     await assert_answers_as_alone(str(make_tiny_model(family, tmp_path)), tmp_path)
 
 
+@pytest.mark.slow
 async def test_kv_of_eight_bits(tmp_path: Path) -> None:
     model = str(make_tiny_model("vllm_gemma3", tmp_path))
     await assert_answers_as_alone(model, tmp_path, kv_cache_dtype="fp8")

@@ -65,6 +65,7 @@ async def test_prompts_both_ways_with_room_for_few(
     await cluster.assert_no_leaks()
 
 
+@pytest.mark.slow
 async def test_a_prompt_is_computed_where_it_is_decoded(
     smollm2: str, tmp_path_factory: pytest.TempPathFactory, text_tokens: list[int]
 ) -> None:

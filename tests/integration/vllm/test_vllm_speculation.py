@@ -35,6 +35,7 @@ async def cluster(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Asy
         yield cluster
 
 
+@pytest.mark.slow
 def test_the_tokens_of_a_step_are_put_out_one_after_the_other(smollm2: str) -> None:
     engine = EngineConfig(
         kind="vllm",

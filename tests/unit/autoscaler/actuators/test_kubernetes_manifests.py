@@ -44,8 +44,8 @@ DEPLOYMENTS = {
 POLICY = parse_policy(
     yaml.safe_load(found("autoscaler", "ConfigMap")["splitserve-policy"]["data"]["policy.yaml"])
 )
-OTHER_APIS = ("keda.sh/v1alpha1",)
-"""Of custom resources, which the API server learns from their operators."""
+OTHER_APIS = ("keda.sh/v1alpha1", "kustomize.config.k8s.io/v1beta1")
+"""Of custom resources, which the API server learns from their operators, and of kubectl's own files."""
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
@@ -196,3 +196,18 @@ def test_workers_of_both_pools_reach_each_other() -> None:
     assert set(apps(workers["podSelector"])) == set(POOLS)
     (peers,) = [rule for rule in workers["ingress"] if "ports" not in rule]
     assert set(apps(peers["from"][0]["podSelector"])) == set(POOLS)
+
+
+def test_the_patches_for_vllm_change_what_the_workers_have() -> None:
+    (overlay,) = yaml.safe_load_all((ROOT / "compose/kubernetes-vllm/kustomization.yaml").read_text())
+    (operations,) = [yaml.safe_load(patch["patch"]) for patch in overlay["patches"]]
+    changed = {operation["path"].removeprefix("/spec/template/spec/"): operation for operation in operations}
+    for name in POOLS:
+        (container,) = pod(DEPLOYMENTS[name])["containers"]
+        assert container["image"].startswith(overlay["images"][0]["name"] + ":")
+        assert container["args"][6].startswith("--model=")
+        assert "failureThreshold" in container["startupProbe"]
+        assert "memory" in container["resources"]["requests"]
+        options = [operation["value"] for path, operation in changed.items() if "/args/" in path]
+        parsed = settings_of(COMMANDS[container["args"][0]])
+        assert {option.partition("=")[0] for option in options} <= {setting.flag for setting in parsed}
