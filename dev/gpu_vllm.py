@@ -51,13 +51,7 @@ def parts() -> list[CheckPart]:
     return [
         CheckPart("runner", [PYTHON, "-c", _RUNNER], 60, NEEDS, read_runner),
         *(
-            CheckPart(
-                name,
-                [*pytest, *(f"tests/integration/vllm/{file}" for file in files)],
-                limit_s,
-                NEEDS,
-                read_tests,
-            )
+            CheckPart(name, [*pytest, *files], limit_s, NEEDS, read_tests)
             for name, (limit_s, files) in suites.items()
         ),
         CheckPart("bench.vllm", bench, 240, (*NEEDS, "rich"), read_bench),
