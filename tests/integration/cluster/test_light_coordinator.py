@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from splitserve.client import AsyncClient
+from tests.support.chat_templates import with_template
 from tests.support.cluster.fake_workers import FakeDecode, FakePrefill
 from tests.support.cluster.processes import ServiceProcess
 from tests.support.waiting import PATIENCE_S
@@ -33,7 +34,9 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture
-async def coordinator(smollm2: str, log_dir: Path) -> AsyncIterator[tuple[ServiceProcess, httpx.AsyncClient]]:
+async def coordinator(
+    smollm2: str, log_dir: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[tuple[ServiceProcess, httpx.AsyncClient]]:
     """A real process with the model's own tokenizer; the workers are scripted."""
     options = ["coordinator", "--grpc-port", "0", "--http-port", "0"]
     process = ServiceProcess("coordinator", options, log_dir)
@@ -42,16 +45,21 @@ async def coordinator(smollm2: str, log_dir: Path) -> AsyncIterator[tuple[Servic
         stack.callback(process.terminate)
         ready = process.wait_event("coordinator.ready")
         target = f"127.0.0.1:{ready['port']}"
-        served: dict[str, Any] = {"model": "m", "tokenizer_source": smollm2}
-        served |= {"context_tokens": 8192, "vocabulary_size": 50_000}
-        decode = FakeDecode("decode", target, **served)
-        prefill = FakePrefill("prefill", target, lambda _agent: decode, **served)
-        for worker in (decode, prefill):
-            stack.push_async_callback(worker.stop)
-            await worker.start()
-            worker.let_go()
+        sources = {"m": smollm2}
+        for number, template in enumerate(getattr(request, "param", ())):
+            sources[f"m{number}"] = with_template(smollm2, log_dir / f"m{number}", template)
+        for model, source in sources.items():
+            served: dict[str, Any] = {"model": model, "tokenizer_source": source}
+            served |= {"context_tokens": 8192, "vocabulary_size": 50_000}
+            decode = FakeDecode(f"decode-{model}", target, **served)
+            prefill = FakePrefill(f"prefill-{model}", target, lambda _agent, to=decode: to, **served)
+            for worker in (decode, prefill):
+                stack.push_async_callback(worker.stop)
+                await worker.start()
+                worker.let_go()
         client = await stack.enter_async_context(AsyncClient(target))
-        await client.wait_ready()
+        for model in sources:
+            await client.wait_ready(PATIENCE_S, model=model)
         base_url = f"http://127.0.0.1:{ready['http_port']}/v1"
         yield (
             process,
@@ -63,8 +71,8 @@ async def coordinator(smollm2: str, log_dir: Path) -> AsyncIterator[tuple[Servic
         assert (info.running_requests, info.background_tasks) == (0, 0)
 
 
-def asked(text: str) -> bytes:
-    body = {"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": 8}
+def asked(text: str, model: str = "m") -> bytes:
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 8}
     return json.dumps(body).encode()
 
 
@@ -120,3 +128,32 @@ async def test_a_flood_of_long_prompts_delays_no_chat_of_another(
     print(f"alone {max(alone_s):.3f} s, beside {len(beside_s)}, {max(beside_s):.3f} s")
     assert {reply.status_code for reply in replies} == {status}, replies[0].text[:300]
     assert max(beside_s) < max(BYSTANDER_S, SLOWNESS * max(alone_s))
+
+
+LOOP = "{% for i in range(100000) %}"
+TEMPLATES = {
+    LOOP * 2 + "{% endfor %}" * 2: "rendering takes more than 1 s",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}": "more than 1 s",
+    "{{ 2.0 ** 5000 }}": "out of range",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "recursion",
+    "{{ 'a' * 10 ** 10 }}": "more than 33554432 characters",
+    LOOP + "{{ messages[0].content }}{% endfor %}": "more than 33554432 characters",
+}
+
+
+@pytest.mark.parametrize("coordinator", [list(TEMPLATES)], indirect=True, ids=["hostile"])
+async def test_a_hostile_template_is_refused_and_others_go_on(
+    coordinator: tuple[ServiceProcess, httpx.AsyncClient],
+) -> None:
+    process, web = coordinator
+    before = psutil.Process(process.process.pid).memory_info().rss
+    text = "Once upon a time there was. " * 70
+    hostile = [web.post(CHAT, content=asked(text, f"m{number}")) for number in range(len(TEMPLATES))]
+    *refused, served = await asyncio.gather(*hostile, web.post(CHAT, content=asked(text)))
+    assert served.status_code == 200
+    for reply, why in zip(refused, TEMPLATES.values(), strict=True):
+        assert reply.status_code == 400, reply.text
+        error = reply.json()["error"]
+        assert error["message"].startswith("messages: the chat template refuses these messages: ")
+        assert why in error["message"]
+    assert psutil.Process(process.process.pid).memory_info().rss < before + 300e6
