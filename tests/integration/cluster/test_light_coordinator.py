@@ -100,10 +100,10 @@ def prose(characters: int) -> str:
     ("count", "text", "status"),
     [
         pytest.param(40, "0123456789" * 104_857, 400, id="digits"),
-        pytest.param(8, " " * 450_000 + "7" * 550_000, 400, id="digits at the end"),
-        pytest.param(40, prose(2**19), 400, id="prose"),
+        pytest.param(8, " " * 450_000 + "7" * 550_000, 400, id="digits at the end", marks=pytest.mark.slow),
+        pytest.param(40, prose(2**19), 400, id="prose", marks=pytest.mark.slow),
         pytest.param(40, prose(10_000), 200, id="prose that fits"),
-        pytest.param(4, " " * 480_000, 200, id="spaces that fit"),
+        pytest.param(4, " " * 480_000, 200, id="spaces that fit", marks=pytest.mark.slow),
     ],
 )
 async def test_a_flood_of_long_prompts_delays_no_chat_of_another(
