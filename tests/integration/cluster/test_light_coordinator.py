@@ -86,6 +86,21 @@ async def test_a_coordinator_stays_small(coordinator: tuple[ServiceProcess, http
     assert resident < RESIDENT_BYTES
 
 
+@pytest.mark.parametrize("most", [-(2**63), -(2**63) + 1, 2**63, 10**30])
+async def test_a_tool_that_no_grammar_holds_where_the_template_has_no_tools(
+    coordinator: tuple[ServiceProcess, httpx.AsyncClient], most: int
+) -> None:
+    process, web = coordinator
+    number = {"type": "integer", "minimum": -(2**63), "maximum": most}
+    function = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": number}}}
+    body = json.loads(asked("Hello")) | {"tools": [{"type": "function", "function": function}]}
+    for choice in ("auto", "required"):
+        reply = await web.post(CHAT, json=body | {"tool_choice": choice})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tools")
+    assert (await web.post(CHAT, content=asked("Hello"))).status_code == 200
+    assert process.process.poll() is None
+
+
 def prose(characters: int) -> str:
     pick = random.Random(characters)
     words = (
