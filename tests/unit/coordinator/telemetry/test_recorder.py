@@ -62,9 +62,7 @@ def first(cached: int = 0) -> prefill_pb2.FirstToken:
 
 
 def events_of(
-    stats: RequestStats,
-    request: InferenceRequest | None = None,
-    estimate: RequestEstimate | None = None,
+    stats: RequestStats, request: InferenceRequest | None = None, estimate: RequestEstimate | None = None
 ) -> RequestEvents:
     request = request or inference_request()
     estimate = estimate or RequestEstimate(request.max_tokens, len(request.prompt))
@@ -76,10 +74,7 @@ def route(events: RequestEvents, prefill: Worker = PREFILL, decode: Worker = DEC
 
 
 def run(
-    stats: RequestStats,
-    prefill: Worker = PREFILL,
-    decode: Worker = DECODE,
-    attempts: int = 1,
+    stats: RequestStats, prefill: Worker = PREFILL, decode: Worker = DECODE, attempts: int = 1
 ) -> RequestEvents:
     """A whole request of two tokens."""
     with events_of(stats) as events:
@@ -328,11 +323,7 @@ def test_refusals_are_forgotten_in_time_and_bounded(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("coordinator.telemetry.request_stats.MAX_REFUSALS_KEPT", 2)
     for prompt in (1, 2, 3):
         refused.add(prompt, 0.0)
-    assert [refused.take(prompt, 1.0) for prompt in (1, 2, 3)] == [
-        False,
-        True,
-        True,
-    ]
+    assert [refused.take(prompt, 1.0) for prompt in (1, 2, 3)] == [False, True, True]
 
 
 def test_a_model_and_its_adapters_as_one() -> None:

@@ -33,13 +33,7 @@ def test_json(capsys: pytest.CaptureFixture[str], policy: str) -> None:
     assert main(["simulate", *SHORT, "--policy", policy, "--json"]) == 0
     (found,) = policies(capsys)
     assert found["policy"] == "policy"
-    for name in (
-        "attainment",
-        "attainment_ttft",
-        "attainment_tpot",
-        "replica_hours",
-        "actions",
-    ):
+    for name in ("attainment", "attainment_ttft", "attainment_tpot", "replica_hours", "actions"):
         assert isinstance(found[name], int | float), name
     assert found["failed_requests"] == 0
     assert found["attainment"] == 1
@@ -109,7 +103,7 @@ def test_what_a_gap_costs_does_not_grow_with_its_length(
             "50 is the 50th percentile, not 0.5",
         ),
         (
-            "prefill: {target_ms: 9}\ndecode: {kind: target, metric: tpot, target: 9, percentile: 0.99}",
+            "{prefill: {target_ms: 9}, decode: {kind: target, metric: tpot, target: 9, percentile: 0.99}",
             "99 is the 99th percentile",
         ),
         ("prefill: {kind: predictive, target_ms: 9, forecast_percentile: 0.8}", "80 is the 80th percentile"),
