@@ -156,8 +156,9 @@ async def test_one_bad_tool_of_many(http: httpx.AsyncClient) -> None:
     answer = await http.post(CHAT, json=asked(20, tools=fine + bad, tool_choice="auto"))
     assert answer.status_code == 200, answer.text
     crash = tool("crash", {"type": "object", "properties": {"a": {"minimum": LOWEST, "maximum": LOWEST}}})
-    loose = await http.post(CHAT, json=asked(20, tools=[*fine, crash]))
-    assert (loose.status_code, loose.headers["x-loose-tools"]) == (200, "crash")
+    for choice in ("auto", "required"):
+        loose = await http.post(CHAT, json=asked(20, tools=[*fine, crash], tool_choice=choice))
+        assert (loose.status_code, loose.headers["x-loose-tools"]) == (200, "crash")
     crash["function"]["strict"] = True
     error = await refusal(http, asked(20, tools=[*fine, crash]))
     assert error["param"] == "tools"
