@@ -102,7 +102,10 @@ def test_what_a_gap_costs_does_not_grow_with_its_length(
             "prefill: {target_ms: 9}\ndecode: {target_ms: 9, percentile: 0.5}",
             "50 is the 50th percentile, not 0.5",
         ),
-        ("{prefill: {target_ms: 9}, decode: {kind: target, target: 9, percentile: 0.9}}", "90 is the 90th"),
+        (
+            "{prefill: {target_ms: 9}, decode: {kind: target, metric: tpot, target: 9, percentile: 0.9}}",
+            "90 is the 90th",
+        ),
         ("prefill: {kind: predictive, target_ms: 9, forecast_percentile: 0.8}", "80 is the 80th percentile"),
     ],
 )
