@@ -20,7 +20,7 @@ CONNECTION_LOST = "CONNECTION_LOST"
 """Reason of a call whose connection broke after the call was sent and before its answer was complete."""
 NEVER_SENT = "failed to connect"
 """Start of gRPC's message for a call that found no connection."""
-_HUNG_UP = re.compile("Socket closed|Connection reset by peer")
+_HUNG_UP = re.compile("Socket closed|Connection reset by peer|Broken pipe|(keepalive|ping) timeout")
 
 
 def described(

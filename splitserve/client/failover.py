@@ -116,12 +116,9 @@ class GenerationSession:
         """The call failed: prepares the next one, or raises the error."""
         if self._accumulator.token_ids and self._started is None:
             raise error from None  # an answer cannot go on without the message that describes its start
-        if (
-            self._started is None
-            and error.reason == CONNECTION_LOST
-            and self.request.sampling.HasField("grammar")
-        ):
-            raise error from None  # the grammar may have ended the coordinator, and would end the next one
+        if self._started is None and error.reason == CONNECTION_LOST:  # it would end the next one as well
+            message = f"{error.message}; no other is asked, as this request may have ended it"
+            raise UnavailableError(message, reason=CONNECTION_LOST) from None
         self.failover.failed(error)
         self.received = False
         if self._started is not None:

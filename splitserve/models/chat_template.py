@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from datetime import datetime
 from functools import cache
 from typing import Any, NoReturn
@@ -14,6 +14,7 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -21,6 +22,10 @@ from splitserve.errors import ConfigError
 from splitserve.models.tokenizer import Turn
 
 RENDER_CPU_S = 1.0
+MOST_CHARACTERS = 2**25
+"""Of a text that a template makes: more than a request may have."""
+BIT = 2**10
+"""As how many characters one bit of a whole number counts."""
 _RENDERING = threading.local()
 """`until_s`: this thread's rendering ends with an error when its CPU time exceeds this, in seconds."""
 DEFAULT = "default"
@@ -134,12 +139,18 @@ class _PlainNamespace(Namespace):
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
+        _check_size(len(value) if isinstance(value, str) else 0)
         super().__setitem__(name, value)
 
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(f"a namespace cannot hold {name!r}: it begins with an underscore")
+
+
+def _check_size(size: int) -> None:
+    if size > MOST_CHARACTERS:
+        raise TemplateError(f"it makes more than {MOST_CHARACTERS} characters")
 
 
 class _DictFactory:
@@ -154,6 +165,27 @@ class _DictFactory:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
+    """Bounds what makes much of little: loops and macros in time, products and what is put together in size."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """A product or a power. Raises TemplateError for a large one."""
+        for side, count in ((left, right), (right, left)):
+            if isinstance(side, Sized) and isinstance(count, int):
+                _check_size(len(side) * count)
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            _check_size(BIT * bits)
+        return super().call_binop(context, operator, left, right)
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """All output of the template, or of a macro. Raises TemplateError."""
+        texts = list(parts)
+        _check_size(sum(map(len, texts)))
+        return "".join(texts)
+
     def check_time(self) -> None:
         """Raises TemplateError once this thread's rendering has used up its CPU time."""
         if time.thread_time() > _RENDERING.until_s:

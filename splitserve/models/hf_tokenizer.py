@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 from typing_extensions import override
 
 from splitserve.config.engine import SIMULATED
@@ -25,7 +24,10 @@ SHORT_CHARACTERS = 1024
 """For texts up to this length the library's calls for one text, which hold the interpreter's lock, take 2 ms at most.
 Longer texts use the calls for batches, which release the lock."""
 SHORT_TOKENS = 1024
-DIGITS = "0123456789"
+PIECE_CHARACTERS = 2**14
+USUAL_CHARACTERS = 4
+"""A token stands for about so many. Only texts with more of them for each token that they may have are tried in pieces:
+others seldom have too many tokens."""
 PROMPT_END_CHARACTERS = 256
 _SOME_TOOL = {
     "type": "function",
@@ -82,7 +84,6 @@ class HfTokenizer(Tokenizer):
         self._added = {int(token_id): str(token.content).encode() for token_id, token in added}
         # The only way to detect a decoder inside a sequence of decoders.
         self._byte_level = "ByteLevel(" in repr(self._rust.decoder)
-        self._longest = _longest_entries(self._rust) if self._byte_level else None
 
     @override
     def encode(self, text: str, most: int | None = None) -> list[int]:
@@ -117,8 +118,8 @@ class HfTokenizer(Tokenizer):
         return entry_bytes(entry, byte_level=self._byte_level) if entry else b""
 
     def _ids(self, text: str, most: int | None, *, add_special_tokens: bool) -> list[int]:
-        if most is not None and (least := self._least_tokens(text)) > most:
-            raise TooManyTokensError(least)
+        if most is not None and len(text) > USUAL_CHARACTERS * most:
+            self._try_in_pieces(text, most)
         if len(text) <= SHORT_CHARACTERS:
             encoding = self._rust.encode(text, add_special_tokens=add_special_tokens)
         else:
@@ -128,13 +129,15 @@ class HfTokenizer(Tokenizer):
         ids: list[int] = encoding.ids
         return ids
 
-    def _least_tokens(self, text: str) -> int:
-        """A lower bound on the tokens of a text, found without encoding it."""
-        if self._longest is None:
-            return 0
-        longest, most_digits = self._longest
-        digits = sum(text.count(digit) for digit in DIGITS)
-        return max(len(text) // longest, digits // most_digits)
+    def _try_in_pieces(self, text: str, most: int) -> None:
+        """Raises TooManyTokensError as soon as the beginning of a text has too many tokens: to encode a whole megabyte
+        takes seconds. Cuts in a text add tokens, but few, so the pieces may have twice as many as the text."""
+        count = 0
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            piece = text[start : start + PIECE_CHARACTERS]
+            count += len(self._rust.encode_batch_fast([piece], add_special_tokens=False)[0])
+            if count > 2 * most:
+                raise TooManyTokensError(most + 1)
 
     def _require_tools_in_template(self) -> None:
         # A template that does not read `tools` would silently drop them.
@@ -238,17 +241,6 @@ def tokenizer_of(files: ModelSource) -> HfTokenizer:
         raise NotFoundError(error.message) from None
     except (ValueError, TypeError, OSError) as error:
         raise NotFoundError(f"model {files.path} has no usable tokenizer: {error}") from None
-
-
-def _longest_entries(rust: tokenizers.Tokenizer) -> tuple[int, int] | None:
-    """The most characters and the most digits of an entry; None where an entry may stand for more of a text than it
-    has, or a part of a text has none."""
-    entries = rust.get_vocab(with_added_tokens=True)
-    strips = any(token.lstrip or token.rstrip for token in rust.get_added_tokens_decoder().values())
-    complete = isinstance(rust.model, tokenizers.models.BPE) and all(byte in entries for byte in _alphabet())
-    if rust.normalizer is not None or strips or not complete:
-        return None
-    return max(map(len, entries)), max(1, *(sum(map(entry.count, DIGITS)) for entry in entries))
 
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -26,12 +26,7 @@ POOL = {
     "drain_s": 20,
     "cold_start_s": 5,
     "behavior": {"scaleDown": {"stabilizationWindowSeconds": 3}},
-    "slo": {
-        "window_s": 2,
-        "history_s": 5,
-        "settle_s": 2,
-        "trim_after_s": 600,
-    },
+    "slo": {"window_s": 2, "history_s": 5, "settle_s": 2, "trim_after_s": 600},
 }
 POLICY = {
     "interval_s": 0.5,

@@ -13,6 +13,7 @@ from splitserve.models.sources import resolve_model
 from tests.support.cluster.fork_server import EMBEDDED
 from tests.support.cluster.forked import fork_server, stop_fork_servers
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.otlp_receiver import OtlpReceiver, otlp_receiver
 from tests.support.waiting import PATIENCE_S
 
 
@@ -52,6 +53,12 @@ async def simulated_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIt
     """1P+1D of simulated engines."""
     async with running(Cluster(tmp_path_factory.mktemp("logs"))) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def otlp() -> Iterator[OtlpReceiver]:
+    with otlp_receiver() as receiver:
+        yield receiver
 
 
 @pytest.fixture

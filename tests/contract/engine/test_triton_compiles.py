@@ -29,11 +29,7 @@ POINTERS = {
 
 
 def compiled(
-    kernel: Any,
-    capability: int,
-    constants: dict[str, Any],
-    warps: int,
-    dtype: str = "bfloat16",
+    kernel: Any, capability: int, constants: dict[str, Any], warps: int, dtype: str = "bfloat16"
 ) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget

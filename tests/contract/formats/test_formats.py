@@ -84,11 +84,7 @@ def test_calls_after_reasoning(name: str, reasoning: ReasoningFormat, is_reasoni
     thought = f"A thought <about>\nit, {{}} and [].\n{reasoning.ends[0]}\n\n"
     text = f"{'' if is_reasoning else reasoning.begin}\n{thought}{SAMPLES[name].calls}"
     found = read_anyhow(answer, text)
-    assert (found.reasoning, values_of(found), found.text) == (
-        "A thought <about>\nit, {} and [].",
-        CALLS,
-        "",
-    )
+    assert (found.reasoning, values_of(found), found.text) == ("A thought <about>\nit, {} and [].", CALLS, "")
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, None])

@@ -25,8 +25,10 @@ from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError, NotFoundError, SplitserveError, UnsupportedModelError
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.sources import checked_model
+from tests.support.cluster.forked import stop_fork_servers
+from tests.support.cluster.processes import ServiceProcess
 from tests.support.engine.tiny_models import CONTEXT, EOS, VOCABULARY, make_tiny_model
-from tests.support.waiting import LEAST_TIMEOUT_S
+from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 from worker.build import build_engine
 
 MOST_S = 5.0
@@ -266,11 +268,11 @@ def damaged_copy(sound: Path, target: Path, damage: Damage) -> Path:
     return folder
 
 
-DAMAGES = [*generated(), *told()]
+DAMAGES = list(generated())
 
 
 def test_there_are_more_than_100() -> None:
-    assert len(list(generated())) > 100
+    assert len(DAMAGES) > 100
     assert len({what for what, _, _ in DAMAGES}) == len(DAMAGES)
 
 
@@ -282,6 +284,27 @@ def test_a_damaged_model_is_one_line(
     message = refusal(folder / GGUF if what.startswith(GGUF) else folder)
     assert word in message
     assert str(folder) in message
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[None]:
+    yield
+    stop_fork_servers()
+
+
+@pytest.mark.parametrize(("what", "word", "damage"), list(told()), ids=[what for what, _, _ in told()])
+def test_a_worker_of_a_damaged_model_ends_in_one_line(
+    sound: Path, tmp_path: Path, forks: None, what: str, word: str, damage: Damage
+) -> None:
+    folder = damaged_copy(sound, tmp_path / "model", damage)
+    arguments = ["worker", "--model", str(folder), "--engine", "torch", "--coordinator", "127.0.0.1:1"]
+    worker = ServiceProcess("worker", arguments, tmp_path, imports="torch")
+    worker.start()
+    assert worker.process.wait(PATIENCE_S) in (1, 2)
+    assert "Traceback" not in worker.log_tail()
+    (line,) = [line for line in worker.log_tail().splitlines() if line.startswith("error: ")]
+    assert word in line
+    assert str(folder) in line
 
 
 def test_the_sound_model_loads_in_every_form(sound: Path, tmp_path: Path) -> None:

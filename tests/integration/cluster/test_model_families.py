@@ -28,8 +28,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=[] if name in FIRST else [pytest.mark.slow]) for name in FAMILIES],
+    "family", [pytest.param(name, marks=[] if name in FIRST else [pytest.mark.slow]) for name in FAMILIES]
 )
 async def test_family_through_a_split_pair(
     family: str, tmp_path_factory: pytest.TempPathFactory, log_dir: Path

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -16,7 +18,7 @@ from tests.support.clients.traffic import REPEATS
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.processes import ServiceProcess
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.cluster.streams import Reading, eventually, tokens
+from tests.support.cluster.streams import Reading, eventually, tokens, until
 from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.waiting import PATIENCE_S
 
@@ -184,5 +186,36 @@ async def test_answers_of_a_real_model_are_the_same(
             assert answer.token_ids == alone.token_ids
             assert answer.text == alone.text
             assert [entry.token_id for entry in answer.logprobs] == [e.token_id for e in alone.logprobs]
+        cluster.target = target
+        await cluster.assert_no_leaks()
+
+
+async def test_a_request_that_may_have_ended_a_coordinator_goes_to_no_other(log_dir: Path) -> None:
+    """The first dies while it holds requests that have no token yet; a request that it never got goes on."""
+    options = {"coordinator_options": ["--no-worker-wait", "600"]}
+    async with two_coordinators(log_dir, **options) as (cluster, _, target), AsyncClient(target) as of_other:
+        decode = cluster.members["decode-0"]
+        decode.kill()
+        command = [sys.executable, "-m", "launcher", "generate", "--target", f"{cluster.target},{target}"]
+        command += ["--max-tokens", "2"]
+
+        async def generate(*arguments: str) -> tuple[int | None, str]:
+            """Exit code and errors of the command line."""
+            process = await asyncio.create_subprocess_exec(*command, *arguments, stdout=DEVNULL, stderr=PIPE)
+            _, errors = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+            return process.returncode, errors.decode()
+
+        asked = [["7" * 900], ["a", "--regex", "a*"], ["a", "--json-schema", '{"const": 1}'], ["a", "--raw"]]
+        doomed = [asyncio.create_task(generate(*arguments)) for arguments in asked]
+        await until(cluster, lambda info: info.running_requests == len(asked), "it holds them")
+        cluster.members["coordinator"].kill()
+        broke = f"error: the connection to {cluster.target} broke before the answer was complete"
+        for code, errors in await asyncio.gather(*doomed):
+            assert (code, errors) == (1, f"{broke}; no other is asked, as this request may have ended it\n")
+        assert not await of_other.request_records()
+        decode.start()
+        await of_other.wait_ready()
+        assert await generate("Hi") == (0, "")
+        assert len(await of_other.request_records()) == 1
         cluster.target = target
         await cluster.assert_no_leaks()

@@ -33,11 +33,7 @@ async def test_one_dies_and_the_other_never_notices(log_dir: Path) -> None:
     other.start()
     try:
         other.wait_event("coordinator.ready")
-        async with (
-            running(cluster),
-            AsyncClient(cluster.target) as ours,
-            AsyncClient(other_target) as theirs,
-        ):
+        async with running(cluster), AsyncClient(cluster.target) as ours, AsyncClient(other_target) as theirs:
             await theirs.wait_ready(PATIENCE_S)
             doomed = [Reading(ours, tokens(60, n), max_tokens=100_000) for n in range(3)]
             safe = [Reading(theirs, tokens(60, 10 + n), max_tokens=100_000) for n in range(3)]

@@ -237,10 +237,7 @@ async def test_status_marks_an_experimental_engine(fake: FakeInference) -> None:
     lines = (await run("status", target=fake.target)).out.splitlines()
     assert [
         ("(experimental CUDA path)" in line, "prefill-0" in line) for line in lines if "ready " in line
-    ] == [
-        (False, False),
-        (True, True),
-    ]
+    ] == [(False, False), (True, True)]
     document = json.loads((await run("status", "--json", target=fake.target)).out)
     assert [worker["experimental"] for worker in document["workers"]] == [False, True]
 

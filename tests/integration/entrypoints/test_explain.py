@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from splitserve.v1 import records_pb2
 from tests.support.clients.patient import PatientClient
 from tests.support.cluster.fake_cluster import Collected, FakeCluster, ask, fake_cluster, finish, read
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.otlp_receiver import SERVER, OtlpReceiver, ReceivedSpan, from_all, otlp_receiver
+from tests.support.otlp_receiver import SERVER, OtlpReceiver, ReceivedSpan, from_all
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -190,12 +190,6 @@ async def story(
     assert (shown["trace_id"], shown["trace_exported"]) == (record.trace_id, True)
     assert shown["ttft_ms"] == pytest.approx(told.timings.ttft_ms, abs=TOLERANCE_MS)
     return record, told
-
-
-@pytest.fixture(scope="module")
-def otlp() -> Iterator[OtlpReceiver]:
-    with otlp_receiver() as receiver:
-        yield receiver
 
 
 @pytest.fixture(scope="module")

@@ -19,14 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.clients.fuzz import (
-    EXAMPLES,
-    FUZZED,
-    Loop,
-    damaged,
-    settle_for_long_run,
-    tell_stall,
-)
+from tests.support.clients.fuzz import EXAMPLES, FUZZED, Loop, damaged, settle_for_long_run, tell_stall
 from tests.support.cluster.fake_cluster import FakeCluster, fake_cluster
 from tests.support.journal import settled
 from tests.support.waiting import PATIENCE_S
@@ -53,9 +46,7 @@ TOOLS: dict[str, Any] = {
         {"role": "user", "content": [{"type": "text", "text": "w1"}]},
         {
             "role": "assistant",
-            "tool_calls": [
-                {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}},
-            ],
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
         },
         {"role": "tool", "tool_call_id": "c", "content": "w5"},
     ],

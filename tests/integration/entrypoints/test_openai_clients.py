@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +14,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field, SecretStr
 
 from splitserve.client import ChatMessage
+from tests.support.chat_templates import with_template
 from tests.support.clients.patient import PatientClient
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
@@ -40,7 +40,11 @@ TOOLS_BLOCK = (
     "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
     'Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call> to call one.<|im_end|>\n{% endif %}'
 )
-THOUGHTS = "{% for m in messages if m.reasoning_content %}{{ m.reasoning_content }}{% endfor %}"
+READ = (
+    "{% for m in messages %}{{ m.reasoning_content }}{{ m.thinking }}{{ m.name }}{{ m.tool_call_id }}"
+    "{% for c in m.tool_calls %}{{ c.function.arguments.city }}{{ c.id }}{% endfor %}{% endfor %}"
+)
+"""Fields that the template reads of messages."""
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -48,14 +52,7 @@ pytestmark = pytest.mark.timeout(180)
 @pytest.fixture(scope="module")
 def folder(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The embedded model, with a chat template that knows tools."""
-    made = tmp_path_factory.mktemp("model")
-    for file in Path(smollm2).iterdir():
-        (made / file.name).symlink_to(file)
-    template = made / "chat_template.jinja"
-    text = template.read_text()
-    template.unlink()
-    template.write_text(TOOLS_BLOCK + text + THOUGHTS)
-    return str(made)
+    return with_template(smollm2, tmp_path_factory.mktemp("model") / "m", TOOLS_BLOCK + "{}" + READ)
 
 
 @pytest.fixture(scope="module")
@@ -317,8 +314,8 @@ async def test_a_call_that_is_cut_leaves_none_of_its_format_as_text(
     assert not stopped.choices[0].message.content
 
 
-def test_offsets_of_a_completion_are_those_of_its_text(http: httpx.Client) -> None:
-    cats = "🐱🐱é漢字 abc def"
+@pytest.mark.parametrize("cats", ["🐱🐱é漢字 abc def", "👩\u200d🚀 क्षि", "e\u0301𐍈 שָׁ", "𠀀𠀁ab𠀂"])
+def test_offsets_of_a_completion_are_those_of_its_text(http: httpx.Client, cats: str) -> None:
     schema = {"name": "cats", "schema": {"const": cats}}
     body = {
         "prompt": "A",
@@ -333,7 +330,10 @@ def test_offsets_of_a_completion_are_those_of_its_text(http: httpx.Client) -> No
     for token, offset in zip(shown["tokens"], shown["text_offset"], strict=True):
         if not token.startswith("bytes:"):
             assert text.startswith(token, offset) or offset == len(text)
-    assert any(token.startswith("bytes:") for token in shown["tokens"])
+    assert any(token.startswith("bytes:\\x") for token in shown["tokens"])
+    for top, token in zip(shown["top_logprobs"], shown["tokens"], strict=True):
+        assert token in top
+        assert not any("\ufffd" in key for key in top)
     assert sorted(shown["text_offset"]) == shown["text_offset"]
     assert shown["text_offset"][-1] <= len(text)
     streamed = http.post("/completions", json=body | {"stream": True}).text
@@ -342,17 +342,35 @@ def test_offsets_of_a_completion_are_those_of_its_text(http: httpx.Client) -> No
     assert [at for piece in pieces if piece for at in piece["text_offset"]] == shown["text_offset"]
 
 
-def test_fields_of_messages_reach_the_template_or_are_refused(http: httpx.Client) -> None:
-    user = {"role": "user", "content": QUESTION}
-    thought = {"role": "assistant", "content": "Hm.", "reasoning_content": "Let me think of France."}
+CALLING = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": None, "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}],
+}
+LONG = "a name that takes some tokens"
+LONGER = [
+    ({"role": "assistant", "content": "Hm.", "reasoning_content": None}, {"reasoning_content": LONG}),
+    ({"role": "assistant", "content": "Hm.", "thinking": None}, {"thinking": LONG}),
+    ({"role": "user", "content": "Hm.", "name": None}, {"name": LONG}),
+    ({"role": "tool", "content": "Hm.", "tool_call_id": "c"}, {"tool_call_id": LONG}),
+    (CALLING, {"tool_calls": [CALLING["tool_calls"][0] | {"id": LONG}]}),  # type: ignore[index, operator]
+]
 
-    def tokens(*messages: dict[str, Any]) -> int:
-        body = {"messages": messages, "max_tokens": 1}
-        response = http.post("/chat/completions", json=body)
+
+@pytest.mark.parametrize(("message", "field"), LONGER, ids=",".join)
+def test_fields_of_messages_reach_the_template(
+    http: httpx.Client, message: dict[str, Any], field: dict[str, Any]
+) -> None:
+    user, counts = {"role": "user", "content": QUESTION}, []
+    for each in (message, message | field):
+        response = http.post("/chat/completions", json={"messages": [user, each, user], "max_tokens": 1})
         assert response.status_code == 200, response.text
-        return int(response.json()["usage"]["prompt_tokens"])
+        counts.append(response.json()["usage"]["prompt_tokens"])
+    assert counts[1] > counts[0] + 4
 
-    plain = thought | {"reasoning_content": None}
-    assert tokens(user, thought, user) > tokens(user, plain, user) + 4
-    refused = http.post("/chat/completions", json={"messages": [{"role": "user", "contents": QUESTION}]})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0].contents")
+
+def test_a_field_that_the_template_does_not_read_is_refused(http: httpx.Client) -> None:
+    for field in ("contents", "thoughts", "images", "cache_control"):
+        message = {"role": "user", "content": QUESTION, field: QUESTION}
+        refused = http.post("/chat/completions", json={"messages": [message]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, f"messages[0].{field}")

@@ -6,13 +6,11 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.formats.samples import CALLS, CITY, SAMPLES
-from tests.support.waiting import PATIENCE_S
 
 MODEL = "simulated"
 FAMILIES = {"qwen_xml": "<think>", "kimi_k2": "<think>", "gemma": "<|channel>thought\n"}
@@ -143,22 +141,3 @@ async def test_a_forced_call(client: openai.AsyncOpenAI, family: str) -> None:
     arguments = json.loads(call.function.arguments)
     assert 0 <= arguments["hour"] <= 23
     assert arguments["zone"] in ("UTC", "CET")
-
-
-async def test_a_schema_that_no_grammar_holds_fails_strict_requests_alone(cluster: Cluster) -> None:
-    odd = {"type": "object", "properties": {"city": {"type": "object", "patternProperties": {"(?=a)b": {}}}}}
-    tools = [TOOLS[1], {"type": "function", "function": {"name": "odd", "parameters": odd}}]
-    body: dict[str, Any] = {
-        "messages": [{"role": "user", "content": "Hello."}],
-        "tools": tools,
-        "tool_choice": "required",
-    }
-    async with httpx.AsyncClient(base_url=cluster.base_url, timeout=PATIENCE_S) as client:
-        answer = await client.post("/chat/completions", json=body | {"max_tokens": 8})
-        assert answer.status_code == 200, answer.text
-        assert answer.headers["x-loose-tools"] == "odd"
-        tools[1]["function"]["strict"] = True
-        refused = await client.post("/chat/completions", json=body)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "tools"
-    assert "tools[1].function.parameters" in refused.json()["error"]["message"]

@@ -31,7 +31,7 @@ from tests.support.cluster.fake_cluster import (
     read,
 )
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.otlp_receiver import SERVER, OtlpReceiver, ReceivedSpan, from_all, otlp_receiver
+from tests.support.otlp_receiver import SERVER, OtlpReceiver, ReceivedSpan, from_all
 from tests.support.waiting import PATIENCE_S, SLACK_S
 
 PROMPT = list(range(5, 85))
@@ -46,12 +46,6 @@ STOP_S = SLACK_S / 2
 """What ending a process may take here: its own time, FLUSH_S for its spans, and what a busy machine adds."""
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module")
-def otlp() -> Iterator[OtlpReceiver]:
-    with otlp_receiver() as receiver:
-        yield receiver
 
 
 @pytest.fixture(scope="module")

@@ -81,10 +81,7 @@ async def cluster(tmp_path: Path, smollm2: str) -> AsyncIterator[Cluster]:
         model=smollm2,
         engine="torch",
         worker_options=METRICS,
-        coordinator_options=[
-            *METRICS,
-            *("--tenants", str(files["tenants.yaml"])),
-        ],
+        coordinator_options=[*METRICS, *("--tenants", str(files["tenants.yaml"]))],
         api_key=key,
     )
     async with running(made):

@@ -12,12 +12,7 @@ import grpc
 import pytest
 
 from splitserve.client.registry_client import MIN_CACHE_REPORT_INTERVAL_S
-from splitserve.errors import (
-    FailedPreconditionError,
-    InvalidArgumentError,
-    SplitserveError,
-    UnavailableError,
-)
+from splitserve.errors import FailedPreconditionError, InvalidArgumentError, SplitserveError, UnavailableError
 from splitserve.rpc.channel import make_channel
 from splitserve.rpc.status import error_from_rpc
 from splitserve.v1 import decode_pb2, registry_pb2

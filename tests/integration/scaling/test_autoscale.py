@@ -26,12 +26,7 @@ from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(180)
 
-SLO = {
-    "window_s": 2,
-    "history_s": 5,
-    "settle_s": 2,
-    "trim_after_s": 600,
-}
+SLO = {"window_s": 2, "history_s": 5, "settle_s": 2, "trim_after_s": 600}
 POOL = {
     "min_replicas": 1,
     "max_replicas": 2,
@@ -168,16 +163,7 @@ async def running(
     settings.write_text(
         yaml.safe_dump({"engine": ENGINE, "autoscale_window_s": 5.0, "coordinator": coordinator})
     )
-    command = [
-        sys.executable,
-        "-m",
-        "launcher",
-        "up",
-        "--autoscale",
-        str(path),
-        "--config",
-        str(settings),
-    ]
+    command = [sys.executable, "-m", "launcher", "up", "--autoscale", str(path), "--config", str(settings)]
     with (folder / "up.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             *command,

@@ -20,13 +20,7 @@ from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)
 
 CLASSES = {"greedy": "standard", "modest": "standard", "urgent": "interactive", "operations": "batch"}
-ASKED = (
-    ("greedy low", -100),
-    ("modest", 0),
-    ("greedy high", 100),
-    ("greedy higher", 100),
-    ("urgent", -100),
-)
+ASKED = (("greedy low", -100), ("modest", 0), ("greedy high", 100), ("greedy higher", 100), ("urgent", -100))
 """Who asks in which order, and with what priority."""
 TOKEN_S, TOKENS = 0.001, 300
 """Of each one's prompt, and what a token of it takes."""

@@ -107,10 +107,7 @@ async def test_a_worker_s_own_certificate_registers_its_id_only(certs: Path) -> 
 async def test_a_live_id_is_not_taken_over(certs: Path) -> None:
     async with coordinator_of(certs) as coordinator:
         owner = Worker(coordinator, worker_files(certs, "d-1"))
-        others = [
-            files_in(certs, "worker"),
-            worker_files(certs, "p-1"),
-        ]
+        others = [files_in(certs, "worker"), worker_files(certs, "p-1")]
         assert await owner.register("d-1", DECODE) is None
         for files in others:
             thief = Worker(coordinator, files)

@@ -22,9 +22,7 @@ BORDERS = [
     *(CHUNK - 1, CHUNK, CHUNK + 1, 200, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 513),
 ]
 """Around the borders of blocks and of chunks."""
-MORE = [
-    *(3, 8, 40, 47, 55, 63, 64, 77, 95, 96, 97, 111, 113, 150, 190, 300, 511, 512, 900, 2000),
-]
+MORE = [*(3, 8, 40, 47, 55, 63, 64, 77, 95, 96, 97, 111, 113, 150, 190, 300, 511, 512, 900, 2000)]
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -153,9 +153,7 @@ _FOUR_BITS = {"bits": 4, "group_size": GROUP}
 METHODS: dict[
     str,
     tuple[
-        Callable[[torch.Tensor], Quantized],
-        Callable[[Quantized], dict[str, torch.Tensor]],
-        dict[str, Any],
+        Callable[[torch.Tensor], Quantized], Callable[[Quantized], dict[str, torch.Tensor]], dict[str, Any]
     ],
 ] = {
     "gptq": (
@@ -163,11 +161,7 @@ METHODS: dict[
         _gptq,
         {"quant_method": "gptq", "sym": True, "desc_act": False, "lm_head": False, **_FOUR_BITS},
     ),
-    "awq": (
-        _asymmetric,
-        _awq,
-        {"quant_method": "awq", "zero_point": True, "version": "gemm", **_FOUR_BITS},
-    ),
+    "awq": (_asymmetric, _awq, {"quant_method": "awq", "zero_point": True, "version": "gemm", **_FOUR_BITS}),
     "int4": (
         _symmetric(4, GROUP),
         _int4,

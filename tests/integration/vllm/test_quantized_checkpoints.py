@@ -71,12 +71,7 @@ async def test_answers_follow_the_quantized_weights(method: str, tmp_path: Path)
     checkpoint, reference = make_quantized_model(method, tmp_path)
     options = ["--context-tokens", "512", "--max-step-tokens", "64", "--kv-memory-bytes", "30000000"]
     setup = Cluster(
-        tmp_path,
-        model=str(checkpoint),
-        engine="vllm",
-        prefill=1,
-        decode=1,
-        worker_options=options,
+        tmp_path, model=str(checkpoint), engine="vllm", prefill=1, decode=1, worker_options=options
     )
     tokens = load_tokenizer(str(checkpoint)).encode(sentences(40, seed=5))
     async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=300) as client:

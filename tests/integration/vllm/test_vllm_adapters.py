@@ -259,12 +259,7 @@ async def cluster(models: Models, tmp_path: Path, request: pytest.FixtureRequest
         "5",
     ]
     setup = Cluster(
-        tmp_path,
-        model=str(models.base),
-        engine="vllm",
-        prefill=0,
-        decode=0,
-        worker_options=options,
+        tmp_path, model=str(models.base), engine="vllm", prefill=0, decode=0, worker_options=options
     )
     async with running(setup) as cluster:
         red, blue = (["--adapter", f"{name}={models.adapters[name]}"] for name in ("red", "blue"))

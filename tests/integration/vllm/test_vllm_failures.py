@@ -18,14 +18,7 @@ from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.cluster.streams import (
-    Reading,
-    busy,
-    mid_prompt,
-    total,
-    until,
-    worker,
-)
+from tests.support.cluster.streams import Reading, busy, mid_prompt, total, until, worker
 from tests.support.engine.reference import Reference
 from tests.support.waiting import PATIENCE_S
 
@@ -149,9 +142,7 @@ async def test_a_hundred_cancelled_prompts_leave_no_work_behind(
     async with AsyncClient(cluster.target, timeout_s=300) as client:
         long = [Reading(client, text_tokens[n : n + LONG], max_tokens=2) for n in range(100)]
         await until(
-            cluster,
-            lambda info: total(info, "decode", "waiting_reservations") > 20,
-            "they wait for room",
+            cluster, lambda info: total(info, "decode", "waiting_reservations") > 20, "they wait for room"
         )
         await asyncio.gather(*(reading.leave() for reading in long))
         short = await client.generate(text_tokens[5:300], max_tokens=2)
@@ -219,11 +210,7 @@ async def test_aborts_and_a_full_pool_leave_neighbours_alone(
     """Cases 6 and 16: of twenty requests three have room on decode, and every other client leaves."""
     options = [*OPTIONS, "--num-blocks", "20", "--context-tokens", "256", "--no-prefix-cache"]
     setup = Cluster(
-        log_dir,
-        model=smollm2,
-        engine="vllm",
-        worker_options=options,
-        coordinator_options=AT_WORKERS,
+        log_dir, model=smollm2, engine="vllm", worker_options=options, coordinator_options=AT_WORKERS
     )
     async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=300) as client:
         readings = [

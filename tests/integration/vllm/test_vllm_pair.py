@@ -28,11 +28,7 @@ async def cluster(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Asy
     options = ["--dtype", "float32", "--context-tokens", "1024", "--max-step-tokens", str(CHUNK)]
     options += ["--kv-memory-bytes", "150000000", "--heartbeat", "0.1", "--lease", "5"]
     setup = Cluster(
-        tmp_path_factory.mktemp("logs"),
-        model=smollm2,
-        engine="vllm",
-        decode=2,
-        worker_options=options,
+        tmp_path_factory.mktemp("logs"), model=smollm2, engine="vllm", decode=2, worker_options=options
     )
     async with running(setup) as cluster:
         yield cluster

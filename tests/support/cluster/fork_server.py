@@ -39,10 +39,7 @@ IMPORTS = (
 EMBEDDED = "smollm2-135m-instruct"
 BESIDE: Mapping[str, tuple[str, ...]] = {
     "simulated": (),
-    "torch": (
-        "engine.runner.torch_runner",
-        "transformers.models.llama.modeling_llama",
-    ),
+    "torch": ("engine.runner.torch_runner", "transformers.models.llama.modeling_llama"),
     "vllm": ("tests.integration.vllm.vllm_imports",),
 }
 GO = b"g"

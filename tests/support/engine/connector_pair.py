@@ -99,11 +99,7 @@ class ConnectorPair:
             self.decode_outputs[coordinator].extend(batch)
 
     def reserve(
-        self,
-        name: str,
-        prompt: list[int],
-        local_prefill_tokens: int = 0,
-        **fields: Any,
+        self, name: str, prompt: list[int], local_prefill_tokens: int = 0, **fields: Any
     ) -> list[Granted | SplitserveError]:
         """`fields` replace those of the engine's request."""
         answers: list[Granted | SplitserveError] = []

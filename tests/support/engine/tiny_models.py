@@ -221,7 +221,7 @@ VLLM_FAMILIES: dict[str, Callable[[], Any]] = {
 
 # What tensor-parallel ranks can share out: four KV heads, of a size that vLLM's kernels take.
 SHARED_OUT: dict[str, Callable[[], Any]] = {
-    "llama_4_heads": _config("LlamaConfig", hidden_size=128, intermediate_size=192, num_key_value_heads=4),
+    "llama_4_heads": _config("LlamaConfig", hidden_size=128, intermediate_size=192, num_key_value_heads=4)
 }
 
 

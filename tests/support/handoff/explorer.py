@@ -91,9 +91,7 @@ class Explored:
 
 
 def explore(
-    start: S,
-    successors: Callable[[S], Iterable[tuple[str, S]]],
-    check_rest: Callable[[S], None],
+    start: S, successors: Callable[[S], Iterable[tuple[str, S]]], check_rest: Callable[[S], None]
 ) -> Explored:
     """Visits every state that can be reached. Raises Counterexample for the first violation, at its least depth.
 

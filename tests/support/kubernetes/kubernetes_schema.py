@@ -8,12 +8,7 @@ from typing import Any
 
 from kubernetes import client
 
-_PLAIN: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "bool": (bool,),
-    "float": (int, float),
-}
+_PLAIN: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (int, float)}
 
 
 def check_document(document: dict[str, Any]) -> None:

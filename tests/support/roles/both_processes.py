@@ -16,12 +16,7 @@ class BothProcesses:
     """The workers `a` and `b`."""
 
     def __init__(
-        self,
-        log_dir: Path,
-        registry: ScriptedRegistry,
-        address: str,
-        model: str,
-        options: Sequence[str],
+        self, log_dir: Path, registry: ScriptedRegistry, address: str, model: str, options: Sequence[str]
     ) -> None:
         self.registry = registry
         engine = "simulated" if model == "simulated" else "torch"

@@ -70,12 +70,7 @@ class MemoryHub:
                 (member.fenced.add if closed else member.fenced.discard)(writer)
 
     def deliver(
-        self,
-        sender: str,
-        to: str,
-        runs: Sequence[Run],
-        notification: bytes | None,
-        sides: _Sides,
+        self, sender: str, to: str, runs: Sequence[Run], notification: bytes | None, sides: _Sides
     ) -> str | None:
         """Copies runs of blocks, then queues the notification. Returns the problem, or None on success."""
         with self._lock:

@@ -54,13 +54,7 @@ class World:
         self.roles: dict[str, PoolName] = {}
         limits = {"prefill": Bounds(1, 8), "decode": Bounds(1, 8)}
         settings = {"bounds": limits, "drain_s": {"prefill": 7.0, "decode": 9.0}} | settings
-        self.loop = ControlLoop(
-            self.observe,
-            self.decide,
-            self,
-            self.actuator,
-            LoopSettings(**settings),
-        )
+        self.loop = ControlLoop(self.observe, self.decide, self, self.actuator, LoopSettings(**settings))
 
     async def observe(self) -> Snapshot:
         if self.blind is not None:

@@ -67,8 +67,7 @@ def test_the_reason_says_what_the_budget_took() -> None:
 
 
 @pytest.mark.parametrize(
-    ("decode", "same"),
-    [({}, True), ({"gpus_per_replica": 2}, False), ({"gpu": "H100"}, False)],
+    ("decode", "same"), [({}, True), ({"gpus_per_replica": 2}, False), ({"gpu": "H100"}, False)]
 )
 def test_a_replica_may_take_the_other_role_where_it_has_the_same_gpus(
     decode: dict[str, Any], same: bool

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from autoscaler.actuators.actuator import ActualReplica, Presence
 from autoscaler.snapshot import DecodeSignals, PrefillSignals, Replica, ReplicaState, Snapshot
 from autoscaler.start_watch import MAX_PAUSE_S, StartLimits, StartWatch
@@ -60,8 +62,12 @@ class Pools:
         return self.watch.pause_s("prefill", self.now)
 
 
-def test_starting_for_ever_is_overdue_after_its_deadline() -> None:
-    pools = Pools()
+@pytest.fixture
+def pools() -> Pools:
+    return Pools()
+
+
+def test_starting_for_ever_is_overdue_after_its_deadline(pools: Pools) -> None:
     pools.has("prefill-0", STARTING)
     assert pools.after(0)["prefill-0"] is STARTING
     assert pools.after(30)["prefill-0"] is STARTING
@@ -73,8 +79,7 @@ def test_starting_for_ever_is_overdue_after_its_deadline() -> None:
     assert pools.after(1)["prefill-0"] is READY, "late, and welcome all the same"
 
 
-def test_the_longer_of_measured_and_given_cold_start_counts() -> None:
-    pools = Pools()
+def test_the_longer_of_measured_and_given_cold_start_counts(pools: Pools) -> None:
     pools.cold_start_s = 100.0
     pools.has("prefill-0", STARTING)
     pools.after(0)
@@ -82,8 +87,7 @@ def test_the_longer_of_measured_and_given_cold_start_counts() -> None:
     assert pools.after(2)["prefill-0"] is OVERDUE
 
 
-def test_a_restart_of_the_coordinator_makes_nothing_overdue() -> None:
-    pools = Pools()
+def test_a_restart_of_the_coordinator_makes_nothing_overdue(pools: Pools) -> None:
     pools.has("prefill-0", READY)
     pools.after(10_000)
     pools.has("prefill-0", STARTING)
@@ -92,8 +96,7 @@ def test_a_restart_of_the_coordinator_makes_nothing_overdue() -> None:
     assert pools.after(40)["prefill-0"] is READY
 
 
-def test_time_in_which_it_could_not_become_ready_does_not_count() -> None:
-    pools = Pools()
+def test_time_in_which_it_could_not_become_ready_does_not_count(pools: Pools) -> None:
     pools.has("prefill-0", STARTING, registered=True)
     pools.states["decode-0"] = STARTING
     for _ in range(10):
@@ -107,8 +110,7 @@ def test_time_in_which_it_could_not_become_ready_does_not_count() -> None:
     assert pools.after(2)["prefill-0"] is OVERDUE
 
 
-def test_what_never_registers_is_overdue_whatever_the_other_pool_does() -> None:
-    pools = Pools()
+def test_what_never_registers_is_overdue_whatever_the_other_pool_does(pools: Pools) -> None:
     pools.states["decode-0"] = STARTING
     pools.has("prefill-0", STARTING)
     pools.after(0)
@@ -130,8 +132,7 @@ def test_a_crash_loop_is_tried_again_ever_later() -> None:
     assert pools.watch.pause_s("decode", pools.now) == 0.0
 
 
-def test_up_for_a_moment_is_no_success_and_up_for_a_cold_start_is() -> None:
-    pools = Pools()
+def test_up_for_a_moment_is_no_success_and_up_for_a_cold_start_is(pools: Pools) -> None:
     for life in range(3):
         pools.has(f"prefill-{life}", READY)
         pools.after(1)
@@ -147,8 +148,7 @@ def test_up_for_a_moment_is_no_success_and_up_for_a_cold_start_is() -> None:
     assert pools.watch.failed_starts["prefill"] == 3, "it died, but it had started"
 
 
-def test_what_was_told_to_end_has_not_failed() -> None:
-    pools = Pools()
+def test_what_was_told_to_end_has_not_failed(pools: Pools) -> None:
     pools.has("prefill-0", STARTING)
     pools.has("prefill-1", STARTING)
     pools.after(1)
@@ -161,8 +161,7 @@ def test_what_was_told_to_end_has_not_failed() -> None:
     assert pools.watch.failed_starts["prefill"] == 0
 
 
-def test_a_placeholder_that_becomes_a_pod_has_not_failed() -> None:
-    pools = Pools()
+def test_a_placeholder_that_becomes_a_pod_has_not_failed(pools: Pools) -> None:
     pools.has("prefill-pending-0", STARTING)
     pools.actual["prefill-pending-0"] = replace(pools.actual["prefill-pending-0"], placeholder=True)
     pools.after(1)
@@ -172,8 +171,7 @@ def test_a_placeholder_that_becomes_a_pod_has_not_failed() -> None:
     assert pools.watch.failed_starts["prefill"] == 0
 
 
-def test_a_process_that_is_started_again_under_its_name_has_failed_once() -> None:
-    pools = Pools()
+def test_a_process_that_is_started_again_under_its_name_has_failed_once(pools: Pools) -> None:
     pools.has("prefill-0", STARTING)
     for life in range(5):
         pools.actual["prefill-0"] = replace(pools.actual["prefill-0"], created_wall_s=float(life))
@@ -190,8 +188,7 @@ def test_a_process_that_is_started_again_under_its_name_has_failed_once() -> Non
     assert seen["prefill-1"] is OVERDUE, "its deadline does not begin anew"
 
 
-def test_a_process_that_had_proven_itself_and_was_started_again_has_a_new_start() -> None:
-    pools = Pools()
+def test_a_process_that_had_proven_itself_and_was_started_again_has_a_new_start(pools: Pools) -> None:
     pools.has("prefill-0", READY)
     pools.after(0)
     pools.after(20)
@@ -204,8 +201,7 @@ def test_a_process_that_had_proven_itself_and_was_started_again_has_a_new_start(
     assert pools.watch.failed_starts["prefill"] == 1
 
 
-def test_each_failure_gives_the_next_one_more_time() -> None:
-    pools = Pools()
+def test_each_failure_gives_the_next_one_more_time(pools: Pools) -> None:
     pools.has("prefill-0", STARTING)
     pools.after(0)
     pools.after(31)
@@ -217,8 +213,7 @@ def test_each_failure_gives_the_next_one_more_time() -> None:
     assert pools.after(2)["prefill-1"] is OVERDUE
 
 
-def test_a_replica_whose_host_does_not_answer_is_never_overdue() -> None:
-    pools = Pools()
+def test_a_replica_whose_host_does_not_answer_is_never_overdue(pools: Pools) -> None:
     pools.has("prefill-0", STARTING)
     pools.after(5)
     pools.actual["prefill-0"] = replace(pools.actual["prefill-0"], presence=Presence.UNKNOWN)
@@ -229,8 +224,7 @@ def test_a_replica_whose_host_does_not_answer_is_never_overdue() -> None:
     assert pools.after(10)["prefill-0"] is OVERDUE
 
 
-def test_one_whose_machine_is_taken_away_is_no_failed_start() -> None:
-    pools = Pools()
+def test_one_whose_machine_is_taken_away_is_no_failed_start(pools: Pools) -> None:
     pools.has("prefill-0", READY)
     pools.after(1)
     pools.has("prefill-0", ReplicaState.PREEMPTED)
@@ -256,8 +250,7 @@ def test_machines_that_are_taken_away_at_once_are_not_replaced_at_once() -> None
     assert pools.watch.failed_starts["prefill"] == 0
 
 
-def test_one_that_is_first_seen_with_its_notice_counts_too() -> None:
-    pools = Pools()
+def test_one_that_is_first_seen_with_its_notice_counts_too(pools: Pools) -> None:
     pools.after(1)
     for life in range(3):
         pools.has(f"prefill-{life}", ReplicaState.PREEMPTED, registered=True)
@@ -267,8 +260,7 @@ def test_one_that_is_first_seen_with_its_notice_counts_too() -> None:
     assert pools.pause_s > 0
 
 
-def test_one_that_a_new_autoscaler_finds_preempted_says_nothing_of_its_start() -> None:
-    pools = Pools()
+def test_one_that_a_new_autoscaler_finds_preempted_says_nothing_of_its_start(pools: Pools) -> None:
     for life in range(3):
         pools.has(f"prefill-{life}", ReplicaState.PREEMPTED, registered=True)
     pools.after(1)
@@ -276,8 +268,7 @@ def test_one_that_a_new_autoscaler_finds_preempted_says_nothing_of_its_start() -
     assert pools.pause_s == 0
 
 
-def test_one_that_starts_again_on_its_machine_after_a_notice_is_watched_again() -> None:
-    pools = Pools()
+def test_one_that_starts_again_on_its_machine_after_a_notice_is_watched_again(pools: Pools) -> None:
     pools.has("prefill-0", READY)
     pools.after(1)
     pools.has("prefill-0", ReplicaState.PREEMPTED)

@@ -6,14 +6,7 @@ import itertools
 
 import pytest
 
-from coordinator.attempt import (
-    IN_FLIGHT,
-    TRANSITIONS,
-    AttemptEvent,
-    AttemptState,
-    after,
-    fruitless_attempts,
-)
+from coordinator.attempt import IN_FLIGHT, TRANSITIONS, AttemptEvent, AttemptState, after, fruitless_attempts
 from coordinator.health.circuit_breakers import MOVED, WRONG_ROLE
 from splitserve.errors import SplitserveError
 

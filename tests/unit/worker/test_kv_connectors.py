@@ -23,9 +23,13 @@ def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(SimulatedRunner, "overlaps", request.param)
 
 
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 31, 32, 33, 100])
-def test_a_handoff_gives_the_engine_s_own_tokens(length: int) -> None:
-    pair = Pair()
+def test_a_handoff_gives_the_engine_s_own_tokens(length: int, pair: Pair) -> None:
     prompt = [(7 * n) % 250 for n in range(length)]
     expected = expected_tokens(prompt, MAX_TOKENS)
     assert run(pair, "a", prompt) == expected
@@ -38,8 +42,7 @@ def test_a_handoff_gives_the_engine_s_own_tokens(length: int) -> None:
 
 
 @pytest.mark.parametrize("rounds_before", range(8))
-def test_abort_in_every_phase_frees_everything(rounds_before: int) -> None:
-    pair = Pair()
+def test_abort_in_every_phase_frees_everything(rounds_before: int, pair: Pair) -> None:
     prompt = [n % 250 for n in range(100)]
     pair.start("a", prompt, ticket_of(pair.reserve("a", prompt)))
     for _ in range(rounds_before):
@@ -72,8 +75,7 @@ def granted_locally(answers: list[Granted | SplitserveError]) -> bool:
 
 
 @pytest.mark.parametrize("length", [1, 8, 33, 100])
-def test_a_prompt_computed_on_the_decode_worker_gives_the_same_tokens(length: int) -> None:
-    pair = Pair()
+def test_a_prompt_computed_on_the_decode_worker_gives_the_same_tokens(length: int, pair: Pair) -> None:
     prompt = [(7 * n) % 250 for n in range(length)]
     assert granted_locally(pair.reserve("a", prompt, local_prefill_tokens=length))
     for _ in range(40):
@@ -85,8 +87,7 @@ def test_a_prompt_computed_on_the_decode_worker_gives_the_same_tokens(length: in
     pair.assert_empty()
 
 
-def test_only_what_the_cache_lacks_counts_for_a_local_prefill() -> None:
-    pair = Pair()
+def test_only_what_the_cache_lacks_counts_for_a_local_prefill(pair: Pair) -> None:
     prompt = [(7 * n) % 250 for n in range(100)]
     assert not granted_locally(pair.reserve("long", prompt, local_prefill_tokens=99))
     pair.consumer.abort(pair.decode, f"{COORDINATOR}/long", COORDINATOR, True, pair.clock.now)
@@ -102,8 +103,7 @@ def test_only_what_the_cache_lacks_counts_for_a_local_prefill() -> None:
 
 @pytest.mark.parametrize("rounds_before", range(6))
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_local_prefill_can_be_aborted_at_any_time(rounds_before: int, lost: bool) -> None:
-    pair = Pair()
+def test_a_local_prefill_can_be_aborted_at_any_time(rounds_before: int, lost: bool, pair: Pair) -> None:
     pair.reserve("a", [n % 250 for n in range(100)], local_prefill_tokens=100)
     for _ in range(rounds_before):
         pair.round()
@@ -117,8 +117,7 @@ def test_a_local_prefill_can_be_aborted_at_any_time(rounds_before: int, lost: bo
     pair.assert_empty()
 
 
-def test_a_lost_coordinator_frees_its_requests() -> None:
-    pair = Pair()
+def test_a_lost_coordinator_frees_its_requests(pair: Pair) -> None:
     prompt = list(range(50))
     pair.start("a", prompt, ticket_of(pair.reserve("a", prompt)))
     for _ in range(4):
@@ -130,8 +129,7 @@ def test_a_lost_coordinator_frees_its_requests() -> None:
     pair.assert_empty()
 
 
-def test_requests_that_a_returning_coordinator_does_not_name_are_ended() -> None:
-    pair = Pair()
+def test_requests_that_a_returning_coordinator_does_not_name_are_ended(pair: Pair) -> None:
     prompt = list(range(50))
     for name in ("kept", "dropped"):
         pair.start(name, prompt, ticket_of(pair.reserve(name, prompt)))
@@ -149,8 +147,7 @@ def test_requests_that_a_returning_coordinator_does_not_name_are_ended() -> None
     pair.assert_empty()
 
 
-def test_a_writer_that_never_comes_is_outlasted_by_the_quarantine() -> None:
-    pair = Pair()
+def test_a_writer_that_never_comes_is_outlasted_by_the_quarantine(pair: Pair) -> None:
     pair.reserve("a", list(range(50)))
     pair.clock.now += 200  # past the ticket
     pair.round()
@@ -169,8 +166,7 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
     assert answers[0].reason == "KV_POOL_TOO_SMALL"
 
 
-def test_without_a_ticket_the_first_token_is_all() -> None:
-    pair = Pair()
+def test_without_a_ticket_the_first_token_is_all(pair: Pair) -> None:
     prompt = list(range(20))
     pair.start("a", prompt, None)
     for _ in range(4):
@@ -218,8 +214,7 @@ def test_writes_do_not_wait_long_for_a_token_that_is_not_sent() -> None:
     assert run(pair, "a", prompt) == expected_tokens(prompt, MAX_TOKENS)
 
 
-def test_a_status_is_never_changed_and_idleness_is_reported() -> None:
-    pair = Pair()
+def test_a_status_is_never_changed_and_idleness_is_reported(pair: Pair) -> None:
     prompt = list(range(20))
     before = pair.consumer.status
     answers = pair.reserve("a", prompt)

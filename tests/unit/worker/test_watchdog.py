@@ -126,13 +126,7 @@ async def test_a_process_that_cannot_say_goodbye_is_left_all_the_same(
 
     hung = Activity("in a step", 0.0)
     with pytest.raises(_Left, match="70"):
-        await watch_for_hangs(
-            lambda: hung,
-            "w",
-            lambda: asyncio.sleep(3600),
-            check_s=0.001,
-            leave=leave,
-        )
+        await watch_for_hangs(lambda: hung, "w", lambda: asyncio.sleep(3600), check_s=0.001, leave=leave)
 
 
 def test_an_engine_that_does_not_end_ends_the_process(

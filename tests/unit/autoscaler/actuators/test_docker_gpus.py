@@ -56,8 +56,7 @@ def test_where_all_are_in_view_they_stay_and_the_worker_is_told_its_own() -> Non
 
 
 @pytest.mark.parametrize(
-    ("gpus", "inside"),
-    [(("4", "5"), "0,1"), (("GPU-b", "GPU-c"), "GPU-b,GPU-c"), (("MIG-x",), "MIG-x")],
+    ("gpus", "inside"), [(("4", "5"), "0,1"), (("GPU-b", "GPU-c"), "GPU-b,GPU-c"), (("MIG-x",), "MIG-x")]
 )
 def test_where_its_own_alone_are_in_view_they_are_numbered_from_0(gpus: tuple[str, ...], inside: str) -> None:
     config, host = copy(inspected(ONE), *gpus)

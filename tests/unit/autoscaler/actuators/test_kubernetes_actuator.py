@@ -214,12 +214,7 @@ def test_a_missing_kubeconfig_is_named(tmp_path: Path) -> None:
         ),
         ({}, ["--engine=vllm"], 4, "gpus_per_replica is 4, but the pods of .* limited to 0 GPUs"),
         ({"nvidia.com/gpu": "2"}, [], 2, "the torch engine computes on one GPU"),
-        (
-            {"nvidia.com/gpu": "2"},
-            ["--engine=vllm", "--engine-args=-tp 4"],
-            2,
-            "ask for 4 ranks",
-        ),
+        ({"nvidia.com/gpu": "2"}, ["--engine=vllm", "--engine-args=-tp 4"], 2, "ask for 4 ranks"),
     ],
 )
 async def test_pods_and_policy_agree_on_gpus(

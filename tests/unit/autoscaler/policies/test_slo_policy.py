@@ -19,10 +19,7 @@ from splitserve.histograms import Histogram
 from tests.support.scaling.snapshots import STEP, Load, arrivals, replicas, snapshot
 
 POLICY = parse_policy(
-    {
-        "prefill": {"target_ms": 1000, "max_replicas": 32},
-        "decode": {"target_ms": 50, "max_replicas": 32},
-    }
+    {"prefill": {"target_ms": 1000, "max_replicas": 32}, "decode": {"target_ms": 50, "max_replicas": 32}}
 )
 
 

@@ -24,8 +24,7 @@ def wanted(rules: ScalingPolicy, seen: Snapshot) -> int:
 
 
 @pytest.mark.parametrize(
-    ("value", "result"),
-    [(10.0, 4), (10.9, 4), (11.1, 5), (15.0, 6), (20.0, 8), (9.1, 4), (None, 4)],
+    ("value", "result"), [(10.0, 4), (10.9, 4), (11.1, 5), (15.0, 6), (20.0, 8), (9.1, 4), (None, 4)]
 )
 def test_ceil_of_ready_times_ratio_outside_the_tolerance(value: float | None, result: int) -> None:
     assert wanted(policy(), snapshot(decode=4, metrics={"queue": value})) == result

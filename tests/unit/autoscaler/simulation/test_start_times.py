@@ -35,12 +35,7 @@ def started(
         return decide(memory, snapshot)
 
     scenario = Scenario(
-        TRACE,
-        ENGINE,
-        Slo(),
-        starts.median_s,
-        initial={"prefill": 1, "decode": 1},
-        start_times=starts,
+        TRACE, ENGINE, Slo(), starts.median_s, initial={"prefill": 1, "decode": 1}, start_times=starts
     )
     return Simulation(scenario, watched, 5.0, starts=limits).run(), seen  # type: ignore[arg-type]
 

@@ -12,13 +12,7 @@ from typing import Any
 import pytest
 
 from autoscaler.simulation.scenario import Slo
-from bench.goodput.generator import (
-    LoadGenerator,
-    LoadJob,
-    LoadResult,
-    job_from_json,
-    result_from_json,
-)
+from bench.goodput.generator import LoadGenerator, LoadJob, LoadResult, job_from_json, result_from_json
 from bench.goodput.mixes import PlannedRequest
 from bench.goodput.outcome import attained_share
 from bench.goodput.wire import ServedAt, completion_body, parsed

@@ -6,14 +6,7 @@ import random
 
 import pytest
 
-from bench.goodput.statistics import (
-    Estimate,
-    GoodputRate,
-    difference,
-    goodput,
-    mean_over_seeds,
-    percentile,
-)
+from bench.goodput.statistics import Estimate, GoodputRate, difference, goodput, mean_over_seeds, percentile
 
 
 def test_one_seed_has_no_interval() -> None:

@@ -141,10 +141,7 @@ def test_a_full_queue_takes_an_answer_that_has_begun_for_its_tenants_last() -> N
 
 
 def test_nothing_is_refused_on_rates_that_nobody_measured() -> None:
-    workers = (
-        worker("p0", "prefill", tokens_per_s=0),
-        worker("d0", "decode", step_ms=0),
-    )
+    workers = (worker("p0", "prefill", tokens_per_s=0), worker("d0", "decode", step_ms=0))
     model = admission(workers)
     late = refused_after(0.1)
     assert all(model.arrive(entry(10_000, **late), 0.0).refused is None for _ in range(50))

@@ -253,10 +253,7 @@ def test_refusals_of_both(fields: dict[str, Any], param: str) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice"),
-        (
-            {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
-            "tool_choice",
-        ),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
     ],
 )
 def test_refusals_of_chat(fields: dict[str, Any], param: str) -> None:

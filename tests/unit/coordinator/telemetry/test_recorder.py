@@ -62,9 +62,7 @@ def first(cached: int = 0) -> prefill_pb2.FirstToken:
 
 
 def events_of(
-    stats: RequestStats,
-    request: InferenceRequest | None = None,
-    estimate: RequestEstimate | None = None,
+    stats: RequestStats, request: InferenceRequest | None = None, estimate: RequestEstimate | None = None
 ) -> RequestEvents:
     request = request or inference_request()
     estimate = estimate or RequestEstimate(request.max_tokens, len(request.prompt))
@@ -76,10 +74,7 @@ def route(events: RequestEvents, prefill: Worker = PREFILL, decode: Worker = DEC
 
 
 def run(
-    stats: RequestStats,
-    prefill: Worker = PREFILL,
-    decode: Worker = DECODE,
-    attempts: int = 1,
+    stats: RequestStats, prefill: Worker = PREFILL, decode: Worker = DECODE, attempts: int = 1
 ) -> RequestEvents:
     """A whole request of two tokens."""
     with events_of(stats) as events:
@@ -99,8 +94,12 @@ def run(
     return events
 
 
-def test_admission_waits_count_in_the_phase_of_the_pool() -> None:
-    stats = RequestStats()
+@pytest.fixture
+def stats() -> RequestStats:
+    return RequestStats()
+
+
+def test_admission_waits_count_in_the_phase_of_the_pool(stats: RequestStats) -> None:
     with events_of(stats) as events:
         events.emit(RequestObserver.arrived)
         events.waited(Waits(prefill_s=100.0, decode_s=200.0))
@@ -164,8 +163,7 @@ def test_long_prompts_count_apart_too() -> None:
     assert total.phases[scaling_pb2.PHASE_TTFT_LONG].warm.total == 1
 
 
-def test_samples_of_a_new_worker_are_cold_where_they_depend_on_it() -> None:
-    stats = RequestStats()
+def test_samples_of_a_new_worker_are_cold_where_they_depend_on_it(stats: RequestStats) -> None:
     run(stats, prefill=COLD_PREFILL)
     assert samples(stats, scaling_pb2.PHASE_PREFILL) == (0, 1)
     assert samples(stats, scaling_pb2.PHASE_TTFT) == (0, 1)
@@ -177,8 +175,7 @@ def test_samples_of_a_new_worker_are_cold_where_they_depend_on_it() -> None:
     assert samples(stats, scaling_pb2.PHASE_RESERVE) == (1, 1)
 
 
-def test_retried_requests_measure_a_fault() -> None:
-    stats = RequestStats()
+def test_retried_requests_measure_a_fault(stats: RequestStats) -> None:
     run(stats, attempts=2)
     assert samples(stats, scaling_pb2.PHASE_TTFT) == (0, 1)
     assert samples(stats, scaling_pb2.PHASE_TPOT) == (0, 1)
@@ -209,8 +206,7 @@ def test_demand_is_counted_at_arrival_by_what_was_learned() -> None:
     assert model.output_tokens == pytest.approx(3 * DEFAULT_OUTPUT_TOKENS + 5 + 1), "max_tokens at most"
 
 
-def test_what_decode_workers_compute_is_counted_once() -> None:
-    stats = RequestStats()
+def test_what_decode_workers_compute_is_counted_once(stats: RequestStats) -> None:
 
     def computed_by(decode: Worker, attempts: int = 1, *, relieves_prefill: bool = False) -> None:
         with events_of(stats, inference_request(prompt=40)) as events:
@@ -230,8 +226,7 @@ def test_what_decode_workers_compute_is_counted_once() -> None:
     assert (model.requests, model.uncached_tokens) == (5, 170)
 
 
-def test_the_backlog_is_what_prefill_has_before_it() -> None:
-    stats = RequestStats()
+def test_the_backlog_is_what_prefill_has_before_it(stats: RequestStats) -> None:
     with events_of(stats, inference_request(prompt=40)) as events:
         events.emit(RequestObserver.arrived)
         route(events)
@@ -254,8 +249,9 @@ def test_the_backlog_is_what_prefill_has_before_it() -> None:
         (UnavailableError("gone"), scaling_pb2.OUTCOME_FAILED),
     ],
 )
-def test_outcomes_are_counted_by_kind(error: BaseException, outcome: scaling_pb2.Outcome.ValueType) -> None:
-    stats = RequestStats()
+def test_outcomes_are_counted_by_kind(
+    error: BaseException, outcome: scaling_pb2.Outcome.ValueType, stats: RequestStats
+) -> None:
 
     def failing() -> None:
         with events_of(stats) as events:
@@ -270,8 +266,7 @@ def test_outcomes_are_counted_by_kind(error: BaseException, outcome: scaling_pb2
     assert samples(stats, scaling_pb2.PHASE_TTFT) == (int(late), 0), "who waited in vain has waited, too"
 
 
-def test_clients_cannot_create_series() -> None:
-    stats = RequestStats()
+def test_clients_cannot_create_series(stats: RequestStats) -> None:
     with pytest.raises(UnavailableError), events_of(stats):
         raise UnavailableError("before it had arrived")
     stats.count_rejected("made up")
@@ -292,8 +287,7 @@ def refused_once(stats: RequestStats, *requests: InferenceRequest) -> None:
         raise ResourceExhaustedError("full", reason="QUEUE_FULL", retry_after_s=1.0)
 
 
-def test_a_refused_request_that_comes_again_is_no_new_demand() -> None:
-    stats = RequestStats()
+def test_a_refused_request_that_comes_again_is_no_new_demand(stats: RequestStats) -> None:
     for _ in range(5):
         refused_once(stats, inference_request(prompt=10))
     with events_of(stats, inference_request(prompt=10)) as events:
@@ -302,8 +296,7 @@ def test_a_refused_request_that_comes_again_is_no_new_demand() -> None:
     assert (of.requests, of.prompt_tokens, of.outcomes[scaling_pb2.OUTCOME_REJECTED]) == (1, 10, 5)
 
 
-def test_two_refused_requests_with_one_prompt_are_two() -> None:
-    stats = RequestStats()
+def test_two_refused_requests_with_one_prompt_are_two(stats: RequestStats) -> None:
     refused_once(stats, inference_request(), inference_request())
     for _ in range(3):
         with events_of(stats) as events:
@@ -311,8 +304,7 @@ def test_two_refused_requests_with_one_prompt_are_two() -> None:
     assert stats.of("words").requests == 3, "two that repeat, and one more"
 
 
-def test_what_others_ask_for_is_demand() -> None:
-    stats = RequestStats()
+def test_what_others_ask_for_is_demand(stats: RequestStats) -> None:
     refused_once(stats, inference_request())
     elsewhere = replace(inference_request(), caller=replace(ANYONE, tenant="other"))
     for request in (inference_request(prompt=11), inference_request(max_tokens=6), elsewhere):
@@ -328,11 +320,7 @@ def test_refusals_are_forgotten_in_time_and_bounded(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("coordinator.telemetry.request_stats.MAX_REFUSALS_KEPT", 2)
     for prompt in (1, 2, 3):
         refused.add(prompt, 0.0)
-    assert [refused.take(prompt, 1.0) for prompt in (1, 2, 3)] == [
-        False,
-        True,
-        True,
-    ]
+    assert [refused.take(prompt, 1.0) for prompt in (1, 2, 3)] == [False, True, True]
 
 
 def test_a_model_and_its_adapters_as_one() -> None:

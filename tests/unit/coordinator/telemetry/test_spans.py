@@ -111,11 +111,7 @@ def test_a_new_attempt_links_to_the_one_before() -> None:
     trace = traced()
     told = record(trace, failures=2)
     attempts = [span for span in spans_of(told, trace) if span.name == "attempt"]
-    assert [span.links for span in attempts] == [
-        (),
-        (told.attempts[0].trace,),
-        (told.attempts[1].trace,),
-    ]
+    assert [span.links for span in attempts] == [(), (told.attempts[0].trace,), (told.attempts[1].trace,)]
     assert [span.error for span in attempts] == [FAILURE, FAILURE, ""]
 
 

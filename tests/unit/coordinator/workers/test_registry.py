@@ -37,15 +37,20 @@ def ready(registry: Registry) -> list[str]:
     return [worker.worker_id for worker in snapshot.workers if snapshot.is_ready(worker)]
 
 
-def test_a_pair_is_ready_once_connected_reported_and_streaming() -> None:
-    registry = connected_pair()
+@pytest.fixture
+def registry() -> Registry:
+    return connected_pair()
+
+
+def test_a_pair_is_ready_once_connected_reported_and_streaming(registry: Registry) -> None:
     assert ready(registry) == ["d0", "p0"]
     registry.set_output_open(("d0", 1), False)
     assert ready(registry) == []
 
 
-def test_a_decode_worker_outlives_its_report_stream_while_its_output_stream_is_open() -> None:
-    registry = connected_pair()
+def test_a_decode_worker_outlives_its_report_stream_while_its_output_stream_is_open(
+    registry: Registry,
+) -> None:
     registry.report_ended(("d0", 1))
     assert ready(registry) == []
     registry.report(report("d0"), 1.0)
@@ -56,8 +61,7 @@ def test_a_decode_worker_outlives_its_report_stream_while_its_output_stream_is_o
 
 
 @pytest.mark.parametrize("report_ends_first", [False, True])
-def test_a_decode_worker_without_any_stream_is_dropped(report_ends_first: bool) -> None:
-    registry = connected_pair()
+def test_a_decode_worker_without_any_stream_is_dropped(report_ends_first: bool, registry: Registry) -> None:
     if report_ends_first:
         registry.report_ended(("d0", 1))
     registry.set_output_open(("d0", 1), False)
@@ -65,14 +69,12 @@ def test_a_decode_worker_without_any_stream_is_dropped(report_ends_first: bool) 
     assert registry.get(("d0", 1)) is None
 
 
-def test_a_prefill_worker_is_dropped_with_its_report_stream() -> None:
-    registry = connected_pair()
+def test_a_prefill_worker_is_dropped_with_its_report_stream(registry: Registry) -> None:
     registry.report_ended(("p0", 1))
     assert registry.get(("p0", 1)) is None
 
 
-def test_snapshots_do_not_change() -> None:
-    registry = connected_pair()
+def test_snapshots_do_not_change(registry: Registry) -> None:
     before = registry.snapshot()
     registry.report(report("p0", draining=True), 1.0)
     registry.drop(("d0", 1), "test")
@@ -80,8 +82,7 @@ def test_snapshots_do_not_change() -> None:
     assert not before.workers[1].draining
 
 
-def test_a_change_log_names_all_changed_workers() -> None:
-    registry = connected_pair()
+def test_a_change_log_names_all_changed_workers(registry: Registry) -> None:
     tripped = CircuitStatus(state="open", tripped=True)
     steps: list[Callable[[], object]] = [
         lambda: registry.report(report("d0"), 1.0),
@@ -122,8 +123,7 @@ def test_a_change_log_names_all_changed_workers() -> None:
         ("engine_version", "2"),
     ],
 )
-def test_another_layout_is_refused_by_name(field: str, value: object) -> None:
-    registry = connected_pair()
+def test_another_layout_is_refused_by_name(field: str, value: object, registry: Registry) -> None:
     with pytest.raises(FailedPreconditionError) as caught:
         registry.register(registration("d1", DECODE, **{field: value}), 0.0)
     assert (caught.value.reason, caught.value.field) == ("LAYOUT_MISMATCH", field)
@@ -132,15 +132,13 @@ def test_another_layout_is_refused_by_name(field: str, value: object) -> None:
     assert registry.known_models()["words"].block_size_tokens == BLOCK_SIZE
 
 
-def test_another_transport_is_refused() -> None:
-    registry = connected_pair()
+def test_another_transport_is_refused(registry: Registry) -> None:
     with pytest.raises(FailedPreconditionError) as caught:
         registry.register(registration("d1", DECODE, transport="ucx"), 0.0)
     assert caught.value.reason == "TRANSPORT_MISMATCH"
 
 
-def test_another_model_may_have_another_layout() -> None:
-    registry = connected_pair()
+def test_another_model_may_have_another_layout(registry: Registry) -> None:
     registry.register(registration("d1", DECODE, model="other", dtype="bfloat16", transport="ucx"), 0.0)
     assert sorted(registry.known_models()) == ["other", "words"]
 
@@ -227,8 +225,7 @@ def test_an_endpoint_needs_metadata_and_an_address() -> None:
             Registry(5.0).register(request, 0.0)
 
 
-def test_a_new_boot_replaces_the_old_one() -> None:
-    registry = connected_pair()
+def test_a_new_boot_replaces_the_old_one(registry: Registry) -> None:
     registry.register(registration("d0", DECODE, epoch=2), 0.0)
     assert registry.get(("d0", 1)) is None
     with pytest.raises(NotFoundError) as caught:
@@ -280,8 +277,7 @@ def test_a_worker_says_how_long_it_took_to_start() -> None:
     assert worker.start.weights_seconds == 3.0
 
 
-def test_the_same_boot_may_register_again() -> None:
-    registry = connected_pair()
+def test_the_same_boot_may_register_again(registry: Registry) -> None:
     version = registry.version
     registry.register(registration("p0", PREFILL), 9.0)
     assert registry.version == version
@@ -311,16 +307,14 @@ def test_time_in_which_the_coordinator_did_not_run_is_no_silence() -> None:
     assert registry.snapshot().workers == ()
 
 
-def test_draining_never_goes_back() -> None:
-    registry = connected_pair()
+def test_draining_never_goes_back(registry: Registry) -> None:
     registry.report(report("d0", draining=True), 1.0)
     registry.report(report("d0", draining=False), 2.0)
     assert registry.snapshot().workers[0].draining
     assert ready(registry) == []
 
 
-def test_prefill_workers_get_the_decode_workers_of_their_model_only() -> None:
-    registry = connected_pair()
+def test_prefill_workers_get_the_decode_workers_of_their_model_only(registry: Registry) -> None:
     registry.register(registration("d1", DECODE), 0.0)
     registry.register(registration("other", DECODE, model="other"), 0.0)
     prefill, decode = registry.get(("p0", 1)), registry.get(("d0", 1))
@@ -332,8 +326,7 @@ def test_prefill_workers_get_the_decode_workers_of_their_model_only() -> None:
     assert registry.peers_of(decode) == []
 
 
-def test_what_was_sent_counts_until_the_next_report() -> None:
-    registry = connected_pair()
+def test_what_was_sent_counts_until_the_next_report(registry: Registry) -> None:
     registry.loads.count_prompt(("p0", 1), 40)
     registry.loads.count_prompt(("p0", 1), 2)
     load = registry.loads.prefill["p0", 1]
@@ -356,8 +349,7 @@ def test_a_model_is_known_after_its_last_worker_and_has_the_least_context() -> N
     assert registry.known_models()["words"].context_tokens == 64
 
 
-async def test_waiters_wake_on_changes_and_not_on_load() -> None:
-    registry = connected_pair()
+async def test_waiters_wake_on_changes_and_not_on_load(registry: Registry) -> None:
     waiting = asyncio.create_task(registry.wait_change(registry.version))
     await asyncio.sleep(0)
     connected = registry.snapshot().workers[1].connected_agents
@@ -372,8 +364,7 @@ async def test_waiters_wake_on_changes_and_not_on_load() -> None:
     assert await registry.wait_change(-1) == registry.version
 
 
-def test_a_spot_notice_drains_the_worker_and_its_earliest_deadline_stays() -> None:
-    registry = connected_pair()
+def test_a_spot_notice_drains_the_worker_and_its_earliest_deadline_stays(registry: Registry) -> None:
     before = registry.version
     for now, left_s in ((1.0, 30), (2.0, 29), (3.0, 29), (9.0, 10)):
         noticed = report("d0")

@@ -28,12 +28,7 @@ def report(lanes: tuple[dict[str, Any], ...] = (), **load: Any) -> registry_pb2.
 
 
 @pytest.mark.parametrize(
-    "load",
-    [
-        {},
-        {"waiting_tokens": 2**40},
-        {"latency": {"decode": {}, "prefill": PROMPT}},
-    ],
+    "load", [{}, {"waiting_tokens": 2**40}, {"latency": {"decode": {}, "prefill": PROMPT}}]
 )
 def test_what_workers_send(load: dict[str, Any]) -> None:
     check_report(report(({"gb_per_second": 400.0},), **load))

@@ -245,10 +245,7 @@ def test_blocks_freed_during_a_step_are_not_reused_until_it_is_over() -> None:
     rig.core.add_request(request())
     rig.core.begin_step()
     assert rig.core.abort("r")
-    for call in (
-        lambda: rig.core.add_request(request("new")),
-        lambda: rig.core.reserve(request("new"), 1),
-    ):
+    for call in (lambda: rig.core.add_request(request("new")), lambda: rig.core.reserve(request("new"), 1)):
         with pytest.raises(AssertionError, match="under way"):
             call()
     rig.core.finish_step()

@@ -10,14 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.workers.registration import check_report
-from engine.scheduling.step_times import (
-    MAX_RETRY_S,
-    MIN_RETRY_S,
-    LatencyFit,
-    StepMeter,
-    StepPart,
-    StepTokens,
-)
+from engine.scheduling.step_times import MAX_RETRY_S, MIN_RETRY_S, LatencyFit, StepMeter, StepPart, StepTokens
 from splitserve.latency_model import DecodeLatency, LatencyModel, PrefillLatency, attention_pairs
 from splitserve.v1 import registry_pb2
 

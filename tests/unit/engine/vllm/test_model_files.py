@@ -7,20 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PretrainedConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from engine.model.loaded_model import model_fingerprint
-from engine.vllm.model_files import (
-    FileTensors,
-    fingerprint_of,
-    tied_tensors,
-)
+from engine.vllm.model_files import FileTensors, fingerprint_of, tied_tensors
 from splitserve.errors import UnsupportedModelError
 
 LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 3, 5, 2, 4, 16

@@ -149,13 +149,6 @@ def test_wrong_input(
     assert words in captured.err
 
 
-def test_a_trace_of_more_than_a_month(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("log.csv").write_text("when,prompt,answer\n0,900,50\n3e6,900,50\n")
-    read = ("--trace", "log.csv", "--columns", "timestamp=when,input_length=prompt,output_length=answer")
-    assert main(["plan", *read, "--engine-preset", "h100-8b"]) == 2
-    assert "trace: it lasts for 34.7 days" in capsys.readouterr().err
-
-
 def test_what_was_not_tried_is_not_said_to_fail(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (*SHAPE, "--gpu", "H100", "--gpus-per-replica", "1", "--rate", "4", "--output-tokens", "9")
     found = planned(capsys, *arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,7 @@ def test_json(capsys: pytest.CaptureFixture[str], policy: str) -> None:
     assert main(["simulate", *SHORT, "--policy", policy, "--json"]) == 0
     (found,) = policies(capsys)
     assert found["policy"] == "policy"
-    for name in (
-        "attainment",
-        "attainment_ttft",
-        "attainment_tpot",
-        "replica_hours",
-        "actions",
-    ):
+    for name in ("attainment", "attainment_ttft", "attainment_tpot", "replica_hours", "actions"):
         assert isinstance(found[name], int | float), name
     assert found["failed_requests"] == 0
     assert found["attainment"] == 1
@@ -65,12 +60,63 @@ def log_of(path: Path, times: list[float]) -> Path:
 
 
 @pytest.mark.parametrize("command", [["simulate"], ["plan", "--ttft-ms", "500"]])
+@pytest.mark.parametrize(
+    ("times", "days"),
+    [
+        (MICROSECONDS, "341"),
+        ([1000 * at for at in MICROSECONDS], "3.41e+05"),
+        ([at / 5 for at in MICROSECONDS], "68.3"),
+        ([*range(59), 40 * 86_400], "40"),
+    ],
+    ids=["microseconds", "nanoseconds", "fives", "a gap"],
+)
 def test_times_in_another_unit_are_refused_by_both_commands(
-    command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    command: list[str], times: list[float], days: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    trace = str(log_of(tmp_path / "log.csv", MICROSECONDS))
-    assert main([*command, "--trace", trace, *MAP, "--engine-preset", "h100-8b"]) != 0
-    assert "it lasts for 341 days, at most 31 can be replayed" in capsys.readouterr().err
+    trace = str(log_of(tmp_path / "log.csv", times))
+    assert main([*command, "--trace", trace, *MAP, "--engine-preset", "h100-8b"]) == 2
+    error = capsys.readouterr().err
+    assert f"it lasts for {days} days, at most 31 can be replayed" in error
+    assert "look at the unit of its times" in error
+
+
+@pytest.mark.parametrize(
+    "gap_days", [15, *(pytest.param(days, marks=pytest.mark.slow) for days in (0.01, 1, 30))]
+)
+def test_what_a_gap_costs_does_not_grow_with_its_length(
+    gap_days: float, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = log_of(tmp_path / "log.csv", [*range(30), *(gap_days * 86_400 + at for at in range(30))])
+    began_s = time.process_time()
+    assert main(["simulate", "--trace", str(trace), *MAP, "--engine-preset", "h100-8b", "--json"]) == 0
+    assert time.process_time() - began_s < 10
+    (found,) = policies(capsys)
+    assert (found["requests"], found["failed_requests"]) == (60, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("prefill: {target_ms: 2000, percentile: 0.95}", "95 is the 95th percentile, not 0.95"),
+        (
+            "prefill: {target_ms: 9}\ndecode: {target_ms: 9, percentile: 0.5}",
+            "50 is the 50th percentile, not 0.5",
+        ),
+        (
+            "{prefill: {target_ms: 9}, decode: {kind: target, metric: tpot, target: 9, percentile: 0.9}}",
+            "90 is the 90th",
+        ),
+        ("prefill: {kind: predictive, target_ms: 9, forecast_percentile: 0.8}", "80 is the 80th percentile"),
+    ],
+)
+def test_a_percentile_is_in_percent(
+    text: str, why: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "policy.yaml").write_text(text)
+    assert main(["simulate", *SHORT, "--policy", str(tmp_path / "policy.yaml")]) == 2
+    error = capsys.readouterr().err
+    assert why in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", [["simulate"], ["plan"]])

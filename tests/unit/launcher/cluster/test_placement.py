@@ -20,12 +20,7 @@ from launcher.cluster.placement import (
 from launcher.cluster.process_specs import worker_specs
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.engine import EngineConfig
-from splitserve.errors import (
-    ConfigError,
-    FailedPreconditionError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from splitserve.errors import ConfigError, FailedPreconditionError, ResourceExhaustedError, UnavailableError
 from splitserve.gpus.inventory import GpuInventory
 from splitserve.host_facts import read_host_facts
 

@@ -19,9 +19,7 @@ def saying(name: str, role: Role, event: str) -> ChildSpec:
     return ChildSpec(name, role, ("sh", "-c", say))
 
 
-async def test_a_cluster_is_asked_again_and_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_cluster_is_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "READY_POLL_S", 0.001)
     looks = 0
 
@@ -32,10 +30,7 @@ async def test_a_cluster_is_asked_again_and_again(
             raise UnavailableError("nobody listens yet")
         return "model" if looks > 3 else None
 
-    specs = [
-        saying("decode-0", "decode", "worker.ready"),
-        saying("prefill-0", "prefill", "worker.loading"),
-    ]
+    specs = [saying("decode-0", "decode", "worker.ready"), saying("prefill-0", "prefill", "worker.loading")]
     cluster = LocalCluster(specs, probe, Silent())
     running = asyncio.create_task(cluster.run())
     await asyncio.wait_for(cluster.was_ready.wait(), PATIENCE_S)

@@ -39,13 +39,7 @@ def test_of_a_coordinator(given: dict[str, Any], others: dict[str, Any], field: 
 
 @pytest.mark.parametrize(
     ("given", "others", "field"),
-    [
-        (
-            {"tracing": {"authority": Path("a")}},
-            {"tracing": {"endpoint": "https://a:1"}},
-            "tracing.authority",
-        ),
-    ],
+    [({"tracing": {"authority": Path("a")}}, {"tracing": {"endpoint": "https://a:1"}}, "tracing.authority")],
 )
 def test_of_a_worker(given: dict[str, Any], others: dict[str, Any], field: str) -> None:
     (told,) = merge_settings(WorkerConfig, {**NAMED, **given}).idle_settings().items()

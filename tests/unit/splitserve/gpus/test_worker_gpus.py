@@ -33,12 +33,7 @@ def machine(folder: Path, gpus: int = 4) -> Path:
 
 @pytest.mark.parametrize(
     ("gpus", "visible"),
-    [
-        ("2", "2,0,1,3"),
-        ("2,3", "2,3,0,1"),
-        ("GPU-1", "GPU-1,GPU-0,GPU-2,GPU-3"),
-        ("MIG-a", "MIG-a"),
-    ],
+    [("2", "2,0,1,3"), ("2,3", "2,3,0,1"), ("GPU-1", "GPU-1,GPU-0,GPU-2,GPU-3"), ("MIG-a", "MIG-a")],
 )
 def test_own_gpus_come_first_and_the_others_stay_in_view(tmp_path: Path, gpus: str, visible: str) -> None:
     environment = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}

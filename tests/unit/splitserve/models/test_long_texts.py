@@ -6,11 +6,12 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from splitserve.models.hf_tokenizer import SHORT_CHARACTERS, HfTokenizer
+from splitserve.models.hf_tokenizer import PIECE_CHARACTERS, SHORT_CHARACTERS, HfTokenizer
 from splitserve.models.tokenizer import TooManyTokensError, Turn
 from splitserve.models.tokenizer_files import DEFAULT, TokenizerDefinition
 
@@ -56,26 +57,41 @@ def test_too_many_tokens_are_counted_and_not_returned(tokenizer: HfTokenizer, wo
     assert caught.value.count == count
 
 
+class Counted:
+    """A tokenizer that counts the characters that it is given."""
+
+    def __init__(self, rust: Tokenizer) -> None:
+        self._rust, self.characters = rust, 0
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.characters += sum(map(len, texts))
+        return self._rust.encode_batch_fast(texts, **options)
+
+
+@pytest.mark.parametrize("begins", ["", "<sep> " * 20_000])
 @pytest.mark.parametrize(
-    "text", ["0123456789" * 300, "et" * 3000, "\u00e9" * 3000, "<sep>" * 700, "<sep>  " * 700]
+    "text", ["0123456789" * 50_000, "et" * 250_000, "\u00e9" * 500_000, "nothing new " * 50_000]
 )
-@pytest.mark.parametrize("strips", [False, True])
-def test_texts_that_are_surely_too_long_are_not_encoded(
-    tokenizer: HfTokenizer, text: str, strips: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["bytes", "words", "pieces"])
+def test_of_a_text_that_is_too_long_only_the_beginning_is_encoded(
+    tokenizer: HfTokenizer, kind: str, text: str, begins: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refused exactly where the number of tokens is above the bound, whatever the text is made of."""
     rust = Tokenizer.from_str(tokenizer.definition())
-    rust.add_tokens([AddedToken("<sep>", rstrip=strips)])
+    if kind == "words":
+        rust = Tokenizer(models.WordPiece({"[UNK]": 0, "nothing": 1}, max_input_chars_per_word=10**6))
+        rust.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    elif kind == "pieces":
+        rust = Tokenizer(
+            models.Unigram([("?", -9.0), *((letter, -2.0) for letter in "etnohigw 0123456789é")], 0, True)
+        )
+    rust.add_tokens([AddedToken("<sep>", rstrip=True)])
     made = HfTokenizer(TokenizerDefinition(rust, {}, {}))
-    count = len(made.encode(text))
-    assert len(made.encode(text, count)) == count
+    counted = Counted(rust)
+    monkeypatch.setattr(made, "_rust", counted)
     with pytest.raises(TooManyTokensError) as caught:
-        made.encode(text, count - 1)
-    assert caught.value.count <= count
-    if not strips:
-        monkeypatch.setattr(made, "_rust", None)
-        with pytest.raises(TooManyTokensError):
-            made.encode(text, len(text) // 6 - 1)
+        made.encode(begins + text, 50_000)
+    assert caught.value.count == 50_001
+    assert counted.characters < len(begins) + 2 * 2 * 50_000 + PIECE_CHARACTERS
 
 
 def longest_wait(work: Callable[[], object]) -> tuple[float, float]:

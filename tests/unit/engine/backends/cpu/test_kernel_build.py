@@ -80,10 +80,7 @@ def test_no_compiler(
 
 
 def test_a_compiler_that_fails(
-    monkeypatch: pytest.MonkeyPatch,
-    events: list[tuple[str, dict[str, Any]]],
-    tmp_path: Path,
-    home: Path,
+    monkeypatch: pytest.MonkeyPatch, events: list[tuple[str, dict[str, Any]]], tmp_path: Path, home: Path
 ) -> None:
     use_compiler(monkeypatch, script(tmp_path, "echo 'unknown flag' >&2; echo more >&2; exit 1"))
     refused(events, "failed: unknown flag$")
