@@ -45,8 +45,8 @@ class AsyncClient:
 
     `target` may list several coordinators of one cluster, separated by commas. One is used at a time. If it becomes
     unavailable, the client fails over to the next one. A generation goes on there at its next token, without gap or
-    repetition: its reader notices a pause at most. One whose first token has not come fails if the connection breaks:
-    it may be what ended the coordinator.
+    repetition: its reader notices a pause at most. One with a grammar whose first token has not come fails if the
+    connection breaks: the grammar may be what ended the coordinator.
 
     `timeout_s` limits a whole generation unless a call overrides it. `tls` encrypts and verifies the server's
     name: `TlsFiles(authority=PATH)`, or `TlsFiles()` for the system's authorities. `api_key` authenticates the

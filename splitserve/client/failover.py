@@ -116,8 +116,11 @@ class GenerationSession:
         """The call failed: prepares the next one, or raises the error."""
         if self._accumulator.token_ids and self._started is None:
             raise error from None  # an answer cannot go on without the message that describes its start
-        if self._started is None and error.reason == CONNECTION_LOST:  # it would end the next one as well
-            message = f"{error.message}; no other is asked, as this request may have ended it"
+        # Of what a request carries only a grammar is known to be able to end a coordinator. Another request is asked
+        # again: most that wait when a coordinator ends have nothing to do with its end.
+        has_grammar = self.request.sampling.HasField("grammar")
+        if self._started is None and has_grammar and error.reason == CONNECTION_LOST:
+            message = f"{error.message}; no other is asked, as this request's grammar may have ended it"
             raise UnavailableError(message, reason=CONNECTION_LOST) from None
         self.failover.failed(error)
         self.received = False

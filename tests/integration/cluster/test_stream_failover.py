@@ -191,7 +191,7 @@ async def test_answers_of_a_real_model_are_the_same(
 
 
 async def test_a_request_that_may_have_ended_a_coordinator_goes_to_no_other(log_dir: Path) -> None:
-    """The first dies while it holds requests that have no token yet; a request that it never got goes on."""
+    """The first dies while it holds requests that have no token yet. Those with a grammar end, the others go on."""
     options = {"coordinator_options": ["--no-worker-wait", "600"]}
     async with two_coordinators(log_dir, **options) as (cluster, _, target), AsyncClient(target) as of_other:
         decode = cluster.members["decode-0"]
@@ -205,17 +205,20 @@ async def test_a_request_that_may_have_ended_a_coordinator_goes_to_no_other(log_
             _, errors = await asyncio.wait_for(process.communicate(), PATIENCE_S)
             return process.returncode, errors.decode()
 
-        asked = [["7" * 900], ["a", "--regex", "a*"], ["a", "--json-schema", '{"const": 1}'], ["a", "--raw"]]
-        doomed = [asyncio.create_task(generate(*arguments)) for arguments in asked]
-        await until(cluster, lambda info: info.running_requests == len(asked), "it holds them")
+        with_grammar = [["a", "--regex", "a*"], ["a", "--json-schema", '{"const": 1}']]
+        without = [["7" * 900], ["a", "--raw"]]
+        doomed = [asyncio.create_task(generate(*arguments)) for arguments in with_grammar]
+        others = [asyncio.create_task(generate(*arguments)) for arguments in without]
+        await until(cluster, lambda info: info.running_requests == 4, "it holds them")
         cluster.members["coordinator"].kill()
         broke = f"error: the connection to {cluster.target} broke before the answer was complete"
         for code, errors in await asyncio.gather(*doomed):
-            assert (code, errors) == (1, f"{broke}; no other is asked, as this request may have ended it\n")
-        assert not await of_other.request_records()
+            refused = "no other is asked, as this request's grammar may have ended it"
+            assert (code, errors) == (1, f"{broke}; {refused}\n")
         decode.start()
         await of_other.wait_ready()
         assert await generate("Hi") == (0, "")
-        assert len(await of_other.request_records()) == 1
+        assert await asyncio.gather(*others) == [(0, ""), (0, "")]
+        assert len(await of_other.request_records()) == 3
         cluster.target = target
         await cluster.assert_no_leaks()

@@ -187,14 +187,15 @@ async def test_leaving_a_blocking_stream_cancels_it() -> None:
 
 def test_a_request_that_may_have_ended_a_coordinator_is_not_sent_to_the_next() -> None:
     request = inference_pb2.GenerateRequest(text="hello")
+    request.sampling.grammar.regex = "a*"
     session = GenerationSession(request, Targets("127.0.0.1:1,127.0.0.1:2"), 10)
     with pytest.raises(UnavailableError, match="broke; no other is asked") as caught:
         session.failed(UnavailableError("the connection broke", reason=CONNECTION_LOST))
     assert caught.value.reason == CONNECTION_LOST
 
 
-@pytest.mark.parametrize("reason", ["UNREACHABLE", "DRAINING"])
-def test_a_request_that_was_not_sent_or_was_declined_goes_to_the_next(reason: str) -> None:
+@pytest.mark.parametrize("reason", ["UNREACHABLE", "DRAINING", CONNECTION_LOST])
+def test_a_request_without_a_grammar_goes_to_the_next(reason: str) -> None:
     session = GenerationSession(
         inference_pb2.GenerateRequest(text="hello"), Targets("127.0.0.1:1,127.0.0.1:2"), 10
     )
