@@ -122,23 +122,11 @@ def _own(config: WorkerConfig, clock: StartClock) -> EngineParts:
     if config.engine.kind != SIMULATED:
         grammars.prepare()
     warm_up(runner, config.engine.max_step_tokens)
-    if runner.pool_memory.memory_kind == VRAM:
-        _require_transfer(config.transport, runner.pool_memory.device_index)
-
     transport = make_transport(config.transport)
     endpoint = replace(transport.register_memory(runner.kv_memory.region), host_id=host_id())
     core = EngineCore(runner, config.engine, tokenizer)
     facts = replace(runner.facts, adapters=adapters)
     return EngineParts(core, facts, runner.kv_memory, grammars, transport, endpoint, served, config)
-
-
-def _require_transfer(transport: str, device_index: int) -> None:
-    # Imported here, so that simulated workers start without torch.
-    import torch
-
-    from engine.runner.self_test.device_checks import require_transfer
-
-    require_transfer(transport, torch.device("cuda", device_index))
 
 
 def _simulated(config: WorkerConfig, clock: StartClock) -> _Loaded:

@@ -27,7 +27,6 @@ from engine.runner.memory_profile import CudaMemory, with_kv_memory
 from engine.runner.model_loader import load_weights
 from engine.runner.sampler import NanLogitsError, sample
 from engine.runner.sampling_row import SamplingRow
-from engine.runner.self_test.device_checks import EXPERIMENTAL, self_tested
 from engine.runner.structured_output import Mask, masks_of
 from kv_transfer.layout import KvLayout
 from kv_transfer.transports.regions import VRAM
@@ -35,6 +34,8 @@ from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
 from splitserve.models.sources import ModelSource
+
+EXPERIMENTAL = "the CUDA path of this engine is experimental; see docs/internals/engine.md"
 
 
 class TorchRunner(ModelRunner):
@@ -159,7 +160,6 @@ def build_torch_runner(
     loaded()
     if model.device.type == "cuda":
         log_event("engine.experimental", level=logging.WARNING, device=str(model.device), why=EXPERIMENTAL)
-        config = self_tested(config, model)
     return make_torch_runner(model, config, kernels)
 
 

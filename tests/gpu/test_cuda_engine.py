@@ -51,7 +51,6 @@ def released() -> Iterator[None]:
 
 def cuda_runner(folder: Path, family: str, dtype: str = "float32", **settings: int | str) -> TorchRunner:
     runner = runner_of(folder, family, dtype, device="cuda:0", **settings)
-    # The self-test at the start switches off what fails; nothing may have been, or these tests would test torch.
     assert isinstance(runner._forward, CudaForward) == (settings.get("attention_backend") != "torch")
     assert not runner._samples_on_host
     runner._pool.tensor.fill_(float("nan"))
