@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from engine.vllm.sampling import VllmGrammars
 
 VLLM = "vllm"
-PROGRESS_STEP = 0.05
-"""Minimum share of the weights between two progress events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,19 +137,14 @@ def _torch(config: WorkerConfig, clock: StartClock) -> _Loaded:
     # A worker with damaged files ends here, before torch is imported and the weights are read, which takes time.
     source = checked_model(config.model)
     tokenizer = tokenizer_of(local_files(source, weights=False))
+    # Neither progress bars nor remarks of `transformers`, which reads this on import, belong into the log.
+    os.environ.update(TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="error")
     # Imported here, so that simulated workers start without torch.
     from engine.runner.torch_runner import build_torch_runner
 
     clock.imported()
-    logged = -1.0
-
-    def progress(fraction: float) -> None:
-        nonlocal logged
-        if fraction - logged >= PROGRESS_STEP or fraction >= 1.0 > logged:
-            logged = fraction
-            log_event("worker.loading", worker_id=config.worker_id, fraction=round(fraction, 3))
-
-    runner = build_torch_runner(config.engine, source, progress, clock.loaded)
+    log_event("worker.loading", worker_id=config.worker_id)
+    runner = build_torch_runner(config.engine, source, clock.loaded)
     name = config.served_model_name or source.short_name
     return runner, ServedAs(name, source.tokenizer_source), tokenizer
 
@@ -167,6 +160,7 @@ def _vllm(config: WorkerConfig, clock: StartClock, post: Post) -> EngineParts:
         raise UnsupportedModelError(f"model {config.model}: engine vllm reads no GGUF files")
     tokenizer = tokenizer_of(source)
     clock.imported()
+    log_event("worker.loading", worker_id=config.worker_id)
     vllm = start_vllm(config.engine, Path(source.path), config.transport)
     clock.loaded()
     from engine.vllm.sampling import VllmGrammars
@@ -242,6 +236,7 @@ class StartClock:
     def loaded(self) -> None:
         """The weights are in memory."""
         self._loaded_s = self._age_s()
+        log_event("worker.loaded", seconds=round(self._loaded_s - self._imported_s, 3))
 
     def ready(self) -> StartPhases:
         """The engine is ready."""

