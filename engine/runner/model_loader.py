@@ -24,7 +24,6 @@ from engine.model.adapter import folder_shapes
 from engine.model.attention_interface import ATTENTION_NAME, AttentionContext, bind_layers
 from engine.model.loaded_model import LoadedModel, eos_token_ids, model_fingerprint
 from engine.model.probe import probe_logits, probe_model
-from engine.model.sibling_linears import pack_siblings
 from engine.model.support import context_limit, declared_windows, refuse_by_class, refuse_by_config
 from engine.runner.device import choose_device, choose_dtype, log_dtype
 from splitserve.config.engine import EngineConfig
@@ -100,9 +99,6 @@ def load_model(
 def _pack(
     module: Any, context: AttentionContext, dtype: str, device: torch.device, kernels: CpuKernels | None
 ) -> None:
-    if device.type == "cuda":
-        pack_siblings(module, lambda: probe_logits(module, context))
-        torch.cuda.empty_cache()  # what packing needed for itself
     if device.type == "cpu" and DTYPES[dtype] is torch.bfloat16:
         if kernels is not None:
             replace_norms(module, kernels)
