@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-import psutil
-
 from engine.core.engine import Engine
 from engine.core.engine_core import EngineCore
 from engine.core.model_runner import ModelFacts, ModelRunner, warm_up
@@ -181,14 +179,11 @@ _AFTER_NAME = 19
 
 
 def process_age_s() -> float:
-    """Time since this process was made, in seconds: to 0.01 on Linux, elsewhere as psutil knows it.
+    """Time since this process was made, in seconds, to 0.01.
 
     A program that was executed in place of another is as old as that.
     """
-    try:
-        fields = _STAT.read_text().rpartition(")")[2].split()
-    except OSError:
-        return max(0.0, time.time() - psutil.Process().create_time())
+    fields = _STAT.read_text().rpartition(")")[2].split()
     ticks = int(fields[_AFTER_NAME])
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
