@@ -48,7 +48,6 @@ class TorchRunner(ModelRunner):
         self._device = model.device
         self._module = model.module
         self._context = model.context
-        self._samples_on_host = config.device_sampling == "off"
         self.overlaps = model.device.type == "cuda"
         self.num_blocks = choose_num_blocks(config, self.layout)
         self._pool = KvCacheMemory(self.layout, self.num_blocks, model.device)
@@ -78,10 +77,7 @@ class TorchRunner(ModelRunner):
     def _finish(self, batch: Sequence[ScheduledSequence], logits: StepLogits) -> list[SampledToken | None]:
         with torch.inference_mode():
             try:
-                masks = masks_of(batch)
-                if self._samples_on_host:
-                    logits = StepLogits(logits.values.cpu(), logits.order)
-                return _sampled(batch, logits, masks)
+                return _sampled(batch, logits, masks_of(batch))
             finally:
                 self._forward.finish()
 
