@@ -86,22 +86,14 @@ def carried(memory: Memory, before: ScalingPolicy, after: ScalingPolicy) -> Memo
     )
 
 
-def _kept(memory: Any, before: AnyPool, after: AnyPool) -> Any:
-    """One pool's policy memory, as far as the new policy understands it."""
-    if isinstance(before, PredictivePool) and isinstance(after, SloPool):
-        if isinstance(after, PredictivePool):
-            same = (before.season_s, before.interval_s) == (after.season_s, after.interval_s)
-            return memory if same or memory is None else type(memory)(inner=memory.inner)
-        return memory.inner if memory is not None else None
-    if isinstance(before, SloPool) and isinstance(after, PredictivePool):
-        from autoscaler.policies.predictive import PredictiveMemory
+_MEANING = ("kind", "function", "season_s", "interval_s")
+"""Settings that say what a policy's memory means. Not every kind has all of them."""
 
-        return PredictiveMemory(inner=memory)
-    if type(before) is not type(after):
-        return None
-    if isinstance(before, CustomPool) and isinstance(after, CustomPool) and before.function != after.function:
-        return None
-    return memory
+
+def _kept(memory: Any, before: AnyPool, after: AnyPool) -> Any:
+    """One pool's policy memory, where the new policy understands it; else None, as at the start."""
+    same = all(getattr(before, name, None) == getattr(after, name, None) for name in _MEANING)
+    return memory if same else None
 
 
 def recommender(pool: AnyPool, name: PoolName) -> Recommend:

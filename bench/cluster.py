@@ -49,10 +49,6 @@ class Watcher(ClusterObserver):
         pass
 
     @override
-    def loading(self, name: str, fraction: float) -> None:
-        pass
-
-    @override
     def ready(self, model: str) -> None:
         self.model = model
         self.is_ready.set()

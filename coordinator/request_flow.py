@@ -308,13 +308,12 @@ class InputProcessor:
         targets, slo_ttft_s = self._targets(request, caller)
         if request.sampling.HasField("grammar"):
             await self.grammars.check(request.sampling.grammar, caller.tenant)
-        block_size = model.block_size_tokens if self.config.routing == "prefix" else 0
         prompt_field = f"prompt.{request.WhichOneof('prompt')}"
         try:
             prompt = await self.tokenizers.encode_named(
                 model.tokenizer_source,
                 request,
-                block_size,
+                model.block_size_tokens,
                 chain_salt(caller.cache_salt, model.adapter),
                 model.context_tokens,
                 check=partial(check_prompt_form, request, model),

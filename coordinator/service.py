@@ -27,8 +27,7 @@ from coordinator.models.routes_service import RoutesService
 from coordinator.models.tokenizers import PromptTokenizers
 from coordinator.request.state import Estimates
 from coordinator.request_flow import InputProcessor, RequestFlow
-from coordinator.routing.pair_selector import make_router
-from coordinator.routing.router import Router
+from coordinator.routing.prefix_router import PrefixRouter
 from coordinator.routing.warming import KEPT_PROMPTS, Warmer
 from coordinator.telemetry.event_loop import LoopLag
 from coordinator.telemetry.explanation import Explainer
@@ -87,7 +86,6 @@ class Coordinator:
         self,
         config: CoordinatorConfig,
         load: Callable[[str], Tokenizer],
-        router: Router | None,
         coordinator_id: str,
         spans: SpanSink | None = None,
     ) -> None:
@@ -132,7 +130,7 @@ class Coordinator:
         self.admission = CapacityAdmission(config, self.registry, self.stats.set_held)
         self.parser = ParserThread()
         self.limits = InputLimits(self.registry.known_models, config.max_message_bytes)
-        self.api = self._inference_api(router or make_router(config.routing))
+        self.api = self._inference_api()
         self.server = RpcServer(
             max_message_bytes=config.max_message_bytes,
             authorizer=self.access.guard,
@@ -143,7 +141,7 @@ class Coordinator:
         self.scaling = ScalingService(
             self.registry, self.stats, self.estimates, self.coordinator_id, self.access, ended
         )
-        self.explainer = Explainer(self.records, self.registry, config.routing)
+        self.explainer = Explainer(self.records, self.registry)
         self.page = self._page_endpoints()
         self._add_services()
 
@@ -170,11 +168,11 @@ class Coordinator:
             access.security.server_tls.file if access.security.server_tls else None,
         )
 
-    def _inference_api(self, router: Router) -> InferenceApi:
+    def _inference_api(self) -> InferenceApi:
         flow = RequestFlow(
             self.config,
             self.registry,
-            router,
+            PrefixRouter(),
             self.clients,
             InputProcessor(self.config, self.registry, self.routes, self.tokenizers, self.grammars),
             self.background,
@@ -316,7 +314,6 @@ async def running_coordinator(
     config: CoordinatorConfig,
     *,
     load: Callable[[str], Tokenizer] = load_tokenizer,
-    router: Router | None = None,
 ) -> AsyncIterator[Coordinator]:
     """A coordinator that serves while the context is open; leaving it cancels running requests.
 
@@ -324,7 +321,7 @@ async def running_coordinator(
     """
     coordinator_id = str(uuid.uuid4())
     async with exporting_spans(config.tracing, "coordinator", coordinator_id) as spans:
-        coordinator = Coordinator(config, load, router, coordinator_id, spans)
+        coordinator = Coordinator(config, load, coordinator_id, spans)
         tls = coordinator.access.security.server_tls
         with serving_metrics(coordinator.metrics, config.host, config.metrics_port, tls):
             async with _serving(coordinator):

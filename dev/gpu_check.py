@@ -1,6 +1,6 @@
 """Everything to run on a machine with a CUDA device, in under ten minutes: `python -m dev.gpu_check [--out FOLDER]`.
 
-Runs the engine's self-test, the tests that need a GPU, the contract suites of the Triton kernels and a short
+Runs the self-test of the device, the tests that need a GPU, the contract suites of the Triton kernels and a short
 `bench.engine`, and writes a report (Markdown and JSON) to keep. Each part is a process with a time limit and an
 outcome of its own; one that fails does not stop the others. Packages that are missing or older than asked for are
 printed, and a part that needs a missing one is not run. Imports the standard library only, so that it can say so.
@@ -94,7 +94,7 @@ def parts(device: Mapping[str, Any]) -> list[CheckPart]:
     shapes = "llama-3.1-8b" if device["memory_bytes"] >= LARGE_DEVICE_BYTES else "smollm2-135m"
     bench = [PYTHON, "-m", "bench.engine", "--device", "cuda", "--random-weights", shapes, "--json"]
     bench += ["--context", "1024", "2048", "--batch", "1", "32", "--logs", str(OUT / "bench-logs")]
-    self_test = [PYTHON, "-m", "engine.runner.self_test", "--device", "cuda", "--json"]
+    self_test = [PYTHON, "-m", "dev.gpu_self_test", "--device", "cuda", "--json"]
     return [
         CheckPart("self-test", self_test, 90, [*ENGINE, "nixl-cu13"], read_self_test),
         CheckPart("tests/gpu", [*pytest, "tests/gpu"], 200, TESTS, read_tests),
@@ -104,7 +104,7 @@ def parts(device: Mapping[str, Any]) -> list[CheckPart]:
 
 
 def read_self_test(output: str) -> tuple[Outcome, str, dict[str, Any]]:
-    """Reads the output of `engine.runner.self_test --json`."""
+    """Reads the output of `dev.gpu_self_test --json`."""
     content = json_in(output)
     failed = [check["name"] for check in content["checks"] if not check["passed"]]
     summary = f"{len(content['checks'])} checks" + (f", failed: {', '.join(failed)}" if failed else "")

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-import psutil
-
 from engine.core.engine import Engine
 from engine.core.engine_core import EngineCore
 from engine.core.model_runner import ModelFacts, ModelRunner, warm_up
@@ -38,8 +36,6 @@ if TYPE_CHECKING:
     from engine.vllm.sampling import VllmGrammars
 
 VLLM = "vllm"
-PROGRESS_STEP = 0.05
-"""Minimum share of the weights between two progress events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,23 +118,11 @@ def _own(config: WorkerConfig, clock: StartClock) -> EngineParts:
     if config.engine.kind != SIMULATED:
         grammars.prepare()
     warm_up(runner, config.engine.max_step_tokens)
-    if runner.pool_memory.memory_kind == VRAM:
-        _require_transfer(config.transport, runner.pool_memory.device_index)
-
     transport = make_transport(config.transport)
     endpoint = replace(transport.register_memory(runner.kv_memory.region), host_id=host_id())
     core = EngineCore(runner, config.engine, tokenizer)
     facts = replace(runner.facts, adapters=adapters)
     return EngineParts(core, facts, runner.kv_memory, grammars, transport, endpoint, served, config)
-
-
-def _require_transfer(transport: str, device_index: int) -> None:
-    # Imported here, so that simulated workers start without torch.
-    import torch
-
-    from engine.runner.self_test.device_checks import require_transfer
-
-    require_transfer(transport, torch.device("cuda", device_index))
 
 
 def _simulated(config: WorkerConfig, clock: StartClock) -> _Loaded:
@@ -151,19 +135,14 @@ def _torch(config: WorkerConfig, clock: StartClock) -> _Loaded:
     # A worker with damaged files ends here, before torch is imported and the weights are read, which takes time.
     source = checked_model(config.model)
     tokenizer = tokenizer_of(local_files(source, weights=False))
+    # Neither progress bars nor remarks of `transformers`, which reads this on import, belong into the log.
+    os.environ.update(TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="error")
     # Imported here, so that simulated workers start without torch.
     from engine.runner.torch_runner import build_torch_runner
 
     clock.imported()
-    logged = -1.0
-
-    def progress(fraction: float) -> None:
-        nonlocal logged
-        if fraction - logged >= PROGRESS_STEP or fraction >= 1.0 > logged:
-            logged = fraction
-            log_event("worker.loading", worker_id=config.worker_id, fraction=round(fraction, 3))
-
-    runner = build_torch_runner(config.engine, source, progress, clock.loaded)
+    log_event("worker.loading", worker_id=config.worker_id)
+    runner = build_torch_runner(config.engine, source, clock.loaded)
     name = config.served_model_name or source.short_name
     return runner, ServedAs(name, source.tokenizer_source), tokenizer
 
@@ -179,6 +158,7 @@ def _vllm(config: WorkerConfig, clock: StartClock, post: Post) -> EngineParts:
         raise UnsupportedModelError(f"model {config.model}: engine vllm reads no GGUF files")
     tokenizer = tokenizer_of(source)
     clock.imported()
+    log_event("worker.loading", worker_id=config.worker_id)
     vllm = start_vllm(config.engine, Path(source.path), config.transport)
     clock.loaded()
     from engine.vllm.sampling import VllmGrammars
@@ -199,14 +179,11 @@ _AFTER_NAME = 19
 
 
 def process_age_s() -> float:
-    """Time since this process was made, in seconds: to 0.01 on Linux, elsewhere as psutil knows it.
+    """Time since this process was made, in seconds, to 0.01.
 
     A program that was executed in place of another is as old as that.
     """
-    try:
-        fields = _STAT.read_text().rpartition(")")[2].split()
-    except OSError:
-        return max(0.0, time.time() - psutil.Process().create_time())
+    fields = _STAT.read_text().rpartition(")")[2].split()
     ticks = int(fields[_AFTER_NAME])
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
@@ -254,6 +231,7 @@ class StartClock:
     def loaded(self) -> None:
         """The weights are in memory."""
         self._loaded_s = self._age_s()
+        log_event("worker.loaded", seconds=round(self._loaded_s - self._imported_s, 3))
 
     def ready(self) -> StartPhases:
         """The engine is ready."""

@@ -36,7 +36,6 @@ from autoscaler.actuators.docker_template import (
     has_host_network,
     ports_of,
     replica_body,
-    replica_name,
     worker_id,
 )
 from splitserve.errors import FailedPreconditionError
@@ -256,7 +255,7 @@ class DockerActuator(RoomActuator):
                 environment = environment_of(inspected["Config"]["Env"] or ())
                 check_command(command_of(inspected), environment, shape.gpus)
                 gpus = choose_gpus(self._gpus, self._uses(client, containers), pool, shape.gpus, shape.gpu)
-            name = replica_name(template.name, self._project, template.service, number)
+            name = f"{self._project}-{template.service}-{number}"
             seat = self._seat(client, inspected, containers)
             self._create(client, name, inspected, replica_body(inspected, number, gpus, seat))
             log_event("replica.ordered", container=name, pool=pool, gpu=",".join(gpus) or None)

@@ -92,12 +92,6 @@ def command_of(inspected: Mapping[str, Any]) -> Sequence[str]:
     return inspected["Config"].get("Cmd") or ()
 
 
-def replica_name(template_name: str, project: str, service: str, number: int) -> str:
-    """`project-service-N`, or with underscores where the template's name has them (docker-compose 1)."""
-    mark = "_" if template_name.startswith(f"{project}_{service}_") else "-"
-    return mark.join((project, service, str(number)))
-
-
 def replica_body(
     inspected: Mapping[str, Any], number: int, gpus: Sequence[str], seat: Seat | None = None
 ) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -89,10 +88,6 @@ class BoundedFunction:
         return answer
 
 
-ENTRY_POINTS = "splitserve.scaling_policies"
-"""Group of entry points in which packages offer policies."""
-
-
 def custom_policy(pool: CustomPool, name: str) -> Recommend:
     """The pool's function, which never raises. Raises ConfigError when it cannot be loaded or breaks the contract."""
     field = f"{name}.function"
@@ -128,11 +123,8 @@ def _usable(pool: CustomPool) -> Recommend:
 def _loaded(reference: str) -> Callable[..., Any]:
     place, _, attribute = reference.rpartition(":")
     if not place:
-        offered = list(entry_points(group=ENTRY_POINTS, name=reference))
-        if not offered:
-            raise LookupError(f"no entry point of this name in {ENTRY_POINTS}; write module:function")
-        function = offered[0].load()
-    elif place.endswith(".py"):
+        raise LookupError("write module:function, or file.py:function")
+    if place.endswith(".py"):
         function = getattr(_run(Path(place)), attribute)
     else:
         function = getattr(importlib.import_module(place), attribute)

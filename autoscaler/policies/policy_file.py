@@ -194,8 +194,7 @@ class CustomPool(PoolPolicy):
     kind: Literal["custom"]
     """Which policy."""
     function: Annotated[str, Field(min_length=1)]
-    """`module:function`, `file.py:function` (relative to the policy file), or the name of an entry point in the group
-    `splitserve.scaling_policies`. It is tried when the file is read."""
+    """`module:function`, or `file.py:function` (relative to the policy file). It is tried when the file is read."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 

@@ -1,8 +1,8 @@
 """The three routers on a trace: `python -m bench.routing.trace --trace mooncake_conversation.jsonl`.
 
-The coordinator's own routers and index place the trace's requests on simulated engines of 4 prefill and 4 decode
-workers, each prefill worker with its own prefix cache (LRU). Reports come as in production. Printed for each router
-and size of the caches:
+The coordinator's router, two simpler ones, and its index place the trace's requests on simulated engines of 4 prefill
+and 4 decode workers, each prefill worker with its own prefix cache (LRU). Reports come as in production. Printed for
+each router and size of the caches:
 
 * hits: prompt tokens not computed; of bound: the same over what one endless cache would have saved that had each
   prompt as soon as it arrived;
@@ -31,10 +31,11 @@ from bench.machine import report, this_machine
 from bench.option_values import positive_whole, whole_number
 from bench.routing.cluster import bound_tokens, replay
 from coordinator.routing.prefix_router import PrefixRouter
-from coordinator.routing.router import Pair, RoundRobinRouter, Router, RoutingRequest
+from coordinator.routing.router import Pair, Router, RoutingRequest
 from coordinator.workers.load import WorkerLoads
 from coordinator.workers.prefix_index import NO_HITS
-from coordinator.workers.snapshot import PoolSnapshot
+from coordinator.workers.snapshot import PoolSnapshot, Worker
+from splitserve.roles import PoolName
 
 PAIRS = 4
 OF_BOUND = 0.95
@@ -66,6 +67,32 @@ class LeastWaitRouter(PrefixRouter):
         self, snapshot: PoolSnapshot, loads: WorkerLoads, request: RoutingRequest, now: float
     ) -> Pair | None:
         return super().choose_pair(snapshot, loads, replace(request, hits=NO_HITS), now)
+
+
+class RoundRobinRouter(Router):
+    """Each worker in turn, whatever its load."""
+
+    @override
+    def choose_pair(
+        self, snapshot: PoolSnapshot, loads: WorkerLoads, request: RoutingRequest, now: float
+    ) -> Pair | None:
+        prefills = _turned(snapshot, request, "prefill")
+        if not request.needs_decode:
+            return Pair(prefills[0], None) if prefills else None
+        decodes = _turned(snapshot, request, "decode")
+        pairs = (
+            Pair(prefill, decode) for prefill in prefills for decode in decodes if prefill.reaches(decode)
+        )
+        return next(pairs, None)
+
+
+def _turned(snapshot: PoolSnapshot, request: RoutingRequest, pool: PoolName) -> list[Worker]:
+    """The workers that may be chosen, beginning with the one whose turn it is."""
+    workers = [
+        worker for worker in snapshot.accepting(request.model, pool) if worker.key not in request.exclude
+    ]
+    start = request.turn % len(workers) if workers else 0
+    return [*workers[start:], *workers[:start]]
 
 
 def routers() -> dict[str, Router]:

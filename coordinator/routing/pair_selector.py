@@ -13,12 +13,11 @@ from collections.abc import Callable
 from coordinator.request.inference_request import CLASS_RANKS
 from coordinator.request.state import NO_WAITS, RequestState
 from coordinator.routing.local_prefill import local_tokens_of_pair
-from coordinator.routing.prefix_router import PrefixRouter
-from coordinator.routing.router import RETRY_AFTER_S, Pair, RoundRobinRouter, Router, RoutingRequest, no_pair
+from coordinator.routing.router import RETRY_AFTER_S, Pair, Router, RoutingRequest, no_pair
 from coordinator.workers.prefix_index import PrefixHits
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker
-from splitserve.config.coordinator import CoordinatorConfig, Routing
+from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.errors import ResourceExhaustedError
 from splitserve.logs import log_event
 
@@ -30,11 +29,6 @@ SAME_WORKER_AGAIN_S = 0.25
 
 ROLE_REPORTED_S = 1.0
 """How long a resume waits for the report of a worker whose role has changed. Workers report a new role within 0.1 s."""
-
-
-def make_router(routing: Routing) -> Router:
-    """The routing policy for a setting."""
-    return PrefixRouter() if routing == "prefix" else RoundRobinRouter()
 
 
 class PairSelector:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from typing_extensions import override
-
 from coordinator.request.state import DEFAULT_OUTPUT_TOKENS, NO_COST, Candidate, PairCost
 from coordinator.workers.load import WorkerLoads
 from coordinator.workers.prefix_index import NO_HITS, PrefixHits
@@ -62,9 +60,9 @@ class Pair:
     prefill: Worker
     decode: Worker | None
     cost: PairCost = NO_COST
-    """The predicted cost; zeros if the policy makes no prediction."""
+    """The predicted cost."""
     candidates: tuple[Candidate, ...] = ()
-    """If wanted, and the policy predicts costs: of each pool the chosen worker, then the next best ones."""
+    """If wanted: of each pool the chosen worker, then the next best ones."""
 
     @property
     def is_own(self) -> bool:
@@ -83,32 +81,6 @@ class Router(Protocol):
         A worker of role `both` is in both pools, and may be a pair with itself, without a handoff. `loads` has the load
         of each worker of the snapshot. `now` is in seconds on the monotonic clock.
         """
-
-
-class RoundRobinRouter(Router):
-    """Each worker in turn, whatever its load: a baseline, and a way to rule out routing when debugging."""
-
-    @override
-    def choose_pair(
-        self, snapshot: PoolSnapshot, loads: WorkerLoads, request: RoutingRequest, now: float
-    ) -> Pair | None:
-        prefills = _turned(snapshot, request, "prefill")
-        if not request.needs_decode:
-            return Pair(prefills[0], None) if prefills else None
-        decodes = _turned(snapshot, request, "decode")
-        pairs = (
-            Pair(prefill, decode) for prefill in prefills for decode in decodes if prefill.reaches(decode)
-        )
-        return next(pairs, None)
-
-
-def _turned(snapshot: PoolSnapshot, request: RoutingRequest, pool: PoolName) -> list[Worker]:
-    """The workers that may be chosen, beginning with the one whose turn it is."""
-    workers = [
-        worker for worker in snapshot.accepting(request.model, pool) if worker.key not in request.exclude
-    ]
-    start = request.turn % len(workers) if workers else 0
-    return [*workers[start:], *workers[:start]]
 
 
 def no_pair(snapshot: PoolSnapshot, request: RoutingRequest, retry_after_s: float) -> UnavailableError:

@@ -18,7 +18,6 @@ from coordinator.request.state import Candidate
 from coordinator.telemetry.record_keeper import Kind, RecordKeeper
 from coordinator.telemetry.request_record import AttemptFacts, RequestRecord, cost_of, phases_of
 from coordinator.workers.registry import Registry
-from splitserve.config.coordinator import Routing
 from splitserve.errors import NotFoundError
 from splitserve.generation.bounds import between, require
 from splitserve.roles import PoolName
@@ -51,8 +50,8 @@ class Decision:
     """The attempt's number from 1; 0 before the first attempt."""
 
 
-def decisions_of(record: RequestRecord, routing: str) -> list[Decision]:
-    """The decisions about a request, in order. `routing` is the policy that chose its workers."""
+def decisions_of(record: RequestRecord) -> list[Decision]:
+    """The decisions about a request, in order."""
     decisions = []
     if record.served_model and record.model != record.served_model:
         reason = f"the route {record.model} led there"
@@ -63,9 +62,9 @@ def decisions_of(record: RequestRecord, routing: str) -> list[Decision]:
         if number:
             decisions.append(_resume(record.attempts[number - 1], attempt))
         prompt = record.prompt_tokens + record.resumed_tokens + attempt.first_position
-        decisions.append(_choice("prefill", attempt.prefill_worker, attempt, prompt, routing))
+        decisions.append(_choice("prefill", attempt.prefill_worker, attempt, prompt))
         if attempt.decode_worker:
-            decisions.append(_choice("decode", attempt.decode_worker, attempt, prompt, routing))
+            decisions.append(_choice("decode", attempt.decode_worker, attempt, prompt))
         if attempt.is_local:
             reason = "computing the prompt there was expected to be sooner than a handoff, or in time as well"
             if attempt.prefill_worker == attempt.decode_worker:
@@ -98,14 +97,14 @@ def _resume(failed: AttemptFacts, attempt: AttemptFacts) -> Decision:
     return Decision("resume", workers, (), reason, attempt.number)
 
 
-def _choice(pool: PoolName, chosen: str, attempt: AttemptFacts, prompt_tokens: int, routing: str) -> Decision:
+def _choice(pool: PoolName, chosen: str, attempt: AttemptFacts, prompt_tokens: int) -> Decision:
     candidates = tuple(candidate for candidate in attempt.candidates if candidate.pool == pool)
-    return Decision(pool, chosen, candidates, _why(pool, candidates, prompt_tokens, routing), attempt.number)
+    return Decision(pool, chosen, candidates, _why(pool, candidates, prompt_tokens), attempt.number)
 
 
-def _why(pool: PoolName, candidates: Sequence[Candidate], prompt_tokens: int, routing: str) -> str:
+def _why(pool: PoolName, candidates: Sequence[Candidate], prompt_tokens: int) -> str:
     if not candidates:
-        return f"chosen by routing: {routing}, which predicts nothing that could be compared"
+        return "the other workers that could serve it are not known"
     chosen, *others = candidates
     cost = chosen.cost
     held = cost.cached_tokens if pool == "prefill" else cost.decode_cached_tokens
@@ -136,8 +135,8 @@ DEFAULT_LIMIT, MAX_LIMIT = 20, 1000
 class Explainer:
     """Callers see the records of their own tenant, admins the records of all tenants."""
 
-    def __init__(self, keeper: RecordKeeper, registry: Registry, routing: Routing) -> None:
-        self._keeper, self._registry, self._routing = keeper, registry, routing
+    def __init__(self, keeper: RecordKeeper, registry: Registry) -> None:
+        self._keeper, self._registry = keeper, registry
 
     def record(
         self, request: records_pb2.GetRequestRecordRequest, caller: Caller
@@ -208,7 +207,7 @@ class Explainer:
                     reason=decision.reason,
                     attempt=decision.attempt,
                 )
-                for decision in decisions_of(record, self._routing)
+                for decision in decisions_of(record)
             ],
             attempts=[self._attempt(attempt) for attempt in record.attempts],
             attempt_count=record.attempt_count,

@@ -26,7 +26,7 @@ class AttemptFacts:
     is_local: bool
     """Whether the decode worker computed the prompt itself."""
     candidates: tuple[Candidate, ...]
-    """Of each pool the chosen worker, then the next best ones; empty if the routing policy compares no workers."""
+    """Of each pool the chosen worker, then the next best ones; empty if they are not known."""
     report: AttemptReport
     began_ms: float
     reserving_ms: float | None

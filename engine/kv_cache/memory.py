@@ -1,6 +1,6 @@
 """The memory of a worker's KV blocks, and how much memory this process may still take.
 
-Formats of the kernel's figures: proc(5), and its documents `admin-guide/cgroup-v2` and `admin-guide/cgroup-v1/memory`.
+Formats of the kernel's figures: proc(5), and its document `admin-guide/cgroup-v2`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -143,16 +142,8 @@ _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _KIB = 1024
 
 
-class _Files(NamedTuple):
-    """Where a version of control groups keeps its figures; `cache`: lines of `memory.stat` that count page cache."""
-
-    limit: str
-    used: str
-    cache: tuple[str, ...]
-
-
-_V2 = _Files("memory.max", "memory.current", ("inactive_file", "active_file"))
-_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_CACHE = ("inactive_file", "active_file")
+"""Lines of `memory.stat` that count page cache."""
 
 
 def free_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
@@ -162,10 +153,10 @@ def free_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
     """
     machine = _line(proc / "meminfo", "MemAvailable:")
     known = [] if machine is None else [machine * _KIB]
-    for folder, files in _groups(proc, cgroups):
-        limit, used = _number(folder / files.limit), _number(folder / files.used)
+    for folder in _groups(proc, cgroups):
+        limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
         if limit is not None and used is not None:
-            cache = sum(_line(folder / "memory.stat", name) or 0 for name in files.cache)
+            cache = sum(_line(folder / "memory.stat", name) or 0 for name in _CACHE)
             known.append(max(0, limit - used + cache))
     return min(known, default=None)
 
@@ -186,7 +177,7 @@ def require_free_memory(num_bytes: int) -> None:
         raise ConfigError(message, field="engine.kv_memory_bytes")
 
 
-def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Files]]:
+def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
     """The folders of this process's control group and of all groups above it, up to the top of the mounted ones."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
@@ -194,14 +185,12 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Files]]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        top, files = (cgroups / "memory", _V1) if controllers else (cgroups, _V2)
+        if controllers:
+            continue  # of version 1
         parts = Path(path.lstrip("/")).parts
         # A container may see its own group as the top, but the path as seen by the host.
-        yield top, files
-        for depth in range(1, len(parts) + 1):
-            yield top.joinpath(*parts[:depth]), files
+        for depth in range(len(parts) + 1):
+            yield cgroups.joinpath(*parts[:depth])
 
 
 def _number(path: Path) -> int | None:

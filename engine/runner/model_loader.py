@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,22 +24,18 @@ from engine.model.adapter import folder_shapes
 from engine.model.attention_interface import ATTENTION_NAME, AttentionContext, bind_layers
 from engine.model.loaded_model import LoadedModel, eos_token_ids, model_fingerprint
 from engine.model.probe import probe_logits, probe_model
-from engine.model.sibling_linears import pack_siblings
 from engine.model.support import context_limit, declared_windows, refuse_by_class, refuse_by_config
 from engine.runner.device import choose_device, choose_dtype, log_dtype
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import SplitserveError, UnavailableError, UnsupportedModelError
 from splitserve.logs import log_event
 from splitserve.models.model_files import CONFIG_FILE, INDEX_FILE, check_settings, damaged, read_object
-from splitserve.models.progress import report_progress
 from splitserve.models.sources import ModelSource, local_files
 
 _MAX_CHARACTERS = 400
 
 
-def load_weights(
-    config: EngineConfig, source: ModelSource, progress: Callable[[float], None]
-) -> tuple[LoadedModel, CpuKernels | None]:
+def load_weights(config: EngineConfig, source: ModelSource) -> tuple[LoadedModel, CpuKernels | None]:
     """Loads a model, and the kernels that compute it on cpu; sets the number of compute threads of the process.
 
     Raises UnavailableError and UnsupportedModelError as `load_model`, and ConfigError as `choose_backend`, before
@@ -53,7 +49,7 @@ def load_weights(
     if device.type == "cuda":
         prepare_device(device)
     kernels = cpu_kernels(config, dtype, device)
-    return load_model(source, dtype, device, progress, kernels), kernels
+    return load_model(source, dtype, device, kernels), kernels
 
 
 def cpu_kernels(config: EngineConfig, dtype: str, device: torch.device) -> CpuKernels | None:
@@ -71,14 +67,13 @@ def load_model(
     source: ModelSource,
     dtype: str,
     device: torch.device,
-    progress: Callable[[float], None],
     kernels: CpuKernels | None = None,
 ) -> LoadedModel:
     """Loads a model in evaluation mode.
 
     `source` comes from `checked_model`; `dtype` is "float32" or "bfloat16"; `kernels` are for bfloat16 on cpu.
-    `progress` is called with 0..1 as weights are loaded. Raises UnsupportedModelError for a model family or option that
-    the engine refuses, before weights are downloaded or read where possible; what `local_files` raises.
+    Raises UnsupportedModelError for a model family or option that the engine refuses, before weights are downloaded or
+    read where possible; what `local_files` raises.
     """
     files = local_files(source, weights=False)
     path = Path(files.path) / (files.gguf_file or CONFIG_FILE)
@@ -91,7 +86,7 @@ def load_model(
         with torch.device("meta"), no_init_weights():  # its class and its modules
             skeleton = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
         refuse_by_class(skeleton)
-        module = _load_weights(local_files(source), skeleton, DTYPES[dtype], device, progress)
+        module = _load_weights(local_files(source), skeleton, DTYPES[dtype], device)
         context = AttentionContext()
         layers = bind_layers(module, context, declared_windows(settings))
         attention = probe_model(module, context, layers, settings)
@@ -104,9 +99,6 @@ def load_model(
 def _pack(
     module: Any, context: AttentionContext, dtype: str, device: torch.device, kernels: CpuKernels | None
 ) -> None:
-    if device.type == "cuda":
-        pack_siblings(module, lambda: probe_logits(module, context))
-        torch.cuda.empty_cache()  # what packing needed for itself
     if device.type == "cpu" and DTYPES[dtype] is torch.bfloat16:
         if kernels is not None:
             replace_norms(module, kernels)
@@ -133,13 +125,7 @@ def _naming(path: Path) -> Iterator[None]:
         raise damaged(path, why + unknown, UnsupportedModelError.default_reason) from error
 
 
-def _load_weights(
-    source: ModelSource,
-    skeleton: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Callable[[float], None],
-) -> Any:
+def _load_weights(source: ModelSource, skeleton: Any, dtype: torch.dtype, device: torch.device) -> Any:
     options = _gguf_options(source)
     if source.gguf_file:
         # Imported here, because few installations serve GGUF files directly.
@@ -149,7 +135,7 @@ def _load_weights(
     if device.type != "cpu":
         # Loads tensors to the device one by one, without a whole copy on the host.
         options["device_map"] = {"": device}
-    with report_progress(progress, gguf=bool(source.gguf_file)), _with_metadata(Path(source.path)) as folder:
+    with _with_metadata(Path(source.path)) as folder:
         try:
             module, info = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -169,7 +155,6 @@ def _load_weights(
     for name, buffer in module.named_buffers():
         if not bool(buffer.isfinite().all()):
             raise damaged(Path(source.path) / CONFIG_FILE, f"with its settings {name} is not finite")
-    progress(1.0)
     return module.eval()
 
 

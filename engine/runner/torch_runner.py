@@ -27,7 +27,6 @@ from engine.runner.memory_profile import CudaMemory, with_kv_memory
 from engine.runner.model_loader import load_weights
 from engine.runner.sampler import NanLogitsError, sample
 from engine.runner.sampling_row import SamplingRow
-from engine.runner.self_test.device_checks import EXPERIMENTAL, self_tested
 from engine.runner.structured_output import Mask, masks_of
 from kv_transfer.layout import KvLayout
 from kv_transfer.transports.regions import VRAM
@@ -35,6 +34,8 @@ from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
 from splitserve.models.sources import ModelSource
+
+EXPERIMENTAL = "the CUDA path of this engine is experimental; see docs/internals/engine.md"
 
 
 class TorchRunner(ModelRunner):
@@ -47,7 +48,6 @@ class TorchRunner(ModelRunner):
         self._device = model.device
         self._module = model.module
         self._context = model.context
-        self._samples_on_host = config.device_sampling == "off"
         self.overlaps = model.device.type == "cuda"
         self.num_blocks = choose_num_blocks(config, self.layout)
         self._pool = KvCacheMemory(self.layout, self.num_blocks, model.device)
@@ -77,10 +77,7 @@ class TorchRunner(ModelRunner):
     def _finish(self, batch: Sequence[ScheduledSequence], logits: StepLogits) -> list[SampledToken | None]:
         with torch.inference_mode():
             try:
-                masks = masks_of(batch)
-                if self._samples_on_host:
-                    logits = StepLogits(logits.values.cpu(), logits.order)
-                return _sampled(batch, logits, masks)
+                return _sampled(batch, logits, masks_of(batch))
             finally:
                 self._forward.finish()
 
@@ -147,7 +144,6 @@ def _facts(facts: ModelFacts, config: EngineConfig) -> ModelFacts:
 def build_torch_runner(
     config: EngineConfig,
     source: ModelSource,
-    progress: Callable[[float], None],
     loaded: Callable[[], None] = lambda: None,
 ) -> TorchRunner:
     """Loads a model, calls `loaded`, and allocates its KV blocks; sets the number of compute threads of the process.
@@ -155,11 +151,10 @@ def build_torch_runner(
     `source` comes from `checked_model`, which has checked its files. Raises UnavailableError, UnsupportedModelError and
     ConfigError as `load_weights` and `choose_num_blocks`.
     """
-    model, kernels = load_weights(config, source, progress)
+    model, kernels = load_weights(config, source)
     loaded()
     if model.device.type == "cuda":
         log_event("engine.experimental", level=logging.WARNING, device=str(model.device), why=EXPERIMENTAL)
-        config = self_tested(config, model)
     return make_torch_runner(model, config, kernels)
 
 

@@ -1,4 +1,4 @@
-"""Display of a local cluster: progress bars on a terminal, lines elsewhere, a log file per child."""
+"""Display of a local cluster: lines for people, and a log file per child."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import IO, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from typing_extensions import override
 
 from launcher.cluster.child_process import ChildSpec, Event
@@ -16,8 +15,6 @@ from launcher.cluster.supervisor import ClusterObserver
 from splitserve.errors import ConfigError
 
 LOUD_LEVELS = frozenset({"warning", "error", "critical"})
-PLAIN_STEP = 0.25
-"""Share of the weights between two progress lines without a terminal."""
 
 
 class ClusterDisplay(ClusterObserver):
@@ -30,17 +27,11 @@ class ClusterDisplay(ClusterObserver):
         self._logs: dict[str, IO[str]] = {}
         self._names = [spec.name for spec in specs]
         self._stack = ExitStack()
-        self._bar: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
-        self._shown: dict[str, float] = {}
         self._loses_lines = False
 
     def __enter__(self) -> Self:
         for name in self._names:
             self._open_log(name)
-        if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-            self._bar = self._stack.enter_context(Progress(*columns, console=self._console, transient=True))
         return self
 
     def __exit__(
@@ -54,24 +45,7 @@ class ClusterDisplay(ClusterObserver):
         self._print(text)
 
     @override
-    def loading(self, name: str, fraction: float) -> None:
-        if self._bar is not None:
-            if name not in self._tasks:
-                self._tasks[name] = self._bar.add_task(f"{name}: loading weights", total=1.0)
-            self._bar.update(self._tasks[name], completed=fraction, visible=fraction < 1.0)
-            return
-        last = self._shown.get(name, -PLAIN_STEP)
-        if fraction >= last + PLAIN_STEP or fraction < last or fraction == 1.0 > last:
-            self._shown[name] = fraction
-            self._print(f"{name}: loading weights, {fraction:.0%}")
-
-    @override
     def ready(self, model: str) -> None:
-        if self._bar is not None:
-            # Workers that join later report on lines: the weights of the first ones are loaded.
-            self._bar.stop()
-            self._bar = None
-            self._shown = dict.fromkeys(self._names, 1.0)
         # A reader that left after the ready line must not end the cluster.
         with suppress(BrokenPipeError):
             print(self._ready_line.format(model=model), flush=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from splitserve.host_facts import HostFacts
 from splitserve.v1 import inference_pb2
@@ -93,8 +93,8 @@ def host_verdicts(host: HostFacts) -> list[HostVerdict]:
     ]
 
 
-def is_slow(verdicts: Iterable[PairVerdict | HostVerdict]) -> bool:
-    """Whether any pair is slower than expected, or any check failed."""
+def is_slow(verdicts: Iterable[PairVerdict]) -> bool:
+    """Whether any pair is slower than expected."""
     return any(verdict.verdict == "slow" for verdict in verdicts)
 
 
@@ -149,35 +149,3 @@ def _variables(host: HostFacts) -> list[HostVerdict]:
         for name, value in sorted(host.variables.items())
         if name not in judged
     ]
-
-
-SUBJECTS: Mapping[str, str] = {
-    "attention": "attention kernels",
-    "graphs": "CUDA graphs",
-    "sampling": "sampling on the device",
-    "transfer": "KV write to itself",
-}
-
-
-def device_names(gpus: int, visible: str | None) -> list[str]:
-    """The devices to test, as `engine.device` names them: all CUDA devices that a process sees, or else the CPU.
-
-    `visible`: the variable CUDA_VISIBLE_DEVICES, if set.
-    """
-    count = gpus if visible is None else len([name for name in visible.split(",") if name.strip()])
-    return [f"cuda:{index}" for index in range(min(gpus, count) or 0)] or ["cpu"]
-
-
-def device_verdicts(answer: Mapping[str, Any]) -> list[HostVerdict]:
-    """A verdict on each check of a self-test; `answer` is what `engine.runner.self_test --json` prints."""
-    verdicts = []
-    for check in answer["checks"]:
-        subject = SUBJECTS[check["name"]]
-        if check["passed"]:
-            verdicts.append(HostVerdict(subject, "ok", f"equals the reference ({check['seconds']:.1f} s)"))
-        else:
-            advice = f"a worker warns and goes on: {check['instead']}"
-            if check["name"] == "transfer":
-                advice = "a worker ends with this error; check the driver, and UCX_TLS if it is set"
-            verdicts.append(HostVerdict(subject, "slow", check["why"], advice))
-    return verdicts

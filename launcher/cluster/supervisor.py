@@ -55,9 +55,6 @@ class ClusterObserver(Protocol):
     def message(self, text: str) -> None:
         """Shows a one-line message."""
 
-    def loading(self, name: str, fraction: float) -> None:
-        """A worker has loaded this fraction of its weights, 0..1."""
-
     def ready(self, model: str) -> None:
         """The whole cluster serves this model. Called once."""
 
@@ -203,10 +200,9 @@ class LocalCluster:
         if event["event"] in READY_EVENTS:
             if process := self._processes.get(spec.name):
                 process.deaths.clear()
-            if spec.role != "coordinator":
-                self._observer.loading(spec.name, 1.0)
-        elif event["event"] == LOADING_EVENT and isinstance(event.get("fraction"), int | float):
-            self._observer.loading(spec.name, min(1.0, max(0.0, float(event["fraction"]))))
+            self._observer.message(f"{spec.name}: ready")
+        elif event["event"] == LOADING_EVENT:
+            self._observer.message(f"{spec.name}: loading weights")
         elif event["event"] == COMPILING_EVENT:
             self._observer.message(f"{spec.name}: compiling the kernels for this processor, once")
 

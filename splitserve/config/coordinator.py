@@ -157,7 +157,6 @@ HttpPort = Annotated[
     Option(metavar="PORT|off", tier="basic"),
 ]
 """`off` stands for None on the command line, where None means not given."""
-Routing = Literal["prefix", "round-robin"]
 ToolFormatName = Literal[
     "auto",
     "none",
@@ -236,12 +235,9 @@ class CoordinatorConfig(SecuritySettings):
     """Whether decode workers compute prompts themselves. `auto`: where that brings the first token sooner than the
     prefill worker by the workers' latency models, and their streams keep the strictest `tpot_ms` meanwhile; without
     such a target only where at most 256 prompt tokens are not cached. `always`: all prompts."""
-    routing: Routing = "prefix"
-    """How workers are chosen. `prefix`: lowest predicted time to first token, cached prefixes included; `round-robin`:
-    in turn, as a baseline."""
     warm_prefixes: Annotated[int, Field(ge=0, le=64)] = 8
     """How many of the hottest prefixes of recent prompts a new worker computes before it gets requests, while others
-    serve its model; see docs/guides/routing.md. With 0, or another `routing` than `prefix`: none."""
+    serve its model; see docs/guides/routing.md. With 0: none."""
     max_coalesce_ms: Annotated[float, Field(ge=0, le=1000), INTERNAL] = 10.0
     """Longest time in milliseconds that output tokens are held back to leave as one message while the coordinator's
     event loop is busy. The first and last token are never held back; short calls to workers are, for 2 ms of it at

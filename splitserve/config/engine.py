@@ -77,11 +77,8 @@ class EngineConfig(Settings):
     cuda_graphs: Literal["auto", "off"] = "auto"
     """CUDA graphs for steps that decode and for short chunks of prompts. `auto`: on cuda with triton attention; the
     start takes a few seconds longer."""
-    device_sampling: Literal["auto", "off"] = "auto"
-    """Sampling of tokens where the logits are. `auto`: on cuda; `off`: on the host, which waits for all logits."""
     block_size_tokens: Annotated[int, Field(ge=1, le=1024), Option(flag="block-size")] = 16
-    """Tokens per KV block. Of the sizes of any two workers of a model one must divide the other. vLLM on cpu takes
-    multiples of 32, rounded up, and the same on all workers."""
+    """Tokens per KV block, equal on all workers of a model. vLLM on cpu takes multiples of 32, rounded up."""
     num_blocks: Annotated[int, Field(ge=2, le=2**31 - 1)] | None = None
     """Number of KV blocks. Default: as many as fit in `kv_memory_bytes`."""
     kv_memory_bytes: Annotated[int, Field(ge=2**16, le=MAX_BYTES), BASIC] | None = None

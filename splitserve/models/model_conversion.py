@@ -12,27 +12,24 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
-from splitserve.models.progress import report_progress
-
 
 def convert(gguf: Path, target: Path, name: str, *, split_digits: bool) -> None:
-    """Dequantizes and saves the model; prints the fraction done, one number per line.
+    """Dequantizes and saves the model.
 
     `name` becomes the configuration's model name. Raises the errors of `transformers` for an unreadable file.
     """
-    with report_progress(lambda fraction: print(fraction, flush=True), gguf=True):
-        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-        if split_digits:
-            _split_digits(tokenizer)
-        loaded = AutoModelForCausalLM.from_pretrained(
-            str(gguf.parent),
-            gguf_file=gguf.name,
-            dtype=torch.bfloat16,
-            quantization_config=GgufConfig(dequantize=True),
-        )
-        loaded.config.name_or_path = name
-        loaded.save_pretrained(target)
-        tokenizer.save_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    if split_digits:
+        _split_digits(tokenizer)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent),
+        gguf_file=gguf.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    loaded.config.name_or_path = name
+    loaded.save_pretrained(target)
+    tokenizer.save_pretrained(target)
     for path in target.iterdir():  # safetensors writes files that only the owner can read
         path.chmod(0o644)
 

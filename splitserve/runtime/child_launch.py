@@ -31,11 +31,10 @@ def main(arguments: list[str]) -> None:
 
 def end_with_parent(parent: int) -> None:
     """Lets Linux kill this process when its parent dies. Ends it now if `parent` is not its parent any more."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        # The parent may have died before the call.
-        if os.getppid() != parent:
-            os._exit(1)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The parent may have died before the call.
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -55,9 +55,7 @@ def stop_signal(limit_s: float) -> asyncio.Event:
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        # Loops without signal handlers: off the main thread, other systems.
-        with suppress(NotImplementedError):
-            loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal)
     return stop
 
 
@@ -70,7 +68,7 @@ def calling_on_signal(
     loop = asyncio.get_running_loop()
     try:
         loop.add_signal_handler(number, callback)
-    except (NotImplementedError, RuntimeError, ValueError):
+    except (RuntimeError, ValueError):
         yield
         return
     try:

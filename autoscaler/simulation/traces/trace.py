@@ -9,12 +9,11 @@ import random
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-from autoscaler.simulation.traces.columns import ColumnMap, bad_line, json_lines, lines_of, token_count
+from autoscaler.simulation.traces.columns import ColumnMap, bad_line, json_lines, token_count
 from splitserve.errors import ConfigError, InvalidArgumentError
 from splitserve.runtime.bounded_file import read_named_file
 
@@ -46,7 +45,8 @@ class Trace:
         return self.requests[-1].arrival_s if self.requests else 0.0
 
 
-AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+AZURE = ColumnMap("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+"""The columns of Azure's traces."""
 LOG_FIELDS = frozenset({"time", "prefix_hashes", "outcome"})
 """Fields of a request log's line that no other format has."""
 csv.field_size_limit(2**24)
@@ -62,8 +62,6 @@ GZIP = b"\x1f\x8b"
 _MOST_MS = 1e15
 """Larger than any time since the epoch."""
 _HASH_MASK = 2**48 - 1
-_TIMESTAMP_CHARACTERS = 26
-"""Length of a timestamp with six digits of fraction, the most that `datetime` reads."""
 
 
 def load_trace(path: Path, seed: int = 0, columns: ColumnMap | None = None) -> Trace:
@@ -75,10 +73,8 @@ def load_trace(path: Path, seed: int = 0, columns: ColumnMap | None = None) -> T
     """
     text, in_ticks = _text(path), False
     try:
-        if columns is not None:
-            rows = _mapped(path, text, columns)
-        elif not text.lstrip().startswith("{"):
-            rows = _azure(path, text)
+        if columns is not None or not text.lstrip().startswith("{"):
+            rows = _mapped(path, text, columns or AZURE)
         elif _is_request_log(text):
             rows = _request_log(path, text)
         else:
@@ -155,25 +151,6 @@ def _request_log(path: Path, text: str) -> Iterator[TraceRequest]:
         prompt = token_count(path, line, "prompt_tokens", data.get("prompt_tokens"))
         output = token_count(path, line, "output_tokens", data.get("output_tokens"))
         yield TraceRequest(at_s, prompt, output, blocks)
-
-
-def _azure(path: Path, text: str) -> Iterator[TraceRequest]:
-    rows = csv.reader(lines_of(text))
-    if (header := next(rows, None)) != AZURE_HEADER:
-        raise bad_line(
-            path, 1, f"expected the columns {','.join(AZURE_HEADER)}, found {','.join(header or [])!r:.80}"
-        )
-    for line, row in enumerate(rows, 2):
-        if not row:
-            continue
-        if len(row) != len(AZURE_HEADER):
-            raise bad_line(path, line, f"expected {len(AZURE_HEADER)} columns, found {len(row)}")
-        try:
-            arrival_s = datetime.fromisoformat(row[0].strip()[:_TIMESTAMP_CHARACTERS]).timestamp()
-        except ValueError:
-            raise bad_line(path, line, f"TIMESTAMP is not a time: {row[0]!r:.80}") from None
-        prompt = token_count(path, line, AZURE_HEADER[1], row[1])
-        yield TraceRequest(arrival_s, prompt, token_count(path, line, AZURE_HEADER[2], row[2]))
 
 
 def _mapped(path: Path, text: str, columns: ColumnMap) -> Iterator[TraceRequest]:

@@ -10,8 +10,7 @@ from engine.core.model_runner import ModelFacts
 from engine.kv_cache.memory import DTYPES
 from engine.model.attention_interface import ATTENTION_NAME, AttentionContext, bind_layers
 from engine.model.loaded_model import LoadedModel
-from engine.model.probe import probe_logits, probe_model
-from engine.model.sibling_linears import pack_siblings
+from engine.model.probe import probe_model
 from engine.model.support import context_limit, declared_windows
 from engine.runner.device import choose_device, choose_dtype
 from engine.runner.torch_runner import TorchRunner, build_torch_runner, make_torch_runner
@@ -32,13 +31,12 @@ def loaded_runner(model: str, config: EngineConfig, *, random_weights: bool) -> 
     if random_weights:
         return random_runner(model, config), load_tokenizer(SIMULATED)
     source = checked_model(model)
-    runner = build_torch_runner(config, source, lambda _fraction: None)
+    runner = build_torch_runner(config, source)
     return runner, load_tokenizer(source.tokenizer_source)
 
 
 def random_model(folder: str, config: EngineConfig) -> LoadedModel:
-    """The model whose `config.json` lies in `folder`. On a CUDA device its linear layers are packed as the loader packs
-    them, on cpu they are not."""
+    """The model whose `config.json` lies in `folder`. Its linear layers are torch's, also on cpu."""
     device = choose_device(config.device)
     if device.type == "cuda":
         prepare_device(device)
@@ -54,7 +52,4 @@ def random_model(folder: str, config: EngineConfig) -> LoadedModel:
     layers = bind_layers(module, context, declared_windows(named))
     attention = probe_model(module, context, layers, named)
     facts = ModelFacts(context_limit(named), int(settings.vocab_size), frozenset())
-    if device.type == "cuda":
-        pack_siblings(module, lambda: probe_logits(module, context))
-        torch.cuda.empty_cache()
     return LoadedModel(module, settings, context, facts, attention, dtype, device, fingerprint="random")

@@ -1,7 +1,7 @@
 """Replaces a model's linear layers and norms by faster ones: our kernels', or weights packed for oneDNN.
 
-Siblings share one product; see `engine.model.sibling_linears`. The whole model's logits are compared before and after.
-If they differ, or the model fails, every layer is restored.
+Siblings share one product; see `engine.backends.cpu.sibling_linears`. The whole model's logits are compared before and
+after. If they differ, or the model fails, every layer is restored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import NormKind
-from engine.model.sibling_linears import LinearSlice, SharedProduct, joined, kept, sibling_groups
+from engine.backends.cpu.sibling_linears import LinearSlice, SharedProduct, joined, kept, sibling_groups
 
 MakeLayer = Callable[[Sequence[nn.Linear]], nn.Module]
 """Joins several layers to one with their outputs beside each other; see `weights_of`."""

@@ -1,17 +1,13 @@
-"""`splitserve doctor`: the lanes between the workers of a running cluster, and what to change. With `--device`: the
-engine's self-test on each device of this machine, each in a process of its own."""
+"""`splitserve doctor`: the lanes between the workers of a running cluster, and what to change."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,14 +16,11 @@ from launcher.cli.output import drawn, write, write_json
 from launcher.cluster.doctor import (
     HostVerdict,
     PairVerdict,
-    device_names,
-    device_verdicts,
     host_verdicts,
     is_slow,
     pair_verdicts,
 )
 from splitserve.host_facts import read_host_facts
-from splitserve.runtime.process import number_devices_like_nvidia_smi
 
 if TYPE_CHECKING:
     from splitserve.v1 import inference_pb2
@@ -46,17 +39,11 @@ def doctor(
     as_json: options.AsJson = False,
     api_key: options.ApiKey = None,
     tls: options.TlsClient = None,
-    device: Annotated[
-        bool, typer.Option("--device", help="Test this machine's CUDA devices, or its cpu, and no cluster.")
-    ] = False,
     machine: Annotated[
         bool, typer.Option("--machine", help="Look at this machine alone, its RDMA set-up included.")
     ] = False,
 ) -> None:
     """Explain the lanes between workers, and this machine's part in them. Exit code 1 when a pair is slow."""
-    if device:
-        _test_devices(as_json=as_json)
-        return
     from launcher.cluster.rdma_verdicts import rdma_verdicts
     from splitserve.gpus.rdma import read_rdma_facts
     from splitserve.gpus.worker_gpus import GPU_VARIABLE
@@ -74,18 +61,6 @@ def doctor(
     else:
         write(_report(pairs, facts))
     if is_slow(pairs):
-        raise typer.Exit(EXIT_SLOW)
-
-
-def _test_devices(*, as_json: bool) -> None:
-    """Writes the verdicts of every device's self-test. Exit code 1 when a check fails."""
-    tests = dict(self_test_of(device) for device in all_devices())
-    if as_json:
-        devices = {name: [asdict(verdict) for verdict in verdicts] for name, verdicts in tests.items()}
-        write_json({"devices": devices})
-    else:
-        write("\n".join(_table(name, verdicts) for name, verdicts in tests.items()))
-    if any(map(is_slow, tests.values())):
         raise typer.Exit(EXIT_SLOW)
 
 
@@ -119,49 +94,10 @@ def _table(heading: str, facts: Sequence[HostVerdict]) -> str:
 
     table = Table(box=None, pad_edge=False, show_header=False)
     for fact in facts:
-        shown = "failed" if fact.verdict == "slow" else fact.verdict
-        text = f"[{STYLES[fact.verdict]}]{shown}[/]: {escape(fact.text)}"
+        text = f"[{STYLES[fact.verdict]}]{fact.verdict}[/]: {escape(fact.text)}"
         table.add_row(fact.subject, _with_advice(text, fact.advice))
     return f"{heading}\n{drawn(table)}"
 
 
 def _with_advice(text: str, advice: str) -> str:
     return f"{text}\n-> {advice}" if advice else text
-
-
-TEST = (sys.executable, "-m", "engine.runner.self_test", "--json", "--device")
-LIMIT_S = 300.0
-"""Kernels are compiled at the first run."""
-
-
-def all_devices() -> list[str]:
-    """The devices of this machine to test, as `engine.device` names them."""
-    return device_names(read_host_facts().gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def self_test_of(
-    device: str, command: Sequence[str] | None = None, limit_s: float = LIMIT_S
-) -> tuple[str, list[HostVerdict]]:
-    """The device with its name, and the verdicts of its self-test, which may take `limit_s` seconds. A self-test that
-    ends without an answer gives a verdict, too."""
-    number_devices_like_nvidia_smi()
-    try:
-        ended = subprocess.run(
-            [*(command or TEST), device], capture_output=True, text=True, timeout=limit_s, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return device, [_unanswered(f"did not end in {limit_s:.0f} s")]
-    try:
-        answer: dict[str, Any] = json.loads(ended.stdout)
-    except ValueError:
-        lines = [line for line in ended.stderr.splitlines() if line.strip()]
-        why = lines[-1].removeprefix("error: ") if lines else "no output"
-        if ended.returncode < 0:
-            why = f"signal {-ended.returncode}; {why}"
-        return device, [_unanswered(f"ended with {why}" if ended.returncode < 0 else why)]
-    return f"{device} ({answer['name']})", device_verdicts(answer)
-
-
-def _unanswered(why: str) -> HostVerdict:
-    advice = "workers on this device will not start, or end; check its driver: nvidia-smi"
-    return HostVerdict("self-test", "slow", why, advice)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from engine.backends.cpu.linears import PackedLinear, pack_linears
-from engine.model.sibling_linears import LinearSlice
+from engine.backends.cpu.sibling_linears import LinearSlice
 from tests.support.engine.tiny_models import FAMILIES, make_tiny_model
 
 needs_packing = pytest.mark.skipif(

@@ -8,9 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from engine.kv_cache.memory import KvCacheMemory
-from engine.model.probe import AttentionKind
-from engine.runner.self_test.checks import (
+from dev.gpu_self_checks import (
     Capture,
     KvShape,
     MakeAttention,
@@ -19,6 +17,8 @@ from engine.runner.self_test.checks import (
     check_graphs,
     check_transfer,
 )
+from engine.kv_cache.memory import KvCacheMemory
+from engine.model.probe import AttentionKind
 from kv_transfer.transports import make_transport
 from splitserve.errors import UnavailableError
 from tests.support.engine.triton_interpreter import triton_interpreter

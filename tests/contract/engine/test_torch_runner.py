@@ -197,7 +197,7 @@ def test_settings_that_do_not_fit_the_model(folder: Path) -> None:
         dtype="float32", device="cpu", threads=1, kv_memory_bytes=2**16, block_size_tokens=1024
     )
     with pytest.raises(ConfigError, match="kv_memory_bytes"):
-        build_torch_runner(config, source, lambda _: None)
+        build_torch_runner(config, source)
 
 
 def test_damaged_folders_are_one_line(folder: Path, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_damaged_folders_are_one_line(folder: Path, tmp_path: Path) -> None:
 
     def refusal(kind: type[SplitserveError]) -> str:
         with pytest.raises(kind) as error:
-            build_torch_runner(config, checked_model(str(tmp_path)), lambda _: None)
+            build_torch_runner(config, checked_model(str(tmp_path)))
         assert "\n" not in error.value.message
         return error.value.reason
 
@@ -222,12 +222,3 @@ def test_damaged_folders_are_one_line(folder: Path, tmp_path: Path) -> None:
     weights.write_bytes((good / weights.name).read_bytes())
     (tmp_path / "config.json").write_text('{"model_type": "nothing-known"}')
     assert refusal(UnsupportedModelError) == "UNSUPPORTED_MODEL"
-
-
-def test_loading_reports_progress(folder: Path) -> None:
-    source = checked_model(str(make_tiny_model("llama", folder)))
-    seen: list[float] = []
-    build_torch_runner(EngineConfig(device="cpu", threads=1, num_blocks=4), source, seen.append)
-    assert seen == sorted(seen)
-    assert seen[-1] == 1.0
-    assert len(seen) > 5

@@ -43,7 +43,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         dtype = "float32"  # without the kernels, rounding in bfloat16 depends on the batch (docs/internals/engine.md)
     source = checked_model(str(make_tiny_model(family, tmp_path_factory.mktemp("tiny"))))
     values = {"dtype": dtype, "device": "cpu", "threads": 1, "block_size_tokens": 8, "num_blocks": 64}
-    runner = build_torch_runner(EngineConfig.model_validate(values), source, lambda _: None)
+    runner = build_torch_runner(EngineConfig.model_validate(values), source)
     yield runner
     runner.close()
     torch.set_num_threads(before)

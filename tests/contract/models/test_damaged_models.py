@@ -312,7 +312,7 @@ def test_the_sound_model_loads_in_every_form(sound: Path, tmp_path: Path) -> Non
     shouted = tmp_path / "TINY.GGUF"
     shutil.copy(sound / GGUF, shouted)
     for model in (sound, sound / GGUF, shouted):
-        runner = build_torch_runner(ENGINE, checked_model(str(model)), lambda _: None)
+        runner = build_torch_runner(ENGINE, checked_model(str(model)))
         assert runner.facts.context_tokens == CONTEXT
         assert runner.facts.eos_token_ids == {EOS}
         runner.close()
@@ -335,7 +335,7 @@ def test_whatever_a_setting_becomes_the_model_loads_or_is_refused(sound: Path, t
         settings(CONFIG, **{outer: {inner: odd} if inner else odd})(folder)
         began = time.monotonic()
         with suppress(SplitserveError):
-            build_torch_runner(ENGINE, checked_model(str(folder)), lambda _: None).close()
+            build_torch_runner(ENGINE, checked_model(str(folder))).close()
         assert time.monotonic() - began < MOST_S, (name, odd)
 
 

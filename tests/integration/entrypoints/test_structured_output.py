@@ -123,7 +123,7 @@ async def test_answers_of_random_schemas_satisfy_them(client: AsyncClient) -> No
 async def test_a_split_answer_is_that_of_one_engine(client: AsyncClient, smollm2: str) -> None:
     config = EngineConfig(dtype="float32", num_blocks=256, threads=1, prefix_cache=False)
     tokenizer = load_tokenizer(smollm2)
-    runner = build_torch_runner(config, checked_model(smollm2), lambda _fraction: None)
+    runner = build_torch_runner(config, checked_model(smollm2))
     core = EngineCore(runner, config, tokenizer)
     compiler = GrammarCompiler(tokenizer, runner.facts)
     grammar = await compiler.compiled(SampledProto(grammar=Grammar(json_schema=json.dumps(PERSON))))

@@ -85,7 +85,7 @@ async def test_a_decode_worker_that_fails_does_not_open_the_prefill_workers() ->
 
 async def test_a_broken_lane_takes_out_the_pair() -> None:
     # Two and three, so that workers that take turns meet in all pairs.
-    async with fake_cluster(prefill=2, decode=3, circuit_breaker=BREAKER, routing="round-robin") as cluster:
+    async with fake_cluster(prefill=2, decode=3, circuit_breaker=BREAKER) as cluster:
         bad, unreached = cluster.prefills[0], cluster.decodes[1]
         bad.broken_lanes.add(unreached.agent_id)
         await answered(cluster, 60)

@@ -95,13 +95,3 @@ async def test_a_burst_of_equal_prompts_goes_to_one_worker_and_not_for_another_t
         await settled(lambda: not any(load.sent_tokens for load in loads.values()))
         others = {await served(cluster, request([n] * 40), a) for n in range(6)}
         assert len(others) == 3
-
-
-async def test_round_robin_asks_nobody() -> None:
-    async with fake_cluster(prefill=2, routing="round-robin") as cluster:
-        for block_hash in hashes():
-            cluster.prefills[0].kv_events.stored(block_hash)
-        await settled(lambda: held(cluster, cluster.prefills[0]) == BLOCKS)
-        for _ in range(4):
-            await cluster.answer(request())
-        assert [len(worker.calls.entries) for worker in cluster.prefills] == [2, 2]

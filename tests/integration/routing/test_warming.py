@@ -78,9 +78,8 @@ async def test_a_worker_that_refuses_to_be_warmed_joins_all_the_same() -> None:
         assert len(new.calls.entries) == 1
 
 
-@pytest.mark.parametrize("off", [{"warm_prefixes": 0}, {"routing": "round-robin"}])
-async def test_nothing_is_sent_where_warming_is_off(off: dict[str, object]) -> None:
-    async with fake_cluster(**off) as cluster:
+async def test_nothing_is_sent_where_warming_is_off() -> None:
+    async with fake_cluster(warm_prefixes=0) as cluster:
         await heat(cluster)
         new = await cluster.add_prefill("late")
         await cluster.all_ready()

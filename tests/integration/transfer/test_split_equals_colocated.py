@@ -48,7 +48,7 @@ async def test_bfloat16_split_equals_colocated(smollm2: str, log_dir: Path) -> N
         prefix_cache=False,
     )
     tokenizer = load_tokenizer(smollm2)
-    runner = build_torch_runner(config, checked_model(smollm2), lambda _fraction: None)
+    runner = build_torch_runner(config, checked_model(smollm2))
     core = EngineCore(runner, config, tokenizer)
     prompts = [tokenizer.encode(sentences(60, seed=n))[:length] for n, length in enumerate(LENGTHS)]
     greedy = [_colocated(core, prompt, GREEDY, f"g{n}") for n, prompt in enumerate(prompts)]

@@ -58,7 +58,7 @@ async def run(folder: Path, name: str, port: int) -> None:
             await stack.enter_async_context(serving(FolderInference(folder), port))
             tell("coordinator.ready", port=port)
         else:
-            tell("worker.loading", fraction=0.4)
+            tell("worker.loading")
         if (folder / f"{name}.slow").exists():
             tell("registry.lost", error="its certificate is refused")
         else:

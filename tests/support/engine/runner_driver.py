@@ -28,7 +28,7 @@ def runner_of(folder: Path, family: str, dtype: str = "float32", **settings: int
     source = checked_model(str(make_tiny_model(family, folder)))
     given = {"device": "cpu", "threads": 1, "block_size_tokens": BLOCK, "num_blocks": NUM_BLOCKS} | settings
     config = EngineConfig.model_validate({"dtype": dtype, **given})
-    return build_torch_runner(config, source, lambda _: None)
+    return build_torch_runner(config, source)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

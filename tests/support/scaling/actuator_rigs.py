@@ -69,9 +69,6 @@ class Silent:
     def message(self, text: str) -> None:
         pass
 
-    def loading(self, name: str, fraction: float) -> None:
-        pass
-
     def ready(self, model: str) -> None:
         pass
 

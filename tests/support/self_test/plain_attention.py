@@ -8,13 +8,13 @@ from typing import Literal
 
 import torch
 
+from dev.gpu_self_checks import reference
 from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.cuda.staging import NOWHERE, PlacedStep, Staging, StepInputs, StepSize
 from engine.backends.cuda.step_graphs import MAX_CHUNKS, bucket_sizes
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.attention_interface import LayerState, NewTokens
 from engine.model.probe import AttentionKind
-from engine.runner.self_test.checks import reference
 
 KernelFault = Literal["none", "no window", "no soft cap", "next slot", "nan", "one key too many", "raises"]
 GraphFault = Literal[

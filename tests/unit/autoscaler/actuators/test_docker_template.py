@@ -10,7 +10,6 @@ from autoscaler.actuators.docker_template import (
     Container,
     further_networks,
     replica_body,
-    replica_name,
     worker_id,
 )
 
@@ -96,8 +95,6 @@ def test_without_networks_of_its_own(mode: str) -> None:
 
 
 def test_names() -> None:
-    assert replica_name("shop-prefill-1", "shop", "prefill", 2) == "shop-prefill-2"
-    assert replica_name("shop_prefill_1", "shop", "prefill", 2) == "shop_prefill_2"
     assert worker_id(inspected(), "prefill") == "prefill-38a48225a463"
 
 

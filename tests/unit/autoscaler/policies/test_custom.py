@@ -6,7 +6,6 @@ import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +64,8 @@ def test_a_function_of_a_file_beside_the_policy(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("__pycache__"))
 
 
-def test_an_entry_point_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = EntryPoint("by-queue", MODULE, custom.ENTRY_POINTS)
-    monkeypatch.setattr(custom, "entry_points", lambda group, name: [found] if name == "by-queue" else [])
-    assert decided("by-queue", snapshot(metrics={"queue_depth": 70.0})).prefill.desired == 7
-    with pytest.raises(ConfigError, match="no entry point of this name"):
+def test_a_name_alone_names_no_function() -> None:
+    with pytest.raises(ConfigError, match="write module:function"):
         decided("nobody")
 
 

@@ -192,9 +192,9 @@ HISTORY = PredictiveMemory(inner="trend", rates=(1.0, 2.0))
     [
         (SLO, SLO | {"target_ms": 200}, TrimMemory(), TrimMemory()),
         (PREDICTIVE, PREDICTIVE | {"target_ms": 200}, HISTORY, HISTORY),
-        (PREDICTIVE, PREDICTIVE | {"interval_s": 600}, HISTORY, PredictiveMemory(inner="trend")),
-        (PREDICTIVE, SLO, HISTORY, "trend"),
-        (SLO, PREDICTIVE, "trend", PredictiveMemory(inner="trend")),
+        (PREDICTIVE, PREDICTIVE | {"interval_s": 600}, HISTORY, None),
+        (PREDICTIVE, SLO, HISTORY, None),
+        (SLO, PREDICTIVE, TrimMemory(), None),
         (SLO, TARGET, TrimMemory(), None),
         (TARGET, SLO, None, None),
     ],

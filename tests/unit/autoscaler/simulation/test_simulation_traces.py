@@ -88,10 +88,10 @@ def test_mooncake_spreads_a_tick_until_the_next(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("", "line 1: expected the columns"),
-        ("a,b,c\n1,2,3", "line 1: expected the columns"),
+        ("", "line 1: no column 'TIMESTAMP', only none"),
+        ("a,b,c\n1,2,3", "line 1: no column 'TIMESTAMP', only a, b, c"),
         (HEADER, "line 1: no requests"),
-        (f"{HEADER}\n2023-11-16 18:15:46,374,44\nnever,1,2", "line 3: TIMESTAMP is not a time: 'never'"),
+        (f"{HEADER}\n2023-11-16 18:15:46,374,44\nnever,1,2", "line 3: TIMESTAMP must be a number or a time"),
         (f"{HEADER}\n2023-11-16 18:15:46,374", "line 2: expected 3 columns, found 2"),
         (
             f"{HEADER}\n2023-11-16 18:15:46,many,44",

@@ -16,8 +16,6 @@ from coordinator.routing import prefix_router
 from coordinator.routing.prefix_router import PrefixRouter
 from coordinator.routing.router import (
     Pair,
-    RoundRobinRouter,
-    Router,
     RoutingRequest,
     crowding,
     pair_cost,
@@ -83,11 +81,8 @@ def choose(*workers: Worker, **changed: Any) -> Pair | None:
     return choose_among(workers, request)
 
 
-def choose_among(
-    workers: Sequence[Worker], request: RoutingRequest, router: Router | None = None
-) -> Pair | None:
-    router = router or PrefixRouter()
-    return router.choose_pair(PoolSnapshot(tuple(workers)), WorkerLoads.of(workers), request, now=0.0)
+def choose_among(workers: Sequence[Worker], request: RoutingRequest) -> Pair | None:
+    return PrefixRouter().choose_pair(PoolSnapshot(tuple(workers)), WorkerLoads.of(workers), request, now=0.0)
 
 
 def chosen(*workers: Worker, **changed: Any) -> tuple[str, str | None]:
@@ -207,19 +202,9 @@ def test_prompts_that_wait_on_decode_workers_count_where_those_compute_them() ->
 
 
 def test_equals_take_turns() -> None:
-    for router in (PrefixRouter(), RoundRobinRouter()):
-        picks = [choose_among(TWO, dataclasses.replace(REQUEST, turn=n), router) for n in range(6)]
-        assert set(Counter(pair.prefill.worker_id for pair in picks if pair).values()) == {3}
-        assert set(Counter(pair.decode.worker_id for pair in picks if pair and pair.decode).values()) == {3}
-
-
-def test_round_robin_skips_unconnected_workers() -> None:
-    workers = prefill("p0", "d1"), prefill("p1"), decode("d0"), decode("d1")
-    for turn in range(4):
-        pair = choose_among(workers, dataclasses.replace(REQUEST, turn=turn), RoundRobinRouter())
-        assert pair is not None
-        assert pair.decode is not None
-        assert (pair.prefill.worker_id, pair.decode.worker_id) == ("p0", "d1")
+    picks = [choose_among(TWO, dataclasses.replace(REQUEST, turn=n)) for n in range(6)]
+    assert set(Counter(pair.prefill.worker_id for pair in picks if pair).values()) == {3}
+    assert set(Counter(pair.decode.worker_id for pair in picks if pair and pair.decode).values()) == {3}
 
 
 prefills_st = st.lists(

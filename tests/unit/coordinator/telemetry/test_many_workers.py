@@ -55,7 +55,7 @@ def report(worker: Worker, **fields: object) -> registry_pb2.ReportRequest:
 
 @pytest.fixture
 async def coordinator() -> Coordinator:
-    return Coordinator(CoordinatorConfig(), load_tokenizer, None, "coordinator-0")
+    return Coordinator(CoordinatorConfig(), load_tokenizer, "coordinator-0")
 
 
 def scraped(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> tuple[str, float]:

@@ -223,7 +223,7 @@ def test_a_resume_before_the_first_token_keeps_the_sum(clock: Clock) -> None:
     ]
     assert adds_up(record)
     assert keeper.why_kept(record) == ["resumed: d0: WORKER_LOST: d0 is gone"]
-    resume = next(one for one in decisions_of(record, "prefix") if one.stage == "resume")
+    resume = next(one for one in decisions_of(record) if one.stage == "resume")
     assert (resume.chosen, resume.attempt) == ("p0+d1", 2)
     assert resume.reason == "d0 failed (WORKER_LOST: d0 is gone); 0 tokens had been sent"
 
@@ -279,7 +279,7 @@ def test_a_local_prefill_is_the_decode_workers(clock: Clock) -> None:
     ]
     assert adds_up(record)
     assert {phase.worker for phase in phases_of(record)} == {"", "d0"}
-    assert [one.stage for one in decisions_of(record, "prefix")] == [
+    assert [one.stage for one in decisions_of(record)] == [
         "admission",
         "prefill",
         "decode",
@@ -298,7 +298,7 @@ def test_a_refusal_in_admission(clock: Clock) -> None:
     assert record.outcome == "rejected"
     assert spans(phases_of(record)) == [("tokenize", 0, 2), ("admission", 2, 12)]
     assert adds_up(record)
-    decision = decisions_of(record, "prefix")[0]
+    decision = decisions_of(record)[0]
     assert (decision.stage, decision.chosen) == ("admission", "refused")
     assert decision.reason == "QUEUE_FULL: 1024 requests are waiting"
     assert keeper.kept(["recent"], None) == []
@@ -313,7 +313,7 @@ def test_a_wait_in_admission_says_what_for(clock: Clock) -> None:
         running = keeper.find("r", "default")
     assert running is not None
     assert running.outcome == "running"
-    decision = decisions_of(running, "prefix")[0]
+    decision = decisions_of(running)[0]
     assert (decision.chosen, decision.reason) == (
         "queued",
         "300 ms because prefill had no capacity; TTFT forecast 420 ms",
@@ -352,7 +352,7 @@ def test_what_was_not_understood_is_kept_with_its_error(clock: Clock) -> None:
     record = keeper.find("bad", "default")
     assert record is not None
     assert spans(phases_of(record)) == [("tokenize", 0, 3)]
-    assert decisions_of(record, "prefix") == []
+    assert decisions_of(record) == []
     assert keeper.why_kept(record) == ["refused: INVALID_ARGUMENT: prompt"]
 
 
@@ -395,7 +395,7 @@ def test_what_each_other_candidate_would_have_cost(clock: Clock) -> None:
         events.attempt_ended()
     record = keeper.find("r", None)
     assert record is not None
-    prefill, decode = decisions_of(record, "prefix")[1:]
+    prefill, decode = decisions_of(record)[1:]
     assert prefill.reason == (
         "predicted 63.0 ms, 32 of 40 prompt tokens held; p1: +310.0 ms prefill, -40.0 ms decode"
     )
@@ -411,5 +411,5 @@ def test_a_worker_that_decodes_what_it_computes_hands_nothing_off() -> None:
         1, "w0", "w0", True, (), AttemptReport(""), 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 0, "", ""
     )
     record = RequestRecord("r", "t", "m", "completed", 0.0, 5.0, served_model="m", attempts=[attempt])
-    local = decisions_of(record, "prefix")[-1]
+    local = decisions_of(record)[-1]
     assert local.reason == "the worker that computes it keeps the answer, without a handoff"

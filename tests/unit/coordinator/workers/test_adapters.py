@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.models.model_routes import ModelRoutes
 from coordinator.request.inference_request import ANYONE, Caller
-from coordinator.routing.pair_selector import make_router
+from coordinator.routing.prefix_router import PrefixRouter
 from coordinator.routing.router import RoutingRequest
 from coordinator.workers.registry import Registry
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
@@ -109,10 +109,9 @@ def test_a_name_of_two_models_is_refused(model: str, adapters: dict[str, str]) -
     assert (caught.value.reason, caught.value.field) == ("MODEL_MISMATCH", "model.adapters")
 
 
-@pytest.mark.parametrize("routing", ["prefix", "round-robin"])
-def test_requests_go_to_pairs_that_have_the_adapter(routing: str) -> None:
+def test_requests_go_to_pairs_that_have_the_adapter() -> None:
     registry = registry_of({"d0": {}, "d1": RED, "p0": RED, "p1": BLUE})
-    router = make_router(routing)  # type: ignore[arg-type]
+    router = PrefixRouter()
 
     def pairs(model: str) -> set[tuple[str, str]]:
         found = set()

@@ -1,4 +1,4 @@
-"""Free memory under the limits of control groups, both versions, and KV that does not fit."""
+"""Free memory under the limits of control groups, and KV that does not fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def group(folder: Path, names: tuple[str, str, str], limit: object, used: int, c
 
 V2 = ("memory.max", "memory.current", "inactive_file")
 ACTIVE = ("memory.max", "memory.current", "active_file")
-V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def test_without_limits_it_is_what_the_machine_has(tmp_path: Path) -> None:
@@ -49,8 +48,8 @@ def test_the_narrowest_limit_above_counts_and_page_cache_is_free(tmp_path: Path)
 
 
 def test_a_container_sees_its_own_group_at_the_top(tmp_path: Path) -> None:
-    proc = machine(tmp_path / "proc", "9:cpu:/docker/x\n4:memory:/docker/x\n0::/docker/x\n")
-    group(tmp_path / "cgroup/memory", V1, 2 * GIB, 3 * GIB, 0)
+    proc = machine(tmp_path / "proc", "9:cpu:/docker/x\n0::/docker/x\n")
+    group(tmp_path / "cgroup", V2, 2 * GIB, 3 * GIB, 0)
     assert free_memory(proc, tmp_path / "cgroup") == 0
 
 

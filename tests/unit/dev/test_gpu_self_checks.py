@@ -12,12 +12,7 @@ import torch
 
 from bench.faults.plan import FaultPlan, Trigger
 from bench.faults.transport import FaultyTransport
-from engine.core.model_runner import SampledToken
-from engine.kv_cache.memory import KvCacheMemory
-from engine.model.probe import AttentionKind
-from engine.runner.device_sampling import sample_rows
-from engine.runner.sampling_row import SamplingRow
-from engine.runner.self_test.checks import (
+from dev.gpu_self_checks import (
     KvShape,
     WrongResultError,
     check_attention,
@@ -25,6 +20,11 @@ from engine.runner.self_test.checks import (
     check_sampling,
     check_transfer,
 )
+from engine.core.model_runner import SampledToken
+from engine.kv_cache.memory import KvCacheMemory
+from engine.model.probe import AttentionKind
+from engine.runner.device_sampling import sample_rows
+from engine.runner.sampling_row import SamplingRow
 from kv_transfer.transports.transport import Transport
 from splitserve.errors import SplitserveError, TransferError
 from tests.support.self_test.plain_attention import GraphFault, KernelFault, PlainAttention, PlainGraphs
