@@ -41,6 +41,7 @@ class Layout:
     cores: tuple[Sequence[int], Sequence[int]]
     kv_gib: int = 1
     context_tokens: int = 4096
+    dtype: str = "bfloat16"
     eager: bool = False
     whole_server: bool = False
     push: bool = False
@@ -136,7 +137,7 @@ def serve_command(layout: Layout, role: str | None, port: int) -> Sequence[str]:
         *(str(layout.environment / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", layout.model),
         *("--host", HOST, "--port", str(port)),
-        *("--dtype", "bfloat16", "--max-model-len", str(layout.context_tokens)),
+        *("--dtype", layout.dtype, "--max-model-len", str(layout.context_tokens)),
         *(["--kv-transfer-config", json.dumps(transfer)] if role else []),
         *(["--enforce-eager"] if layout.eager else []),
         *(["--gpu-memory-utilization", str(layout.gpu_share)] if layout.gpu_share is not None else []),

@@ -2,7 +2,7 @@
 
 Run it with the Python of vLLM's environment (`make setup-vllm`). The two systems run at once and take turns with the
 same prompts; while one has its turn all processes of the other are stopped (SIGSTOP). A ratio is splitserve's by
-vLLM's, the median of those of neighbours in time; all else are medians over the repeats. Both compute in bfloat16,
+vLLM's, the median of those of neighbours in time; all else are medians over the repeats. Both compute in `--dtype`,
 without compilation. All times are taken at the client.
 
 * decode: splitserve's pair, one prefill and one decode worker, the decode worker with all its processes on one core,
@@ -73,6 +73,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=positive_whole, default=REPEATS, help="of decode and cpu")
     parser.add_argument("--handoff-repeats", type=positive_whole, default=HANDOFF_REPEATS)
     parser.add_argument("--tokens", type=positive_whole, default=OUTPUT_TOKENS, help="of an answer of decode")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16"
+    )
     parser.add_argument("--seed", type=whole_number, default=1)
     parser.add_argument(
         "--environment", type=Path, default=Path(sys.prefix), help="vLLM's; default: this Python's"
@@ -111,6 +114,7 @@ def _layout(options: argparse.Namespace, model: str, log_dir: Path) -> Layout:
         context_tokens=max(4096, max(options.lengths) + LONGEST_TOKENS),
         eager=not options.gpu,
         whole_server=options.vllm_whole_server,
+        dtype=options.dtype,
         max_streams=max(options.streams),
         gpu_share=GPU_SHARE if options.gpu else None,
     )

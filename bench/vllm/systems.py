@@ -60,7 +60,7 @@ def own_settings(layout: Layout) -> dict[str, Any]:
     """The cluster's file: one prefill and one decode worker, on one GPU or each on a core of its own where there are
     two."""
     on_gpu = {} if layout.gpu_share is None else {"device_memory_share": 2 * layout.gpu_share}
-    engine = {"kind": "vllm", "dtype": "bfloat16", "context_tokens": layout.context_tokens, **on_gpu}
+    engine = {"kind": "vllm", "dtype": layout.dtype, "context_tokens": layout.context_tokens, **on_gpu}
     return {
         "model": layout.model,
         "prefill": 1,
