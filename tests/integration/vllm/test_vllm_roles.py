@@ -12,6 +12,7 @@ from splitserve.client import AsyncClient
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.streams import until, worker
 from tests.support.engine.reference import Reference
 from tests.support.waiting import PATIENCE_S
 
@@ -80,4 +81,30 @@ async def test_a_prompt_is_computed_where_it_is_decoded(
                 assert (answer.served_by.prefill_worker, answer.timings.transfer_bytes) == ("", 0)
                 assert list(answer.token_ids) == expected
                 cached_tokens = answer.usage.cached_prompt_tokens
+        await cluster.assert_no_leaks()
+
+
+@pytest.mark.slow
+async def test_a_new_worker_computes_hot_prefixes_before_it_joins(
+    smollm2: str, tmp_path_factory: pytest.TempPathFactory, text_tokens: list[int]
+) -> None:
+    hot = text_tokens[: 3 * BLOCK]
+    options = ["--dtype", "float32", "--context-tokens", str(CONTEXT), "--num-blocks", str(BLOCKS)]
+    log_dir = tmp_path_factory.mktemp("logs")
+    cluster = Cluster(log_dir, model=smollm2, engine="vllm", worker_options=[*options, "--heartbeat", "0.1"])
+    async with running(cluster), AsyncClient(cluster.target, timeout_s=300) as client:
+        for last in (1, 2):
+            await client.generate([*hot, last], **GREEDY)
+        cluster.add_worker("prefill", "prefill-1")
+        await cluster.wait_ready(prefill=2)
+        warmed = cluster.members["coordinator"].wait_event("worker.warmed")
+        assert (warmed["worker_id"], warmed["tokens"]) == ("prefill-1", 3 * BLOCK)
+        cluster.members["prefill-0"].terminate()
+        await until(cluster, lambda info: not worker(info, "prefill-0").worker_id, "the first one is gone")
+        answer = await client.generate([*hot, 3], **GREEDY)
+        assert (answer.served_by.prefill_worker, answer.usage.cached_prompt_tokens) == (
+            "prefill-1",
+            3 * BLOCK,
+        )
+        assert list(answer.token_ids) == Reference(smollm2).greedy([*hot, 3], MAX_TOKENS)
         await cluster.assert_no_leaks()
