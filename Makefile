@@ -53,7 +53,7 @@ test: setup model libraries ## The tests that need neither Docker nor a GPU, wit
 	$(PYTEST) $(ALONE) -m 'alone and not docker and not vllm and not slow'
 
 test-all: setup model libraries ## All tests that need neither Docker nor a GPU, with searches for new examples
-	$(SEARCHING) $(PYTEST) $(SIDE_BY_SIDE) -m 'not docker and not vllm and not short and not alone'
+	$(SEARCHING) $(PYTEST) $(SIDE_BY_SIDE) -m 'not docker and not vllm and not alone'
 	$(SEARCHING) $(PYTEST) $(ALONE) -m 'alone and not docker and not vllm'
 
 test-vllm: setup-vllm model ## The tests of `--engine vllm`, without the long ones; VLLM_VERSION: with another one

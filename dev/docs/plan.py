@@ -178,6 +178,7 @@ SHORT: Mapping[str, str] = {
     ),
     "python -m bench.handoff": "python -m bench.handoff --repeats 1 --lengths 16 --json",
     "python -m dev.gpu_check": "python -m dev.gpu_check || test $? -eq 2",
+    "python -m dev.gpu_vllm": "python -m dev.gpu_vllm || test $? -eq 2",
     "python -m bench.routing": "python -m bench.routing --workers 10 --blocks 10000 --decisions 100",
     "python -m bench.routing.trace": (
         "python -m bench.routing.trace --trace mooncake_conversation.jsonl --requests 20 --json > bars.json"
@@ -245,6 +246,7 @@ FOREIGN_FLAGS = frozenset(
         "--build-arg",
         "--gpu-memory-utilization",
         "--max-loras",
+        "--speculative-config",
         "--max-lora-rank",
         "--max-cpu-loras",
         "--cap-add",

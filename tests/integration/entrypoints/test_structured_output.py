@@ -32,6 +32,7 @@ from tests.support.cluster.streams import Reading, until, worker
 
 PROMPT = "An example of such a record in JSON:\n"
 AT_ONCE = 48
+CROWD = 12
 SCHEMAS = int(os.environ.get("SPLITSERVE_TEST_SCHEMAS", "40"))
 """How many are tried: answers of real weights are most of what it takes."""
 OPTIONS = ["--dtype", "float32", "--num-blocks", "1600", "--heartbeat", "0.1"]
@@ -145,10 +146,8 @@ async def test_a_split_answer_is_that_of_one_engine(client: AsyncClient, smollm2
     runner.close()
 
 
-@pytest.mark.parametrize(
-    "crowd", [pytest.param(4, marks=pytest.mark.short), pytest.param(12, marks=pytest.mark.slow)]
-)
-async def test_a_mixed_crowd(client: AsyncClient, crowd: int) -> None:
+@pytest.mark.slow
+async def test_a_mixed_crowd(client: AsyncClient) -> None:
     chat = [ChatMessage("user", "Name a colour and a number.")]
     kinds: list[dict[str, Any]] = [
         {},
@@ -157,7 +156,7 @@ async def test_a_mixed_crowd(client: AsyncClient, crowd: int) -> None:
         {"lark": CALCULATION, "temperature": 1.0, "logprobs": 2},
     ]
     common = {"temperature": 0.0, "max_tokens": 40}
-    asks = [{**common, **kinds[n % 4], "seed": n} for n in range(crowd)]
+    asks = [{**common, **kinds[n % 4], "seed": n} for n in range(CROWD)]
     alone = [await client.generate(chat, **ask) for ask in asks[:4]]
     answers = await asyncio.gather(*(client.generate(chat, **ask) for ask in asks))
     assert [answer.token_ids for answer in answers[:4]] == [answer.token_ids for answer in alone]

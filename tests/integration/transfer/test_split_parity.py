@@ -57,7 +57,6 @@ async def _complete(client: AsyncClient, prompt: list[int]) -> Completion:
 @pytest.mark.parametrize(
     "lengths",
     [
-        pytest.param(BORDERS[::4], id="some", marks=pytest.mark.short),
         pytest.param(BORDERS, id="borders", marks=pytest.mark.slow),
         pytest.param(MORE, id="more", marks=pytest.mark.slow),
     ],
