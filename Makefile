@@ -48,9 +48,8 @@ demo: setup model ## One prefill and one decode worker, one streamed answer, cle
 libraries: setup
 	$(BIN)/python -m dev.system.debian libibverbs1
 
-test: setup model libraries ## The tests that need neither Docker nor a GPU, without the long ones
+test: setup model libraries ## The tests that need neither Docker nor a GPU nor a quiet machine, without the long ones
 	$(PYTEST) $(SIDE_BY_SIDE) -m 'not docker and not vllm and not slow and not alone'
-	$(PYTEST) $(ALONE) -m 'alone and not docker and not vllm and not slow'
 
 test-all: setup model libraries ## All tests that need neither Docker nor a GPU, with searches for new examples
 	$(SEARCHING) $(PYTEST) $(SIDE_BY_SIDE) -m 'not docker and not vllm and not alone'
