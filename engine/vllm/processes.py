@@ -6,7 +6,6 @@ worker. Commands and events pass through this socket; KV goes from rank to rank.
 
 from __future__ import annotations
 
-import os
 import queue
 import shutil
 import socket
@@ -76,6 +75,7 @@ class VllmProcesses:
             index = hello.rank.index if hello.WhichOneof("part") == "rank" else -1
             self._links[index], ranks[index] = link, hello.rank
         self.ranks = tuple(ranks[index] for index in range(self._size))
+        self._unlink_shared_memory()
 
     def listen(self, wake: Callable[[], None]) -> None:
         """Starts threads that fill `events`, and call `wake` after each event. Call it once, after `join`."""
@@ -107,10 +107,13 @@ class VllmProcesses:
 
     def _remove_files(self) -> None:
         self._socket.close()
-        # On CPU, vLLM names the ranks' shared memory after the file at which they meet, and a killed rank leaves it
-        # behind. Without a name it is freed with the last process that maps it.
-        for meeting_file in self.folder.glob("vllm_dist_*"):
-            for memory in SHARED_MEMORY.glob(f"{meeting_file.name}*"):
-                os.unlink(memory)
+        self._unlink_shared_memory()
         shutil.rmtree(self.folder, ignore_errors=True)
         keep_at_end(self._remove_files)
+
+    def _unlink_shared_memory(self) -> None:
+        """Removes the names of the ranks' shared memory, which killed ranks leave behind. Without a name the memory is
+        freed with the last process that maps it. On CPU, vLLM names it after the file at which the ranks meet."""
+        for meeting_file in self.folder.glob("vllm_dist_*"):
+            for memory in SHARED_MEMORY.glob(f"{meeting_file.name}*"):
+                memory.unlink()

@@ -16,7 +16,7 @@ from tests.support.engine.tiny_models import VLLM_FAMILIES, make_tiny_model
 LENGTHS = (1, 31, 32, 33, 63, 64, 65, 97, 130, 200)
 """At the borders of blocks, windows and chunks."""
 MAX_TOKENS = 12
-IN_SHORT = {"vllm_gemma3", "vllm_gpt_oss"}
+IN_SHORT = {"vllm_gpt_oss"}
 OPTIONS = ["--dtype", "float32", "--context-tokens", "512", "--max-step-tokens", "64", "--threads", "1"]
 OPTIONS += ["--kv-memory-bytes", "100000000"]
 

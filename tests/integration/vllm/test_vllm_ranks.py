@@ -113,6 +113,7 @@ async def test_greedy_tokens_equal_transformers(
     await cluster.assert_no_leaks()
 
 
+@pytest.mark.slow
 async def test_prompts_are_computed_in_two_stages(
     cluster: Cluster, text_tokens: list[int], reference: Reference
 ) -> None:
