@@ -37,6 +37,7 @@ class CleanClone:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._servers = 0
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
         self._make_environment(folder / ".venv")
         self._http_port = _free_ports(1)
@@ -80,7 +81,9 @@ class CleanClone:
     @contextmanager
     def serving(self, command: str) -> Iterator[None]:
         """Starts a server and waits until it is ready; ends it after use. Raises CheckError when any of it fails."""
-        path = self.folder / "server.log"
+        # A file of its own: others that run would write over what this one says.
+        self._servers += 1
+        path = self.folder / f"server-{self._servers}.log"
         with path.open("w") as log:
             process = self._start(f"exec {command}", log.fileno())
         try:
