@@ -13,10 +13,9 @@ vLLM ends its engine when a method of the connector raises, and when a request i
 from __future__ import annotations
 
 import base64
-import ctypes
 import logging
+import multiprocessing
 import os
-import signal
 import threading
 import time
 from binascii import Error as NoBase64
@@ -47,6 +46,7 @@ from vllm.v1.request import RequestStatus
 
 from engine.vllm.first_token import first_tokens
 from engine.vllm.links import VllmEndedError, VllmLink
+from splitserve.runtime.child_launch import end_with_parent
 from splitserve.v1 import vllm_pb2 as pb
 
 SOCKET_FIELD = "splitserve_socket"
@@ -66,8 +66,6 @@ SILENT_WRITE = b"-"
 YIELD_S = 0.0001
 OFFSET_STEP = 4
 """By how much vLLM lowers a generator's offset to take a draw back."""
-_SET_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of prctl(2)."""
 _COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 logger = logging.getLogger(__name__)
@@ -78,7 +76,11 @@ class SplitserveConnector(NixlPushConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
-        _die_with_parent()
+        # A dead worker writes no KV. vLLM starts its processes by multiprocessing.
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        assert parent.pid is not None
+        end_with_parent(parent.pid)
         if current_platform.is_cpu():
             # vLLM's processes wait for each other in a loop of yields, which takes cores from those that compute.
             shm_broadcast.sched_yield = partial(time.sleep, YIELD_S)
@@ -397,10 +399,3 @@ def _axis_order(vllm_config: Any, backend: str) -> str:
 def _socket_of(vllm_config: Any) -> str:
     path: str = vllm_config.kv_transfer_config.kv_connector_extra_config[SOCKET_FIELD]
     return path
-
-
-def _die_with_parent() -> None:
-    """Makes the kernel end this process together with its parent, so that a dead worker writes no KV."""
-    ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() == 1:
-        os._exit(1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -242,3 +244,21 @@ def test_what_never_fits_is_refused(rig: VllmRig, text_tokens: list[int]) -> Non
     for name in ("twice", *(f"more {number}" for number in range(5))):
         assert core.abort(name)
     rig.assert_empty()
+
+
+@pytest.mark.slow
+def test_vllm_starts_where_its_worker_is_process_1(smollm2: str) -> None:
+    """As in a container: vLLM's processes end with their parent, and one that is lost is replaced by process 1."""
+    code = (
+        "import os, sys\n"
+        "from splitserve.config.engine import EngineConfig\n"
+        "from tests.support.engine.vllm_rig import VllmRig\n"
+        "if __name__ == '__main__':\n"
+        "    assert os.getpid() == 1\n"
+        "    engine = EngineConfig(kind='vllm', context_tokens=64, num_blocks=4, threads=1)\n"
+        "    VllmRig.of(sys.argv[1], engine).close()\n"
+    )
+    namespace = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    command = [*namespace, sys.executable, "-c", code, smollm2]
+    started = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert started.returncode == 0, started.stderr[-2000:]
