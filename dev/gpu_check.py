@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -232,13 +232,14 @@ def _commit() -> str:
         return "unknown"
 
 
-def _packages() -> list[PackageState]:
+def _packages(needed: Iterable[str]) -> list[PackageState]:
+    """The state of splitserve's dependencies and of what the parts need."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     versions: dict[str, str] = {}
     # In the order of the path: the first one of a name is what is imported.
     for distribution in metadata.distributions():
         versions.setdefault(normalized(distribution.metadata["Name"]), distribution.version)
-    wanted = {normalized(name) for name in (*TESTS, "rich", "nixl-cu13")}
+    wanted = set(map(normalized, needed))
     of_tests = [line for line in project["optional-dependencies"]["dev"] if _is_one_of(line, wanted)]
     return package_states([*project["dependencies"], *of_tests], versions, wanted)
 
@@ -253,7 +254,7 @@ def check(
 ) -> bool:
     """Runs the parts, prints a line for each, writes `report.md` and `report.json`; whether all passed."""
     folder.mkdir(parents=True, exist_ok=True)
-    packages = _packages()
+    packages = _packages(name for part in run for name in part.needs)
     for package in packages:
         if package.remark:
             print(f"{package.name}: {package.remark} ({package.wanted or 'any version'})", flush=True)
@@ -272,17 +273,29 @@ def check(
     return all_passed(results)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs all parts on the first CUDA device and writes the report. Returns the exit code of the process."""
-    parser = argparse.ArgumentParser(prog="python -m dev.gpu_check", description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help=f"default: {OUT}")
+def run_script(
+    name: str,
+    description: str,
+    out: Path,
+    parts_on: Callable[[Mapping[str, Any]], Sequence[CheckPart]],
+    arguments: Sequence[str] | None,
+) -> int:
+    """Runs the parts of the script `dev.NAME` on the first CUDA device and writes the report, by default to `out`.
+    Returns the exit code of the process."""
+    parser = argparse.ArgumentParser(prog=f"python -m dev.{name}", description=description.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help=f"default: {out}")
     folder = parser.parse_args(arguments).out.resolve()
     device = find_device()
     if "why" in device:
-        print(f"gpu_check: no CUDA device: {device['why']}", file=sys.stderr)
+        print(f"{name}: no CUDA device: {device['why']}", file=sys.stderr)
         return EXIT_NO_DEVICE
     device["driver"] = _driver()
-    return 0 if check(device, parts(device), folder) else EXIT_FAILED
+    return 0 if check(device, parts_on(device), folder) else EXIT_FAILED
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Checks the first CUDA device. Returns the exit code of the process."""
+    return run_script("gpu_check", __doc__, OUT, parts, arguments)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,12 @@ Exit code 0: all parts passed; 1: not all; 2: no CUDA device. `report.md` in FOL
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dev.gpu_check import EXIT_FAILED, EXIT_NO_DEVICE, PYTHON, CheckPart, check, find_device, json_in
+from dev.gpu_check import PYTHON, CheckPart, json_in, run_script
 from dev.gpu_report import Outcome, read_tests
 
 OUT = Path("build/gpu-vllm")
@@ -78,15 +77,8 @@ def read_bench(output: str) -> tuple[Outcome, str, dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs all parts on the first CUDA device and writes the report. Returns the exit code of the process."""
-    parser = argparse.ArgumentParser(prog="python -m dev.gpu_vllm", description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help=f"default: {OUT}")
-    folder = parser.parse_args(arguments).out.resolve()
-    device = find_device()
-    if "why" in device:
-        print(f"gpu_vllm: no CUDA device: {device['why']}", file=sys.stderr)
-        return EXIT_NO_DEVICE
-    return 0 if check(device, parts(), folder) else EXIT_FAILED
+    """Checks the first CUDA device. Returns the exit code of the process."""
+    return run_script("gpu_vllm", __doc__, OUT, lambda device: parts(), arguments)
 
 
 if __name__ == "__main__":

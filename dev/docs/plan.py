@@ -244,7 +244,6 @@ FOREIGN_FLAGS = frozenset(
         "--endpoint",
         "--endpoint-type",
         "--build-arg",
-        "--gpu-memory-utilization",
         "--max-loras",
         "--speculative-config",
         "--max-lora-rank",

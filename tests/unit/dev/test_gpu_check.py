@@ -49,7 +49,7 @@ def test_a_failing_part_does_not_stop_the_rest(tmp_path: Path, capsys: pytest.Ca
     ]
     packages = [PackageState("no-such-package", ">=1", None), PackageState("torch", ">=2.11", "2.11.0")]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(gpu_check, "_packages", lambda: packages)
+        patched.setattr(gpu_check, "_packages", lambda needed: packages)
         assert not check(DEVICE, asked, tmp_path)
     printed = capsys.readouterr().out
     assert "no-such-package: missing (>=1)" in printed
@@ -87,7 +87,7 @@ def test_a_part_that_hangs_ends_with_all_that_it_started(tmp_path: Path) -> None
 def test_the_last_parts_get_what_is_left_of_the_total(tmp_path: Path) -> None:
     never = stand_in("late", "print('good')")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(gpu_check, "_packages", list)
+        patched.setattr(gpu_check, "_packages", lambda needed: [])
         assert not check(DEVICE, [never], tmp_path, total_s=0.0)
     (part,) = json.loads((tmp_path / "report.json").read_text())["parts"]
     assert (part["outcome"], part["summary"]) == ("not run", "no time was left")
@@ -125,7 +125,7 @@ def test_of_two_installations_the_first_on_the_path_counts(
         (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
     for folder in ("second", "first"):
         monkeypatch.syspath_prepend(tmp_path / folder)
-    (torch,) = [package for package in gpu_check._packages() if package.name == "torch"]
+    (torch,) = [package for package in gpu_check._packages(["torch"]) if package.name == "torch"]
     assert torch.installed == "2.11.0+cu130"
 
 
@@ -163,7 +163,9 @@ def test_packages_that_are_missing_or_old() -> None:
         ("torch", ">=2.11,<3", ""),
         ("triton", "", "missing"),
     ]
-    assert not [state for state in gpu_check._packages() if state.remark], "this environment has all"
+    assert not [state for state in gpu_check._packages(gpu_check.TESTS) if state.remark], (
+        "this environment has all"
+    )
 
 
 def test_all_parts_together_take_less_than_ten_minutes() -> None:

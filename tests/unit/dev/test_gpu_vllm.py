@@ -39,5 +39,5 @@ def test_what_the_parts_print_is_read() -> None:
 
 
 def test_without_a_device_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("dev.gpu_vllm.find_device", lambda: {"why": "none here"})
+    monkeypatch.setattr("dev.gpu_check.find_device", lambda: {"why": "none here"})
     assert main(["--out", str(tmp_path)]) == 2
