@@ -89,7 +89,7 @@ def _key(name: str) -> str:
 
 
 _SETTINGS = {_key(name): setting for name, setting in BY_SETTING.items()}
-_SETTINGS["gpu_memory_utilization"] = _SETTINGS["kv_cache_memory_bytes"]
+_SETTINGS["gpu_memory_utilization"] = "engine.device_memory_share"
 """The setting that stands for a name in vLLM's error messages."""
 
 
