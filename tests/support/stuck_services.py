@@ -33,7 +33,9 @@ _never = threading.Event()
 
 
 def _say(event: str, **fields: Any) -> None:
-    print(json.dumps({"event": event, **fields}), flush=True)
+    # One write: `print` writes the end of a line by itself, and other threads log in between.
+    sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
+    sys.stdout.flush()
 
 
 def _start_child() -> None:
