@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
@@ -61,5 +63,7 @@ class VllmLink:
             raise VllmEndedError(f"{self._peer} has ended") from error
 
     def close(self) -> None:
-        """Closes the connection. Idempotent."""
-        self._connection.close()
+        """Ends the connection; a thread that reads from it gets VllmEndedError. Idempotent."""
+        # Not closed: a thread may be about to read from its descriptor, which the next file that is opened would get.
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)

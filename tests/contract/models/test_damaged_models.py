@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -251,12 +251,18 @@ def told() -> Iterator[tuple[str, str, Damage]]:
     yield "template nested", "chat_template.jinja", write("chat_template.jinja", "{{" + "(" * DEEP)
 
 
+def cpu_s() -> float:
+    """CPU time of this process and of its ended children, which a busy machine hardly changes."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
 def refusal(model: Path) -> str:
     """The error of a worker that is to serve the model, which comes in time and in one line."""
-    began = time.monotonic()
+    began_s = cpu_s()
     with pytest.raises(SplitserveError) as caught:
         build_engine(WorkerConfig(worker_id="w", model=str(model), engine=ENGINE), lambda _call: None)
-    assert time.monotonic() - began < MOST_S
+    assert cpu_s() - began_s < MOST_S
     assert isinstance(caught.value, ConfigError | UnsupportedModelError | NotFoundError)
     assert "\n" not in caught.value.message
     return caught.value.message
@@ -333,10 +339,10 @@ def test_whatever_a_setting_becomes_the_model_loads_or_is_refused(sound: Path, t
         outer, _, inner = name.partition(".")
         shutil.copy(sound / CONFIG, folder)
         settings(CONFIG, **{outer: {inner: odd} if inner else odd})(folder)
-        began = time.monotonic()
+        began_s = cpu_s()
         with suppress(SplitserveError):
             build_torch_runner(ENGINE, checked_model(str(folder))).close()
-        assert time.monotonic() - began < MOST_S, (name, odd)
+        assert cpu_s() - began_s < MOST_S, (name, odd)
 
 
 @pytest.mark.timeout(LEAST_TIMEOUT_S)

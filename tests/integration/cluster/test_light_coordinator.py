@@ -105,7 +105,7 @@ def prose(characters: int) -> str:
     pick = random.Random(characters)
     words = (
         "".join(pick.choices(string.ascii_letters + "éü漢字🐱", k=pick.randint(1, 9)))
-        for _ in range(characters)
+        for _ in range(characters // 2)
     )
     return " ".join(words)[:characters]
 
