@@ -54,25 +54,15 @@ def check(report: dict[str, Any], systems: tuple[str, ...], requests: int) -> No
     assert {one["against"] for one in report["differences"]} >= set(systems[1:])
 
 
-@pytest.mark.timeout(LEAST_TIMEOUT_S)
-def test_one_json_object_and_no_run_twice(tmp_path: Path) -> None:
-    quick = ("--quick", "--model", "simulated", "--requests", "5", "--runs", str(tmp_path / "runs.jsonl"))
-    systems = ("default", "split", "colocated")
+@pytest.mark.timeout(3 * PATIENCE_S)
+def test_one_json_object_with_real_weights_and_no_run_twice(tmp_path: Path) -> None:
+    quick = ("--quick", "--requests", "5", "--runs", str(tmp_path / "runs.jsonl"))
+    systems = ("default", "split")
     report = result_of(*quick, "--systems", *systems, systems=len(systems))
     check(report, systems, 5)
-    assert [row["complete"] for row in report["rows"]] == [5, 5, 5]
-    assert "best fixed" in {one["against"] for one in report["differences"]}
-    began_s = time.monotonic()
     again = result_of(*quick, "--systems", *systems, systems=len(systems))
     assert again["rows"] == report["rows"]
-    assert time.monotonic() - began_s < PATIENCE_S
-    assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2 * PATIENCE_S)
-def test_quick_form_with_real_weights() -> None:
-    check(result_of("--quick", "--requests", "5", "--systems", "default", systems=1), ("default",), 5)
+    assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 2
 
 
 @contextmanager
