@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Never
+from typing import Any, NamedTuple, Never
 
 import grpc
 from starlette.types import Message, Receive, Scope, Send
@@ -105,9 +105,23 @@ class ErrorResponse:
     """An error as an HTTP response."""
 
     status: int
-    body: bytes
-    """`{"error": {...}}`"""
+    shown: Mapping[str, Any]
+    """OpenAI's error object."""
     headers: Headers
+
+    @property
+    def body(self) -> bytes:
+        """The body in OpenAI's form, `{"error": {...}}`."""
+        return json_bytes({"error": self.shown})
+
+
+ErrorBody = Callable[[ErrorResponse], bytes]
+"""The body in an API's own form."""
+
+
+def json_bytes(value: Any) -> bytes:
+    """A short value as JSON."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def error_response(error: Exception, names: FieldNames = NO_NAMES) -> ErrorResponse:
@@ -121,20 +135,19 @@ def error_response(error: Exception, names: FieldNames = NO_NAMES) -> ErrorRespo
         log_exception("http.internal_error", error, incident=incident)
         shown = SplitserveError(f"internal error, incident {incident}")
     if isinstance(shown, HttpError):
-        return ErrorResponse(shown.status, _body(shown.status, shown, names), shown.headers)
+        return ErrorResponse(shown.status, _shown(shown.status, shown, names), shown.headers)
     status = STATUS.get(shown.code, 500)
     headers = [CHALLENGE] if status == 401 else _retry_headers(status, shown)
-    return ErrorResponse(status, _body(status, shown, names), headers)
+    return ErrorResponse(status, _shown(status, shown, names), headers)
 
 
-def _body(status: int, error: SplitserveError, names: FieldNames) -> bytes:
-    shown: dict[str, Any] = {
+def _shown(status: int, error: SplitserveError, names: FieldNames) -> dict[str, Any]:
+    return {
         "message": names.reworded(error),
         "type": TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
         "param": names.http_name(error.field) if error.field is not None else None,
         "code": CODES.get(error.reason, error.reason.lower()),
     }
-    return json.dumps({"error": shown}, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def _retry_headers(status: int, error: SplitserveError) -> Headers:
@@ -177,9 +190,13 @@ class HttpExchange:
     def __init__(
         self, authenticator: Authenticator, limits: InputLimits, scope: Scope, receive: Receive, send: Send
     ) -> None:
+        self.method: str = scope.get("method", "")
         self.path_params: dict[str, str] = scope.get("path_params", {})
         self.field_names: FieldNames = NO_NAMES
         """Field names for errors. Set when the request has been parsed."""
+        self.error_body: ErrorBody = lambda response: response.body
+        self.error_event: ErrorBody = lambda response: b"data: %s\n\n" % response.body
+        """Renders the error that ends a stream."""
         self.response_headers: Headers = []
         """Sent with any response."""
         self.started = False
@@ -318,10 +335,10 @@ class HttpExchange:
         try:
             async with asyncio.timeout(ERROR_WRITE_S):
                 if self.started:
-                    await self.end_events(b"data: %s\n\n" % response.body)
+                    await self.end_events(self.error_event(response))
                 else:
                     self.response_headers.extend(response.headers)
-                    await self.respond(response.status, response.body)
+                    await self.respond(response.status, self.error_body(response))
         except TimeoutError:
             if self._abort is not None:
                 self._abort()
@@ -369,6 +386,16 @@ class HttpExchange:
 Serve = Callable[[HttpExchange], Awaitable[None]]
 
 
+class ApiPath(NamedTuple):
+    """A path of an API, with the methods that it takes."""
+
+    methods: tuple[str, ...]
+    path: str
+    serve: Serve
+    error_body: ErrorBody | None = None
+    """None: OpenAI's form."""
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """The ASGI application of a path: passes requests to `serve` and turns its exceptions into responses."""
@@ -378,10 +405,13 @@ class Endpoint:
     limits: InputLimits
     methods: tuple[str, ...] = ()
     """The methods that the path takes; others get status 405. Empty: all."""
+    error_body: ErrorBody | None = None
+    """None: OpenAI's form."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         exchange = HttpExchange(self.authenticator, self.limits, scope, receive, send)
+        exchange.error_body = self.error_body or exchange.error_body
         try:
             if self.methods and scope["method"] not in self.methods:
                 allowed = ", ".join(self.methods)

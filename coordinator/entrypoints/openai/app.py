@@ -13,12 +13,13 @@ from prometheus_client.exposition import choose_encoder
 from starlette.routing import Route, Router
 from typing_extensions import override
 
-from coordinator.entrypoints.http.exchange import Endpoint, HttpError, HttpExchange, Serve
+from coordinator.entrypoints.http.exchange import ApiPath, Endpoint, HttpError, HttpExchange, Serve
 from coordinator.entrypoints.inference_api import InferenceApi, require_admin, shutting_down
 from coordinator.entrypoints.openai.bodies import (
     DONE_EVENT,
     ChoiceBuilder,
     ChoiceStream,
+    Fields,
     Frame,
     GenerationFields,
     Unsupported,
@@ -37,6 +38,7 @@ from coordinator.entrypoints.openai.completion import (
     CompletionResponse,
     CompletionStream,
 )
+from coordinator.entrypoints.openai.formats.answer import AnswerParser
 from coordinator.entrypoints.openai.formats.table import AnswerFormat, choose_format, format_named
 from coordinator.entrypoints.openai.logprobs import TokenTexts
 from coordinator.request.inference_request import (
@@ -61,7 +63,7 @@ MAX_NAMED_ROUNDS = 4
 """How many refused grammars give up only the schemas that the error names. The next one gives up all schemas."""
 MAX_SHOWN = 32
 """Most names of tools in a header and in an event."""
-F = TypeVar("F", bound=GenerationFields)
+F = TypeVar("F", bound=Fields)
 
 
 class AnswerFormats:
@@ -131,58 +133,66 @@ class OpenAIServing:
         """POST /v1/chat/completions."""
         caller = exchange.caller()
         body = await exchange.json_body()
-        request = await self._parsed(ChatRequest, body, CHAT_NOT_SERVED)
+        request = await self.parsed(ChatRequest, body, CHAT_NOT_SERVED)
+        check_copies(request.choices, body)
         exchange.field_names = request.names
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         frame = self._frame(exchange, caller, request, CHAT_PREFIX, kind)
-        answer, failure = await self._formats.of(request, exchange.request_id, caller)
-        grammar, loose = await self._formats.grammar(request, answer, caller, len(body))
-        if loose:
-            exchange.response_headers.append((b"x-loose-tools", ",".join(loose).encode()))
-        requests = await self._api.parser.run(
-            len(body), request.generate_requests, grammar, keep_special=answer.keep_special
-        )
-        choice_requests = self._choice_requests(exchange, caller, request, requests, frame, failure)
+        choice_requests, parsers = await self.prepared(exchange, caller, request, len(body))
         texts = await self._texts(request.model, caller) if request.logprobs else None
-        parsers = [request.parser(answer) for _ in requests]
         if not request.stream:
             bodies = [ChatResponse(index, texts=texts, parser=parser) for index, parser in enumerate(parsers)]
-            await respond(exchange, self._api, choice_requests, bodies)
+            await respond(exchange, self._api, choice_requests, frame, bodies)
             return
         has_usage = request.include_usage
         chunks = [
             ChatStream(frame, index, has_usage=has_usage, texts=texts, parser=parser)
             for index, parser in enumerate(parsers)
         ]
-        await stream(exchange, self._api, choice_requests, chunks, has_usage=has_usage)
+        await stream(exchange, self._api, choice_requests, frame, chunks, has_usage=has_usage)
+
+    async def prepared(
+        self, exchange: HttpExchange, caller: Caller, request: ChatRequest, size: int
+    ) -> tuple[ChoiceRequests, list[AnswerParser | None]]:
+        """What a chat request of `size` bytes asks of the request flow, and the parser of each choice. Headers about
+        it are added to the response. Raises SplitserveError."""
+        answer, failure = await self._formats.of(request, exchange.request_id, caller)
+        grammar, loose = await self._formats.grammar(request, answer, caller, size)
+        if loose:
+            exchange.response_headers.append((b"x-loose-tools", ",".join(loose).encode()))
+        requests = await self._api.parser.run(
+            size, request.generate_requests, grammar, keep_special=answer.keep_special
+        )
+        choice_requests = self._choice_requests(exchange, caller, request, requests, failure)
+        return choice_requests, [request.parser(answer) for _ in requests]
 
     async def completion(self, exchange: HttpExchange) -> None:
         """POST /v1/completions."""
         caller = exchange.caller()
         body = await exchange.json_body()
-        request = await self._parsed(CompletionRequest, body, COMPLETION_NOT_SERVED)
+        request = await self.parsed(CompletionRequest, body, COMPLETION_NOT_SERVED)
+        check_copies(request.choices, body)
         exchange.field_names = request.names
         frame = self._frame(exchange, caller, request, COMPLETION_PREFIX, "text_completion")
         requests = await self._api.parser.run(len(body), request.generate_requests)
-        choice_requests = self._choice_requests(exchange, caller, request, requests, frame)
+        choice_requests = self._choice_requests(exchange, caller, request, requests)
         texts = None if request.logprobs is None else await self._texts(request.model, caller)
         echoes = await self._echoes(request, choice_requests)
         if not request.stream:
             bodies = [CompletionResponse(index, echo=echo, texts=texts) for index, echo in enumerate(echoes)]
-            await respond(exchange, self._api, choice_requests, bodies)
+            await respond(exchange, self._api, choice_requests, frame, bodies)
             return
         has_usage = request.include_usage
         chunks = [
             CompletionStream(frame, index, has_usage=has_usage, echo=echo, texts=texts)
             for index, echo in enumerate(echoes)
         ]
-        await stream(exchange, self._api, choice_requests, chunks, has_usage=has_usage)
+        await stream(exchange, self._api, choice_requests, frame, chunks, has_usage=has_usage)
 
-    async def _parsed(self, kind: type[F], body: bytes, unsupported: Unsupported) -> F:
+    async def parsed(self, kind: type[F], body: bytes, unsupported: Unsupported) -> F:
+        """The fields of a request's body. Raises InvalidArgumentError."""
         most_values = self._api.limits.context_tokens
-        request = await self._api.parser.run(len(body), parsed, kind, body, unsupported, most_values)
-        check_copies(request.choices, body)
-        return request
+        return await self._api.parser.run(len(body), parsed, kind, body, unsupported, most_values)
 
     def _frame(
         self, exchange: HttpExchange, caller: Caller, request: GenerationFields, prefix: str, kind: str
@@ -196,7 +206,6 @@ class OpenAIServing:
         caller: Caller,
         fields: GenerationFields,
         requests: list[inference_pb2.GenerateRequest],
-        frame: Frame,
         failure: SplitserveError | None = None,
     ) -> ChoiceRequests:
         for index, request in enumerate(requests):
@@ -209,7 +218,7 @@ class OpenAIServing:
         trace = self._api.begin_trace(parent, exchange.joined(b"tracestate") if parent else None, operation)
         if trace is not None and self._api.traces:
             exchange.response_headers.append((b"traceparent", trace.context.traceparent.encode()))
-        return ChoiceRequests(requests, caller, fields.choices, frame, has_logprobs, trace, failure)
+        return ChoiceRequests(requests, caller, fields.choices, has_logprobs, trace, failure)
 
     async def _texts(self, model: str | None, caller: Caller) -> TokenTexts:
         return TokenTexts(await self._api.tokenizer(model or "", caller))
@@ -241,7 +250,6 @@ class ChoiceRequests:
     """In order of the choices' indices. Each is removed when it begins."""
     caller: Caller
     choices_per_prompt: int
-    frame: Frame
     has_logprobs: bool
     trace: RequestTrace | None = None
     """The trace of the first choice; the traces of the others are its siblings."""
@@ -253,6 +261,7 @@ async def stream(
     exchange: HttpExchange,
     api: InferenceApi,
     choice_requests: ChoiceRequests,
+    frame: Frame,
     choices: Sequence[ChoiceStream],
     *,
     has_usage: bool,
@@ -262,7 +271,7 @@ async def stream(
     outputs = [_Events(exchange, choice, usage, index) for index, choice in enumerate(choices)]
     async with exchange.while_connected():
         await _run(api, choice_requests, outputs)
-        last = usage_event(choice_requests.frame, usage.to_json()) if has_usage else b""
+        last = usage_event(frame, usage.to_json()) if has_usage else b""
         await exchange.end_events(last + DONE_EVENT)
 
 
@@ -270,6 +279,7 @@ async def respond(
     exchange: HttpExchange,
     api: InferenceApi,
     choice_requests: ChoiceRequests,
+    frame: Frame,
     choices: Sequence[ChoiceBuilder],
 ) -> None:
     """Sends one JSON object when all choices are complete."""
@@ -278,7 +288,7 @@ async def respond(
 
     def rendered() -> bytes:
         bodies = ",".join(dumped(choice.to_json(ended[index])) for index, choice in enumerate(choices))
-        head = dumped(choice_requests.frame.head())[:-1]
+        head = dumped(frame.head())[:-1]
         return f'{head}, "choices": [{bodies}], "usage": {dumped(usage.to_json())}}}'.encode()
 
     async with exchange.while_connected():
@@ -362,11 +372,15 @@ async def _run(api: InferenceApi, choice_requests: ChoiceRequests, outputs: Sequ
 
 
 def make_app(
-    api: InferenceApi, read_metrics: Read, formats: AnswerFormats, further: Sequence[tuple[str, Serve]] = ()
+    api: InferenceApi,
+    read_metrics: Read,
+    completions: OpenAIServing,
+    further: Sequence[tuple[str, Serve]] = (),
+    others: Sequence[ApiPath] = (),
 ) -> Router:
-    """The ASGI application of the API. `read_metrics` returns the metrics that `/metrics` shows, `formats` tells how
-    answers are read, and `further` paths are served under GET."""
-    completions, info = OpenAIServing(api, formats), InfoEndpoints(api, read_metrics)
+    """The ASGI application of the API. `read_metrics` returns the metrics that `/metrics` shows. `further` paths are
+    served under GET, and `others` belong to other APIs."""
+    info = InfoEndpoints(api, read_metrics)
     posts = [
         ("/v1/chat/completions", completions.chat),
         ("/v1/completions", completions.completion),
@@ -384,6 +398,12 @@ def make_app(
         Route(path, Endpoint(serve, api.authenticator, api.limits, methods))
         for methods, paths in ((("POST",), posts), (("GET", "HEAD"), gets))
         for path, serve in paths
+    ]
+    routes += [
+        Route(
+            other.path, Endpoint(other.serve, api.authenticator, api.limits, other.methods, other.error_body)
+        )
+        for other in others
     ]
     # A bare Router: Starlette's application class would wrap every `send` twice, and Endpoint handles errors already.
     return Router(routes, redirect_slashes=False, default=Endpoint(_unknown, api.authenticator, api.limits))

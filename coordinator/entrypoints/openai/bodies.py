@@ -31,9 +31,11 @@ MAX_COPIED_BYTES = 64 * 2**20
 MAX_TOOLS = 1024
 MAX_ITEMS: Mapping[str, int] = {
     "messages": MAX_MESSAGES,
+    "input": MAX_MESSAGES,
     "tools": MAX_TOOLS,
     "logit_bias": MAX_LOGIT_BIASES,
     "stop": MAX_STOP_STRINGS,
+    "stop_sequences": MAX_STOP_STRINGS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
 }
 """Most items of a field; their number is checked before pydantic looks at the items."""
@@ -220,8 +222,13 @@ def parsed(kind: type[F], body: bytes, unsupported: Unsupported, most_values: in
         raise InvalidArgumentError("the request's body must be a JSON object", reason="MALFORMED_JSON")
     _refuse_unsupported(data, unsupported)
     _refuse_too_many_items(data)
-    ignored = WITHOUT_EFFECT | unsupported.keys()
+    ignored = (WITHOUT_EFFECT - kind.model_fields.keys()) | unsupported.keys()
     fields = {name: value for name, value in data.items() if value is not None and name not in ignored}
+    return validated(kind, fields)
+
+
+def validated(kind: type[F], fields: Mapping[str, Any]) -> F:
+    """The fields of a request. Raises InvalidArgumentError that names the first wrong one."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

@@ -72,11 +72,12 @@ def functions_in(message: str) -> set[int]:
     return {int(match[1]) for match in _RULE.finditer(message)}
 
 
-def rule_places(functions: Sequence[tuple[int, Function]]) -> dict[str, str]:
-    """Paths in the request by rule. `functions`: the callable ones, with their places in the request's tools."""
+def rule_places(functions: Sequence[tuple[int, Function]], schema: str) -> dict[str, str]:
+    """Paths in the request by rule. `functions`: the callable ones, with their places in the request's tools. `schema`:
+    where a tool has its schema."""
     places = {}
     for number, (place, function) in enumerate(functions):
-        path = f"tools[{place}].function.parameters"
+        path = f"tools[{place}].{schema}"
         places[arguments_rule(number)] = path
         properties = (function.parameters or {}).get("properties")
         for argument, key in enumerate(properties if isinstance(properties, dict) else ()):

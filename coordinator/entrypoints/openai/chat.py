@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -56,23 +56,24 @@ CHAT_NOT_SERVED = NOT_SERVED | {
 }
 
 
-def _joined(content: Any) -> Any:
-    """A message's text; parts are joined with newlines. Raises ValueError for parts other than text."""
+def joined_text(content: Any, kinds: Sequence[str] = ("text", "refusal")) -> Any:
+    """A message's text; parts are joined with newlines. Raises ValueError for parts of other kinds than these."""
     if content is None:
         return ""
     if not isinstance(content, list):
         return content
-    return "\n".join(_part_text(position, part) for position, part in enumerate(content))
+    return "\n".join(_part_text(position, part, kinds) for position, part in enumerate(content))
 
 
-def _part_text(position: int, part: Any) -> str:
+def _part_text(position: int, part: Any, kinds: Sequence[str]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in ("text", "refusal"):
+    if kind not in kinds:
         shown = f'"{kind[:32]}"' if isinstance(kind, str) else "without a type"
         raise ValueError(f"part {position} is {shown}; only text parts are served")
-    text = part.get(kind)
+    key = "refusal" if kind == "refusal" else "text"
+    text = part.get(key)
     if not isinstance(text, str):
-        raise ValueError(f"part {position} must have its {kind} as a string")
+        raise ValueError(f"part {position} must have its {key} as a string")
     return text
 
 
@@ -95,7 +96,7 @@ class Message(OpenFields):
     """One message of the conversation."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: Annotated[str, BeforeValidator(_joined)] = ""
+    content: Annotated[str, BeforeValidator(joined_text)] = ""
     refusal: str | None = None
     """What the assistant said in place of content."""
     name: str | None = None
@@ -172,18 +173,24 @@ class ChatRequest(GenerationFields):
     def names(self) -> FieldNames:
         """The HTTP names of gRPC fields."""
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return FieldNames(
-            {
-                "prompt.chat.messages": "messages",
-                "prompt.chat.tools_json": "tools",
-                "prompt.chat": "messages",
-                "sampling.logprobs": "top_logprobs",
-                "sampling.grammar.lark": "tools",
-                "sampling.grammar": "response_format",
-                "stop.max_tokens": limit,
-            },
-            rule_places(self._callable_functions()) if self.tools else {},
-        )
+        names = {
+            "prompt.chat": "messages",
+            "sampling.logprobs": "top_logprobs",
+            "sampling.grammar": "response_format",
+            "stop.max_tokens": limit,
+        }
+        return self.names_as(names, "function.parameters")
+
+    def names_as(self, names: Mapping[str, str], schema: str) -> FieldNames:
+        """The names that gRPC fields have in an API, beside those of `messages` and `tools`. `schema`: where a tool has
+        its schema."""
+        shared = {
+            "prompt.chat.messages": "messages",
+            "prompt.chat.tools_json": "tools",
+            "sampling.grammar.lark": "tools",
+        }
+        places = rule_places(self._callable_functions(), schema) if self.tools else {}
+        return FieldNames({**shared, **names}, places)
 
     def grammar(self, answer: AnswerFormat, loose: Set[int] = frozenset()) -> generation_pb2.Grammar | None:
         """The grammar of an answer of this format; None: any text. `loose`: numbers of functions whose arguments may be
