@@ -13,12 +13,14 @@ from prometheus_client.core import Metric
 from coordinator.admission.controller import CapacityAdmission
 from coordinator.canary.canary import Canary
 from coordinator.canary.probe import Prober
+from coordinator.entrypoints.anthropic.endpoints import MessagesEndpoints
 from coordinator.entrypoints.http.server import serving_http
 from coordinator.entrypoints.inference_api import InferenceApi, InputLimits, TraceSampler
 from coordinator.entrypoints.inference_service import InferenceService
 from coordinator.entrypoints.kserve.service import KserveService
-from coordinator.entrypoints.openai.app import AnswerFormats, make_app
+from coordinator.entrypoints.openai.app import AnswerFormats, OpenAIServing, make_app
 from coordinator.entrypoints.page.endpoints import PageAccess, PageEndpoints
+from coordinator.entrypoints.responses.endpoints import ResponsesEndpoints
 from coordinator.health.circuit_breakers import CircuitBreakerRegistry
 from coordinator.health.failure_detector import FailureDetector
 from coordinator.health.notice_moves import NoticeMover
@@ -273,7 +275,10 @@ class Coordinator:
             yield
             return
         formats = AnswerFormats(self.api, config.tool_format, config.reasoning_format)
-        app = make_app(self.api, self.metrics, formats, self.page.paths if self.page is not None else ())
+        chats = OpenAIServing(self.api, formats)
+        others = [*ResponsesEndpoints(self.api, chats).paths, *MessagesEndpoints(self.api, chats).paths]
+        page = self.page.paths if self.page is not None else ()
+        app = make_app(self.api, self.metrics, chats, page, others)
         most = connections_that_fit(config.max_connections, LISTENERS)
         tls = self.access.security.server_tls
         async with serving_http(app, config.host, config.http_port, tls, most) as port:

@@ -10,7 +10,14 @@ from dataclasses import dataclass, field, replace
 
 from coordinator.models.model_routes import ModelRoutes, Nameable
 from coordinator.models.tokenizers import PromptTokenizers
-from coordinator.request.inference_request import Authenticator, Caller, Operation, RequestTrace, random_bits
+from coordinator.request.inference_request import (
+    Authenticator,
+    Caller,
+    Operation,
+    RequestTrace,
+    random_bits,
+    random_hex,
+)
 from coordinator.request.sending import Output
 from coordinator.request_flow import RequestFlow
 from coordinator.routing.router import RETRY_AFTER_S
@@ -214,6 +221,13 @@ class InferenceApi:
     async def check_grammar(self, grammar: generation_pb2.Grammar, caller: Caller) -> None:
         """Raises InvalidArgumentError, as serving a request with this grammar would."""
         await self.flow.inputs.grammars.check(grammar, caller.tenant)
+
+    async def count_tokens(self, request: inference_pb2.GenerateRequest, caller: Caller) -> int:
+        """Tokens of the prompt that `generate` would compute for this request. Raises its errors."""
+        now = time.monotonic()
+        async with self._admitted(request.model):
+            served = await self.flow.inputs.process(request, caller, random_hex(), now, now)
+        return len(served.prompt)
 
     async def _model_info(self, nameable: Nameable, caller: Caller) -> inference_pb2.ModelInfo:
         models, ready = nameable.models, self.routes.ready_models

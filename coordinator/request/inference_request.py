@@ -180,8 +180,8 @@ class RequestTrace:
 
 
 POOL_BYTES = 4096
-CHAT_PREFIX, COMPLETION_PREFIX = "chatcmpl-", "cmpl-"
-"""Prefixes of the id of an OpenAI answer; the request's id follows."""
+CHAT_PREFIX, COMPLETION_PREFIX, RESPONSE_PREFIX, MESSAGE_PREFIX = "chatcmpl-", "cmpl-", "resp_", "msg_"
+"""Prefixes of the id of an answer over HTTP; the request's id follows."""
 
 
 class RandomPool:
@@ -214,7 +214,7 @@ def random_bits(count: int) -> int:
 
 def names_of(given: str) -> tuple[str, ...]:
     """The request ids that a client's id may mean: the id itself, the one in an answer's id, or the first choice's."""
-    for prefix in (CHAT_PREFIX, COMPLETION_PREFIX):
+    for prefix in (CHAT_PREFIX, COMPLETION_PREFIX, RESPONSE_PREFIX, MESSAGE_PREFIX):
         if given.startswith(prefix):
             inner = given.removeprefix(prefix)
             return given, inner, choice_id(inner, 0)
@@ -366,6 +366,8 @@ def resolved_stop(
     elif limit is not None and stop.max_tokens > limit:
         message = f"stop.max_tokens must be at most {limit} with this API key, not {stop.max_tokens}"
         raise InvalidArgumentError(message, reason="TENANT_LIMIT", field="stop.max_tokens")
+    elif stop.max_tokens > context_left and stop.fit_max_tokens:
+        resolved.max_tokens = context_left
     elif stop.max_tokens > context_left:
         fail(
             "stop.max_tokens",

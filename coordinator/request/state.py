@@ -377,6 +377,7 @@ class RequestState:
             seed=request.sampling.seed,
             served_model=request.model.name,
             traceparent="" if request.trace is None else request.trace.context.traceparent,
+            prompt_tokens=len(request.prompt),
         )
 
     def done(self) -> inference_pb2.GenerationDone:

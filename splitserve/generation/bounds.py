@@ -46,7 +46,8 @@ def check_sampling(sampling: generation_pb2.SamplingParams, vocabulary_size: int
 def check_stop(stop: generation_pb2.StopParams, vocabulary_size: int, context_tokens: int) -> None:
     """Raises InvalidArgumentError naming field and bound."""
     if stop.HasField("max_tokens"):
-        between("stop.max_tokens", stop.max_tokens, 1, context_tokens)
+        most = 2**32 - 1 if stop.fit_max_tokens else context_tokens
+        between("stop.max_tokens", stop.max_tokens, 1, most)
     between("stop.stop_strings (count)", len(stop.stop_strings), 0, MAX_STOP_STRINGS)
     for position, text in enumerate(stop.stop_strings):
         name = f"stop.stop_strings[{position}]"

@@ -214,6 +214,7 @@ class StopParams(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    FIT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """End after this many output tokens. Default: as many as the context has room for. Range 1..context length."""
     ignore_eos: _builtins.bool
@@ -222,6 +223,10 @@ class StopParams(_message.Message):
     """Choose no end-of-sequence or stop token before this many output tokens. Default 0. Range 0..max_tokens."""
     keep_special_tokens: _builtins.bool
     """Whether the text contains the names of the model's special tokens. Default false."""
+    fit_max_tokens: _builtins.bool
+    """Whether a max_tokens beyond what the context has room for means: as many as it has room for. Default false: it is
+    refused.
+    """
     @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """End when the text contains one of these strings; the string itself is left out. At most 16, each 1..256 characters.
@@ -241,10 +246,11 @@ class StopParams(_message.Message):
         ignore_eos: _builtins.bool = ...,
         min_tokens: _builtins.int = ...,
         keep_special_tokens: _builtins.bool = ...,
+        fit_max_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "max_tokens", b"max_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "ignore_eos", b"ignore_eos", "keep_special_tokens", b"keep_special_tokens", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "fit_max_tokens", b"fit_max_tokens", "ignore_eos", b"ignore_eos", "keep_special_tokens", b"keep_special_tokens", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015

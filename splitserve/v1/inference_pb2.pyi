@@ -310,6 +310,7 @@ class GenerationStart(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     SERVED_MODEL_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     seed: _builtins.int
@@ -318,6 +319,8 @@ class GenerationStart(_message.Message):
     """Served model that answers."""
     traceparent: _builtins.str
     """The request's span as W3C `traceparent`. Empty if the coordinator does not trace and the client sent none."""
+    prompt_tokens: _builtins.int
+    """Tokens of the prompt after templating."""
     def __init__(
         self,
         *,
@@ -325,10 +328,11 @@ class GenerationStart(_message.Message):
         seed: _builtins.int = ...,
         served_model: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "seed", b"seed", "served_model", b"served_model", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "served_model", b"served_model", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,4 @@
-"""OpenAI's own client, LangChain's and plain HTTP against a real split pair with SmolLM2."""
+"""OpenAI's own client, Anthropic's, LangChain's and plain HTTP against a real split pair with SmolLM2."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -252,6 +253,36 @@ async def test_a_call_that_must_be(client: openai.AsyncOpenAI, choice: Any) -> N
             name += piece.function.name or ""
             arguments += piece.function.arguments or ""
     assert (name, arguments, reason) == ("get_weather", call.function.arguments, "tool_calls")
+
+
+async def test_the_other_apis_say_the_same(client: openai.AsyncOpenAI, cluster: Cluster) -> None:
+    """The same prompt with the same weights, and a call that must be."""
+    chat = await ask(client, temperature=0)
+    response = await client.responses.create(model=MODEL, input=QUESTION, temperature=0)
+    assert (response.output_text, response.status) == (chat.choices[0].message.content, "completed")
+    function = WEATHER["function"]
+    flat: Any = {"type": "function", "strict": True} | function
+    called = await client.responses.create(
+        model=MODEL,
+        input=QUESTION,
+        temperature=0,
+        tools=[flat],
+        tool_choice="required",
+        max_output_tokens=100,
+    )
+    assert json.loads(called.output[0].arguments)["city"] in ("Paris", "Rome")  # type: ignore[union-attr]
+    tool: Any = {"name": function["name"], "input_schema": function["parameters"]}
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}]}
+    asked["extra_body"] = {"temperature": 0}
+    base_url = cluster.base_url.removesuffix("/v1")
+    async with anthropic.AsyncAnthropic(base_url=base_url, api_key="any", max_retries=0) as other:
+        # More than the context has room for.
+        async with other.messages.stream(**asked, max_tokens=32_000) as stream:
+            assert await stream.get_final_text() == chat.choices[0].message.content
+        choice: Any = {"type": "any", "disable_parallel_tool_use": True}
+        used = await other.messages.create(**asked, max_tokens=100, tools=[tool], tool_choice=choice)
+    assert used.stop_reason == "tool_use"
+    assert used.content[0].input["city"] in ("Paris", "Rome")  # type: ignore[union-attr, index]
 
 
 async def test_a_conversation_with_a_call_in_it(client: openai.AsyncOpenAI) -> None:

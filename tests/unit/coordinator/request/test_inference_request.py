@@ -19,6 +19,7 @@ from coordinator.request.inference_request import (
 )
 from coordinator.workers.snapshot import Model
 from splitserve.errors import InvalidArgumentError, NotFoundError
+from splitserve.generation.bounds import check_stop
 from splitserve.v1 import generation_pb2, inference_pb2
 
 MODEL = Model("m", "source", context_tokens=100, vocabulary_size=50)
@@ -143,6 +144,9 @@ def test_max_tokens_is_clamped_only_when_unset() -> None:
     with pytest.raises(InvalidArgumentError, match=r"1\.\.10, not 11") as caught:
         resolved_stop(generation_pb2.StopParams(max_tokens=11), 90, MODEL)
     assert caught.value.field == "stop.max_tokens"
+    fitting = generation_pb2.StopParams(max_tokens=2**32 - 1, fit_max_tokens=True)
+    check_stop(fitting, MODEL.vocabulary_size, MODEL.context_tokens)
+    assert resolved_stop(fitting, 90, MODEL).max_tokens == 10
     with pytest.raises(InvalidArgumentError) as caught:
         resolved_stop(generation_pb2.StopParams(max_tokens=5, min_tokens=6), 90, MODEL)
     assert caught.value.field == "stop.min_tokens"

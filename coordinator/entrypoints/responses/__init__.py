@@ -1,0 +1,1 @@
+"""OpenAI's Responses API over chat requests. Read `endpoints.py` first."""
