@@ -102,7 +102,9 @@ class Coordinator:
         self.registry = Registry(config.heartbeat_timeout_s, PrefixIndex(recent=recent))
         self.loops = LoopRunner()
         self.failure_detector = FailureDetector(self.registry, self.loops)
-        self.tokenizers = PromptTokenizers(load, config.tokenizers)
+        self.tokenizers = PromptTokenizers(
+            load, config.tokenizers, trust_templates=config.trust_request_chat_template
+        )
         self.grammars = GrammarProcesses()
         self.stats = RequestStats(config.long_prompt_tokens)
         self.estimates = Estimates(self.registry)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from coordinator.models.model_routes import ModelRoutes, Nameable
 from coordinator.models.tokenizers import PromptTokenizers
@@ -15,6 +16,8 @@ from coordinator.request.inference_request import (
     Caller,
     Operation,
     RequestTrace,
+    check_highest,
+    check_prompt_form,
     random_bits,
     random_hex,
 )
@@ -34,6 +37,8 @@ from splitserve.tracing.context import TraceContext
 from splitserve.v1 import generation_pb2, inference_pb2
 
 DRAW_BITS = 53
+ID_BYTES = 4
+"""About the size of a token's text, by which detokenization takes its turn."""
 
 
 class TraceSampler:
@@ -217,6 +222,31 @@ class InferenceApi:
         Waits for the first worker if needed. Raises the errors of `InputProcessor.find_model`, and of loading."""
         source = (await self.flow.inputs.find_model(name, key, caller)).model.tokenizer_source
         return source, await self.tokenizers.tokenizer(source)
+
+    async def tokenize(
+        self, request: inference_pb2.GenerateRequest, caller: Caller, *, add_special_tokens: bool
+    ) -> tuple[Sequence[int], Model, Tokenizer]:
+        """The tokens of a request's prompt, which may be longer than the context, with the model and its tokenizer.
+        Raises SplitserveError as `generate` does."""
+        async with self._admitted(request.model):
+            model = (await self.flow.inputs.find_model(request.model, "", caller)).model
+            check = partial(check_prompt_form, request, model)
+            source = model.tokenizer_source
+            encode = partial(self.tokenizers.encode_named, add_special_tokens=add_special_tokens)
+            prompt = await encode(source, request, 0, b"", check=check, tenant=caller.tenant)
+            return prompt.token_ids, model, await self.tokenizers.tokenizer(source)
+
+    async def detokenize(self, name: str, token_ids: Sequence[int], caller: Caller) -> str:
+        """The text of the token ids of the model of this name, special tokens included. Raises SplitserveError."""
+        async with self._admitted(name):
+            model = (await self.flow.inputs.find_model(name, "", caller)).model
+            tokenizer = await self.tokenizers.tokenizer(model.tokenizer_source)
+
+            def decoded() -> str:
+                check_highest(max(token_ids, default=0), "tokens", model)
+                return tokenizer.decode(token_ids, keep_special=True)
+
+            return await self.tokenizers.in_turn(caller.tenant, ID_BYTES * len(token_ids), decoded)
 
     async def check_grammar(self, grammar: generation_pb2.Grammar, caller: Caller) -> None:
         """Raises InvalidArgumentError, as serving a request with this grammar would."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic_core import from_json
 
@@ -19,7 +19,7 @@ from coordinator.request.json_bounds import check_structure
 from splitserve.errors import InvalidArgumentError
 from splitserve.generation.kv_blocks import block_keys
 from splitserve.logs import log_event
-from splitserve.models.tokenizer import Tokenizer, TooManyTokensError, Turn
+from splitserve.models.tokenizer import TemplateArguments, Tokenizer, TooManyTokensError, Turn
 from splitserve.runtime.call_thread import SharedCalls
 from splitserve.runtime.fair_lane import FairLane
 from splitserve.v1 import inference_pb2
@@ -36,6 +36,9 @@ LONG_BYTES = 2**15
 """Requests above this size are tokenized one at a time: a megabyte of digits takes seconds."""
 THREADS = 2
 """Threads for chat templates and tokenization, without those for long prompts and for loading tokenizers."""
+CHAT_FIELDS = frozenset(inference_pb2.ChatMessages.DESCRIPTOR.fields_by_name) | {"tools"}
+"""Variables of the template that no request sets by `template_kwargs_json`: they are fields of their own."""
+T = TypeVar("T")
 
 
 class EncodedPrompt(NamedTuple):
@@ -51,9 +54,16 @@ class PromptTokenizers:
     """The tokenizers of all models, each loaded once. `load` is called on a pool thread."""
 
     def __init__(
-        self, load: Callable[[str], Tokenizer], early: Sequence[str] = (), threads: int = THREADS
+        self,
+        load: Callable[[str], Tokenizer],
+        early: Sequence[str] = (),
+        threads: int = THREADS,
+        *,
+        trust_templates: bool = False,
     ) -> None:
-        """`early`: sources to load now, which needs a running event loop."""
+        """`early`: sources to load now, which needs a running event loop. `trust_templates`: whether a request may
+        bring its own chat template."""
+        self._trust_templates = trust_templates
         self._load = load
         self._threads = ThreadPoolExecutor(threads + 2, thread_name_prefix="tokenizer")
         self._lane, self._long_lane = FairLane(threads), FairLane(1)
@@ -89,10 +99,13 @@ class PromptTokenizers:
         most: int | None = None,
         check: Callable[[], None] = lambda: None,
         tenant: str = "",
+        *,
+        add_special_tokens: bool = True,
     ) -> EncodedPrompt:
         """Token ids as from `encode`, and the index keys of the prompt's leading full blocks, at most MAX_NAMED_BLOCKS
         of `block_size` tokens; none if it is 0. `check` is called first, on the same thread. Equal prompts that arrive
         while the first is being tokenized, such as those of several answers, are tokenized once. Tenants take turns.
+        Without `add_special_tokens` a text has none but those that it spells.
 
         Raises TooManyTokensError for more than `most` tokens, and the errors of `check`.
         """
@@ -107,20 +120,45 @@ class PromptTokenizers:
         else:
             tokenizer = await self.tokenizer(source)
             is_short = kind in self._warm and request.ByteSize() <= SHORT_BYTES
+            is_short &= not request.chat.chat_template  # its code is not known to be fast
 
         def work() -> EncodedPrompt:
             check()
-            return _encode_named(tokenizer, request, block_size, cache_salt, most)
+            token_ids = self._token_ids(tokenizer, request, most, add_special_tokens)
+            keys = block_keys(token_ids, block_size, cache_salt, MAX_NAMED_BLOCKS) if block_size else ()
+            slices = (
+                token_ids[start : start + SLICE_TOKENS] for start in range(0, len(token_ids), SLICE_TOKENS)
+            )
+            return EncodedPrompt(tuple(token_ids), keys, max(map(max, slices), default=-1))
 
         if is_short:
             return work()
-        key = tenant, kind, _prompt_bytes(request), block_size, cache_salt, most
-        prompt = await self._encoding.result(key, lambda: self._in_turn(tenant, request.ByteSize(), work))
+        key = tenant, kind, _prompt_bytes(request), block_size, cache_salt, most, add_special_tokens
+        prompt = await self._encoding.result(key, lambda: self.in_turn(tenant, request.ByteSize(), work))
         self._warm.add(kind)
         return prompt
 
-    async def _in_turn(self, tenant: str, size: int, work: Callable[[], EncodedPrompt]) -> EncodedPrompt:
-        """The result of work on a thread. The turn lasts as long as the thread works, even if its clients leave."""
+    def arguments(self, chat: inference_pb2.ChatMessages) -> TemplateArguments:
+        """The arguments of the chat template. Takes milliseconds for long ones. Raises InvalidArgumentError."""
+        if chat.chat_template and not self._trust_templates:
+            message = "prompt.chat.chat_template is not accepted here: trust_request_chat_template is off"
+            raise InvalidArgumentError(message, reason="UNSUPPORTED_FIELD", field="prompt.chat.chat_template")
+        field = "prompt.chat.template_kwargs_json"
+        variables = _object(chat.template_kwargs_json, field)
+        for name in sorted(CHAT_FIELDS & variables.keys()):
+            message = f"{field}.{name} is no variable of the template: the request has it as a field"
+            raise InvalidArgumentError(message, reason="UNSUPPORTED_FIELD", field=f"{field}.{name}")
+        documents = variables.get("documents") or []
+        if not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents):
+            message = f"{field}.documents must be an array of objects"
+            raise InvalidArgumentError(message, field=f"{field}.documents")
+        continues = chat.continue_final_message
+        begins = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues
+        return TemplateArguments(variables, begins, continues, chat.chat_template)
+
+    async def in_turn(self, tenant: str, size: int, work: Callable[[], T]) -> T:
+        """The result of work on `size` bytes, on a thread. The turn lasts as long as the thread works, even if its
+        clients leave."""
         lane = self._long_lane if size > LONG_BYTES else self._lane
         async with lane.turn(tenant, size):
             working = asyncio.get_running_loop().run_in_executor(self._threads, work)
@@ -128,6 +166,23 @@ class PromptTokenizers:
                 return await asyncio.shield(working)
             finally:
                 await asyncio.gather(working, return_exceptions=True)
+
+    def _token_ids(
+        self,
+        tokenizer: Tokenizer | None,
+        request: inference_pb2.GenerateRequest,
+        most: int | None,
+        add_special_tokens: bool,
+    ) -> list[int]:
+        """`tokenizer`: None for a prompt of token ids."""
+        if tokenizer is None:
+            return _sliced(request.token_ids.ids)
+        if request.WhichOneof("prompt") != "chat":
+            return tokenizer.encode(request.text, most, add_special_tokens=add_special_tokens)
+        chat = request.chat
+        turns = [_turn(position, message) for position, message in enumerate(chat.messages)]
+        tools = _objects(chat.tools_json, "prompt.chat.tools_json")
+        return tokenizer.render_chat(turns, tools, most, self.arguments(chat))
 
     def close(self) -> None:
         """Shuts down the thread pool without waiting for loads in progress."""
@@ -167,33 +222,12 @@ def _prompt_bytes(request: inference_pb2.GenerateRequest) -> bytes:
     return request.text.encode()
 
 
-def _encode_named(
-    tokenizer: Tokenizer | None,
-    request: inference_pb2.GenerateRequest,
-    block_size: int,
-    cache_salt: bytes,
-    most: int | None,
-) -> EncodedPrompt:
-    token_ids = _sliced(request.token_ids.ids) if tokenizer is None else _encode(tokenizer, request, most)
-    keys = block_keys(token_ids, block_size, cache_salt, MAX_NAMED_BLOCKS) if block_size else ()
-    slices = (token_ids[start : start + SLICE_TOKENS] for start in range(0, len(token_ids), SLICE_TOKENS))
-    return EncodedPrompt(tuple(token_ids), keys, max(map(max, slices), default=-1))
-
-
 def _sliced(ids: Sequence[int]) -> list[int]:
     """A copy, made in slices: one call for all would hold the interpreter's lock for long."""
     copied: list[int] = []
     for start in range(0, len(ids), SLICE_TOKENS):
         copied += ids[start : start + SLICE_TOKENS]
     return copied
-
-
-def _encode(tokenizer: Tokenizer, request: inference_pb2.GenerateRequest, most: int | None) -> list[int]:
-    if request.WhichOneof("prompt") == "chat":
-        chat = request.chat
-        turns = [_turn(position, message) for position, message in enumerate(chat.messages)]
-        return tokenizer.render_chat(turns, _objects(chat.tools_json, "prompt.chat.tools_json"), most)
-    return tokenizer.encode(request.text, most)
 
 
 def _turn(position: int, message: inference_pb2.ChatMessage) -> Turn:
@@ -204,11 +238,18 @@ def _turn(position: int, message: inference_pb2.ChatMessage) -> Turn:
 
 
 def _further(text: str, field: str) -> dict[str, Any]:
-    """Further fields of a message; none for no text. Raises InvalidArgumentError."""
+    """The further fields of a message that have a value. Raises InvalidArgumentError."""
+    value = _object(text, field)
+    if value.keys() & Turn._fields:
+        raise InvalidArgumentError(f"{field} must have no field that ChatMessage has", field=field)
+    return {name: inner for name, inner in value.items() if inner is not None}
+
+
+def _object(text: str, field: str) -> dict[str, Any]:
+    """A JSON object; empty for no text. Raises InvalidArgumentError."""
     value = _field_json(text, field) if text else {}
-    if not isinstance(value, dict) or value.keys() & Turn._fields:
-        message = f"{field} must be a JSON object of fields that ChatMessage does not have"
-        raise InvalidArgumentError(message, field=field)
+    if not isinstance(value, dict):
+        raise InvalidArgumentError(f"{field} must be a JSON object", field=field)
     return value
 
 

@@ -228,6 +228,8 @@ def choice_id(request_id: str, index: int) -> str:
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
 MAX_MESSAGES = 4096
+MAX_TEMPLATE_CHARACTERS = 2**15
+"""Of a chat template that a request brings. To compile a template of this length takes 2 s at most."""
 MAX_CHARACTERS_PER_TOKEN = 128
 """No real prompt averages more characters per token; longer texts are refused before they are tokenized."""
 
@@ -402,12 +404,23 @@ def check_prompt_form(request: inference_pb2.GenerateRequest, model: Model) -> N
         between("prompt.chat.messages (count)", len(turns), 1, MAX_MESSAGES)
         for position, turn in enumerate(turns):
             require(bool(turn.role), f"prompt.chat.messages[{position}].role", "not empty")
-        characters = len(request.chat.tools_json)
+        _check_template_fields(request.chat)
+        characters = len(request.chat.tools_json) + len(request.chat.template_kwargs_json)
         characters += sum(len(turn.content) + len(turn.role) + len(turn.tool_calls_json) for turn in turns)
-        characters += sum(len(turn.further_json) for turn in turns)
+        characters += sum(len(turn.further_json) + len(turn.tool_call_id) + len(turn.name) for turn in turns)
     limit = model.context_tokens * MAX_CHARACTERS_PER_TOKEN
     if characters > limit:
         message = f"prompt.{form} has {characters} characters; a context of {model.context_tokens} tokens"
         raise InvalidArgumentError(
             f"{message} takes at most {limit}", reason="PROMPT_TOO_LONG", field=f"prompt.{form}"
         )
+
+
+def _check_template_fields(chat: inference_pb2.ChatMessages) -> None:
+    count = len(chat.chat_template)
+    between("prompt.chat.chat_template (characters)", count, 0, MAX_TEMPLATE_CHARACTERS)
+    if chat.continue_final_message:
+        name = "prompt.chat.continue_final_message"
+        require(not chat.add_generation_prompt, name, "false beside add_generation_prompt")
+        last = chat.messages[-1].role
+        require(last == "assistant", name, "false where the last message is not the assistant's")

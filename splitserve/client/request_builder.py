@@ -53,6 +53,10 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.Gen
             model=given.get("model", ""), request_id=given.get("request_id", "")
         )
         _set_prompt(request, prompt)
+        if variables := given.get("chat_template_kwargs"):
+            if not request.HasField("chat"):
+                raise InvalidArgumentError("chat_template_kwargs needs ChatMessages", field="prompt.chat")
+            request.chat.template_kwargs_json = json.dumps(dict(variables), ensure_ascii=False)
         _set_sampling(request, given)
         _set_stop(request, given)
         for name, maximum in _TARGETS.items():

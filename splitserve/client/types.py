@@ -36,6 +36,8 @@ class GenerateOptions(TypedDict, total=False):
 
     model: str
     """Name from `models()`. Default: the only served model."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """Variables for the chat template, such as `enable_thinking`. Default: none."""
     max_tokens: int | None
     """Maximum number of output tokens, from 1. Default: the rest of the context."""
     temperature: float | None

@@ -254,6 +254,9 @@ class CoordinatorConfig(SecuritySettings):
     reasoning_format: ReasoningFormatName = "auto"
     """How models write their reasoning. `auto`: as the model's chat template shows it. `none`: it is left in the
     text."""
+    trust_request_chat_template: bool = False
+    """Whether requests may bring chat templates of their own. They run in the sandbox, as models' templates do; to
+    compile one may hold up other requests for a second."""
     metrics_port: Port | None = None
     """Port of a Prometheus endpoint on `host`; 0 takes a free one. Default: no endpoint."""
     model_routes: ModelRouteWeights = Field(default_factory=dict)

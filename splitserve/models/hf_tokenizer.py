@@ -13,13 +13,19 @@ from typing_extensions import override
 
 from splitserve.config.engine import SIMULATED
 from splitserve.errors import InvalidArgumentError, NotFoundError, SplitserveError
-from splitserve.models.chat_template import ChatTemplates
+from splitserve.models.chat_template import REASONING_FIELDS, ChatTemplates, compiled
 from splitserve.models.sources import ModelSource, localize_model, resolve_model
-from splitserve.models.tokenizer import PromptStyle, Tokenizer, TooManyTokensError, Turn
+from splitserve.models.tokenizer import (
+    DEFAULT_ARGUMENTS,
+    PromptStyle,
+    TemplateArguments,
+    Tokenizer,
+    TooManyTokensError,
+    Turn,
+)
 from splitserve.models.tokenizer_cache import converted_tokenizer
 from splitserve.models.tokenizer_files import TokenizerDefinition, has_tokenizer, is_plain, read_tokenizer
 
-_TOOLS = re.compile(r"\btools\b")
 SHORT_CHARACTERS = 1024
 """For texts up to this length the library's calls for one text, which hold the interpreter's lock, take 2 ms at most.
 Longer texts use the calls for batches, which release the lock."""
@@ -35,12 +41,54 @@ _SOME_TOOL = {
 }
 
 
-OFTEN_SENT_BACK = frozenset({"reasoning_content", "reasoning"})
-"""Fields of answers that clients send back with the conversation, whether the template reads them or not."""
 LONGEST_NAME = 64
 """Leading characters of a field's name that an error shows."""
-_MESSAGE = frozenset(Turn._fields) - {"further"} | OFTEN_SENT_BACK
+_MESSAGE = frozenset(Turn._fields) - {"further"} | frozenset(REASONING_FIELDS)
+"""Fields of a message that are accepted whether the template reads them or not."""
 _CALL, _FUNCTION = frozenset({"id", "type", "function", "index"}), frozenset({"name", "arguments"})
+_READERS: Mapping[str, frozenset[str]] = {
+    "documents": frozenset({"documents"}),
+    "reasoning_effort": frozenset({"reasoning_effort", "enable_thinking", "thinking"}),
+}
+"""Variables that are refused with a template that reads none of these."""
+_HARMLESS: tuple[Any, ...] = (None, [], "none", "medium")
+"""Values of those variables that are accepted with any template."""
+
+
+def rendered(
+    templates: ChatTemplates,
+    turns: Sequence[Turn],
+    tools: Sequence[Mapping[str, Any]],
+    arguments: TemplateArguments,
+) -> str:
+    """The turns as text. Raises InvalidArgumentError, as `Tokenizer.render_chat` does."""
+    if not (templates or arguments.template):
+        message = "prompt.chat: this model has no chat template; send text or token ids"
+        raise InvalidArgumentError(message, field="prompt.chat")
+    try:
+        names, variables = compiled(templates.text(arguments, with_tools=bool(tools)))[1:]
+        _require_read(tools, arguments, variables)
+        return templates.render(fitted(turns, names), tools, arguments)
+    except SplitserveError:
+        raise
+    except Exception as error:  # the template is the model's code, which may raise anything
+        message = f"prompt.chat: the chat template refuses these messages: {error}"
+        raise InvalidArgumentError(message, field="prompt.chat") from None
+
+
+def _require_read(
+    tools: Sequence[Mapping[str, Any]], arguments: TemplateArguments, read: Container[str]
+) -> None:
+    """Raises InvalidArgumentError for what the template, which reads these variables, would drop in silence."""
+    if tools and "tools" not in read:
+        field = "prompt.chat.tools_json"
+        message = f"{field}: this model's chat template does not support tools"
+        raise InvalidArgumentError(message, reason="TOOLS_UNSUPPORTED", field=field)
+    for name, readers in _READERS.items():
+        if arguments.variables.get(name) not in _HARMLESS and not any(reader in read for reader in readers):
+            field = f"prompt.chat.template_kwargs_json.{name}"
+            message = f"{field} is not known to the model's chat template"
+            raise InvalidArgumentError(message, reason="UNSUPPORTED_FIELD", field=field)
 
 
 def fitted(turns: Sequence[Turn], mentioned: Container[str]) -> list[Turn]:
@@ -86,28 +134,24 @@ class HfTokenizer(Tokenizer):
         self._byte_level = "ByteLevel(" in repr(self._rust.decoder)
 
     @override
-    def encode(self, text: str, most: int | None = None) -> list[int]:
-        return self._ids(text, most, add_special_tokens=True)
+    def encode(self, text: str, most: int | None = None, *, add_special_tokens: bool = True) -> list[int]:
+        return self._ids(text, most, add_special_tokens=add_special_tokens)
 
     @override
     def render_chat(
-        self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = (), most: int | None = None
+        self,
+        messages: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]] = (),
+        most: int | None = None,
+        arguments: TemplateArguments = DEFAULT_ARGUMENTS,
     ) -> list[int]:
-        if not self.has_chat_template:
-            message = "prompt.chat: this model has no chat template; send text or token ids"
-            raise InvalidArgumentError(message, field="prompt.chat")
-        try:
-            if tools:
-                self._require_tools_in_template()
-            turns = fitted(messages, self._templates.names(with_tools=bool(tools)))
-            text = self._templates.render(turns, tools)
-        except SplitserveError:
-            raise
-        except Exception as error:  # the template is the model's code, which may raise anything
-            message = f"prompt.chat: the chat template refuses these messages: {error}"
-            raise InvalidArgumentError(message, field="prompt.chat") from None
+        text = rendered(self._templates, messages, tools, arguments)
         # The template has written the special tokens.
         return self._ids(text, most, add_special_tokens=False)
+
+    @override
+    def entry(self, token_id: int) -> str:
+        return self._rust.id_to_token(token_id) or ""
 
     @override
     def token_bytes(self, token_id: int) -> bytes:
@@ -139,24 +183,19 @@ class HfTokenizer(Tokenizer):
             if count > 2 * most:
                 raise TooManyTokensError(most + 1)
 
-    def _require_tools_in_template(self) -> None:
-        # A template that does not read `tools` would silently drop them.
-        if _TOOLS.search(self._templates.text(with_tools=True)) is None:
-            field = "prompt.chat.tools_json"
-            message = f"{field}: this model's chat template does not support tools"
-            raise InvalidArgumentError(message, reason="TOOLS_UNSUPPORTED", field=field)
-
     @override
-    def prompt_style(self, *, with_tools: bool) -> PromptStyle:
-        if not self.has_chat_template:
+    def prompt_style(
+        self, *, with_tools: bool, arguments: TemplateArguments = DEFAULT_ARGUMENTS
+    ) -> PromptStyle:
+        if not (self._templates or arguments.template):
             return PromptStyle()
         turns, tools = [Turn("user", "Hello")], [_SOME_TOOL] if with_tools else []
         try:
-            text = self._templates.text(with_tools=with_tools)
+            text = self._templates.text(arguments, with_tools=with_tools)
         except ValueError:
             return PromptStyle()
         try:
-            prompt = self._templates.render(turns, tools)
+            prompt = self._templates.render(turns, tools, arguments)
         except Exception:  # the template is the model's code, which may raise anything
             return PromptStyle(text)
         return PromptStyle(text, prompt[-PROMPT_END_CHARACTERS:])
@@ -180,7 +219,7 @@ class ByteTokenizer(Tokenizer):
     has_chat_template = True
 
     @override
-    def encode(self, text: str, most: int | None = None) -> list[int]:
+    def encode(self, text: str, most: int | None = None, *, add_special_tokens: bool = True) -> list[int]:
         data = text.encode("utf-8", errors="replace")
         if most is not None and len(data) > most:
             raise TooManyTokensError(len(data))
@@ -188,17 +227,34 @@ class ByteTokenizer(Tokenizer):
 
     @override
     def render_chat(
-        self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = (), most: int | None = None
+        self,
+        messages: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]] = (),
+        most: int | None = None,
+        arguments: TemplateArguments = DEFAULT_ARGUMENTS,
     ) -> list[int]:
         """A line of the tools, if any, a line "role: content" per turn, then "assistant: "."""
+        if arguments.template:
+            return self.encode(rendered(ChatTemplates({}, {}), messages, tools, arguments), most)
+        _require_read(tools, arguments, {"tools"})
         lines = [f"tools: {json.dumps(tools)}\n"] if tools else []
         lines += [f"{turn.role}: {turn.content}\n" for turn in fitted(messages, ())]
-        return self.encode("".join([*lines, "assistant: "]), most)
+        if arguments.continue_final_message:
+            lines[-1] = lines[-1].removesuffix("\n")
+        if arguments.add_generation_prompt:
+            lines.append("assistant: ")
+        return self.encode("".join(lines), most)
 
     @override
-    def prompt_style(self, *, with_tools: bool) -> PromptStyle:
+    def prompt_style(
+        self, *, with_tools: bool, arguments: TemplateArguments = DEFAULT_ARGUMENTS
+    ) -> PromptStyle:
         """No template."""
         return PromptStyle()
+
+    @override
+    def entry(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("latin-1")
 
     @override
     def token_bytes(self, token_id: int) -> bytes:

@@ -22,6 +22,22 @@ class Turn(NamedTuple):
     """Further fields for the template, by name."""
 
 
+class TemplateArguments(NamedTuple):
+    """What a request tells the chat template beside its messages and tools."""
+
+    variables: Mapping[str, Any] = MappingProxyType({})
+    """Further variables by name, such as "enable_thinking". They win over special tokens of the same name."""
+    add_generation_prompt: bool = True
+    """Whether the prompt ends with what begins an answer."""
+    continue_final_message: bool = False
+    """Whether the prompt ends where the content of the last message ends. Excludes `add_generation_prompt`."""
+    template: str = ""
+    """A Jinja source in place of the model's template; empty: the model's."""
+
+
+DEFAULT_ARGUMENTS = TemplateArguments()
+
+
 class PromptStyle(NamedTuple):
     """How a model's prompts are made."""
 
@@ -47,26 +63,36 @@ class Tokenizer(Protocol):
     has_chat_template: bool
     """Whether `render_chat` works."""
 
-    def encode(self, text: str, most: int | None = None) -> list[int]:
-        """Token ids of a text without a template, with the special tokens that `transformers` adds.
+    def encode(self, text: str, most: int | None = None, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text without a template, with the special tokens that `transformers` adds unless told
+        otherwise.
 
         Raises TooManyTokensError for more than `most`. Long texts leave the interpreter to other threads.
         """
 
     def render_chat(
-        self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = (), most: int | None = None
+        self,
+        messages: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]] = (),
+        most: int | None = None,
+        arguments: TemplateArguments = DEFAULT_ARGUMENTS,
     ) -> list[int]:
-        """Token ids of turns rendered by the chat template, generation prompt appended; `tools` as in OpenAI's API.
+        """Token ids of turns rendered by the chat template; `tools` as in OpenAI's API.
 
-        Raises InvalidArgumentError if there is no template, it refuses the turns, or it does not support `tools`;
-        TooManyTokensError for more than `most`.
+        Raises InvalidArgumentError if there is no template, it refuses the turns, or it does not read `tools` or
+        another argument that would change the answer; TooManyTokensError for more than `most`.
         """
+
+    def entry(self, token_id: int) -> str:
+        """The vocabulary's entry of a token, as `convert_ids_to_tokens` of `transformers`. Empty for an unused id."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token; for a special token its name. Empty for an unused id."""
 
-    def prompt_style(self, *, with_tools: bool) -> PromptStyle:
-        """How prompts of conversations are made. The first call takes as long as rendering a prompt."""
+    def prompt_style(
+        self, *, with_tools: bool, arguments: TemplateArguments = DEFAULT_ARGUMENTS
+    ) -> PromptStyle:
+        """How prompts of conversations with these arguments are made. Takes as long as rendering a prompt."""
 
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
         """Text of token ids, without special tokens unless they are kept. Incomplete UTF-8 becomes U+FFFD."""

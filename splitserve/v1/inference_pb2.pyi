@@ -196,9 +196,28 @@ class ChatMessages(_message.Message):
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _builtins.int
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     tools_json: _builtins.str
     """Functions that the model may call: a JSON array as in OpenAI's `tools`. The chat template must use them. Default:
     none.
+    """
+    template_kwargs_json: _builtins.str
+    """Variables for the template: a JSON object as in vLLM's `chat_template_kwargs`, for example `enable_thinking`. One
+    that the template does not read has no effect, but `documents` (an array of objects) and a `reasoning_effort` are
+    refused there. Variables that other fields set are refused. Default: none.
+    """
+    add_generation_prompt: _builtins.bool
+    """Whether the prompt ends with what begins an answer. Default: true, unless continue_final_message is set."""
+    continue_final_message: _builtins.bool
+    """Whether the answer continues the last message, the assistant's: the prompt ends where its content ends. Excludes
+    add_generation_prompt.
+    """
+    chat_template: _builtins.str
+    """A template in place of the model's: Jinja, at most 32,768 characters. Failure: INVALID_ARGUMENT (UNSUPPORTED_FIELD)
+    unless the coordinator trusts templates of requests.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
@@ -209,12 +228,18 @@ class ChatMessages(_message.Message):
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         tools_json: _builtins.str = ...,
+        template_kwargs_json: _builtins.str = ...,
+        add_generation_prompt: _builtins.bool | None = ...,
+        continue_final_message: _builtins.bool = ...,
+        chat_template: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "chat_template", b"chat_template", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_kwargs_json", b"template_kwargs_json", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
+    _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
 
 Global___ChatMessages: _TypeAlias = ChatMessages  # noqa: Y015
 

@@ -31,7 +31,13 @@ from coordinator.entrypoints.openai.bodies import (
     usage_event,
 )
 from coordinator.entrypoints.openai.call_grammar import functions_in
-from coordinator.entrypoints.openai.chat import CHAT_NOT_SERVED, ChatRequest, ChatResponse, ChatStream
+from coordinator.entrypoints.openai.chat import (
+    CHAT_NOT_SERVED,
+    ChatRequest,
+    ChatResponse,
+    ChatStream,
+    TemplateFields,
+)
 from coordinator.entrypoints.openai.completion import (
     COMPLETION_NOT_SERVED,
     CompletionRequest,
@@ -41,6 +47,7 @@ from coordinator.entrypoints.openai.completion import (
 from coordinator.entrypoints.openai.formats.answer import AnswerParser
 from coordinator.entrypoints.openai.formats.table import AnswerFormat, choose_format, format_named
 from coordinator.entrypoints.openai.logprobs import TokenTexts
+from coordinator.entrypoints.openai.tokenization import TokenizationEndpoints
 from coordinator.request.inference_request import (
     CHAT_PREFIX,
     COMPLETION_PREFIX,
@@ -54,6 +61,7 @@ from splitserve import __version__
 from splitserve.errors import InvalidArgumentError, NotFoundError, SplitserveError, UnavailableError
 from splitserve.logs import log_event
 from splitserve.metrics import Metrics, Read
+from splitserve.models.tokenizer import Tokenizer
 from splitserve.runtime.call_thread import SHORT_BYTES
 from splitserve.v1 import generation_pb2, inference_pb2
 
@@ -61,18 +69,21 @@ TEXT_BYTES, LOGPROBS_BYTES = 8, 1024
 """About the size of a token in a response, without and with logprobs."""
 MAX_NAMED_ROUNDS = 4
 """How many refused grammars give up only the schemas that the error names. The next one gives up all schemas."""
+KEPT_BYTES, MAX_CHOSEN = 512, 1024
+"""Longest arguments of a chat template for which the chosen format is kept, and how many formats are."""
 MAX_SHOWN = 32
 """Most names of tools in a header and in an event."""
 F = TypeVar("F", bound=Fields)
 
 
 class AnswerFormats:
-    """The answer formats of all models, each chosen once. `tool_format` and `reasoning_format` are the settings."""
+    """The answer formats of all models, each chosen once for equal arguments of the chat template, unless these are
+    long. `tool_format` and `reasoning_format` are the settings."""
 
     def __init__(self, api: InferenceApi, tool_format: str, reasoning_format: str) -> None:
         self._api = api
         self._names = tool_format, reasoning_format
-        self._chosen: dict[tuple[str, bool], AnswerFormat] = {}
+        self._chosen: dict[tuple[str, bool, bytes], AnswerFormat] = {}
 
     async def of(
         self, request: ChatRequest, request_id: str, caller: Caller
@@ -85,16 +96,38 @@ class AnswerFormats:
         failure = None
         try:
             source, tokenizer = await self._api.tokenizer_of(name, key, caller)
-            kind = source, request.uses_tools
-            if kind not in self._chosen:
-                # On the parser thread: the choice renders a prompt.
-                self._chosen[kind] = await self._api.parser.run(
-                    SHORT_BYTES + 1, choose_format, tokenizer, *self._names, with_tools=request.uses_tools
-                )
-            answer = self._chosen[kind]
+            answer = await self._of_template(request, source, tokenizer, caller)
+            if request.continue_final_message:
+                answer = answer.continuing(request.messages[-1].content)
         except SplitserveError as error:
             answer, failure = format_named(*self._names, with_tools=request.uses_tools), error
         return (answer.forced() if request.must_call else answer), failure
+
+    async def _of_template(
+        self, request: ChatRequest, source: str, tokenizer: Tokenizer, caller: Caller
+    ) -> AnswerFormat:
+        chat, tokenizers = inference_pb2.ChatMessages(), self._api.tokenizers
+        if request.model_fields_set & TemplateFields.model_fields.keys():
+            # On the parser thread: the fields may be long.
+            chat = await self._api.parser.run(SHORT_BYTES + 1, request.template_fields, with_documents=False)
+        if chat.continue_final_message:  # the format of other requests; the message shows where it goes on
+            chat.ClearField("continue_final_message")
+            chat.ClearField("add_generation_prompt")
+        kind = source, request.uses_tools, chat.SerializeToString()
+        if kind in self._chosen:
+            return self._chosen[kind]
+
+        def choose() -> AnswerFormat:
+            arguments = tokenizers.arguments(chat)
+            return choose_format(tokenizer, *self._names, with_tools=request.uses_tools, arguments=arguments)
+
+        # In turn with other prompts: the choice renders one.
+        answer = await tokenizers.in_turn(caller.tenant, chat.ByteSize(), choose)
+        if chat.ByteSize() <= KEPT_BYTES:
+            if len(self._chosen) >= MAX_CHOSEN:
+                self._chosen.clear()
+            self._chosen[kind] = answer
+        return answer
 
     async def grammar(
         self, request: ChatRequest, answer: AnswerFormat, caller: Caller, size: int
@@ -381,7 +414,10 @@ def make_app(
     """The ASGI application of the API. `read_metrics` returns the metrics that `/metrics` shows. `further` paths are
     served under GET, and `others` belong to other APIs."""
     info = InfoEndpoints(api, read_metrics)
+    tokenization = TokenizationEndpoints(api)
     posts = [
+        ("/tokenize", tokenization.tokenize),
+        ("/detokenize", tokenization.detokenize),
         ("/v1/chat/completions", completions.chat),
         ("/v1/completions", completions.completion),
     ]

@@ -13,6 +13,7 @@ from coordinator.entrypoints.openai.bodies import (
     NOT_SERVED,
     ChoiceBuilder,
     ChoiceStream,
+    Fields,
     Frame,
     GenerationFields,
     OpenFields,
@@ -44,16 +45,23 @@ CHAT_NOT_SERVED = NOT_SERVED | {
     "web_search_options": (),
     "best_of": (1,),
     "echo": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "add_special_tokens": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
     "moderation": (),
-    "reasoning_effort": ("none", "medium"),
     "verbosity": ("medium",),
 }
+
+CHAT_NAMES = {
+    "prompt.chat.messages": "messages",
+    "prompt.chat.tools_json": "tools",
+    "prompt.chat.template_kwargs_json": "chat_template_kwargs",
+    "prompt.chat.template_kwargs_json.documents": "documents",
+    "prompt.chat.template_kwargs_json.reasoning_effort": "reasoning_effort",
+    "prompt.chat.": "",
+    "prompt.chat": "messages",
+}
+"""The HTTP names of a conversation's gRPC fields."""
+THINKING = frozenset({"enable_thinking", "thinking"})
+"""The variables by which templates switch thinking on and off."""
 
 
 def joined_text(content: Any, kinds: Sequence[str] = ("text", "refusal")) -> Any:
@@ -128,7 +136,44 @@ class Message(OpenFields):
         )
 
 
-class ChatRequest(GenerationFields):
+class TemplateFields(Fields):
+    """What a chat template reads beside messages and tools. Null is the same as absent."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables, such as `enable_thinking`."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    """In place of the model's."""
+
+    def template_fields(self, *, with_documents: bool = True) -> inference_pb2.ChatMessages:
+        """These fields. As in vLLM, an effort also switches thinking on or off, unless the variables do."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            if THINKING.isdisjoint(variables):
+                variables |= dict.fromkeys(THINKING, self.reasoning_effort != "none")
+            variables["reasoning_effort"] = self.reasoning_effort
+        if with_documents and self.documents is not None:
+            variables["documents"] = self.documents
+        return inference_pb2.ChatMessages(
+            template_kwargs_json=compact_json(variables) if variables else "",
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=bool(self.continue_final_message),
+            chat_template=self.chat_template or "",
+        )
+
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Tool]) -> inference_pb2.ChatMessages:
+        """The conversation with these fields."""
+        chat = self.template_fields()
+        chat.messages.extend(message.to_proto() for message in messages)
+        if tools:
+            chat.tools_json = compact_json([tool.model_dump(exclude_unset=True) for tool in tools])
+        return chat
+
+
+class ChatRequest(GenerationFields, TemplateFields):
     """The body of a chat request."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -184,13 +229,8 @@ class ChatRequest(GenerationFields):
     def names_as(self, names: Mapping[str, str], schema: str) -> FieldNames:
         """The names that gRPC fields have in an API, beside those of `messages` and `tools`. `schema`: where a tool has
         its schema."""
-        shared = {
-            "prompt.chat.messages": "messages",
-            "prompt.chat.tools_json": "tools",
-            "sampling.grammar.lark": "tools",
-        }
         places = rule_places(self._callable_functions(), schema) if self.tools else {}
-        return FieldNames({**shared, **names}, places)
+        return FieldNames({**CHAT_NAMES, "sampling.grammar.lark": "tools", **names}, places)
 
     def grammar(self, answer: AnswerFormat, loose: Set[int] = frozenset()) -> generation_pb2.Grammar | None:
         """The grammar of an answer of this format; None: any text. `loose`: numbers of functions whose arguments may be
@@ -225,10 +265,8 @@ class ChatRequest(GenerationFields):
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         shared = self.shared_request(limit, (self.top_logprobs or 0) if self.logprobs else None)
         shared.stop.keep_special_tokens = keep_special
-        shared.chat.messages.extend(message.to_proto() for message in self.messages)
-        if self.uses_tools:
-            tools = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
-            shared.chat.tools_json = compact_json(tools)
+        tools = (self.tools or ()) if self.uses_tools else ()
+        shared.chat.CopyFrom(self.conversation(self.messages, tools))
         if grammar is not None:
             shared.sampling.grammar.CopyFrom(grammar)
         return self.choice_requests(shared)

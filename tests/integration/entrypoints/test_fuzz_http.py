@@ -53,6 +53,12 @@ TOOLS: dict[str, Any] = {
     "max_tokens": 3,
     "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
     "tool_choice": "auto",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "reasoning_effort": "none",
+    "documents": [],
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "chat_template": "",
     "stream": True,
     "stream_options": {"include_usage": True},
 }
@@ -67,7 +73,18 @@ TEXT: dict[str, Any] = {
     "best_of": 1,
     "presence_penalty": 0.5,
 }
-BODIES = [("/v1/chat/completions", CHAT), ("/v1/chat/completions", TOOLS), ("/v1/completions", TEXT)]
+ASKED = {
+    name: value
+    for name, value in TOOLS.items()
+    if name not in ("stream", "stream_options", "max_tokens", "tool_choice")
+}
+BODIES = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", TOOLS),
+    ("/v1/completions", TEXT),
+    ("/tokenize", ASKED | {"return_token_strs": True}),
+    ("/detokenize", {"model": "words", "tokens": [1, 2, 3]}),
+]
 WILD: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 0.5, 1e308, -1e308, 2**31, 2**32, 2**63, 2**64, 10**40, "", "w1", "words",
     "auto", "user", "\0", "\ud800", "日本", "a" * 300, "w1 " * 3000, [], {}, [[]], [{}], {"": None}, [1, 2, 3],

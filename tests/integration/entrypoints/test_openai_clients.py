@@ -46,6 +46,11 @@ READ = (
     "{% for c in m.tool_calls %}{{ c.function.arguments.city }}{{ c.id }}{% endfor %}{% endfor %}"
 )
 """Fields that the template reads of messages."""
+SWITCH = (
+    "{% for d in documents or [] %}{{ d.text }}{% endfor %}"
+    "{% if add_generation_prompt and thinking %}<think>\n{% elif false %}</think>{% endif %}"
+)
+"""What a thinking model's template has at its end."""
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -53,7 +58,7 @@ pytestmark = pytest.mark.timeout(180)
 @pytest.fixture(scope="module")
 def folder(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The embedded model, with a chat template that knows tools."""
-    return with_template(smollm2, tmp_path_factory.mktemp("model") / "m", TOOLS_BLOCK + "{}" + READ)
+    return with_template(smollm2, tmp_path_factory.mktemp("model") / "m", TOOLS_BLOCK + "{}" + READ + SWITCH)
 
 
 @pytest.fixture(scope="module")
@@ -405,3 +410,84 @@ def test_a_field_that_the_template_does_not_read_is_refused(http: httpx.Client) 
         message = {"role": "user", "content": QUESTION, field: QUESTION}
         refused = http.post("/chat/completions", json={"messages": [message]})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, f"messages[0].{field}")
+
+
+USER = {"role": "user", "content": QUESTION}
+THINKING: Any = {"chat_template_kwargs": {"thinking": True, "nobody_reads": 1}}
+
+
+async def test_what_a_request_tells_the_template(http: httpx.Client, cluster: Cluster) -> None:
+    def answer(**fields: Any) -> tuple[dict[str, Any], int]:
+        body = {"messages": [USER], "temperature": 0, "max_tokens": 12} | fields
+        response = http.post("/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        given = {name: value for name, value in body.items() if name not in ("temperature", "max_tokens")}
+        counted = http.post("../tokenize", json=given).json()
+        usage = response.json()["usage"]["prompt_tokens"]
+        assert usage == counted["count"] == len(counted["tokens"])
+        return response.json()["choices"][0]["message"], usage
+
+    plain, count = answer()
+    assert (plain["reasoning"], bool(plain["content"])) == (None, True)
+    for fields in (THINKING, {"reasoning_effort": "high"}):
+        thought, longer = answer(**fields)
+        assert (thought["content"], bool(thought["reasoning_content"])) == (None, True)
+        assert longer > count
+    async with PatientClient(cluster.target, timeout_s=PATIENCE_S) as ours:
+        same = await ours.generate(
+            [ChatMessage(role="user", content=QUESTION)], temperature=0.0, max_tokens=12, **THINKING
+        )
+    assert (same.usage.prompt_tokens, same.text.strip()) == (longer, thought["reasoning"])
+    assert answer(add_generation_prompt=False)[1] < count
+    assert answer(documents=[{"text": QUESTION}])[1] > count + 5
+    begun = {"role": "assistant", "content": "The name of the capital of France is"}
+    continued, _ = answer(messages=[USER, begun], continue_final_message=True)
+    assert continued["content"].startswith(" Paris")
+    begun["content"] = "<think>The name of the capital of France is"
+    continued, _ = answer(messages=[USER, begun], continue_final_message=True)
+    assert "Paris" in continued["reasoning"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"chat_template": "{{ messages }}"}, "chat_template", "unsupported_field"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "unsupported_field"),
+        ({"documents": [{"a": [{}] * 40_000}]}, None, "too_many_values"),
+        ({"chat_template_kwargs": {"a": 1e999}}, None, "malformed_json"),
+        ({"chat_template_kwargs": {"a": "x" * 2_000_000}}, "messages", "context_length_exceeded"),
+        ({"continue_final_message": True}, "continue_final_message", "invalid_value"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "invalid_value",
+        ),
+    ],
+)
+def test_what_no_template_gets(http: httpx.Client, fields: dict[str, Any], param: str, code: str) -> None:
+    for path in ("/chat/completions", "../tokenize"):
+        body = json.dumps({"messages": [USER]} | fields)
+        refused = http.post(path, content=body, headers={"content-type": "application/json"})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"], error["code"]) == (400, param, code), error
+
+
+def test_tokens_and_their_text(http: httpx.Client) -> None:
+    asked = {"prompt": " Grüße <|im_end|>", "return_token_strs": True, "add_special_tokens": False}
+    answer = http.post("../tokenize", json=asked).json()
+    assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 8192)
+    assert answer["token_strs"][-1] == "<|im_end|>"
+    assert answer["token_strs"][0].startswith("Ġ")
+    text = http.post("../detokenize", json={"tokens": answer["tokens"]}).json()
+    assert text == {"prompt": asked["prompt"]}
+    whole = http.post("../tokenize", json={"prompt": "The cat sat. " * 20_000}).json()
+    assert whole["count"] > whole["max_model_len"], "a prompt that is too long is counted all the same"
+    for path, body, param in (
+        ("../detokenize", {"tokens": [10**9]}, "tokens"),
+        ("../detokenize", {"tokens": [0, 2**40]}, "tokens[1]"),
+        ("../detokenize", {"tokens": "x"}, "tokens"),
+        ("../tokenize", {"prompt": ""}, "prompt"),
+        ("../tokenize", {"prompt": "x", "model": "other"}, "model"),
+    ):
+        refused = http.post(path, json=body)
+        assert (refused.status_code in (400, 404), refused.json()["error"]["param"]) == (True, param)

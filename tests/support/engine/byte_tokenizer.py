@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from splitserve.errors import InvalidArgumentError
-from splitserve.models.tokenizer import PromptStyle, Turn
+from splitserve.models.tokenizer import PromptStyle
 
 EOS_TOKEN_ID = 256
 
@@ -25,18 +25,19 @@ class ByteTokenizer:
     def has_chat_template(self) -> bool:
         return False
 
-    def encode(self, text: str, most: int | None = None) -> list[int]:
+    def encode(self, text: str, most: int | None = None, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
-    def render_chat(
-        self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = (), most: int | None = None
-    ) -> list[int]:
+    def render_chat(self, *_: Any) -> list[int]:
         raise InvalidArgumentError("no chat template", field="messages")
+
+    def entry(self, token_id: int) -> str:
+        return self._table[token_id].decode("latin-1")
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._table[token_id]
 
-    def prompt_style(self, *, with_tools: bool) -> PromptStyle:
+    def prompt_style(self, **_: Any) -> PromptStyle:
         return PromptStyle()
 
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:

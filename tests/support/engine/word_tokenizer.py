@@ -7,7 +7,13 @@ from typing import Any
 
 from splitserve.errors import InvalidArgumentError
 from splitserve.models.hf_tokenizer import fitted
-from splitserve.models.tokenizer import PromptStyle, TooManyTokensError, Turn
+from splitserve.models.tokenizer import (
+    DEFAULT_ARGUMENTS,
+    PromptStyle,
+    TemplateArguments,
+    TooManyTokensError,
+    Turn,
+)
 
 VOCABULARY_SIZE = 1000
 
@@ -19,14 +25,18 @@ class WordTokenizer:
         self.has_chat_template = has_chat_template
         self.vocabulary_size = VOCABULARY_SIZE
 
-    def encode(self, text: str, most: int | None = None) -> list[int]:
+    def encode(self, text: str, most: int | None = None, *, add_special_tokens: bool = True) -> list[int]:
         ids = [_id(word) for word in text.split()]
         if most is not None and len(ids) > most:
             raise TooManyTokensError(len(ids))
         return ids
 
     def render_chat(
-        self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = (), most: int | None = None
+        self,
+        messages: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]] = (),
+        most: int | None = None,
+        arguments: TemplateArguments = DEFAULT_ARGUMENTS,
     ) -> list[int]:
         if not self.has_chat_template:
             raise InvalidArgumentError("prompt.chat: this model has no chat template", field="prompt.chat")
@@ -37,7 +47,12 @@ class WordTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return f" w{token_id}".encode()
 
-    def prompt_style(self, *, with_tools: bool) -> PromptStyle:
+    def entry(self, token_id: int) -> str:
+        return f"w{token_id}"
+
+    def prompt_style(
+        self, *, with_tools: bool, arguments: TemplateArguments = DEFAULT_ARGUMENTS
+    ) -> PromptStyle:
         return PromptStyle()
 
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:

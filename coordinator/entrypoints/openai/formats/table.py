@@ -18,7 +18,7 @@ from coordinator.entrypoints.openai.formats.tagged import GLM, QWEN_XML
 from coordinator.entrypoints.openai.formats.tool_format import ReasoningFormat, ToolFormat
 from coordinator.entrypoints.openai.formats.writer import Writer
 from splitserve.errors import InvalidArgumentError
-from splitserve.models.tokenizer import Tokenizer
+from splitserve.models.tokenizer import DEFAULT_ARGUMENTS, TemplateArguments, Tokenizer
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     tool_format.name: tool_format
@@ -81,6 +81,13 @@ class AnswerFormat:
             raise InvalidArgumentError(message, reason="TOOLS_UNSUPPORTED", field="tool_choice")
         return self if self.tools.form is not None else replace(self, tools=HERMES)
 
+    def continuing(self, text: str) -> AnswerFormat:
+        """The format of an answer that continues this text."""
+        if self.reasoning is None:
+            return self
+        begun, ended = text.rfind(self.reasoning.begin.rstrip()), max(map(text.rfind, self.reasoning.ends))
+        return replace(self, is_reasoning=begun > ended)
+
     def parser(self, tools: Mapping[str, Schema | None], *, must_call: bool) -> AnswerParser:
         """The parser of one answer. `tools`: the schema of each function's parameters. `must_call`: text is dropped."""
         writer = Writer(tools, must_call=must_call)
@@ -107,10 +114,16 @@ def format_named(
 
 
 def choose_format(
-    tokenizer: Tokenizer, tool_format: str, reasoning_format: str, *, with_tools: bool
+    tokenizer: Tokenizer,
+    tool_format: str,
+    reasoning_format: str,
+    *,
+    with_tools: bool,
+    arguments: TemplateArguments = DEFAULT_ARGUMENTS,
 ) -> AnswerFormat:
-    """The format of a model's answers to requests with or without tools. Takes as long as rendering a prompt."""
-    style = tokenizer.prompt_style(with_tools=with_tools)
+    """The format of a model's answers to requests with or without tools, and with these arguments of the template.
+    Takes as long as rendering a prompt."""
+    style = tokenizer.prompt_style(with_tools=with_tools, arguments=arguments)
     # The end of a rendered prompt shows tags that the template composes from parts.
     template = style.template + style.end
     named = format_named(tool_format, reasoning_format, with_tools=with_tools, template=template)

@@ -10,13 +10,16 @@ import pytest
 from transformers import AddedToken
 
 from coordinator.entrypoints.inference_api import InferenceApi
+from coordinator.entrypoints.openai import app
 from coordinator.entrypoints.openai.app import AnswerFormats
 from coordinator.entrypoints.openai.bodies import parsed
 from coordinator.entrypoints.openai.chat import CHAT_NOT_SERVED, ChatRequest
 from coordinator.entrypoints.openai.formats.table import AnswerFormat, choose_format
+from coordinator.models.tokenizers import PromptTokenizers
 from coordinator.request.inference_request import ANYONE
 from splitserve.errors import InvalidArgumentError
 from splitserve.models.hf_tokenizer import ByteTokenizer, HfTokenizer
+from splitserve.models.tokenizer import TemplateArguments
 from splitserve.models.tokenizer_files import read_tokenizer
 from splitserve.runtime.call_thread import ParserThread
 from splitserve.v1 import generation_pb2
@@ -68,6 +71,86 @@ def test_the_template_and_the_end_of_its_prompts_choose(
     tokenizer = loaded(tmp_path, template)
     assert names(chosen(tokenizer)) == expected
     assert names(chosen(tokenizer, with_tools=False)) == (None, *expected[1:])
+
+
+SWITCHED = "{% if add_generation_prompt %}<assistant>{{ '<think>\n' if thinking else '</think>' }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_reasoning"),
+    [
+        (TemplateArguments(), False),
+        (TemplateArguments({"thinking": True}), True),
+        (TemplateArguments({"thinking": True}, add_generation_prompt=False), False),
+        (TemplateArguments({"thinking": True}, template=HEAD + CLOSED), False),
+        (TemplateArguments(template=HEAD + OPENED), True),
+    ],
+)
+def test_the_arguments_of_the_template_decide_whether_the_answer_begins_with_reasoning(
+    tmp_path: Path, arguments: TemplateArguments, is_reasoning: bool
+) -> None:
+    tokenizer = loaded(tmp_path, HEAD + SWITCHED)
+    answer = choose_format(tokenizer, "auto", "auto", with_tools=False, arguments=arguments)
+    assert names(answer) == (None, "think", is_reasoning)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_reasoning"),
+    [("", False), ("Hi", False), ("<think>\nHm", True), ("<think>a</think>b", False)],
+)
+def test_an_answer_that_continues_a_message(tmp_path: Path, text: str, is_reasoning: bool) -> None:
+    for template in (HEAD + OPENED, HEAD + CLOSED):
+        answer = chosen(loaded(tmp_path, template)).continuing(text)
+        assert names(answer) == ("hermes", "think", is_reasoning)
+    assert AnswerFormat().continuing("<think>") == AnswerFormat()
+
+
+class Named:
+    """Of the API: one model with this tokenizer, whose choices are counted."""
+
+    def __init__(self, tokenizer: HfTokenizer) -> None:
+        self.parser, self.tokenizer, self.choices = ParserThread(), tokenizer, 0
+        self.tokenizers = PromptTokenizers(lambda _: tokenizer, threads=1)
+        in_turn = self.tokenizers.in_turn
+
+        async def counted(tenant: str, size: int, work: Any) -> Any:
+            self.choices += 1
+            return await in_turn(tenant, size, work)
+
+        self.tokenizers.in_turn = counted  # type: ignore[method-assign]
+
+    async def tokenizer_of(self, name: str, key: str, caller: Any) -> tuple[str, HfTokenizer]:
+        return "source", self.tokenizer
+
+
+async def test_formats_are_kept_for_short_arguments_up_to_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MAX_CHOSEN", 2)
+    api = Named(loaded(tmp_path, HEAD + SWITCHED))
+    formats = AnswerFormats(cast(InferenceApi, api), "auto", "auto")
+    body = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>"}]}
+
+    async def chosen_for(**fields: Any) -> tuple[bool, str, int]:
+        request = parsed(ChatRequest, json.dumps(body | fields).encode(), CHAT_NOT_SERVED)
+        answer, failure = await formats.of(request, "id", ANYONE)
+        return answer.is_reasoning, (failure and failure.field) or "", api.choices
+
+    thinking = {"chat_template_kwargs": {"thinking": True}}
+    assert await chosen_for() == (False, "", 1)
+    assert await chosen_for(**thinking) == (True, "", 2)
+    assert await chosen_for(**thinking, documents=[{"a": 1}]) == (True, "", 2)
+    assert await chosen_for(continue_final_message=True, add_generation_prompt=False) == (True, "", 2)
+    assert await chosen_for(reasoning_effort="none") == (False, "", 3)
+    assert await chosen_for(**thinking) == (True, "", 4)
+    for count in (5, 6):
+        long = thinking["chat_template_kwargs"] | {"x": "a" * 600}
+        assert await chosen_for(chat_template_kwargs=long) == (True, "", count)
+    assert await chosen_for(chat_template="x") == (False, "prompt.chat.chat_template", 7)
+    assert (await chosen_for(chat_template_kwargs={"tools": 1}))[
+        1
+    ] == "prompt.chat.template_kwargs_json.tools"
+    api.tokenizers.close()
 
 
 def test_without_a_template(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from coordinator.entrypoints.openai.bodies import parsed
 from coordinator.entrypoints.openai.chat import CHAT_NOT_SERVED, ChatRequest
 from coordinator.entrypoints.openai.completion import COMPLETION_NOT_SERVED, CompletionRequest
 from coordinator.entrypoints.openai.formats.table import TOOL_FORMATS, AnswerFormat
+from coordinator.entrypoints.openai.tokenization import TokenizeRequest
 from coordinator.request.inference_request import REQUEST_ID
 from splitserve.errors import InvalidArgumentError
 from splitserve.grammars.forms import check_grammar
@@ -234,14 +235,18 @@ def test_refusals_of_both(fields: dict[str, Any], param: str) -> None:
             {"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]},
             "messages[0].tool_calls[0].type",
         ),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "highest"}, "reasoning_effort"),
         ({"verbosity": "low"}, "verbosity"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"functions": [{}]}, "functions"),
-        ({"continue_final_message": True}, "continue_final_message"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"continue_final_message": "yes"}, "continue_final_message"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"chat_template": {}}, "chat_template"),
+        ({"documents": [{}, "text"]}, "documents[1]"),
+        ({"documents": {"a": 1}}, "documents"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (
@@ -370,6 +375,61 @@ def test_tools_go_to_the_template_as_they_are() -> None:
     assert not request.sampling.HasField("grammar")
 
 
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({}, None),
+        ({"chat_template_kwargs": {}, "documents": None, "chat_template": ""}, None),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False, "x": None}},
+            {"enable_thinking": False, "x": None},
+        ),
+        (
+            {"reasoning_effort": "high"},
+            {"reasoning_effort": "high", "enable_thinking": True, "thinking": True},
+        ),
+        (
+            {"reasoning_effort": "none"},
+            {"reasoning_effort": "none", "enable_thinking": False, "thinking": False},
+        ),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": False, "reasoning_effort": "x"}},
+            {"reasoning_effort": "low", "thinking": False},
+        ),
+        ({"documents": [], "chat_template_kwargs": {"documents": [{}]}}, {"documents": []}),
+    ],
+)
+def test_fields_that_become_variables_of_the_template(
+    fields: dict[str, Any], variables: dict[str, Any] | None
+) -> None:
+    (request,) = chat(**fields).generate_requests()
+    text = request.chat.template_kwargs_json
+    assert (json.loads(text) if text else None) == variables
+    assert not request.chat.HasField("add_generation_prompt")
+    (request,) = chat(**fields, add_generation_prompt=False, continue_final_message=True).generate_requests()
+    assert request.chat.HasField("add_generation_prompt")
+    assert (request.chat.add_generation_prompt, request.chat.continue_final_message) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "x", "messages": [USER]}, "prompt"),
+        ({"prompt": [1]}, "prompt"),
+        ({"prompt": "x", "tools": [WEATHER]}, "tools"),
+        ({"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs"),
+        ({"messages": [USER], "add_special_tokens": True}, "add_special_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [USER], "temperature": 1}, "temperature"),
+    ],
+)
+def test_refusals_of_tokenize(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        parsed(TokenizeRequest, json.dumps(fields).encode(), {})
+    assert caught.value.field == param
+
+
 def test_names_in_errors_are_those_of_the_request() -> None:
     names = chat(max_completion_tokens=5).names
     assert names.http_name("stop.max_tokens") == "max_completion_tokens"
@@ -379,6 +439,9 @@ def test_names_in_errors_are_those_of_the_request() -> None:
     assert names.http_name("prompt.chat.messages[1].role") == "messages[1].role"
     assert names.http_name("prompt.chat") == "messages"
     assert names.http_name("prompt.chat.tools_json") == "tools"
+    assert names.http_name("prompt.chat.chat_template") == "chat_template"
+    assert names.http_name("prompt.chat.template_kwargs_json.tools") == "chat_template_kwargs.tools"
+    assert names.http_name("prompt.chat.template_kwargs_json.documents") == "documents"
     assert names.http_name("sampling.grammar.json_schema") == "response_format.json_schema"
     now = {"type": "function", "function": {"name": "now"}}
     chosen = {"type": "function", "function": {"name": "get_weather"}}

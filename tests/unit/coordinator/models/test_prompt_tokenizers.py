@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from coordinator.models.tokenizers import LONG_BYTES, SHORT_BYTES, PromptTokenizers
 from splitserve.errors import InvalidArgumentError, NotFoundError
+from splitserve.models.hf_tokenizer import ByteTokenizer
 from splitserve.models.tokenizer import Turn
 from splitserve.v1 import inference_pb2
 from tests.support.engine.word_tokenizer import WordTokenizer, load_word_tokenizer
@@ -25,15 +26,18 @@ class Witness(WordTokenizer):
         super().__init__()
         self.threads: set[int] = set()
 
-    def encode(self, text: str, most: int | None = None) -> list[int]:
+    def encode(self, text: str, most: int | None = None, **options: Any) -> list[int]:
         self.threads.add(threading.get_ident())
-        return super().encode(text, most)
+        return super().encode(text, most, **options)
 
     def render_chat(
-        self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = (), most: int | None = None
+        self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = (), *rest: Any
     ) -> list[int]:
         self.threads.add(threading.get_ident())
-        return super().render_chat(messages, tools, most)
+        return super().render_chat(messages, tools, *rest)
+
+
+KWARGS = "prompt.chat.template_kwargs_json"
 
 
 class Loader:
@@ -94,9 +98,9 @@ async def test_a_long_prompt_is_tokenized_once_for_all_its_answers() -> None:
     class Counting(WordTokenizer):
         calls = 0
 
-        def encode(self, text: str, most: int | None = None) -> list[int]:
+        def encode(self, text: str, most: int | None = None, **options: Any) -> list[int]:
             Counting.calls += 1
-            return super().encode(text, most)
+            return super().encode(text, most, **options)
 
     tokenizers = PromptTokenizers(lambda source: Counting(), threads=2)
     await tokenizers.tokenizer("s")
@@ -121,11 +125,11 @@ async def test_a_prompt_whose_clients_have_left_is_not_tokenized_any_more() -> N
     """Else whoever leaves at once would have a queue without end before everybody's prompts."""
 
     class Slow(WordTokenizer):
-        def encode(self, text: str, most: int | None = None) -> list[int]:
+        def encode(self, text: str, most: int | None = None, **options: Any) -> list[int]:
             seen.append(text[:2])
             began.set()
             assert may_go_on.wait(PATIENCE_S)
-            return super().encode(text, most)
+            return super().encode(text, most, **options)
 
     seen: list[str] = []
     began, may_go_on = threading.Event(), threading.Event()
@@ -194,10 +198,15 @@ class Listener(WordTokenizer):
         self.tools: list[Mapping[str, Any]] = []
 
     def render_chat(
-        self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = (), most: int | None = None
+        self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = (), *rest: Any
     ) -> list[int]:
         self.turns, self.tools = list(messages), list(tools)
-        return super().render_chat(messages, tools, most)
+        return super().render_chat(messages, tools, *rest)
+
+
+def with_fields(**fields: Any) -> inference_pb2.GenerateRequest:
+    turn = inference_pb2.ChatMessage(role="user", content="w1")
+    return inference_pb2.GenerateRequest(chat=inference_pb2.ChatMessages(messages=[turn], **fields))
 
 
 def chat_of(tools_json: str = "", **message: str) -> inference_pb2.GenerateRequest:
@@ -233,9 +242,24 @@ async def test_tools_and_calls_are_given_to_the_template() -> None:
         (chat_of("[" * 10_000), "prompt.chat.tools_json"),
         (chat_of(tool_calls_json="x"), "prompt.chat.messages[0].tool_calls_json"),
         (chat_of(tool_calls_json="[{}]"), "prompt.chat.messages[0].tool_calls_json"),
+        (with_fields(template_kwargs_json="["), KWARGS),
+        (with_fields(template_kwargs_json="[1]"), KWARGS),
+        *(
+            (with_fields(template_kwargs_json=f'{{"a": 1, "{name}": []}}'), f"{KWARGS}.{name}")
+            for name in (
+                "messages",
+                "tools",
+                "add_generation_prompt",
+                "continue_final_message",
+                "chat_template",
+            )
+        ),
+        (with_fields(template_kwargs_json='{"documents": {"a": 1}}'), f"{KWARGS}.documents"),
+        (with_fields(template_kwargs_json='{"documents": [[]]}'), f"{KWARGS}.documents"),
+        (with_fields(chat_template="x"), "prompt.chat.chat_template"),
     ],
 )
-async def test_broken_tools(request_: inference_pb2.GenerateRequest, field: str) -> None:
+async def test_broken_fields(request_: inference_pb2.GenerateRequest, field: str) -> None:
     tokenizers = PromptTokenizers(load_word_tokenizer, threads=1)
     with pytest.raises(InvalidArgumentError) as caught:
         await tokenizers.encode("words", request_)
@@ -262,7 +286,7 @@ async def test_tenants_take_turns_small_prompts_first_and_long_ones_stop_no_othe
 
     class Held(WordTokenizer):
         @override
-        def encode(self, text: str, most: int | None = None) -> list[int]:
+        def encode(self, text: str, most: int | None = None, **options: Any) -> list[int]:
             begun.append(text[:2])
             working.release()
             if text[0] == "w":
@@ -287,4 +311,29 @@ async def test_tenants_take_turns_small_prompts_first_and_long_ones_stop_no_othe
     held.release(6)
     await asyncio.gather(*calls[1:])
     assert begun == ["w0", "sh", "w4", "w9", "w1", "w2", "w3"]
+    tokenizers.close()
+
+
+async def test_arguments_of_the_template_reach_it_and_a_template_of_a_request_runs_on_a_thread() -> None:
+    tokenizers = PromptTokenizers(lambda _: ByteTokenizer(), threads=1, trust_templates=True)
+    here = threading.get_ident()
+
+    async def text_of(**fields: Any) -> str:
+        return bytes(await tokenizers.encode("any", with_fields(**fields))).decode()
+
+    assert await text_of() == "user: w1\nassistant: "
+    assert await text_of(add_generation_prompt=False) == "user: w1\n"
+    assert await text_of(continue_final_message=True) == "user: w1"
+    threads: list[int] = []
+    for number in (1, 2):
+        own = {
+            "chat_template": "{{ a }}{{ messages[0].content }}",
+            "template_kwargs_json": f'{{"a": {number}}}',
+        }
+        request = with_fields(**own)
+        prompt = await tokenizers.encode_named(
+            "any", request, 0, b"", check=lambda: threads.append(threading.get_ident())
+        )
+        assert bytes(prompt.token_ids).decode() == f"{number}w1"
+    assert here not in threads
     tokenizers.close()

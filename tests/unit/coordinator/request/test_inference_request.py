@@ -40,6 +40,31 @@ def refused(field: str, **fields: Any) -> InvalidArgumentError:
     return caught.value
 
 
+HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("chat_template", {"messages": [HI], "chat_template": "x" * 32_769}),
+        ("continue_final_message", {"messages": [HELLO, HI], "continue_final_message": True}),
+        (
+            "continue_final_message",
+            {"messages": [HELLO], "continue_final_message": True, "add_generation_prompt": True},
+        ),
+        ("", {"messages": [HI], "template_kwargs_json": '{"a": "' + "x" * 12_800 + '"}'}),
+        ("", {"messages": [HI | {"name": "x" * 6400}, HI | {"tool_call_id": "x" * 6400}]}),
+    ],
+)
+def test_fields_of_the_template(field: str, fields: Any) -> None:
+    refused("prompt.chat" + (field and f".{field}"), text=None, chat=inference_pb2.ChatMessages(**fields))
+
+
+def test_a_final_message_that_goes_on() -> None:
+    fields: Any = {"messages": [HI, HELLO], "continue_final_message": True, "add_generation_prompt": False}
+    check(text=None, chat=inference_pb2.ChatMessages(**fields))
+
+
 @pytest.mark.parametrize(
     ("name", "values"),
     [
