@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from coordinator.entrypoints.openai.bodies import Fields, Unsupported, compact_json
-from coordinator.entrypoints.openai.chat import ChatRequest, joined_text
+from coordinator.entrypoints.openai.chat import THINKING, ChatRequest, joined_text
 from coordinator.entrypoints.openai.items import Conversation, NestedFields, TypedPiece, served
 from coordinator.entrypoints.openai.tools import FunctionName
 from splitserve.errors import InvalidArgumentError
@@ -172,16 +172,21 @@ class PromptFields(Fields):
         for turn in self.messages:
             for block in turn.content:
                 block.add_to(conversation, turn.role)
-        if conversation.last_role in (None, "assistant"):
-            message = "the last message must be the user's: the beginning of an answer is not continued"
-            raise InvalidArgumentError(f"messages: {message}", field="messages")
+        last = self.messages[-1]
+        continues = last.role == "assistant"
+        if conversation.last_role is None or continues and last.content[-1].type != "text":
+            message = "messages must end with the user's, or with the text that the answer continues"
+            raise InvalidArgumentError(message, field="messages")
         fields = self.model_dump(include=SAME_AS_IN_CHAT) | {
             "tools": [tool.nested() for tool in self.tools],
             "tool_choice": self.tool_choice.nested(),
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
             "stop": self.stop_sequences,
             "user": self.metadata.get("user_id"),
+            "continue_final_message": continues or None,
         }
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            fields["chat_template_kwargs"] = dict.fromkeys(THINKING, self.thinking.type == "enabled")
         if (wanted := self.output_config.format) is not None:
             schema = {"schema": wanted.json_schema}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}

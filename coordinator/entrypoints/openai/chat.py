@@ -60,6 +60,7 @@ CHAT_NAMES = {
     "prompt.chat": "messages",
 }
 """The HTTP names of a conversation's gRPC fields."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 THINKING = frozenset({"enable_thinking", "thinking"})
 """The variables by which templates switch thinking on and off."""
 
@@ -141,7 +142,7 @@ class TemplateFields(Fields):
 
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables, such as `enable_thinking`."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

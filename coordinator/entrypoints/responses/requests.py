@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from coordinator.entrypoints.openai.bodies import Fields, OpenFields, StreamOptions, UInt32, Unsupported
-from coordinator.entrypoints.openai.chat import ChatRequest, joined_text
+from coordinator.entrypoints.openai.chat import ChatRequest, Effort, joined_text
 from coordinator.entrypoints.openai.items import Conversation, NestedFields, TypedPiece, served
 from coordinator.entrypoints.openai.tools import FunctionName
 from splitserve.errors import InvalidArgumentError
@@ -37,6 +37,7 @@ HIDDEN = {"input", "stream", "stream_options", "include", "client_metadata", "te
 NAMES = {
     "prompt.chat": "input",
     "prompt.chat.messages": "input",
+    "prompt.chat.template_kwargs_json.reasoning_effort": "reasoning.effort",
     "sampling.grammar": "text.format",
     "stop.max_tokens": "max_output_tokens",
 }
@@ -127,7 +128,7 @@ class TextConfig(NestedFields):
 class ReasoningConfig(NestedFields):
     """`reasoning`."""
 
-    effort: str | None = None
+    effort: Effort | None = None
     summary: str | None = None
 
 
@@ -189,6 +190,7 @@ class ResponsesRequest(Fields):
             "response_format": self.text.format.nested(),
             "max_completion_tokens": self.max_output_tokens,
             "prompt_cache_key": self.prompt_cache_key,
+            "reasoning_effort": self.reasoning.effort,
         }
         return conversation.chat_request(fields | self.model_dump(include=SAME_AS_IN_CHAT))
 

@@ -105,6 +105,9 @@ def test_other_fields() -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 7)
     function = {"name": "weather", "description": "Now.", "parameters": CITY}
     assert json.loads(made.chat.tools_json) == [{"type": "function", "function": function}]
+    assert json.loads(made.chat.template_kwargs_json) == {"enable_thinking": True, "thinking": True}
+    begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert generated(messages=begun).chat.continue_final_message
     chat = request(output_config={"format": {"type": "json_schema", "schema": CITY}}).chat_request()
     grammar = chat.grammar(AnswerFormat())
     assert grammar is not None
@@ -137,8 +140,12 @@ def test_the_choice_of_tools(choice: dict[str, Any], must_call: bool, uses_tools
         ({"max_tokens": 0}, "max_tokens", "1"),
         ({"messages": []}, "messages", ""),
         ({"messages": [USER] * 4097}, "messages", "4096"),
-        ({"messages": [{"role": "user", "content": []}]}, "messages", "last message"),
-        ({"messages": [USER, {"role": "assistant", "content": "The"}]}, "messages", "last message"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages", "must end"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]},
+            "messages",
+            "must end",
+        ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", ""),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},

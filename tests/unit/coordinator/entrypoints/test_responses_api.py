@@ -108,7 +108,9 @@ def test_other_fields() -> None:
         service_tier="auto",
         client_metadata={"x": "y"},
         instructions="",
+        reasoning={"effort": "high", "summary": "auto"},
     )
+    assert json.loads(made.chat.template_kwargs_json)["reasoning_effort"] == "high"
     assert (made.model, made.stop.max_tokens, made.session_id) == ("m", 9, "k")
     assert (made.sampling.temperature, made.sampling.top_p) == (0.5, 0.25)
     (tool,) = json.loads(made.chat.tools_json)
