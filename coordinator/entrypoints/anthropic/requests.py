@@ -174,7 +174,7 @@ class PromptFields(Fields):
                 block.add_to(conversation, turn.role)
         last = self.messages[-1]
         continues = last.role == "assistant"
-        if conversation.last_role is None or continues and last.content[-1].type != "text":
+        if conversation.last_role is None or (continues and last.content[-1].type != "text"):
             message = "messages must end with the user's, or with the text that the answer continues"
             raise InvalidArgumentError(message, field="messages")
         fields = self.model_dump(include=SAME_AS_IN_CHAT) | {
