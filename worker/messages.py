@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import chain
 from typing import Any
 
 from engine.core.engine import (
@@ -13,12 +14,19 @@ from engine.core.engine import (
     RequestOutput,
     StopParams,
 )
-from engine.core.model_runner import ModelFacts, SamplingParams
+from engine.core.model_runner import ModelFacts, PromptLogprobs, SamplingParams
 from engine.scheduling.waiting_queue import Precedence
 from kv_transfer.lanes import JudgedLane
 from splitserve.config.security import CeilingConfig
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
-from splitserve.generation.bounds import LEAST_TARGET_MS, MAX_TPOT_MS, MAX_TTFT_MS, check_sampling, check_stop
+from splitserve.generation.bounds import (
+    LEAST_TARGET_MS,
+    MAX_TPOT_MS,
+    MAX_TTFT_MS,
+    check_prompt_logprobs,
+    check_sampling,
+    check_stop,
+)
 from splitserve.generation.kv_blocks import Adapter, chain_salt
 from splitserve.tracing.context import TraceContext
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2, registry_pb2
@@ -65,6 +73,7 @@ def engine_request(
         raise InvalidArgumentError(f"stop.max_tokens must be at most {limit} here", field="stop.max_tokens")
     check_sampling(message.sampling, facts.vocabulary_size)
     check_stop(message.stop, facts.vocabulary_size, facts.context_tokens)
+    check_prompt_logprobs(message.sampling, len(message.token_ids) - message.prior_output_tokens)
     tpot_s, first_due_s = _targets(message, now)
     return EngineRequest(
         request_id=engine_id,
@@ -159,6 +168,17 @@ def output_delta(output: RequestOutput) -> generation_pb2.OutputDelta:
             for entry in output.logprobs
         ],
         finish_reason=FINISH_REASONS[output.finish_reason],
+        prompt_logprobs=_prompt_logprobs(output.prompt_logprobs) if output.prompt_logprobs else None,
+    )
+
+
+def _prompt_logprobs(prompt: PromptLogprobs) -> generation_pb2.PromptLogprobs:
+    return generation_pb2.PromptLogprobs(
+        token_ids=prompt.token_ids,
+        logprobs=prompt.logprobs,
+        ranks=prompt.ranks,
+        top_token_ids=chain.from_iterable(prompt.top_token_ids),
+        top_logprobs=chain.from_iterable(prompt.top_logprobs),
     )
 
 

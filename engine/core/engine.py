@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.core.model_runner import Logprob, ModelFacts, OutputMatcher, SamplingParams
+from engine.core.model_runner import Logprob, ModelFacts, OutputMatcher, PromptLogprobs, SamplingParams
 from engine.kv_cache.block_pool import KvEventLog
 from engine.scheduling.step_times import TotalsByKind
 from engine.scheduling.waiting_queue import FIRST_COME, Precedence
@@ -87,6 +87,11 @@ class EngineRequest:
         return len(self.token_ids) - self.prior_output_tokens
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted. They leave with the first output token."""
+        return self.sampling.prompt_logprobs is not None and not self.prior_output_tokens
+
+    @property
     def adapter_fingerprint(self) -> str:
         """The adapter's fingerprint, as in tickets; empty without an adapter."""
         return self.adapter.fingerprint if self.adapter else ""
@@ -108,6 +113,8 @@ class RequestOutput:
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     failure: tuple[str, str] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    """With the first output token, if they are wanted and the prompt was computed here."""
 
 
 @dataclass(slots=True)

@@ -163,8 +163,8 @@ class EngineCore(Engine):
 
     @override
     def cached_tokens(self, request: EngineRequest) -> int:
-        prefix = self._kv.computed_prefix(Sequence(request, 0), len(request.token_ids) - 1)
-        return len(prefix) * self._kv.block_size
+        sequence = Sequence(request, 0)
+        return len(self._kv.computed_prefix(sequence, sequence.reusable_tokens)) * self._kv.block_size
 
     @override
     def admit(self, reservation: int, first_token_id: int) -> RequestOutput | None:

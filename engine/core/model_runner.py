@@ -66,11 +66,42 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def greedy(self) -> bool:
         """Whether the token is always the argmax."""
         return self.temperature == 0.0
+
+
+@dataclass(slots=True, eq=False)
+class PromptLogprobs:
+    """Log-probabilities (natural logarithms) of a prompt's tokens, without the first, which has no context.
+
+    `logprobs` and `ranks` `[tokens - 1]`: a rank is 1 + the number of more probable tokens. `top_token_ids` and
+    `top_logprobs` `[tokens - 1, alternatives]`: the most probable tokens, the most probable first.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    top_token_ids: list[list[int]] = field(default_factory=list)
+    top_logprobs: list[list[float]] = field(default_factory=list)
+
+    def put(
+        self,
+        position: int,
+        logprobs: list[float],
+        ranks: list[int],
+        top_token_ids: list[list[int]],
+        top_logprobs: list[list[float]],
+    ) -> None:
+        """Sets the values that the positions from `position` on predict. Later ones are dropped: a prompt that was
+        preempted is computed again."""
+        self.logprobs[position:] = logprobs
+        self.ranks[position:] = ranks
+        self.top_token_ids[position:] = top_token_ids
+        self.top_logprobs[position:] = top_logprobs
 
 
 class ScheduledSequence(NamedTuple):
@@ -97,6 +128,8 @@ class ScheduledSequence(NamedTuple):
     table_id: int = 0
     """Identifies the block table in this process: as long as it is the same, `block_ids` only grows. 0: a table without
     identity, which may differ in each step."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Takes the log-probabilities of the prompt's tokens that the step's positions predict; None: not wanted."""
 
 
 class RowsFailedError(SplitserveError):

@@ -190,6 +190,7 @@ class OutputProcessor:
     def _on_token(self, sequence: Sequence, token: SampledToken) -> RequestOutput:
         """Appends a sampled token, and ends the sequence if that ends its answer."""
         output = RequestOutput(sequence.request_id, sequence.num_output, [token.token_id])
+        output.prompt_logprobs = sequence.prompt_logprobs
         if token.logprob is not None:
             output.logprobs.append(token.logprob)
         has_text, output.finish_reason = self._append(sequence, token.token_id)

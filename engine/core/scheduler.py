@@ -50,11 +50,11 @@ class KVCacheManager:
         """Allocates blocks for all of a sequence's tokens, sharing cached ones; returns the new ones.
 
         None, and nothing changed, if fewer than `watermark` blocks would stay free. A sequence that is computed here
-        has at least its last token computed, because its logits are needed. One whose KV a `writer` brings may be
-        cached completely; its new blocks are owned by the writer, too.
+        has at least the tokens computed whose logits are needed. One whose KV a `writer` brings may be cached
+        completely; its new blocks are owned by the writer, too.
         """
         total = len(sequence.tokens)
-        hits = self.computed_prefix(sequence, total if writer else total - 1)
+        hits = self.computed_prefix(sequence, total if writer else sequence.reusable_tokens)
         fresh_count = blocks_for(total, self.block_size) - len(hits)
         if fresh_count + self.pool.unowned(hits) + watermark > self.pool.free:
             return None

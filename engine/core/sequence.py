@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from engine.core.engine import ChunkProgress, EngineRequest, FinishReason
-from engine.core.model_runner import OutputMatcher, ScheduledSequence
+from engine.core.model_runner import OutputMatcher, PromptLogprobs, ScheduledSequence
 from engine.scheduling.waiting_queue import Precedence
 from splitserve.errors import InvalidArgumentError
 from splitserve.generation.kv_blocks import blocks_for
@@ -233,6 +233,8 @@ class Sequence:
     reported: int = 0
     """Leading tokens whose KV has been reported as final (`prefill_only`)."""
     reservation: int | None = None
+    prompt_logprobs: PromptLogprobs | None = field(init=False)
+    """Those known so far; None: not wanted, or sent."""
     _text: OutputText | None = None
     _matcher: OutputMatcher | None = None
     _ending: frozenset[int] = field(init=False)
@@ -241,6 +243,7 @@ class Sequence:
         self.place = self.arrival
         self.tokens = list(self.request.token_ids)
         self.prompt_tokens = self.request.prompt_tokens
+        self.prompt_logprobs = PromptLogprobs(self.request.token_ids) if self.request.scores_prompt else None
         self.due_s = self.request.first_due_s
         stop = self.request.stop
         self._ending = stop.stop_token_ids if stop.ignore_eos else stop.stop_token_ids | stop.eos_token_ids
@@ -254,6 +257,11 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens whose KV is still to be computed before the next one can be sampled."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def reusable_tokens(self) -> int:
+        """Leading tokens that may be cached when it is computed here: all but those whose logits are needed."""
+        return len(self.tokens) - 1 if self.prompt_logprobs is None else 0
 
     @property
     def num_output(self) -> int:
@@ -307,6 +315,7 @@ class Sequence:
         """
         stop, ends = self.request.stop, self.ends_by(token_id)
         self.tokens.append(token_id)
+        self.prompt_logprobs = None
         if ends:
             return False, FinishReason.STOP
         matcher = self.matcher
@@ -339,6 +348,7 @@ class Sequence:
             banned_token_ids=self.banned_token_ids,
             matcher=self.matcher,
             table_id=self.table_id,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
     def take_progress(self, block_size: int) -> ChunkProgress:

@@ -266,7 +266,7 @@ def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int])
     values -= values.logsumexp(-1, keepdim=True)
     own = values.gather(1, tokens[:, None]).squeeze(1).tolist()
     width = min(max(tops), values.shape[-1])
-    columns = _first_ranked(values, width)
+    columns = first_ranked(values, width)
     likely = values.gather(1, columns).tolist()
     logprobs = []
     for row, (token, ids) in enumerate(zip(tokens.tolist(), columns.tolist(), strict=True)):
@@ -275,7 +275,7 @@ def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int])
     return logprobs
 
 
-def _first_ranked(values: torch.Tensor, width: int) -> torch.Tensor:
+def first_ranked(values: torch.Tensor, width: int) -> torch.Tensor:
     """Columns of the `width` largest values of each row, ascending, int64 `[rows, width]`; of equal ones the first."""
     if not width:
         return torch.empty((len(values), 0), dtype=torch.int64, device=values.device)

@@ -25,6 +25,7 @@ from engine.kv_cache.memory import KvCacheMemory, choose_num_blocks
 from engine.model.loaded_model import LoadedModel
 from engine.runner.memory_profile import CudaMemory, with_kv_memory
 from engine.runner.model_loader import load_weights
+from engine.runner.prompt_logprobs import put_prompt_logprobs
 from engine.runner.sampler import NanLogitsError, sample
 from engine.runner.sampling_row import SamplingRow
 from engine.runner.structured_output import Mask, masks_of
@@ -77,7 +78,10 @@ class TorchRunner(ModelRunner):
     def _finish(self, batch: Sequence[ScheduledSequence], logits: StepLogits) -> list[SampledToken | None]:
         with torch.inference_mode():
             try:
-                return _sampled(batch, logits, masks_of(batch))
+                tokens = _sampled(batch, logits, masks_of(batch))
+                if logits.prompts is not None:
+                    put_prompt_logprobs(logits.prompts, self._device)
+                return tokens
             finally:
                 self._forward.finish()
 

@@ -15,6 +15,8 @@ MAX_LOGIT_BIASES = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_PROMPT_VALUES = 2**18
+"""Most log-probabilities of one prompt: 2 MiB of a message, and about 16 MiB of JSON."""
 LEAST_TARGET_MS, MAX_TTFT_MS, MAX_TPOT_MS = 0.001, 86_400_000, 3_600_000
 """Bounds of the latency targets `ttft_ms` and `tpot_ms` of a request."""
 MAX_PRIORITY = 100
@@ -35,6 +37,7 @@ def check_sampling(sampling: generation_pb2.SamplingParams, vocabulary_size: int
     between("sampling.presence_penalty", sampling.presence_penalty, -2, 2)
     between("sampling.frequency_penalty", sampling.frequency_penalty, -2, 2)
     between("sampling.logprobs", sampling.logprobs, 0, 20)
+    between("sampling.prompt_logprobs", sampling.prompt_logprobs, 0, 20)
     between("sampling.logit_bias (count)", len(sampling.logit_bias), 0, MAX_LOGIT_BIASES)
     for entry in sampling.logit_bias:
         between("sampling.logit_bias.token_id", entry.token_id, 0, vocabulary_size - 1)
@@ -43,11 +46,21 @@ def check_sampling(sampling: generation_pb2.SamplingParams, vocabulary_size: int
     require(len(ids) == len(sampling.logit_bias), "sampling.logit_bias", "of distinct token ids")
 
 
-def check_stop(stop: generation_pb2.StopParams, vocabulary_size: int, context_tokens: int) -> None:
-    """Raises InvalidArgumentError naming field and bound."""
+def check_prompt_logprobs(sampling: generation_pb2.SamplingParams, prompt_tokens: int) -> None:
+    """Raises InvalidArgumentError for more log-probabilities of a prompt than one message takes."""
+    values = prompt_tokens * (1 + sampling.prompt_logprobs) if sampling.HasField("prompt_logprobs") else 0
+    if values > MAX_PROMPT_VALUES:
+        bound = f"so small that it plus 1, times the prompt's {prompt_tokens} tokens, is at most {MAX_PROMPT_VALUES}"
+        fail("sampling.prompt_logprobs", bound)
+
+
+def check_stop(
+    stop: generation_pb2.StopParams, vocabulary_size: int, context_tokens: int, least_tokens: int = 1
+) -> None:
+    """Raises InvalidArgumentError naming field and bound. `least_tokens`: the lowest `max_tokens`."""
     if stop.HasField("max_tokens"):
         most = 2**32 - 1 if stop.fit_max_tokens else context_tokens
-        between("stop.max_tokens", stop.max_tokens, 1, most)
+        between("stop.max_tokens", stop.max_tokens, least_tokens, most)
     between("stop.stop_strings (count)", len(stop.stop_strings), 0, MAX_STOP_STRINGS)
     for position, text in enumerate(stop.stop_strings):
         name = f"stop.stop_strings[{position}]"

@@ -64,6 +64,7 @@ class SamplingParams(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Divides the logits before sampling; 0 always chooses the likeliest token (greedy). Default 1.0. Range 0..100."""
     top_k: _builtins.int
@@ -86,6 +87,11 @@ class SamplingParams(_message.Message):
     """
     logprobs: _builtins.int
     """How many of the likeliest tokens to report for each output token. Default: no log-probabilities. Range 0..20."""
+    prompt_logprobs: _builtins.int
+    """How many of the likeliest tokens to report for each token of the prompt. The worker then computes the whole prompt,
+    without KV from its prefix cache. Default: no log-probabilities of the prompt. Range 0..20, and the prompt's tokens
+    times 1 + prompt_logprobs are at most 262,144.
+    """
     @_builtins.property
     def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
         """Added to the logits of single tokens before all other settings. At most 1024 entries, distinct token ids. Default
@@ -110,13 +116,16 @@ class SamplingParams(_message.Message):
         seed: _builtins.int | None = ...,
         logprobs: _builtins.int | None = ...,
         grammar: Global___Grammar | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "logprobs", b"logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
@@ -127,6 +136,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
@@ -216,7 +227,9 @@ class StopParams(_message.Message):
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     FIT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """End after this many output tokens. Default: as many as the context has room for. Range 1..context length."""
+    """End after this many output tokens. Default: as many as the context has room for. Range 1..context length; with
+    SamplingParams.prompt_logprobs also 0: no output, the log-probabilities of the prompt are the answer.
+    """
     ignore_eos: _builtins.bool
     """Whether to go on past the model's end-of-sequence tokens. Default false."""
     min_tokens: _builtins.int
@@ -433,6 +446,54 @@ class TopLogprob(_message.Message):
 Global___TopLogprob: _TypeAlias = TopLogprob  # noqa: Y015
 
 @_typing.final
+class PromptLogprobs(_message.Message):
+    """Log-probabilities for the tokens of a prompt, from the model's logits. The first token has none: it has no context."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The prompt."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural logarithms of the probabilities of all tokens but the first. Range (-inf, 0]."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each entry of logprobs: 1 + the number of likelier tokens."""
+
+    @_builtins.property
+    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each entry of logprobs the likeliest tokens, the likeliest first; as many as SamplingParams.prompt_logprobs."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural logarithms of the probabilities of top_token_ids. Range (-inf, 0]."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "ranks", b"ranks", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
+
+@_typing.final
 class OutputDelta(_message.Message):
     """A piece of output: tokens at consecutive positions."""
 
@@ -443,6 +504,7 @@ class OutputDelta(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     first_position: _builtins.int
     """Position of token_ids[0] in the output, from 0. Tokens of earlier attempts count."""
     text: _builtins.str
@@ -457,6 +519,10 @@ class OutputDelta(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """One entry for each token if SamplingParams.logprobs is set, else empty."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """In the first delta only, if SamplingParams.prompt_logprobs is set."""
+
     def __init__(
         self,
         *,
@@ -465,10 +531,11 @@ class OutputDelta(_message.Message):
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_position", b"first_position", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_position", b"first_position", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

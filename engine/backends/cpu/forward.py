@@ -17,7 +17,7 @@ from engine.backends.cpu.graphs.resizable import StepRows
 from engine.backends.cpu.graphs.step_graphs import CpuStepGraphs, GraphInputs
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import Code
-from engine.backends.interface import FlatStep, Forward, StepLogits, compute_logits, flatten
+from engine.backends.interface import FlatStep, Forward, PromptRows, StepLogits, compute_logits, flatten
 from engine.core.model_runner import ScheduledSequence
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.loaded_model import LoadedModel
@@ -44,12 +44,14 @@ class CpuForward(Forward):
     @override
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
         step = flatten(batch)
-        logits = self.step_graphs.logits(step)
-        self.prepared = self.step_graphs.prepared
+        # A graph does not keep what the layers return.
+        logits = self.step_graphs.logits(step) if step.prompts is None else None
+        self.prepared = self.step_graphs.prepared and step.prompts is None
         logits = self._run_model(step) if logits is None else logits
         if logits.dtype is not torch.bfloat16 or logits.stride(-1) != 1:
-            return StepLogits(logits, step.sample_order)
-        return StepLogits(logits, step.sample_order, partial(self._kernels.argmax, logits))
+            return StepLogits(logits, step.sample_order, prompts=step.prompts)
+        argmax = partial(self._kernels.argmax, logits)
+        return StepLogits(logits, step.sample_order, argmax, step.prompts)
 
     def _run_model(self, step: FlatStep) -> torch.Tensor:
         """Logits `[sampled, vocabulary]` of a step, without a graph."""
@@ -58,12 +60,16 @@ class CpuForward(Forward):
         parts += chunk_parts(step.sequences[step.num_decode :], step.num_decode, self._block_size)
         inputs = GraphInputs.make(StepRows(step.num_decode, len(step.token_ids), len(step.sample_rows)))
         inputs.fill(step)
-        return self._compute(inputs, parts)
+        return self._compute(inputs, parts, step.prompts)
 
-    def _compute(self, inputs: GraphInputs, parts: Sequence[Part]) -> torch.Tensor:
+    def _compute(
+        self, inputs: GraphInputs, parts: Sequence[Part], prompts: PromptRows | None = None
+    ) -> torch.Tensor:
         """Logits `[sampled, vocabulary]` of a step with these parts."""
         self._backend.parts = parts
         try:
-            return compute_logits(self._module, inputs.token_ids, inputs.positions, inputs.sampled)
+            return compute_logits(
+                self._module, inputs.token_ids, inputs.positions, inputs.sampled, prompts
+            )
         finally:
             self._backend.parts = None

@@ -16,7 +16,7 @@ from typing_extensions import override
 from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.cuda.staging import Staging, StepInputs
 from engine.backends.cuda.step_graphs import CudaStepGraphs
-from engine.backends.interface import Forward, StepLogits, compute_logits, flatten
+from engine.backends.interface import Forward, PromptRows, StepLogits, compute_logits, flatten
 from engine.core.model_runner import DEFAULT_STEP_TOKENS, ScheduledSequence
 from engine.model.attention_interface import AttentionBackend
 from engine.model.loaded_model import LoadedModel
@@ -78,11 +78,13 @@ class CudaForward(Forward):
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
         flat = flatten(batch)
         step = self._table.place(flat)
-        logits = self._graphs.logits(step) if self._graphs is not None else None
+        # A graph does not keep what the layers return.
+        has_graphs = self._graphs is not None and flat.prompts is None
+        logits = self._graphs.logits(step) if has_graphs else None
         if logits is None:
-            logits = self._compute(self._staging.stage(step))
+            logits = self._compute(self._staging.stage(step), flat.prompts)
         argmax = AsyncArgmax(logits, self._poll) if flat.sample_order else None
-        return StepLogits(logits, flat.sample_order, argmax)
+        return StepLogits(logits, flat.sample_order, argmax, flat.prompts)
 
     @override
     def finish(self) -> None:
@@ -95,10 +97,12 @@ class CudaForward(Forward):
     def poll_while_computing(self, poll: Callable[[], None]) -> None:
         self._poll = poll
 
-    def _compute(self, inputs: StepInputs) -> torch.Tensor:
+    def _compute(self, inputs: StepInputs, prompts: PromptRows | None = None) -> torch.Tensor:
         """Logits `[samples, vocabulary]` of the rows in `sample_rows`."""
         self._backend.inputs = inputs
-        logits = compute_logits(self._module, inputs.token_ids, inputs.positions, inputs.sample_rows)
+        logits = compute_logits(
+            self._module, inputs.token_ids, inputs.positions, inputs.sample_rows, prompts
+        )
         self._backend.inputs = None
         return logits
 

@@ -101,9 +101,9 @@ class TorchForward(Forward):
         backend = self._backend
         step = build_step_batch(batch, self._block_size, self._dtype, self._device, backend.group_blocks)
         backend.batch = step
-        logits = compute_logits(self._module, step.token_ids, step.positions, step.sample_rows)
+        logits = compute_logits(self._module, step.token_ids, step.positions, step.sample_rows, step.prompts)
         backend.batch = None
-        return StepLogits(logits, step.sample_order)
+        return StepLogits(logits, step.sample_order, prompts=step.prompts)
 
     @override
     def finish(self) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.backends.interface import FlatStep, Ints, flatten
+from engine.backends.interface import FlatStep, Ints, PromptRows, flatten
 from engine.core.model_runner import ScheduledSequence
 from splitserve.generation.kv_blocks import blocks_for
 
@@ -81,7 +81,7 @@ class StepBatch:
 
     `token_ids`, `positions` `[1, tokens]`; `slot_blocks`, `slot_offsets` `[tokens]`: block, and offset in it, that each
     token's KV is written to; `sample_rows` `[samples]`: rows whose logits are sampled, and `sample_order` their
-    sequences' indices in the batch as scheduled.
+    sequences' indices in the batch as scheduled; `prompts`: see `FlatStep`.
     """
 
     token_ids: torch.Tensor
@@ -90,6 +90,7 @@ class StepBatch:
     slot_offsets: torch.Tensor
     sample_rows: torch.Tensor
     sample_order: list[int]
+    prompts: PromptRows | None
     _planner: _Planner
     _plans: dict[int | None, AttentionPlan] = field(default_factory=dict)
 
@@ -130,6 +131,7 @@ def build_step_batch(
         slot_offsets=tensor(flat.positions % block_size),
         sample_rows=tensor(flat.sample_rows),
         sample_order=flat.sample_order,
+        prompts=flat.prompts,
         _planner=_Planner(flat, block_size, dtype, device, group_blocks),
     )
 

@@ -19,6 +19,7 @@ from tests.support.engine.runner_driver import (
     NUM_BLOCKS,
     check_broken_kv_fails_alone,
     check_halves,
+    check_prompt_logprobs,
     drive,
     make_sequences,
     prompt_of,
@@ -58,6 +59,11 @@ def test_greedy_output_is_that_of_transformers(folder: Path, family: str) -> Non
     for chunk in CHUNKS:
         answers = drive(runner, make_sequences(prompts, MAX_TOKENS), MAX_TOKENS, chunk)
         assert tokens_of(answers) == expected, f"chunk {chunk}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_of_prompts(folder: Path, family: str) -> None:
+    check_prompt_logprobs(runner_of(folder, family), folder, family, CHUNKS, tolerance=1e-3)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3_text"])

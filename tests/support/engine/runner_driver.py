@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
@@ -12,7 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from engine.core.model_runner import ModelRunner, SampledToken, SamplingParams, ScheduledSequence
+from engine.core.model_runner import (
+    ModelRunner,
+    PromptLogprobs,
+    SampledToken,
+    SamplingParams,
+    ScheduledSequence,
+)
 from engine.runner.sampler import NanLogitsError
 from engine.runner.torch_runner import TorchRunner, build_torch_runner
 from splitserve.config.engine import EngineConfig
@@ -63,6 +69,7 @@ class Sequence_:
     computed: int = 0
     banned: frozenset[int] = field(default_factory=frozenset)
     table_id: int = field(default_factory=count(1).__next__)
+    prompt_logprobs: PromptLogprobs | None = None
 
     def scheduled(self, chunk: int) -> ScheduledSequence:
         new = min(chunk, len(self.tokens) - self.computed)
@@ -78,6 +85,7 @@ class Sequence_:
             self.sampling,
             self.banned,
             table_id=self.table_id,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -110,6 +118,40 @@ def drive(
                 answers[sequence.name].append(token)
         step += 1
     return list(answers.values())
+
+
+def check_prompt_logprobs(
+    runner: ModelRunner, folder: Path, family: str, chunks: Sequence[int], tolerance: float
+) -> None:
+    """Some sequences of a batch want them, with any chunks: the values are those of `transformers`, and the tokens those
+    of sequences without them."""
+    lengths, top = [1, 2, 2 * BLOCK, 40, 150], 3
+    prompts = [prompt_of(length) for length in lengths]
+    expected = tokens_of(drive(runner, make_sequences(prompts, 4), 4, CONTEXT))
+    model = AutoModelForCausalLM.from_pretrained(
+        make_tiny_model(family, folder), dtype=torch.float32, attn_implementation="eager"
+    )
+    for chunk in chunks:
+        sequences = make_sequences(prompts, 4, sampling=replace(GREEDY, prompt_logprobs=top))
+        for sequence in sequences[0::2]:
+            sequence.prompt_logprobs = PromptLogprobs(sequence.tokens)
+        assert tokens_of(drive(runner, sequences, 4, chunk)) == expected
+        for prompt, sequence in zip(prompts[0::2], sequences[0::2], strict=True):
+            with torch.no_grad():
+                values = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+            found = sequence.prompt_logprobs
+            assert found is not None
+            own = values.gather(1, torch.tensor(prompt[1:], dtype=torch.int64)[:, None])
+            likely = values.topk(top).values
+            assert found.logprobs == pytest.approx(own.squeeze(1).tolist(), abs=tolerance)
+            assert torch.tensor(found.top_logprobs).view(-1, top).numpy() == pytest.approx(
+                likely.numpy(), abs=tolerance
+            )
+            for place, ids in enumerate(found.top_token_ids):
+                assert values[place, ids].tolist() == pytest.approx(likely[place].tolist(), abs=2 * tolerance)
+            likelier = [(values > own + shift).sum(-1) for shift in (2 * tolerance, -2 * tolerance)]
+            for rank, *bounds in zip(found.ranks, *(counts.tolist() for counts in likelier), strict=True):
+                assert bounds[0] < rank <= 1 + bounds[1]
 
 
 def tokens_of(answers: list[list[SampledToken]]) -> list[list[int]]:
