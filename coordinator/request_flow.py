@@ -51,7 +51,9 @@ from coordinator.workers.load import WorkerLoads
 from coordinator.workers.registry import Registry
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.errors import DeadlineExceededError, SplitserveError, UnavailableError
+from splitserve.generation.bounds import check_prompt_logprobs
 from splitserve.generation.kv_blocks import chain_salt
+from splitserve.generation.output_delta import without_output
 from splitserve.grammars.processes import GrammarProcesses
 from splitserve.logs import log_context, log_event
 from splitserve.models.tokenizer import TooManyTokensError
@@ -148,6 +150,8 @@ class RequestFlow:
                 self._pairs.prompt_begun(state)
                 self.admission.freed(state)
                 while (delta := await attempt.next_delta()) is not None:
+                    if state.request.prompt_only:
+                        delta = without_output(delta)
                     first = state.first_token_s is None
                     events.sent(delta, time.monotonic())  # first token from prefill, the rest from decode
                     started = state.started() if first else None
@@ -325,8 +329,11 @@ class InputProcessor:
             raise
         check_length(len(prompt.token_ids), prompt_field, model, caller.max_prompt_tokens)
         check_highest(prompt.highest, prompt_field, model)
+        check_prompt_logprobs(request.sampling, len(prompt.token_ids))
         stop = resolved_stop(request.stop, len(prompt.token_ids), model, caller.max_output_tokens)
         check_resume(request.resume, stop.max_tokens)
+        prompt_only = not stop.max_tokens
+        stop.max_tokens = max(stop.max_tokens, 1)
         return InferenceRequest(
             request_id=request_id,
             model=model,
@@ -345,6 +352,7 @@ class InputProcessor:
             trace=trace,
             targets=targets,
             slo_ttft_s=slo_ttft_s,
+            prompt_only=prompt_only,
         )
 
     def _targets(

@@ -264,6 +264,8 @@ class InferenceRequest:
     """Its own targets, its tenant's or those of the settings; None: no targets."""
     slo_ttft_s: float | None = None
     """Predicted time to the first token beyond which admission refuses the request, in seconds; None: never."""
+    prompt_only: bool = False
+    """Whether the log-probabilities of the prompt are the whole answer. A worker samples a token, which is dropped."""
 
     @property
     def max_tokens(self) -> int:
@@ -298,7 +300,8 @@ def check_request(request: inference_pb2.GenerateRequest, model: Model) -> None:
     if request.HasField("resume"):
         _check_resume_form(request.resume, model)
     check_sampling(request.sampling, model.vocabulary_size)
-    check_stop(request.stop, model.vocabulary_size, model.context_tokens)
+    least_tokens = 0 if request.sampling.HasField("prompt_logprobs") else 1
+    check_stop(request.stop, model.vocabulary_size, model.context_tokens, least_tokens)
 
 
 def timeout_s(request: inference_pb2.GenerateRequest, limit_s: float, call_left_s: float | None) -> float:

@@ -80,7 +80,7 @@ def compute_logits(
     output layer. That is left to the model's own forward pass, because some families scale or cap logits there.
     `prompts` gets its `logits_of`.
     """
-    logits_of = partial(_logits_of, module, token_ids, positions)
+    logits_of: LogitsOf = partial(_logits_of, module, token_ids, positions)
     if prompts is not None:
         logits_of = prompts.logits_of = _layers_once(module.base_model, logits_of)
     return logits_of(sample_rows)

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from engine.core.engine import EngineRequest
-from engine.core.model_runner import Logprob, OutputMatcher, SampledToken
+from engine.core.model_runner import Logprob, OutputMatcher, PromptLogprobs, SampledToken
 from engine.vllm.connector import AWAITS_FIELD, HOLD_FIELD, PRIOR_FIELD
 from splitserve.errors import BrokenInvariantError
 from splitserve.v1 import generation_pb2
@@ -77,6 +77,7 @@ def vllm_params(request: EngineRequest, *, awaits_kv: bool) -> SamplingParams:
         logit_bias=dict(sampling.logit_bias) or None,
         seed=None if sampling.greedy else sampling.seed & MAX_SEED,
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs if request.scores_prompt and not awaits_kv else None,
         max_tokens=max_tokens,
         min_tokens=max(0, min(max_tokens, stop.min_tokens - prior)),
         stop_token_ids=sorted(stop_token_ids),
@@ -100,3 +101,13 @@ def sampled_tokens(output: Any) -> list[SampledToken]:
         (_, logprob), *top = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
         sampled.append(SampledToken(token, Logprob(token, logprob, tuple(top))))
     return sampled
+
+
+def put_prompt_logprobs(output: Any, prompt: PromptLogprobs) -> None:
+    """Adds the log-probabilities of the prompt that come with a vLLM `EngineCoreOutput`, the first one of a request."""
+    if (tensors := output.new_prompt_logprobs_tensors) is None:
+        return
+    # vLLM puts the prompt's token first, before the most probable ones.
+    token_ids, logprobs = tensors.logprob_token_ids, tensors.logprobs
+    own, ranks = logprobs[:, 0].tolist(), tensors.selected_token_ranks.tolist()
+    prompt.put(0, own, ranks, token_ids[:, 1:].tolist(), logprobs[:, 1:].tolist())

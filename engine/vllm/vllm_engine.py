@@ -32,7 +32,7 @@ from engine.vllm.connector import HELD_FIELD
 from engine.vllm.links import VllmEndedError
 from engine.vllm.options import reason_of
 from engine.vllm.requests import VllmRequest, VllmRequests
-from engine.vllm.sampling import sampled_tokens
+from engine.vllm.sampling import put_prompt_logprobs, sampled_tokens
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import (
     BrokenInvariantError,
@@ -169,6 +169,8 @@ class VllmEngine(Engine):
 
     @override
     def cached_tokens(self, request: EngineRequest) -> int:
+        if request.scores_prompt:
+            return 0
         hashes: list[bytes] = []
         full_blocks = (len(request.token_ids) - 1) // self._block_size
         extend_block_hashes(hashes, request.token_ids, self._block_size, request.cache_salt, full_blocks)
@@ -308,6 +310,8 @@ class VllmEngine(Engine):
                 scheduled = (event.timestamp for event in output.events or () if event.type == SCHEDULED)
                 began_s = min([began_s, *scheduled])
             parts.append(self._part(entry, output, result))
+            if (prompt := entry.sequence.prompt_logprobs) is not None:
+                put_prompt_logprobs(output, prompt)
             sampled = sampled_tokens(output)
             # `admit` has put out the first token of a handoff before vLLM repeats it.
             if sampled and entry.repeated_token is not None:

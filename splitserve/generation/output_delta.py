@@ -27,6 +27,12 @@ def extend_delta(
     return True
 
 
+def without_output(delta: generation_pb2.OutputDelta) -> generation_pb2.OutputDelta:
+    """The first delta of an answer as the only one of an answer of no tokens."""
+    reason = generation_pb2.FINISH_REASON_LENGTH
+    return generation_pb2.OutputDelta(finish_reason=reason, prompt_logprobs=delta.prompt_logprobs)
+
+
 def extend_output(into: decode_pb2.SequenceOutput, output: decode_pb2.SequenceOutput) -> bool:
     """Appends an output to the previous one of the same request if both hold only a delta; returns whether it did."""
     if output.admitted or into.admitted or output.HasField("failure") or into.HasField("failure"):

@@ -65,8 +65,8 @@ from splitserve.models.tokenizer import Tokenizer
 from splitserve.runtime.call_thread import SHORT_BYTES
 from splitserve.v1 import generation_pb2, inference_pb2
 
-TEXT_BYTES, LOGPROBS_BYTES = 8, 1024
-"""About the size of a token in a response, without and with logprobs."""
+TEXT_BYTES, LOGPROBS_BYTES, PROMPT_VALUE_BYTES = 8, 1024, 64
+"""About the size of a token in a response, without and with logprobs, and of a log-probability of the prompt."""
 MAX_NAMED_ROUNDS = 4
 """How many refused grammars give up only the schemas that the error names. The next one gives up all schemas."""
 KEPT_BYTES, MAX_CHOSEN = 512, 1024
@@ -173,8 +173,12 @@ class OpenAIServing:
         frame = self._frame(exchange, caller, request, CHAT_PREFIX, kind)
         choice_requests, parsers = await self.prepared(exchange, caller, request, len(body))
         texts = await self._texts(request.model, caller) if request.logprobs else None
+        prompt_texts = await self._prompt_texts(request, caller)
         if not request.stream:
-            bodies = [ChatResponse(index, texts=texts, parser=parser) for index, parser in enumerate(parsers)]
+            bodies = [
+                ChatResponse(index, texts=texts, prompt_texts=prompt_texts, parser=parser)
+                for index, parser in enumerate(parsers)
+            ]
             await respond(exchange, self._api, choice_requests, frame, bodies)
             return
         has_usage = request.include_usage
@@ -210,9 +214,13 @@ class OpenAIServing:
         requests = await self._api.parser.run(len(body), request.generate_requests)
         choice_requests = self._choice_requests(exchange, caller, request, requests)
         texts = None if request.logprobs is None else await self._texts(request.model, caller)
+        prompt_texts = await self._prompt_texts(request, caller)
         echoes = await self._echoes(request, choice_requests)
         if not request.stream:
-            bodies = [CompletionResponse(index, echo=echo, texts=texts) for index, echo in enumerate(echoes)]
+            bodies = [
+                CompletionResponse(index, echo=echo, texts=texts, prompt_texts=prompt_texts)
+                for index, echo in enumerate(echoes)
+            ]
             await respond(exchange, self._api, choice_requests, frame, bodies)
             return
         has_usage = request.include_usage
@@ -256,16 +264,19 @@ class OpenAIServing:
     async def _texts(self, model: str | None, caller: Caller) -> TokenTexts:
         return TokenTexts(await self._api.tokenizer(model or "", caller))
 
-    async def _echoes(self, request: CompletionRequest, choice_requests: ChoiceRequests) -> list[str]:
-        """The prompt text that each choice begins with; empty without `echo`."""
+    async def _prompt_texts(self, request: GenerationFields, caller: Caller) -> TokenTexts | None:
+        return None if request.prompt_logprobs is None else await self._texts(request.model, caller)
+
+    async def _echoes(self, request: CompletionRequest, choice_requests: ChoiceRequests) -> list[str | None]:
+        """The prompt text that each choice begins with; None without `echo`."""
         if not request.echo:
-            return [""] * len(choice_requests.requests)
+            return [None] * len(choice_requests.requests)
         tokenizer = None
         if not all(isinstance(prompt, str) for prompt in request.prompt):
             tokenizer = await self._api.tokenizer(request.model or "", choice_requests.caller)
         prompts = choice_requests.requests[:: request.choices]
 
-        def decoded() -> list[str]:
+        def decoded() -> list[str | None]:
             texts = [
                 tokenizer.decode(prompt.token_ids.ids) if tokenizer is not None else prompt.text
                 for prompt in prompts
@@ -321,13 +332,14 @@ async def respond(
 
     def rendered() -> bytes:
         bodies = ",".join(dumped(choice.to_json(ended[index])) for index, choice in enumerate(choices))
-        head = dumped(frame.head())[:-1]
+        head = dumped(frame.head() | choices[0].beside_choices())[:-1]
         return f'{head}, "choices": [{bodies}], "usage": {dumped(usage.to_json())}}}'.encode()
 
     async with exchange.while_connected():
         outputs = [_Pieces(choice, usage, index, ended) for index, choice in enumerate(choices)]
         await _run(api, choice_requests, outputs)
         size = usage.completion_tokens * (LOGPROBS_BYTES if choice_requests.has_logprobs else TEXT_BYTES)
+        size += usage.prompt_values * PROMPT_VALUE_BYTES
         await exchange.respond(200, await api.parser.run(size, rendered))
 
 
@@ -376,6 +388,7 @@ class _Pieces(Output):
             self.usage.add(self.index, response.done, self.choice.reasoning_tokens)
             self.ended[self.index] = response.done
         else:
+            self.usage.add_prompt_logprobs(response.delta.prompt_logprobs)
             self.choice.delta(response.delta)
 
     @override

@@ -15,12 +15,18 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-from coordinator.entrypoints.openai.logprobs import TokenTexts
+from coordinator.entrypoints.openai.logprobs import TokenTexts, prompt_logprobs
 from coordinator.request.inference_request import MAX_MESSAGES, REQUEST_ID
 from coordinator.request.json_bounds import check_structure
 from splitserve.client.types import FINISH_REASONS
 from splitserve.errors import InvalidArgumentError
-from splitserve.generation.bounds import MAX_LOGIT_BIASES, MAX_PRIORITY, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from splitserve.generation.bounds import (
+    MAX_LOGIT_BIASES,
+    MAX_PRIORITY,
+    MAX_PROMPT_VALUES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 from splitserve.runtime.call_thread import SHORT_BYTES
 from splitserve.v1 import generation_pb2, inference_pb2
 
@@ -97,6 +103,8 @@ class GenerationFields(Fields):
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     min_tokens: UInt32 | None = None
+    prompt_logprobs: UInt32 | None = None
+    """Number of alternatives per token of the prompt."""
     stop_token_ids: Annotated[list[UInt32], Field(fail_fast=True)] | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     ttft_ms: float | None = None
@@ -105,10 +113,18 @@ class GenerationFields(Fields):
     """Target time per output token after the first, in milliseconds."""
 
     @model_validator(mode="after")
-    def _only_streams_have_options(self) -> Self:
+    def _fits_streaming(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise InvalidArgumentError("stream_options needs stream: true", field="stream_options")
+        if self.stream and self.prompt_alternatives is not None:
+            message = "stream: log-probabilities of the prompt are not streamed"
+            raise InvalidArgumentError(message, field="stream")
         return self
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        """Number of alternatives per token of the prompt that the workers report; None: no log-probabilities of it."""
+        return self.prompt_logprobs
 
     @property
     def choices(self) -> int:
@@ -144,6 +160,7 @@ class GenerationFields(Fields):
                 presence_penalty=self.presence_penalty or 0.0,
                 frequency_penalty=self.frequency_penalty or 0.0,
                 logprobs=logprobs,
+                prompt_logprobs=self.prompt_alternatives,
                 logit_bias=_biases(self.logit_bias or {}),
             ),
             stop=generation_pb2.StopParams(
@@ -178,7 +195,6 @@ Unsupported = dict[str, tuple[Any, ...]]
 NOT_SERVED: Unsupported = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "prompt_logprobs": (False,),
     "truncate_prompt_tokens": (),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
@@ -347,13 +363,21 @@ class ChoiceStream(ABC):
 
 
 class ChoiceBuilder(ABC):
-    """One choice of a response that is sent whole. Its text begins with `echo`. `texts` renders logprobs; None: the
-    request asks for none."""
+    """One choice of a response that is sent whole. Its text begins with `echo`. `texts` renders logprobs, and
+    `prompt_texts` those of the prompt as vLLM does; None: the request asks for none."""
 
-    def __init__(self, index: int, *, echo: str = "", texts: TokenTexts | None = None) -> None:
-        self._index, self._texts = index, texts
-        self._pieces = [echo]
+    def __init__(
+        self,
+        index: int,
+        *,
+        echo: str | None = None,
+        texts: TokenTexts | None = None,
+        prompt_texts: TokenTexts | None = None,
+    ) -> None:
+        self._index, self._texts, self._prompt_texts = index, texts, prompt_texts
+        self._echo, self._pieces = echo, [echo or ""]
         self._logprobs: list[generation_pb2.TokenLogprob] = []
+        self._prompt = generation_pb2.PromptLogprobs()
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -363,8 +387,22 @@ class ChoiceBuilder(ABC):
     def delta(self, delta: generation_pb2.OutputDelta) -> None:
         """Appends a delta."""
         self._pieces.append(delta.text)
+        self._keep_logprobs(delta)
+
+    def _keep_logprobs(self, delta: generation_pb2.OutputDelta) -> None:
         if self._texts is not None:
             self._logprobs.extend(delta.logprobs)
+        if delta.HasField("prompt_logprobs"):
+            self._prompt = delta.prompt_logprobs
+
+    def _prompt_json(self) -> dict[str, Any]:
+        """vLLM's field `prompt_logprobs`, if the request asks for it."""
+        texts = self._prompt_texts
+        return {} if texts is None else {"prompt_logprobs": prompt_logprobs(texts, self._prompt)}
+
+    def beside_choices(self) -> dict[str, Any]:
+        """Fields of the response to which this is the first choice."""
+        return {}
 
     @abstractmethod
     def to_json(self, done: inference_pb2.GenerationDone) -> dict[str, Any]:
@@ -386,12 +424,18 @@ def dumped(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+MAX_RESPONSE_VALUES = 4 * MAX_PROMPT_VALUES
+"""Most log-probabilities of prompts in one response."""
+
+
 class UsageSum:
     """Token counts of a response. A prompt counts once, however many answers it gets; all answers count."""
 
     def __init__(self, choices_per_prompt: int) -> None:
         self.completion_tokens = 0
         """Tokens of all answers."""
+        self.prompt_values = 0
+        """Log-probabilities of all prompts."""
         self._choices_per_prompt = choices_per_prompt
         self._prompt = self._cached = 0
         self._reasoning: int | None = None
@@ -406,6 +450,14 @@ class UsageSum:
         if choice % self._choices_per_prompt == 0:
             self._prompt += done.usage.prompt_tokens
             self._cached += done.usage.cached_prompt_tokens
+
+    def add_prompt_logprobs(self, prompt: generation_pb2.PromptLogprobs) -> None:
+        """Counts the log-probabilities of one choice's prompt. Raises InvalidArgumentError for more than one response
+        takes."""
+        self.prompt_values += len(prompt.logprobs) + len(prompt.top_logprobs)
+        if self.prompt_values > MAX_RESPONSE_VALUES:
+            message = f"prompt: a response has at most {MAX_RESPONSE_VALUES} log-probabilities of prompts"
+            raise InvalidArgumentError(message, field="prompt")
 
     def to_json(self) -> dict[str, Any]:
         """OpenAI's `usage`."""

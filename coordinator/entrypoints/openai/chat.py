@@ -369,9 +369,14 @@ class ChatResponse(ChoiceBuilder):
     """One choice of a chat response that is sent whole. `parser`: as by `ChatRequest.parser`."""
 
     def __init__(
-        self, index: int, *, texts: TokenTexts | None = None, parser: AnswerParser | None = None
+        self,
+        index: int,
+        *,
+        texts: TokenTexts | None = None,
+        prompt_texts: TokenTexts | None = None,
+        parser: AnswerParser | None = None,
     ) -> None:
-        super().__init__(index, texts=texts)
+        super().__init__(index, texts=texts, prompt_texts=prompt_texts)
         self._parser = parser
         self._reasoning: list[str] = []
         self._calls: list[tuple[CallPart, list[str]]] = []
@@ -387,8 +392,7 @@ class ChatResponse(ChoiceBuilder):
             super().delta(delta)
             return
         self._append(self._parser.feed(delta.text, delta.token_ids))
-        if self._texts is not None:
-            self._logprobs.extend(delta.logprobs)
+        self._keep_logprobs(delta)
 
     @override
     def to_json(self, done: inference_pb2.GenerationDone) -> dict[str, Any]:
@@ -410,6 +414,10 @@ class ChatResponse(ChoiceBuilder):
             "logprobs": chat_logprobs(self._texts, self._logprobs) if self._texts else None,
             "finish_reason": finish_reason,
         }
+
+    @override
+    def beside_choices(self) -> dict[str, Any]:
+        return self._prompt_json()
 
     def _append(self, parts: list[Part]) -> None:
         for part in parts:

@@ -74,19 +74,26 @@ class CompletionRequest(GenerationFields):
     def _fits_together(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != self.choices:
             raise InvalidArgumentError("best_of is not supported beyond n", field="best_of")
-        if self.echo and self.logprobs is not None:
-            message = "echo: log-probabilities of the prompt are not served; leave out echo or logprobs"
-            raise InvalidArgumentError(message, field="echo")
+        if self.echo and self.logprobs is not None and self.prompt_logprobs not in (None, self.logprobs):
+            message = "prompt_logprobs: with echo and logprobs it must be the same number as logprobs"
+            raise InvalidArgumentError(message, field="prompt_logprobs")
         if len(self.prompt) * self.choices > MAX_ANSWERS:
             message = f"prompt: at most {MAX_ANSWERS} answers a request, n times prompts"
             raise InvalidArgumentError(message, field="prompt")
         return self
 
     @property
+    @override
+    def prompt_alternatives(self) -> int | None:
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+
+    @property
     def names(self) -> FieldNames:
         """The HTTP names of gRPC fields."""
-        prompts = {"prompt.text": "prompt", "prompt.token_ids": "prompt"}
-        return FieldNames(prompts | {"sampling.grammar": "response_format"})
+        names = {"prompt.text": "prompt", "prompt.token_ids": "prompt", "sampling.grammar": "response_format"}
+        if self.prompt_logprobs is None:
+            names["sampling.prompt_logprobs"] = "logprobs"
+        return FieldNames(names)
 
     def generate_requests(self) -> list[inference_pb2.GenerateRequest]:
         """One request per choice: all choices of the first prompt, then all of the next. Raises InvalidArgumentError if
@@ -114,7 +121,13 @@ class CompletionStream(ChoiceStream):
     """One streamed choice. `echo` is sent first. `texts` renders logprobs; None: they were not requested."""
 
     def __init__(
-        self, frame: Frame, index: int, *, has_usage: bool, echo: str = "", texts: TokenTexts | None = None
+        self,
+        frame: Frame,
+        index: int,
+        *,
+        has_usage: bool,
+        echo: str | None = None,
+        texts: TokenTexts | None = None,
     ) -> None:
         super().__init__(frame, index, has_usage)
         self._text_head = f'{self._head}"text":'
@@ -127,7 +140,7 @@ class CompletionStream(ChoiceStream):
     def _events(self, delta: generation_pb2.OutputDelta) -> str:
         events, text = "", delta.text
         if self._echo:
-            events, self._echo = self._chunk(self._echo), ""
+            events, self._echo = self._chunk(self._echo), None
         self._length += len(text)
         if self._logprobs is not None and delta.logprobs:
             length = self._length if delta.finish_reason else None
@@ -153,10 +166,13 @@ class CompletionResponse(ChoiceBuilder):
     def to_json(self, done: inference_pb2.GenerationDone) -> dict[str, Any]:
         text, logprobs = "".join(self._pieces), None
         if self._texts is not None:
-            logprobs = CompletionLogprobs(self._texts).to_json(self._logprobs, len(text))
+            prompt = None if self._echo is None else self._prompt
+            rendered = CompletionLogprobs(self._texts, self._echo or "")
+            logprobs = rendered.to_json(self._logprobs, len(text), prompt)
         return {
             "index": self._index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": FINISH_REASONS[done.finish_reason],
+            **self._prompt_json(),
         }

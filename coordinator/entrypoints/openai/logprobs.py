@@ -1,10 +1,11 @@
-"""Logprobs in the two formats of OpenAI's API."""
+"""Logprobs in the two formats of OpenAI's API, and those of prompts in vLLM's."""
 
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
 
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.v1 import generation_pb2
@@ -52,34 +53,85 @@ def chat_logprobs(texts: TokenTexts, tokens: Iterable[generation_pb2.TokenLogpro
     return {"content": content, "refusal": None}
 
 
+class _Token(NamedTuple):
+    """A token, its log-probability, the likeliest tokens with theirs, and its rank among all."""
+
+    token_id: int
+    logprob: float | None
+    """None for the first token of a prompt, which has no context."""
+    top: list[tuple[int, float]]
+    rank: int = 0
+
+
+def _output_token(token: generation_pb2.TokenLogprob) -> _Token:
+    return _Token(token.token_id, token.logprob, [(other.token_id, other.logprob) for other in token.top])
+
+
+def _prompt_tokens(prompt: generation_pb2.PromptLogprobs) -> Iterator[_Token]:
+    yield from (_Token(token_id, None, []) for token_id in prompt.token_ids[:1])
+    top = list(zip(prompt.top_token_ids, prompt.top_logprobs, strict=True))
+    width = len(top) // max(1, len(prompt.logprobs))
+    # A simulated engine knows the tokens only.
+    for place, values in enumerate(zip(prompt.token_ids[1:], prompt.logprobs, prompt.ranks, strict=False)):
+        token_id, logprob, rank = values
+        yield _Token(token_id, logprob, top[place * width : (place + 1) * width], rank)
+
+
+def prompt_logprobs(
+    texts: TokenTexts, prompt: generation_pb2.PromptLogprobs
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's `prompt_logprobs`: for each token of the prompt itself and the likeliest ones by their ids, None for the
+    first."""
+    shown: list[dict[str, dict[str, Any]] | None] = []
+    for token_id, own, top, own_rank in _prompt_tokens(prompt):
+        entry: dict[str, dict[str, Any]] = {}
+        values = [] if own is None else [(own_rank, (token_id, own)), *enumerate(top, 1)]
+        for rank, (other, logprob) in values:
+            text = texts.of(other)[0]
+            entry[str(other)] = {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
+        shown.append(entry or None)
+    return shown
+
+
 class CompletionLogprobs:
     """`choices[].logprobs` of a completion. Counts each token's offset in the text, in characters."""
 
-    def __init__(self, texts: TokenTexts) -> None:
-        self._texts = texts
+    def __init__(self, texts: TokenTexts, echo: str = "") -> None:
+        """`echo`: the prompt with which the text begins."""
+        self._texts, self._echo = texts, echo
         self._offset = 0
         self._decoder = getincrementaldecoder("utf-8")("replace")
         """Holds the bytes of a character whose other bytes have not arrived."""
 
     def to_json(
-        self, tokens: Iterable[generation_pb2.TokenLogprob], length: int | None = None
+        self,
+        tokens: Iterable[generation_pb2.TokenLogprob],
+        length: int | None = None,
+        prompt: generation_pb2.PromptLogprobs | None = None,
     ) -> dict[str, list[Any]]:
-        """The logprobs of the tokens after those of earlier calls. `length`: characters of the whole text, if known. A
-        stop string may have cut the text before the last tokens; their offset is then its length."""
+        """The logprobs of the tokens after those of earlier calls, and before them of the prompt. `length`: characters
+        of the whole text, if known. A stop string may have cut the text before the last tokens; their offset is then
+        its length."""
         shown: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
             "top_logprobs": [],
             "text_offset": [],
         }
-        for token in tokens:
-            text = self._texts.of(token.token_id)[0]
+        for token_id, logprob, top, _ in chain(
+            _prompt_tokens(prompt) if prompt is not None else (), map(_output_token, tokens)
+        ):
+            text, data = self._texts.of(token_id)
+            own = None if logprob is None else _finite(logprob)
+            others = {self._texts.of(other)[0]: _finite(value) for other, value in top}
             shown["tokens"].append(text)
-            shown["token_logprobs"].append(_finite(token.logprob))
-            top = {self._texts.of(other.token_id)[0]: _finite(other.logprob) for other in token.top}
-            shown["top_logprobs"].append({text: _finite(token.logprob)} | top)
+            shown["token_logprobs"].append(own)
+            shown["top_logprobs"].append(None if own is None else {text: own} | others)
             shown["text_offset"].append(self._offset if length is None else min(self._offset, length))
-            self._offset += len(self._decoder.decode(self._texts.visible(token.token_id)))
+            visible = self._texts.visible(token_id)
+            if not visible and self._echo.startswith(text, self._offset):
+                visible = data  # the prompt spells a special token
+            self._offset += len(self._decoder.decode(visible))
         return shown
 
 

@@ -68,8 +68,6 @@ class CpuForward(Forward):
         """Logits `[sampled, vocabulary]` of a step with these parts."""
         self._backend.parts = parts
         try:
-            return compute_logits(
-                self._module, inputs.token_ids, inputs.positions, inputs.sampled, prompts
-            )
+            return compute_logits(self._module, inputs.token_ids, inputs.positions, inputs.sampled, prompts)
         finally:
             self._backend.parts = None

@@ -79,8 +79,8 @@ class CudaForward(Forward):
         flat = flatten(batch)
         step = self._table.place(flat)
         # A graph does not keep what the layers return.
-        has_graphs = self._graphs is not None and flat.prompts is None
-        logits = self._graphs.logits(step) if has_graphs else None
+        graphs = self._graphs if flat.prompts is None else None
+        logits = graphs.logits(step) if graphs is not None else None
         if logits is None:
             logits = self._compute(self._staging.stage(step), flat.prompts)
         argmax = AsyncArgmax(logits, self._poll) if flat.sample_order else None
@@ -100,9 +100,7 @@ class CudaForward(Forward):
     def _compute(self, inputs: StepInputs, prompts: PromptRows | None = None) -> torch.Tensor:
         """Logits `[samples, vocabulary]` of the rows in `sample_rows`."""
         self._backend.inputs = inputs
-        logits = compute_logits(
-            self._module, inputs.token_ids, inputs.positions, inputs.sample_rows, prompts
-        )
+        logits = compute_logits(self._module, inputs.token_ids, inputs.positions, inputs.sample_rows, prompts)
         self._backend.inputs = None
         return logits
 

@@ -123,8 +123,8 @@ def drive(
 def check_prompt_logprobs(
     runner: ModelRunner, folder: Path, family: str, chunks: Sequence[int], tolerance: float
 ) -> None:
-    """Some sequences of a batch want them, with any chunks: the values are those of `transformers`, and the tokens those
-    of sequences without them."""
+    """Some sequences of a batch want them: in any chunks the values are those of `transformers`, and all tokens
+    those of a run without them."""
     lengths, top = [1, 2, 2 * BLOCK, 40, 150], 3
     prompts = [prompt_of(length) for length in lengths]
     expected = tokens_of(drive(runner, make_sequences(prompts, 4), 4, CONTEXT))
