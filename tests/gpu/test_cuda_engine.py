@@ -21,6 +21,7 @@ from tests.support.engine.runner_driver import (
     Sequence_,
     check_broken_kv_fails_alone,
     check_halves,
+    check_prompt_logprobs,
     drive,
     make_sequences,
     prompt_of,
@@ -204,6 +205,13 @@ def test_kv_is_there_when_a_step_returns(folder: Path) -> None:
     sequence = make_sequences([prompt_of(100)], 1)[0]
     assert runner.execute([sequence.scheduled(96)]) == [None]
     assert torch.cuda.current_stream().query()
+
+
+@pytest.mark.parametrize("graphs", ["off", "auto"])
+def test_log_probabilities_of_prompts(folder: Path, graphs: str) -> None:
+    check_prompt_logprobs(
+        cuda_runner(folder, "gemma2", cuda_graphs=graphs), folder, "gemma2", [BLOCK, CONTEXT]
+    )
 
 
 @pytest.mark.parametrize("graphs", ["off", "auto"])

@@ -19,6 +19,7 @@ from tests.support.engine.cpu_kernels import THREADS, count_ops, kernels_or_skip
 from tests.support.engine.runner_driver import (
     BLOCK,
     Sequence_,
+    check_prompt_logprobs,
     drive,
     make_sequences,
     prompt_of,
@@ -118,6 +119,12 @@ def test_as_accurate_as_torch(folder: Path, family: str) -> None:
         assert error(forced(runner, texts(LENGTHS), chunk), expected) < 1.4 * plain, f"chunk {chunk}"
     assert runner.layout == plain_runner.layout
     assert forward.step_graphs.graphs or family == "wide_mixtral", "which chooses its experts by value"
+
+
+@pytest.mark.parametrize("family", ["wide_llama", "wide_gemma2"])
+def test_log_probabilities_of_prompts(folder: Path, family: str) -> None:
+    runner, _ = kernel_runner(folder, family)
+    check_prompt_logprobs(runner, folder, family, [BLOCK - 1, CONTEXT], tolerance=0.15)
 
 
 @pytest.mark.parametrize("threads", THREADS)

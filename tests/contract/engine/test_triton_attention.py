@@ -14,6 +14,7 @@ from engine.model.attention_interface import LayerState, NewTokens
 from tests.support.engine.attention_rig import BLOCK, NUM_BLOCKS, TOLERANCES, Rig
 from tests.support.engine.runner_driver import (
     check_halves,
+    check_prompt_logprobs,
     drive,
     make_sequences,
     prompt_of,
@@ -122,4 +123,5 @@ def test_a_whole_model(tmp_path: Path) -> None:
         runner._pool.tensor.fill_(float("nan"))
         answers.append(tokens_of(drive(runner, make_sequences(prompts, 2), 2, 9)))
         check_halves(runner)
+        check_prompt_logprobs(runner, tmp_path, "mistral", [9], lengths=[3, 2, 12])
     assert answers[0] == answers[1]

@@ -15,9 +15,12 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field, SecretStr
 
 from splitserve.client import ChatMessage
+from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.chat_templates import with_template
 from tests.support.clients.patient import PatientClient
+from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.engine.reference import Reference
 from tests.support.waiting import PATIENCE_S
 
 MODEL = "smol"
@@ -160,6 +163,49 @@ async def test_log_probabilities(client: openai.AsyncOpenAI) -> None:
     assert shown is not None
     assert "".join(shown.tokens or ()) == completion.choices[0].text
     assert (shown.text_offset or [])[0] == 0
+
+
+async def test_log_probabilities_of_the_prompt(client: openai.AsyncOpenAI, folder: str, smollm2: str) -> None:
+    """The second time the prompt is cached; it has several chunks."""
+    prompt = sentences(90, seed=3)
+    token_ids = load_tokenizer(folder).encode(prompt)
+    assert len(token_ids) > 512
+    expected = Reference(smollm2).logprobs(token_ids)
+    for asked, max_tokens in ((prompt, 0), (token_ids, 1), ([prompt], 3)):
+        answer = await client.completions.create(
+            model=MODEL, prompt=asked, echo=True, logprobs=2, max_tokens=max_tokens, temperature=0
+        )
+        choice, shown = answer.choices[0], answer.choices[0].logprobs
+        assert shown is not None
+        assert shown.tokens is not None
+        assert shown.token_logprobs is not None
+        assert shown.top_logprobs is not None
+        assert (choice.finish_reason, answer.usage.completion_tokens) == ("length", max_tokens)
+        assert "".join(shown.tokens) == choice.text
+        assert len(shown.tokens) == len(token_ids) + max_tokens
+        own = [expected[place, token_id].item() for place, token_id in enumerate(token_ids[1:])]
+        assert shown.token_logprobs[0] is None
+        assert shown.token_logprobs[1 : len(token_ids)] == pytest.approx(own, abs=1e-3)
+        best = [max(top.values()) for top in shown.top_logprobs[1 : len(token_ids)]]
+        assert best == pytest.approx(expected.amax(-1).tolist(), abs=1e-3)
+        offsets = [len("".join(shown.tokens[:place])) for place in range(len(shown.tokens))]
+        assert shown.text_offset == offsets
+
+
+def test_log_probabilities_of_a_chat_prompt(http: httpx.Client) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "prompt_logprobs": 1}
+    chat = http.post("/chat/completions", json=body | {"max_tokens": 0}).json()
+    assert chat["choices"][0]["message"]["content"] == ""
+    assert chat["usage"]["completion_tokens"] == 0
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    for fields, param in (
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"max_tokens": 0, "prompt_logprobs": None}, "max_tokens"),
+        ({"min_tokens": 1, "max_tokens": 0}, "min_tokens"),
+    ):
+        refused = http.post("/chat/completions", json=body | fields)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
 async def test_prompts_in_every_form(client: openai.AsyncOpenAI) -> None:

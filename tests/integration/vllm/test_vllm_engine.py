@@ -19,7 +19,7 @@ from splitserve.errors import InvalidArgumentError, NotFoundError, ResourceExhau
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.v1 import generation_pb2
 from tests.support.clients.text import sentences
-from tests.support.engine.reference import Reference
+from tests.support.engine.reference import Reference, assert_prompt_logprobs
 from tests.support.engine.vllm_rig import POLL_S, VllmRig
 from tests.support.waiting import PATIENCE_S
 
@@ -186,6 +186,22 @@ def test_seeds_penalties_and_logprobs(rig: VllmRig, text_tokens: list[int]) -> N
     logprobs = [entry for output in rig.outputs["once"] for entry in output.logprobs]
     assert [entry.token_id for entry in logprobs] == rig.tokens("once")
     assert all(len(entry.top) == 2 for entry in logprobs)
+    rig.assert_empty()
+
+
+@pytest.mark.parametrize("length", [1, 2, CHUNK, 97])
+def test_log_probabilities_of_a_prompt(
+    rig: VllmRig, reference: Reference, text_tokens: list[int], length: int
+) -> None:
+    """Also of a prompt that is in the prefix cache."""
+    prompt, sampling = text_tokens[400 : 400 + length], replace(GREEDY, prompt_logprobs=3)
+    for name in ("first", "again"):
+        rig.core.add_request(asked(f"{name} {length}", prompt, sampling=sampling))
+        rig.run()
+        first, *others = rig.outputs[f"{name} {length}"]
+        assert_prompt_logprobs(first.prompt_logprobs, prompt, reference.logprobs(prompt), top=3)
+        assert not any(output.prompt_logprobs for output in others)
+    assert rig.core.cached_tokens(asked("third", prompt, sampling=sampling)) == 0
     rig.assert_empty()
 
 

@@ -12,6 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from engine.core.model_runner import PromptLogprobs
+
 RECORDED = Path(__file__).parents[2] / "data" / "greedy_answers.json"
 """What the embedded model answers: token ids by a digest of prompt and length, under the model's name."""
 MODE = os.environ.get("SPLITSERVE_TEST_REFERENCES", "recorded")
@@ -44,13 +46,22 @@ class Reference:
             assert answer == known, f"transformers answers otherwise than {RECORDED.name} says: {digest}"
         return answer
 
+    def logprobs(self, prompt: Sequence[int]) -> Any:
+        """Log-probabilities of the tokens after each but the last: float32 `[tokens - 1, vocabulary]`."""
+        import torch
+
+        with torch.inference_mode():
+            return self._model(torch.tensor([list(prompt)])).logits[0, :-1].log_softmax(-1)
+
     @cached_property
     def _model(self) -> Any:
         import torch
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)  # tests run side by side, and waiting threads spin
-        return AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_pretrained(
+            self._folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
 
     def _computed(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         import torch
@@ -66,6 +77,25 @@ class Reference:
                 pad_token_id=0,
             )
         return [int(token) for token in output[0, len(prompt) :]]
+
+
+def assert_prompt_logprobs(
+    found: PromptLogprobs | None, prompt: Sequence[int], expected: Any, top: int, tolerance: float = 1e-3
+) -> None:
+    """Values, ranks and `top` alternatives of a prompt are those of `expected`, a result of `Reference.logprobs`."""
+    import torch
+
+    assert found is not None
+    own = expected.gather(1, torch.tensor(prompt[1:], dtype=torch.int64)[:, None])
+    likely = expected.topk(top).values
+    assert list(found.token_ids) == list(prompt)
+    torch.testing.assert_close(torch.tensor(found.logprobs)[:, None], own, atol=tolerance, rtol=0)
+    torch.testing.assert_close(torch.tensor(found.top_logprobs).view(-1, top), likely, atol=tolerance, rtol=0)
+    ids = torch.tensor(found.top_token_ids, dtype=torch.int64).view(-1, top)
+    torch.testing.assert_close(expected.gather(1, ids), likely, atol=2 * tolerance, rtol=0)
+    ranks = torch.tensor(found.ranks, dtype=torch.int64)
+    assert ((expected > own + 2 * tolerance).sum(-1) < ranks).all()
+    assert ((expected > own - 2 * tolerance).sum(-1) >= ranks - 1).all()
 
 
 def _drawn() -> int:

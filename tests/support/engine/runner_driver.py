@@ -23,6 +23,7 @@ from engine.runner.sampler import NanLogitsError
 from engine.runner.torch_runner import TorchRunner, build_torch_runner
 from splitserve.config.engine import EngineConfig
 from splitserve.models.sources import checked_model
+from tests.support.engine.reference import Reference, assert_prompt_logprobs
 from tests.support.engine.tiny_models import CONTEXT, EOS, make_tiny_model
 
 BLOCK = 8
@@ -121,37 +122,26 @@ def drive(
 
 
 def check_prompt_logprobs(
-    runner: ModelRunner, folder: Path, family: str, chunks: Sequence[int], tolerance: float
+    runner: ModelRunner,
+    folder: Path,
+    family: str,
+    chunks: Sequence[int],
+    tolerance: float = 1e-3,
+    lengths: Sequence[int] = (1, 2, 2 * BLOCK, 40, 150),
 ) -> None:
     """Some sequences of a batch want them: in any chunks the values are those of `transformers`, and all tokens
     those of a run without them."""
-    lengths, top = [1, 2, 2 * BLOCK, 40, 150], 3
-    prompts = [prompt_of(length) for length in lengths]
+    top, prompts = 3, [prompt_of(length) for length in lengths]
     expected = tokens_of(drive(runner, make_sequences(prompts, 4), 4, CONTEXT))
-    model = AutoModelForCausalLM.from_pretrained(
-        make_tiny_model(family, folder), dtype=torch.float32, attn_implementation="eager"
-    )
+    reference = Reference(str(make_tiny_model(family, folder)))
     for chunk in chunks:
         sequences = make_sequences(prompts, 4, sampling=replace(GREEDY, prompt_logprobs=top))
         for sequence in sequences[0::2]:
-            sequence.prompt_logprobs = PromptLogprobs(sequence.tokens)
+            sequence.prompt_logprobs = PromptLogprobs(sequence.tokens[:])
         assert tokens_of(drive(runner, sequences, 4, chunk)) == expected
         for prompt, sequence in zip(prompts[0::2], sequences[0::2], strict=True):
-            with torch.no_grad():
-                values = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
-            found = sequence.prompt_logprobs
-            assert found is not None
-            own = values.gather(1, torch.tensor(prompt[1:], dtype=torch.int64)[:, None])
-            likely = values.topk(top).values
-            assert found.logprobs == pytest.approx(own.squeeze(1).tolist(), abs=tolerance)
-            assert torch.tensor(found.top_logprobs).view(-1, top).numpy() == pytest.approx(
-                likely.numpy(), abs=tolerance
-            )
-            for place, ids in enumerate(found.top_token_ids):
-                assert values[place, ids].tolist() == pytest.approx(likely[place].tolist(), abs=2 * tolerance)
-            likelier = [(values > own + shift).sum(-1) for shift in (2 * tolerance, -2 * tolerance)]
-            for rank, *bounds in zip(found.ranks, *(counts.tolist() for counts in likelier), strict=True):
-                assert bounds[0] < rank <= 1 + bounds[1]
+            values = reference.logprobs(prompt)
+            assert_prompt_logprobs(sequence.prompt_logprobs, prompt, values, top, tolerance)
 
 
 def tokens_of(answers: list[list[SampledToken]]) -> list[list[int]]:

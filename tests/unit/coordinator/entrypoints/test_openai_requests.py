@@ -192,7 +192,7 @@ def test_all_forms_of_a_prompt() -> None:
         ({"user": 7}, "user"),
         ({"model": 7}, "model"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "stream"),
         ({"priority": 10**12}, "priority"),
         ({"priority": 101}, "priority"),
         ({"priority": -101}, "priority"),
@@ -282,12 +282,33 @@ def test_refusals_of_chat(fields: dict[str, Any], param: str) -> None:
         ({"prompt": ["x"] * 600, "n": 2}, "prompt"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "stream"),
+        ({"echo": True, "logprobs": 1, "prompt_logprobs": 2}, "prompt_logprobs"),
         ({"logprobs": True}, "logprobs"),
     ],
 )
 def test_refusals_of_completions(fields: dict[str, Any], param: str) -> None:
     assert refusal(completion, **fields).field == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "asked"),
+    [
+        ({"echo": True, "logprobs": 0, "max_tokens": 0}, 0),
+        ({"echo": True, "logprobs": 2, "prompt_logprobs": 2}, 2),
+        ({"logprobs": 2, "prompt_logprobs": 5}, 5),
+        ({"echo": True, "prompt_logprobs": 3}, 3),
+        ({"echo": True}, None),
+        ({"logprobs": 2}, None),
+    ],
+)
+def test_log_probabilities_of_the_prompt_are_asked_for(fields: dict[str, Any], asked: int | None) -> None:
+    (request,) = completion(**fields).generate_requests()
+    given = request.sampling.prompt_logprobs if request.sampling.HasField("prompt_logprobs") else None
+    assert given == asked
+    assert request.stop.max_tokens == fields.get("max_tokens", 16)
+    name = "logprobs" if "prompt_logprobs" not in fields else "prompt_logprobs"
+    assert completion(**fields).names.http_name("sampling.prompt_logprobs") == name
 
 
 @pytest.mark.parametrize(

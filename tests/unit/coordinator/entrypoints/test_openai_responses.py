@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.entrypoints.http.exchange import FieldNames, HttpError, error_response
-from coordinator.entrypoints.openai.bodies import Frame, UsageSum, usage_event
+from coordinator.entrypoints.openai.bodies import MAX_RESPONSE_VALUES, Frame, UsageSum, usage_event
 from coordinator.entrypoints.openai.chat import ChatResponse, ChatStream
 from coordinator.entrypoints.openai.completion import CompletionResponse, CompletionStream
 from coordinator.entrypoints.openai.formats.answer import AnswerParser
@@ -282,6 +282,62 @@ def test_completions_with_their_prompt() -> None:
     chunks = CompletionStream(FRAME, 1, has_usage=False, echo="Once ")
     shown = events(chunks.delta(delta("upon", STOP)))
     assert [event["choices"][0]["text"] for event in shown] == ["Once ", "upon", ""]
+
+
+PROMPT = generation_pb2.PromptLogprobs(
+    token_ids=[256, 97, 256, 98],
+    logprobs=[-0.5, float("-inf"), -2.0],
+    ranks=[1, 9, 3],
+    top_token_ids=[97, 99, 99, 97, 97, 98],
+    top_logprobs=[-0.5, -1.0, -0.25, -3.0, -0.5, -2.0],
+)
+
+
+def test_log_probabilities_of_a_prompt_that_is_echoed() -> None:
+    """The tokenizer has added the first special token, the prompt spells the second one."""
+    answer = [token(99, -1.5, (99, -1.5))]
+    body = CompletionResponse(0, echo="a<s>b", texts=TokenTexts(SpecialTokenizer()))
+    body.delta(generation_pb2.OutputDelta(text="c", logprobs=answer, prompt_logprobs=PROMPT))
+    assert body.to_json(done(LENGTH))["logprobs"] == {
+        "tokens": ["<s>", "a", "<s>", "b", "c"],
+        "token_logprobs": [None, -0.5, -9999.0, -2.0, -1.5],
+        "top_logprobs": [
+            None,
+            {"a": -0.5, "c": -1.0},
+            {"<s>": -9999.0, "c": -0.25, "a": -3.0},
+            {"b": -2.0, "a": -0.5},
+            {"c": -1.5},
+        ],
+        "text_offset": [0, 0, 1, 4, 5],
+    }
+
+
+def test_log_probabilities_of_a_prompt_as_vllm_gives_them() -> None:
+    texts = TokenTexts(SpecialTokenizer())
+    completion = CompletionResponse(0, texts=texts, prompt_texts=texts)
+    chat = ChatResponse(0, prompt_texts=texts, parser=calls_parser())
+    for body in (completion, chat):
+        body.delta(generation_pb2.OutputDelta(finish_reason=LENGTH, prompt_logprobs=PROMPT))
+    shown = completion.to_json(done(LENGTH))
+    assert chat.beside_choices() == {"prompt_logprobs": shown["prompt_logprobs"]}
+    assert (shown["text"], shown["logprobs"]["tokens"], shown["finish_reason"]) == ("", [], "length")
+    first, *others = shown["prompt_logprobs"]
+    assert first is None
+    assert others[1] == {
+        "256": {"logprob": -9999.0, "rank": 9, "decoded_token": "<s>"},
+        "99": {"logprob": -0.25, "rank": 1, "decoded_token": "c"},
+        "97": {"logprob": -3.0, "rank": 2, "decoded_token": "a"},
+    }
+    assert [list(entry) for entry in others] == [["97", "99"], ["256", "99", "97"], ["98", "97"]]
+
+
+def test_log_probabilities_of_prompts_are_bounded() -> None:
+    usage = UsageSum(1)
+    half = generation_pb2.PromptLogprobs(logprobs=[0.0] * (MAX_RESPONSE_VALUES // 2))
+    usage.add_prompt_logprobs(half)
+    usage.add_prompt_logprobs(half)
+    with pytest.raises(InvalidArgumentError, match=str(MAX_RESPONSE_VALUES)):
+        usage.add_prompt_logprobs(PROMPT)
 
 
 def test_token_counts() -> None:

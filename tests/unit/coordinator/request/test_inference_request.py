@@ -113,6 +113,8 @@ def test_logit_bias() -> None:
 def test_stop() -> None:
     refused("stop.max_tokens", stop={"max_tokens": 0})
     refused("stop.max_tokens", stop={"max_tokens": 101})
+    check(stop={"max_tokens": 0}, sampling={"prompt_logprobs": 0})
+    refused("sampling.prompt_logprobs", sampling={"prompt_logprobs": 21})
     refused("stop.stop_strings", stop={"stop_strings": ["x"] * 17})
     refused("stop.stop_strings[1]", stop={"stop_strings": ["x", ""]})
     refused("stop.stop_strings[0]", stop={"stop_strings": ["x" * 257]})
