@@ -69,12 +69,13 @@ def _output_token(token: generation_pb2.TokenLogprob) -> _Token:
 
 def _prompt_tokens(prompt: generation_pb2.PromptLogprobs) -> Iterator[_Token]:
     yield from (_Token(token_id, None, []) for token_id in prompt.token_ids[:1])
-    top = list(zip(prompt.top_token_ids, prompt.top_logprobs, strict=True))
-    width = len(top) // max(1, len(prompt.logprobs))
+    width = len(prompt.top_token_ids) // max(1, len(prompt.logprobs))
     # A simulated engine knows the tokens only.
     for place, values in enumerate(zip(prompt.token_ids[1:], prompt.logprobs, prompt.ranks, strict=False)):
         token_id, logprob, rank = values
-        yield _Token(token_id, logprob, top[place * width : (place + 1) * width], rank)
+        part = slice(place * width, (place + 1) * width)
+        top = list(zip(prompt.top_token_ids[part], prompt.top_logprobs[part], strict=True))
+        yield _Token(token_id, logprob, top, rank)
 
 
 def prompt_logprobs(
