@@ -195,7 +195,7 @@ async def test_log_probabilities_of_the_prompt(client: openai.AsyncOpenAI, folde
 def test_log_probabilities_of_a_chat_prompt(http: httpx.Client) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "prompt_logprobs": 1}
     chat = http.post("/chat/completions", json=body | {"max_tokens": 0}).json()
-    assert chat["choices"][0]["message"]["content"] == ""
+    assert not chat["choices"][0]["message"]["content"]
     assert chat["usage"]["completion_tokens"] == 0
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
     for fields, param in (
