@@ -280,7 +280,7 @@ class Coordinator:
         chats = OpenAIServing(self.api, formats)
         others = [*ResponsesEndpoints(self.api, chats).paths, *MessagesEndpoints(self.api, chats).paths]
         page = self.page.paths if self.page is not None else ()
-        app = make_app(self.api, self.metrics, chats, page, others)
+        app = make_app(self.api, self.metrics, chats, page, others, frozenset(config.allowed_origins))
         most = connections_that_fit(config.max_connections, LISTENERS)
         tls = self.access.security.server_tls
         async with serving_http(app, config.host, config.http_port, tls, most) as port:

@@ -182,6 +182,7 @@ ToolFormatName = Literal[
 ]
 ReasoningFormatName = Literal["auto", "none", "gemma", "granite", "kimi_k3", "mistral", "think"]
 LocalPrefill = Literal["never", "auto", "always"]
+Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^\s/?#@]+)$", max_length=512)]
 
 
 class CoordinatorConfig(SecuritySettings):
@@ -196,6 +197,9 @@ class CoordinatorConfig(SecuritySettings):
     port. Default: the port after `grpc_port`."""
     http_port: HttpPort = 8000
     """Port of the OpenAI-compatible API; 0 takes a free one, `off` serves none."""
+    allowed_origins: Annotated[tuple[Origin, ...], Field(max_length=64)] = ()
+    """Origins whose pages may call the HTTP API from a browser, such as `https://app.example`, or `*` for all of them
+    (CORS); see docs/guides/security.md. Default: none, but this server's own page."""
     page: Literal["on", "off"] = "on"
     """Whether the HTTP port serves the page at `/`, which shows what the cluster does; see
     docs/guides/observability.md."""
@@ -282,5 +286,6 @@ class CoordinatorConfig(SecuritySettings):
             ),
             cluster_port=(self.cluster_port is not None and self.tls is None, "without tls"),
             tracing__authority=(self.tracing.has_idle_authority, IDLE_AUTHORITY),
+            allowed_origins=(bool(self.allowed_origins) and self.http_port is None, "without http_port"),
             page_token_file=(self.page_token_file is not None and not has_page, "without page and http_port"),
         )

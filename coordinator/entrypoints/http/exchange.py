@@ -12,7 +12,7 @@ import json
 import math
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,7 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 from coordinator.entrypoints.inference_api import InputLimits
 from coordinator.request.inference_request import REQUEST_ID, Authenticator, Caller, random_hex
 from coordinator.tenants.access_control import BEARER
-from splitserve.errors import InvalidArgumentError, SplitserveError
+from splitserve.errors import InvalidArgumentError, PermissionDeniedError, SplitserveError
 from splitserve.logs import log_exception
 from splitserve.rpc.status import known_error
 
@@ -383,6 +383,46 @@ class HttpExchange:
         raise HttpError(413, text, "BODY_TOO_LARGE", [(b"connection", b"close")])
 
 
+ANY_ORIGIN = "*"
+PREFLIGHT_AGE_S = 600
+"""How long a browser may keep the answer to a preflight."""
+
+
+async def _is_preflight(exchange: HttpExchange, origins: Collection[str], method: str) -> bool:
+    """Adds the headers of CORS (https://fetch.spec.whatwg.org/#http-cors-protocol) to the response. Responds to a
+    preflight, which has no API key, and returns True. Cookies are never allowed: the API has none.
+
+    Raises PermissionDeniedError for a preflight of another origin.
+    """
+    exchange.response_headers.append((b"vary", b"Origin"))
+    origin = exchange.header(b"origin")
+    if origin is None:
+        return False
+    requested = exchange.header(b"access-control-request-method") if method == "OPTIONS" else None
+    if ANY_ORIGIN not in origins and origin not in origins:
+        if requested is not None:
+            message = f"the origin {origin[:128]!r} is not among this server's allowed_origins"
+            raise PermissionDeniedError(message, reason="ORIGIN_NOT_ALLOWED")
+        return False
+    allowed = ANY_ORIGIN if ANY_ORIGIN in origins else origin
+    exchange.response_headers += [
+        (b"access-control-allow-origin", allowed.encode("latin-1")),
+        (b"access-control-expose-headers", b"*"),
+    ]
+    if requested is None:
+        return False
+    headers = exchange.joined(b"access-control-request-headers") or ""
+    exchange.response_headers += [
+        (b"access-control-allow-methods", requested.encode("latin-1")),
+        # By name: a wildcard does not stand for `authorization`.
+        (b"access-control-allow-headers", headers.encode("latin-1")),
+        (b"access-control-max-age", b"%d" % PREFLIGHT_AGE_S),
+        (b"vary", b"Access-Control-Request-Headers"),
+    ]
+    await exchange.respond(200, b"")
+    return True
+
+
 Serve = Callable[[HttpExchange], Awaitable[None]]
 
 
@@ -407,12 +447,16 @@ class Endpoint:
     """The methods that the path takes; others get status 405. Empty: all."""
     error_body: ErrorBody | None = None
     """None: OpenAI's form."""
+    origins: Collection[str] = ()
+    """Origins whose pages browsers let read the responses; ANY_ORIGIN is all. Empty: those of this server alone."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         exchange = HttpExchange(self.authenticator, self.limits, scope, receive, send)
         exchange.error_body = self.error_body or exchange.error_body
         try:
+            if self.origins and await _is_preflight(exchange, self.origins, scope["method"]):
+                return
             if self.methods and scope["method"] not in self.methods:
                 allowed = ", ".join(self.methods)
                 headers = [(b"allow", allowed.encode())]

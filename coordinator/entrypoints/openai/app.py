@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -423,9 +423,11 @@ def make_app(
     completions: OpenAIServing,
     further: Sequence[tuple[str, Serve]] = (),
     others: Sequence[ApiPath] = (),
+    origins: Collection[str] = (),
 ) -> Router:
     """The ASGI application of the API. `read_metrics` returns the metrics that `/metrics` shows. `further` paths are
-    served under GET, and `others` belong to other APIs."""
+    served under GET, and `others` belong to other APIs. `origins`: whose pages may read the responses of all paths but
+    `further` ones."""
     info = InfoEndpoints(api, read_metrics)
     tokenization = TokenizationEndpoints(api)
     posts = [
@@ -441,21 +443,29 @@ def make_app(
         ("/ready", info.ready),
         ("/metrics", info.metrics),
         ("/version", info.version),
-        *further,
     ]
+    reads = ("GET", "HEAD")
     routes = [
-        Route(path, Endpoint(serve, api.authenticator, api.limits, methods))
-        for methods, paths in ((("POST",), posts), (("GET", "HEAD"), gets))
+        Route(path, Endpoint(serve, api.authenticator, api.limits, methods, origins=shared_with))
+        for methods, paths, shared_with in (
+            (("POST",), posts, origins),
+            (reads, gets, origins),
+            (reads, further, ()),
+        )
         for path, serve in paths
     ]
     routes += [
         Route(
-            other.path, Endpoint(other.serve, api.authenticator, api.limits, other.methods, other.error_body)
+            other.path,
+            Endpoint(
+                other.serve, api.authenticator, api.limits, other.methods, other.error_body, origins
+            ),
         )
         for other in others
     ]
     # A bare Router: Starlette's application class would wrap every `send` twice, and Endpoint handles errors already.
-    return Router(routes, redirect_slashes=False, default=Endpoint(_unknown, api.authenticator, api.limits))
+    unknown = Endpoint(_unknown, api.authenticator, api.limits, origins=origins)
+    return Router(routes, redirect_slashes=False, default=unknown)
 
 
 async def _unknown(exchange: HttpExchange) -> None:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
 
+import httpx
 import pytest
 from playwright.async_api import Browser, Page, expect
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
+from coordinator.entrypoints.http.server import serving_http
 from splitserve.v1 import registry_pb2, scaling_pb2
 from tests.support.clients.browser import (
     DESKTOP,
@@ -70,9 +77,9 @@ def url_of(cluster: Cluster) -> str:
     return cluster.base_url.removesuffix("/v1")
 
 
-async def opened(page: Page, workers: int = 4) -> None:
+async def opened(page: Page, workers: int = 4, at: str = "/") -> None:
     """Waits until the page is live and shows so many workers."""
-    await page.goto("/")
+    await page.goto(at)
     await expect(page.locator("#status")).to_contain_text("Live")
     await expect(page.locator(".worker.ready")).to_have_count(workers)
 
@@ -95,6 +102,37 @@ async def test_it_shows_the_cluster_and_axe_finds_nothing_serious(
         assert await serious_violations(page) == []
         width = await page.evaluate("document.documentElement.scrollWidth")
         assert width <= size[0], "the page scrolls sideways"
+
+
+@asynccontextmanager
+async def under_prefix(base_url: str, prefix: str) -> AsyncIterator[str]:
+    """A reverse proxy that maps paths below `prefix` to the server at `base_url`; yields its own address."""
+    async with httpx.AsyncClient(base_url=base_url, timeout=PATIENCE_S) as client:
+
+        async def proxy(request: Request) -> Response:
+            path = "/" + request.path_params["path"]
+            content = await request.body()
+            answer = await client.request(request.method, path, content=content, headers=request.headers.raw)
+            return Response(answer.content, answer.status_code, dict(answer.headers))
+
+        routes = [Route(prefix + "{path:path}", proxy, methods=["GET", "POST"])]
+        async with serving_http(Starlette(routes=routes), "127.0.0.1", 0) as port:
+            yield f"http://127.0.0.1:{port}"
+
+
+async def test_it_works_below_a_prefix(cluster: Cluster, browser: Browser) -> None:
+    prefix = "/tools/splitserve/"
+    async with (
+        under_prefix(url_of(cluster), prefix) as url,
+        watched_page(browser, url) as page,
+    ):
+        await opened(page, at=prefix)
+        await page.get_by_role("button", name="Slow", exact=True).click()
+        await page.get_by_role("button", name="before-1", exact=True).click()
+        await expect(page.locator("#requests .waterfall")).to_contain_text("prefill_compute")
+        await page.get_by_label("Message").fill("hello")
+        await page.get_by_role("button", name="Send").click()
+        await expect(page.locator("#chat-record .waterfall")).to_contain_text("decode")
 
 
 async def test_everything_is_reached_by_keyboard(cluster: Cluster, browser: Browser) -> None:

@@ -129,6 +129,58 @@ async def test_401_says_how_to_authenticate(tmp_path: Any) -> None:
             assert re.fullmatch(r'Bearer realm="[^"]+"', response.headers["www-authenticate"])
 
 
+def preflight(origin: str) -> dict[str, str]:
+    wanted = "authorization, content-type, x-stainless-os"
+    return {
+        "origin": origin,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": wanted,
+    }
+
+
+@pytest.mark.parametrize(
+    ("allowed", "origin", "shown"),
+    [
+        (["https://a.example", "https://b.example:8443"], "https://b.example:8443", "https://b.example:8443"),
+        (["*"], "https://any.example", "*"),
+        (["https://a.example"], "https://a.example.evil", None),
+        (["https://a.example"], "null", None),
+        ([], "https://a.example", None),
+    ],
+)
+async def test_pages_of_allowed_origins_call_the_api(
+    tmp_path: Any, allowed: list[str], origin: str, shown: str | None
+) -> None:
+    tenants = tmp_path / "tenants.yaml"
+    tenants.write_text(f'tenants:\n  - name: a\n    key_hashes: ["sha256:{"ab" * 32}"]\n')
+    async with serving(tenants=tenants, allowed_origins=allowed) as http:
+        asked = await http.client.options(CHAT, headers=preflight(origin))
+        granted = {name: value for name, value in asked.headers.items() if name.startswith("access-control")}
+        if shown is None:
+            assert (asked.status_code, granted) == (403 if allowed else 405, {})
+        else:
+            assert asked.status_code == 200
+            assert granted.pop("access-control-max-age").isdigit()
+            assert granted == {
+                "access-control-allow-origin": shown,
+                "access-control-allow-methods": "POST",
+                "access-control-allow-headers": preflight(origin)["access-control-request-headers"],
+                "access-control-expose-headers": "*",
+            }
+        refused = await http.client.post(CHAT, json=HI, headers={"origin": origin})
+        assert refused.status_code == 401
+        for response in (refused, await http.client.get("/nothing", headers={"origin": origin})):
+            assert response.headers.get("access-control-allow-origin") == shown
+            assert ("Origin" in response.headers.get("vary", "")) == bool(allowed)
+            assert "access-control-allow-credentials" not in response.headers
+        for path in ("/", "/page/access", "/page/snapshot", "/page/static/main.js"):
+            for response in (
+                await http.client.get(path, headers={"origin": origin}),
+                await http.client.options(path, headers=preflight(origin)),
+            ):
+                assert not [name for name in response.headers if name.startswith("access-control")]
+
+
 async def test_bounds_of_histograms_are_written_as_openmetrics_has_it() -> None:
     async with serving() as http:
         await http.post(CHAT, HI)

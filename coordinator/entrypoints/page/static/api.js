@@ -27,7 +27,7 @@ export async function getJson(path) {
 // Streams the events of a chat completion to `onEvent`; `signal` ends it.
 export async function chat(body, requestId, signal, onEvent) {
   const headers = { "content-type": "application/json", "x-request-id": requestId };
-  const response = await call("/v1/chat/completions", {
+  const response = await call("v1/chat/completions", {
     method: "POST",
     headers,
     body: JSON.stringify(body),

@@ -77,7 +77,7 @@ export class Chat {
 
   async explain(id) {
     try {
-      this.record.replaceChildren(waterfall(await getJson(`/page/request/${id}`)));
+      this.record.replaceChildren(waterfall(await getJson(`page/request/${id}`)));
     } catch (error) {
       this.record.replaceChildren(el("p", { class: "note" }, error.message));
     }

@@ -29,7 +29,7 @@ byId("model").addEventListener("change", (event) => {
 
 // Whether there is a key to ask with; asks for one where there is none or a wrong one.
 async function admitted() {
-  const access = await getJson("/page/access");
+  const access = await getJson("page/access");
   byId("key-form").hidden = access.admitted || !access.asks_for;
   byId("main").hidden = !access.admitted;
   setText(byId("key-label"), access.asks_for === "api_key" ? "API key of an admin" : "Token of this page");
@@ -39,8 +39,8 @@ async function admitted() {
 }
 
 async function tick() {
-  const snapshot = await getJson("/page/snapshot");
-  if (!figures.columns || !figures.add(snapshot.latest)) figures.replace(await getJson("/page/history"));
+  const snapshot = await getJson("page/snapshot");
+  if (!figures.columns || !figures.add(snapshot.latest)) figures.replace(await getJson("page/history"));
   chooseModel(snapshot);
   topology.show(snapshot);
   figures.show(model, snapshot);

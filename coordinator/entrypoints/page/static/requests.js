@@ -62,7 +62,7 @@ export class Requests {
 
   async open(id) {
     try {
-      this.record.replaceChildren(waterfall(await getJson(`/page/request/${encodeURIComponent(id)}`)));
+      this.record.replaceChildren(waterfall(await getJson(`page/request/${encodeURIComponent(id)}`)));
       this.record.querySelector("h3").focus();
     } catch (error) {
       this.record.replaceChildren(el("p", { class: "bad" }, error.message));

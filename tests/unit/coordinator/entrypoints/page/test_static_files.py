@@ -15,7 +15,7 @@ MARKUP = re.compile(r"innerHTML|outerHTML\s*=|insertAdjacentHTML|document\.write
 
 def test_the_index_names_each_file_once() -> None:
     index = static_file(INDEX).content.decode()
-    named = re.findall(r'"/page/static/([\w.]+)"', index)
+    named = re.findall(r'"page/static/([\w.]+)"', index)
     assert sorted(named) == sorted(static_files().keys() - {INDEX})
 
 
