@@ -22,9 +22,11 @@ import struct
 import sys
 import time
 from array import array
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from splitserve.grammars import schemas
+from splitserve.grammars.refusals import refusal_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -175,6 +177,8 @@ class LibraryGrammar:
         """Raises GrammarRefusedError and SchemaError."""
         from llguidance import LLMatcher as Matcher
 
+        self._schemas: dict[str, dict[str, Any]] = {}
+        """The prepared schemas by their names."""
         self.checks: dict[str, schemas.Check] = {}
         """The check of the whole answer under "", and of each part that the grammar captures under its name."""
         self.eos = array("I", tokenizer.eos_tokens if tokenizer is not None else ())
@@ -182,7 +186,7 @@ class LibraryGrammar:
         if tokenizer is None:
             refused, messages = Matcher.validate_grammar_with_warnings(source, limits=_limits())
             if refused:
-                raise GrammarRefusedError(" ".join(messages))
+                raise self._refusal(" ".join(messages))
             return
         self.tokenizer = tokenizer
         self._prototype = Matcher(tokenizer, source, log_level=0, limits=_limits())
@@ -190,7 +194,11 @@ class LibraryGrammar:
             # The first mask detects grammars that no token can begin, and fills the caches that all rows share.
             self._prototype.compute_bitmask()
         if self._prototype.is_error():
-            raise GrammarRefusedError(self._prototype.get_error() or self._prototype.stop_reason())
+            raise self._refusal(self._prototype.get_error() or self._prototype.stop_reason())
+
+    def _refusal(self, error: str) -> GrammarRefusedError:
+        """The error of the first schema that does not compile by itself, else the library's."""
+        return GrammarRefusedError(refusal_of(self._schemas, error, _error_of))
 
     def matcher(self) -> LLMatcher:
         """The state of an empty output."""
@@ -213,6 +221,7 @@ class LibraryGrammar:
                 return Matcher.grammar_from_lark(self._with_schemas(text))
             case "json_schema":
                 schema, self.checks[""] = schemas.prepared(json.loads(text))
+                self._schemas[""] = schema
             case _:
                 schema = {"type": "object", "x-guidance": schemas.OPTIONS}
         try:
@@ -239,7 +248,7 @@ class LibraryGrammar:
                     schema = {"x-guidance": schemas.STRICT, **schema}
                 schema, check = schemas.prepared(schema, name or "%json")
                 if name is not None:
-                    self.checks[name] = check
+                    self.checks[name], self._schemas[name] = check, schema
                 parts.append(json.dumps(schema))
                 end = after
         return "".join([*parts, lark[end:]])
@@ -288,6 +297,18 @@ class GrammarRow:
 
     def _error(self) -> bytes:
         return (self._matcher.get_error() or self._matcher.stop_reason()).encode()
+
+
+def _error_of(schema: Mapping[str, Any]) -> str:
+    """The library's error for a schema; empty if the schema compiles."""
+    from llguidance import LLMatcher as Matcher
+
+    try:
+        source = Matcher.grammar_from_json_schema(json.dumps(schema))
+    except ValueError as error:
+        return str(error)
+    refused, messages = Matcher.validate_grammar_with_warnings(source, limits=_limits())
+    return " ".join(messages) if refused else ""
 
 
 def _limits() -> LLParserLimits:

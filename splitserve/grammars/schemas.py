@@ -25,9 +25,13 @@ Check = Callable[[str], str]
 """Why a JSON text does not satisfy a schema; empty if it does."""
 
 _MAX_EXACT = 2**53
-_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-_LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
-_SCHEMAS = frozenset({"items", "additionalProperties", "additionalItems"})
+DEFINITIONS = frozenset({"$defs", "definitions"})
+MAPS = frozenset({"properties", "patternProperties", *DEFINITIONS})
+"""Keywords with schemas by name."""
+LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+"""Keywords with lists of schemas."""
+SCHEMAS = frozenset({"items", "additionalProperties", "additionalItems"})
+"""Keywords with a schema; `items` may be a list of them."""
 _VALUES = frozenset({"const", "enum"})
 _LOWER, _UPPER = frozenset({"minimum", "exclusiveMinimum"}), frozenset({"maximum", "exclusiveMaximum"})
 _CONDITIONS = {"not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"}
@@ -51,6 +55,9 @@ _REFERENCES = {
 }
 _ANNOTATIONS = frozenset(_REFERENCES | {"idn-email", "idn-hostname", "regex"})
 """Those among them that the validator would check."""
+_TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+_UNKNOWN = re.compile(r"(?:Pointer|Anchor|Resource|Unknown meta-schema:) '([^']*)'")
+"""What the validator says of a `$ref` or `$schema` that leads nowhere."""
 _LOOKS_AROUND = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]|\\k<")
 
 
@@ -88,13 +95,13 @@ class _Reduction:
         kept: dict[str, Any] = {}
         for key, value in schema.items():
             place = f"{path}.{key}" if path else key
-            if key in _MAPS and isinstance(value, dict):
+            if key in MAPS and isinstance(value, dict):
                 if key == "patternProperties" and any(map(_LOOKS_AROUND.search, value)):
                     raise SchemaError(f"{place}: look-around and back-references are not supported")
                 kept[key] = {name: self.reduced(inner, f"{place}.{name}") for name, inner in value.items()}
-            elif key in _LISTS | _SCHEMAS and isinstance(value, list):
+            elif key in LISTS | SCHEMAS and isinstance(value, list):
                 kept[key] = [self.reduced(inner, f"{place}[{number}]") for number, inner in enumerate(value)]
-            elif key in _SCHEMAS:
+            elif key in SCHEMAS:
                 kept[key] = self.reduced(value, place)
             elif self._expresses(key, value, place):
                 whole = isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_EXACT
@@ -161,9 +168,16 @@ def _check_of(schema: dict[str, Any], path: str) -> Check:
             offline=True,
         )
     except (jsonschema_rs.ReferencingError, ValueError, RecursionError) as error:
-        place = getattr(error, "instance_path", None)
-        where = ".".join(filter(None, (path, *map(str, place or ()))))
+        place = list(map(str, getattr(error, "instance_path", None) or ()))
         message = getattr(error, "message", str(error))
+        if place and place[-1] == "type" and "anyOf" in message:
+            message = f"must be one of {', '.join(_TYPES)}, or a list of them"
+        elif target := _UNKNOWN.search(message):
+            if "meta-schema" in message:
+                place, message = ["$schema"], f"{target[1]!r} is no version of JSON Schema that is known here"
+            else:
+                place, message = ["$ref"], f"{target[1]!r} is not in the schema, and nothing is fetched"
+        where = ".".join(filter(None, (path, *place)))
         raise SchemaError(f"{where}: {message}" if where else message) from None
 
     def check(text: str) -> str:

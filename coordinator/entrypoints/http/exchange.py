@@ -78,7 +78,8 @@ class FieldNames:
     def __init__(
         self, names: Mapping[str, str] | None = None, parts: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """`names`: HTTP names by prefix of the gRPC name. `parts`: replacements for words in messages."""
+        """`names`: HTTP names by prefix of the gRPC name. `parts`: replacements for the first
+        such word in a message."""
         self._names = {"sampling.": "", "stop.stop_strings": "stop", "stop.": "", **(names or {})}
         self._parts = parts
 
@@ -94,7 +95,9 @@ class FieldNames:
         if error.field is None:
             return error.message
         message = error.message.replace(error.field, self.http_name(error.field))
-        return re.sub(r"\b\w+\b", lambda word: self._parts.get(word[0], word[0]), message)
+        # The first one alone: later words may be the client's own.
+        part = next((word for word in re.findall(r"\w+", message) if word in self._parts), None)
+        return message if part is None else message.replace(part, self._parts[part], 1)
 
 
 NO_NAMES = FieldNames()

@@ -30,7 +30,7 @@ from coordinator.entrypoints.openai.bodies import (
     parsed,
     usage_event,
 )
-from coordinator.entrypoints.openai.call_grammar import functions_in
+from coordinator.entrypoints.openai.call_grammar import function_in
 from coordinator.entrypoints.openai.chat import (
     CHAT_NOT_SERVED,
     ChatRequest,
@@ -145,8 +145,8 @@ class AnswerFormats:
                 await self._api.check_grammar(grammar, caller)
                 break
             except InvalidArgumentError as error:
-                named = functions_in(error.message) & lenient
-                loose |= named if named and rounds < MAX_NAMED_ROUNDS else lenient
+                named = function_in(error.message)
+                loose |= {named} if named in lenient and rounds < MAX_NAMED_ROUNDS else lenient
                 rounds += 1
                 grammar = await self._api.parser.run(size, request.grammar, answer, loose)
         names = request.function_names(loose)[:MAX_SHOWN]

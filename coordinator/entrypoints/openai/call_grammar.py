@@ -39,7 +39,7 @@ class AnswerTerms:
 def answer_grammar(terms: AnswerTerms, answer: AnswerFormat) -> generation_pb2.Grammar | None:
     """The grammar of an answer; None if it may be any text."""
     schema = terms.response_format.content_schema if terms.response_format is not None else None
-    content = f"content[capture]: %json {compact_json(schema)}"
+    content = f"response_format[capture]: %json {compact_json(schema)}"
     tools = answer.tools if terms.functions else None
     # 1. No calls, or calls that no grammar can write: at most `response_format` holds.
     if tools is None or tools.form is None:
@@ -47,7 +47,7 @@ def answer_grammar(terms: AnswerTerms, answer: AnswerFormat) -> generation_pb2.G
             return None
         if answer.reasoning is None:
             return terms.response_format.grammar
-        return _lark([*_thought_rules(answer), content, "start: thinking content"])
+        return _lark([*_thought_rules(answer), content, "start: thinking response_format"])
     # 2. Text or calls without tags: the beginning of a call cannot be told from text.
     if tools.is_bare and not terms.must_call and schema is None:
         return None
@@ -57,7 +57,7 @@ def answer_grammar(terms: AnswerTerms, answer: AnswerFormat) -> generation_pb2.G
         rules.append("start: thinking calls")
     # 4. Calls, or content of the schema.
     elif schema is not None:
-        rules += [content, "start: thinking (calls | content)"]
+        rules += [content, "start: thinking (calls | response_format)"]
     # 5. Text, which may go on with calls.
     else:
         rules += _free_rules(tools, tools.form, answer)
@@ -67,17 +67,18 @@ def answer_grammar(terms: AnswerTerms, answer: AnswerFormat) -> generation_pb2.G
 _RULE = re.compile(r"\barguments_(\d{1,4})(?:_\d+)?\b")
 
 
-def functions_in(message: str) -> set[int]:
-    """The numbers of the functions whose rules an error message names."""
-    return {int(match[1]) for match in _RULE.finditer(message)}
+def function_in(message: str) -> int | None:
+    """The number of the function whose rule an error message names; words of the request may come after it."""
+    match = _RULE.search(message)
+    return int(match[1]) if match else None
 
 
 def rule_places(functions: Sequence[tuple[int, Function]], schema: str) -> dict[str, str]:
-    """Paths in the request by rule. `functions`: the callable ones, with their places in the request's tools. `schema`:
-    where a tool has its schema."""
+    """Names of functions and paths in the request by rule. `functions`: the callable ones, with their places in the
+    request's tools. `schema`: where a tool has its schema."""
     places = {}
     for number, (place, function) in enumerate(functions):
-        path = f"tools[{place}].{schema}"
+        path = f"{function.name}: tools[{place}].{schema}"
         places[arguments_rule(number)] = path
         properties = (function.parameters or {}).get("properties")
         for argument, key in enumerate(properties if isinstance(properties, dict) else ()):

@@ -162,7 +162,12 @@ async def test_one_bad_tool_of_many(http: httpx.AsyncClient) -> None:
     crash["function"]["strict"] = True
     error = await refusal(http, asked(20, tools=[*fine, crash]))
     assert error["param"] == "tools"
-    assert "tools[36].function.parameters.properties.a.minimum: " in error["message"]
+    assert "crash: tools[36].function.parameters.properties.a.minimum: " in error["message"]
+    empty = {"type": "object", "properties": {"a": {"enum": []}, "arguments_0": {}}}
+    never = tool("never", {**empty, "required": ["a"]}, strict=True)
+    error = await refusal(http, asked(20, tools=[*fine, never], response_format={"type": "json_object"}))
+    expected = "tools: never: tools[36].function.parameters.properties.a: no value satisfies enum"
+    assert error["message"] == expected
 
 
 HOSTILE: dict[str, Body] = {

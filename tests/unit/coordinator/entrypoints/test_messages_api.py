@@ -114,7 +114,7 @@ def test_other_fields() -> None:
     assert json.loads(grammar.json_schema) == CITY
     names = request(tools=[TOOL]).chat_request().names_as(NAMES, "input_schema")
     wrong = InvalidArgumentError("sampling.grammar.lark: arguments_0", field="sampling.grammar.lark")
-    assert names.reworded(wrong) == "tools: tools[0].input_schema"
+    assert names.reworded(wrong) == "tools: weather: tools[0].input_schema"
     assert names.http_name("stop.stop_strings[0]") == "stop_sequences[0]"
 
 

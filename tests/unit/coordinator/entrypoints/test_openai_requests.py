@@ -468,7 +468,7 @@ def test_names_in_errors_are_those_of_the_request() -> None:
     chosen = {"type": "function", "function": {"name": "get_weather"}}
     named = chat(tools=[now, WEATHER], tool_choice=chosen).names
     wrong = InvalidArgumentError("sampling.grammar.lark: arguments_0.not: no", field="sampling.grammar.lark")
-    assert named.reworded(wrong) == "tools: tools[1].function.parameters.not: no"
+    assert named.reworded(wrong) == "tools: get_weather: tools[1].function.parameters.not: no"
     assert completion().names.http_name("prompt.token_ids") == "prompt"
     assert completion().names.http_name("sampling.logprobs") == "logprobs"
 

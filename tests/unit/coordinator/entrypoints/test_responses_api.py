@@ -125,7 +125,7 @@ def test_other_fields() -> None:
         chat.names_as(NAMES, "parameters").reworded(
             InvalidArgumentError("sampling.grammar.lark: arguments_0 is wrong", field="sampling.grammar.lark")
         )
-        == "tools: tools[0].parameters is wrong"
+        == "tools: weather: tools[0].parameters is wrong"
     )
     assert (
         request().chat_request([]).generate_requests()
