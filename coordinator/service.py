@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from importlib.util import find_spec
 
 from prometheus_client.core import Metric
 
@@ -74,7 +75,7 @@ SERVICES = (
     routes_pb2.DESCRIPTOR.services_by_name["RoutesService"].full_name,
     open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name,
 )
-"""Full names of the gRPC services."""
+"""Full names of the gRPC services, without vLLM's."""
 CLEANUP_GRACE_S = 3.0
 """How long shutdown waits for requests to unwind and for aborts to reach the workers."""
 STATUS_GRACE_S = 1.0
@@ -216,6 +217,11 @@ class Coordinator:
         add_RoutesServiceServicer_to_server(routes, server)
         add_RegistryServiceServicer_to_server(registry, server)
         add_ScalingServiceServicer_to_server(self.scaling, server)
+        self.services: tuple[str, ...] = SERVICES
+        if find_spec("smg_grpc_proto") is not None:  # only with an extra
+            from coordinator.entrypoints.vllm.service import add_vllm_engine
+
+            self.services = (*SERVICES, add_vllm_engine(self.api, self.access, server))
 
     def background_loops(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
         """The loops that run as long as the servers, by name."""
@@ -267,7 +273,9 @@ class Coordinator:
             port = config.grpc_port + 1 if config.grpc_port else 0
             port = port if config.cluster_port is None else config.cluster_port
             self.cluster_port = self.server.listen(config.host, port, tls, mutual=True)
-        self.port = await self.server.start(config.host, config.grpc_port, SERVICES, tls=tls, mutual=False)
+        self.port = await self.server.start(
+            config.host, config.grpc_port, self.services, tls=tls, mutual=False
+        )
 
     @asynccontextmanager
     async def serving_http(self) -> AsyncIterator[None]:

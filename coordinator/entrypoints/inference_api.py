@@ -90,7 +90,11 @@ BYTES_PER_TOKEN = 16
 """Bytes of a request per token of context. A token of a real prompt takes up to 9 bytes in JSON."""
 OPERATOR_BYTES = 2**20
 """Largest request of the services for operators."""
-CLIENT_SERVICES = ("splitserve.v1.InferenceService", "inference.GRPCInferenceService")
+CLIENT_SERVICES = (
+    "splitserve.v1.InferenceService",
+    "inference.GRPCInferenceService",
+    "vllm.grpc.engine.VllmEngine",
+)
 OPERATOR_SERVICES = ("splitserve.v1.RoutesService", "splitserve.v1.ScalingService")
 
 

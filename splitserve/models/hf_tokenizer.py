@@ -265,6 +265,21 @@ class ByteTokenizer(Tokenizer):
         return bytes(token for token in token_ids if token < self.EOS).decode("utf-8", errors="replace")
 
 
+_SHARED_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+    "generation_config.json",
+)
+
+
 def load_tokenizer(source: str) -> Tokenizer:
     """The tokenizer of a model, named as for `resolve_model`; ByteTokenizer for "simulated".
 
@@ -280,6 +295,19 @@ def load_tokenizer(source: str) -> Tokenizer:
     ) as error:  # a peer may have given the name, so it is no setting of this process
         raise NotFoundError(error.message) from None
     return tokenizer_of(files)
+
+
+def tokenizer_files(source: str) -> list[Path]:
+    """The files of a model's tokenizer and settings, for clients that tokenize themselves. The model is named as for
+    `resolve_model`. Raises NotFoundError and UnavailableError as `load_tokenizer` does."""
+    try:
+        files = None if source == SIMULATED else localize_model(resolve_model(source), weights=False)
+    except InvalidArgumentError as error:
+        raise NotFoundError(error.message) from None
+    found = [] if files is None else [Path(files.path) / name for name in _SHARED_FILES]
+    if not (present := [path for path in found if path.is_file()]):
+        raise NotFoundError("this model has no tokenizer files", reason="NO_TOKENIZER_FILES")
+    return present
 
 
 def tokenizer_of(files: ModelSource) -> HfTokenizer:

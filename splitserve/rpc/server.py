@@ -286,6 +286,8 @@ class _Boundary(grpc.aio.ServerInterceptor):
                             await context.write(response)
                 except grpc.aio.AbortError:
                     raise
+                except NotImplementedError:  # by a generated servicer, for a method that ours leaves out
+                    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not served here")
                 except Exception as error:
                     await abort_with(context, error)
 

@@ -457,9 +457,7 @@ def make_app(
     routes += [
         Route(
             other.path,
-            Endpoint(
-                other.serve, api.authenticator, api.limits, other.methods, other.error_body, origins
-            ),
+            Endpoint(other.serve, api.authenticator, api.limits, other.methods, other.error_body, origins),
         )
         for other in others
     ]
