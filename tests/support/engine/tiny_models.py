@@ -208,6 +208,7 @@ VLLM_FAMILIES: dict[str, Callable[[], Any]] = {
         **_EXPERTS,
         num_key_value_heads=4,
         topk_method="noaux_tc",
+        scoring_func="sigmoid",
         n_routed_experts=8,
         n_shared_experts=1,
         n_group=2,
