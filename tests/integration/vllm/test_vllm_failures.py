@@ -187,6 +187,7 @@ async def test_a_stream_goes_on_beside_long_prompts(cluster: Cluster, text_token
         await cluster.assert_no_leaks()
 
 
+@pytest.mark.slow
 async def test_both_pools_shrink_under_load(cluster: Cluster, text_tokens: list[int], greedy: Answer) -> None:
     """Case 18: no request fails."""
     async with AsyncClient(cluster.target, timeout_s=300) as client:
