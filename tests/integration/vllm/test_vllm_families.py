@@ -50,7 +50,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 RESUMED = ("logprobs", "repetition", "bias", "stop token", "min_tokens", "grammar")
 """Shapes that go on exactly after a resume. Penalties count the last attempt only, and draws are fresh."""
 CHOICES: dict[str, Any] = {"n": 3} | SEEDED
-IN_SHORT = {"vllm_gpt_oss"}
+MLA_DIFFERS = "vLLM's MLA on CPU in float32 answers otherwise in other batches, alone too"
+MARKS: dict[str, Any] = {
+    "vllm_gpt_oss": (),
+    "vllm_deepseek_v3": (pytest.mark.slow, pytest.mark.xfail(reason=MLA_DIFFERS, raises=AssertionError)),
+}
+"""Of single families; the others are slow."""
 ENGINES = {"vllm_deepseek_v3": {"attention_backend": "CPU_MLA"}}
 """vLLM's options for single families: on CPU its other backend for MLA takes no float32. This one caches no prefix."""
 OPTIONS = ["--dtype", "float32", "--context-tokens", "512", "--max-step-tokens", "64", "--threads", "1"]
@@ -60,8 +65,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.slow) for name in VLLM_FAMILIES],
+    "family", [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in VLLM_FAMILIES]
 )
 async def test_a_pair_answers_as_vllm_alone(family: str, tmp_path: Path) -> None:
     await assert_answers_as_alone(str(make_tiny_model(family, tmp_path)), tmp_path, **ENGINES.get(family, {}))
