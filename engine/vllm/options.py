@@ -45,30 +45,25 @@ BY_SETTING = {
 }
 """Options of vLLM that a setting of splitserve sets."""
 REFUSED = {
-    "--kv-transfer-config": "the handoff is splitserve's",
-    "--kv-offloading-size": "the handoff is splitserve's",
-    "--kv-events-config": "events of the prefix cache go to the coordinator",
-    "--data-parallel-size": "start more workers",
-    "--data-parallel-rank": "start more workers",
-    "--data-parallel-start-rank": "start more workers",
-    "--data-parallel-size-local": "start more workers",
-    "--data-parallel-hybrid-lb": "start more workers",
-    "--data-parallel-external-lb": "start more workers",
-    "--data-parallel-multi-port-external-lb": "start more workers",
-    "--enable-elastic-ep": "start more workers",
-    "--prefill-context-parallel-size": "each rank holds all tokens",
-    "--decode-context-parallel-size": "each rank holds all tokens",
-    "--distributed-executor-backend": "ranks are child processes",
-    "--nnodes": "a worker is on one machine",
-    "--node-rank": "a worker is on one machine",
-    "--worker-cls": "the handoff depends on vLLM's own",
-    "--worker-extension-cls": "the handoff's first token needs its own",
-    "--runner": "workers generate text",
-    "--convert": "workers generate text",
-    "--diffusion-config": "tokens are sampled one after the other",
-    "--logits-processors": "the handoff's first token needs its own",
-    "--scheduler-cls": "the handoff depends on vLLM's own scheduler",
-    "--config": "give the options themselves",
+    f"--{name}": why
+    for why, names in {
+        "the handoff is splitserve's": "kv-transfer-config kv-offloading-size",
+        "events of the prefix cache go to the coordinator": "kv-events-config",
+        "start more workers; --enable-expert-parallel shares out experts among the ranks of one": (
+            "data-parallel-size data-parallel-rank data-parallel-start-rank data-parallel-size-local "
+            "data-parallel-hybrid-lb data-parallel-external-lb data-parallel-multi-port-external-lb "
+            "enable-elastic-ep"
+        ),
+        "each rank holds all tokens": "prefill-context-parallel-size decode-context-parallel-size",
+        "ranks are child processes": "distributed-executor-backend",
+        "a worker is on one machine": "nnodes node-rank",
+        "the handoff depends on vLLM's own": "worker-cls scheduler-cls",
+        "the handoff's first token needs its own": "worker-extension-cls logits-processors",
+        "workers generate text": "runner convert",
+        "tokens are sampled one after the other": "diffusion-config",
+        "give the options themselves": "config",
+    }.items()
+    for name in names.split()
 }
 """Options of vLLM that are refused, and why."""
 REFUSED_VALUES = {("--load-format", "dummy"): "workers of a model have the weights of its files"}

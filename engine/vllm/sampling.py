@@ -89,17 +89,20 @@ def vllm_params(request: EngineRequest, *, awaits_kv: bool) -> SamplingParams:
     )
 
 
-def sampled_tokens(output: Any) -> list[SampledToken]:
-    """Returns the tokens of a vLLM `EngineCoreOutput`, with log-probabilities if the request asks for them."""
+def sampled_tokens(output: Any, top_count: int | None) -> list[SampledToken]:
+    """Returns the tokens of a vLLM `EngineCoreOutput`, with log-probabilities if the request asks for them.
+
+    `top_count`: how many of the most probable tokens the request asks for.
+    """
     tokens: list[int] = output.new_token_ids
     lists = output.new_logprobs
     if lists is None:
         return [SampledToken(token) for token in tokens]
     sampled: list[SampledToken] = []
     for token, token_ids, logprobs in zip(tokens, lists.logprob_token_ids, lists.logprobs, strict=False):
-        # vLLM puts the sampled token first, before the most probable ones.
+        # vLLM puts the sampled token first, before as many of the most probable ones as any request of the step wants.
         (_, logprob), *top = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
-        sampled.append(SampledToken(token, Logprob(token, logprob, tuple(top))))
+        sampled.append(SampledToken(token, Logprob(token, logprob, tuple(top[:top_count]))))
     return sampled
 
 

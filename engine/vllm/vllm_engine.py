@@ -312,7 +312,7 @@ class VllmEngine(Engine):
             parts.append(self._part(entry, output, result))
             if (prompt := entry.sequence.prompt_logprobs) is not None:
                 put_prompt_logprobs(output, prompt)
-            sampled = sampled_tokens(output)
+            sampled = sampled_tokens(output, entry.request.sampling.logprobs)
             # `admit` has put out the first token of a handoff before vLLM repeats it.
             if sampled and entry.repeated_token is not None:
                 entry.repeated_token = None

@@ -1,6 +1,27 @@
 """The failure cases with `--engine vllm`, on processes with SmolLM2 in float32.
 
-Case 1, 2, 7 and 10 stand in test_vllm_pair.py, 5 in test_vllm_engine.py. Case 12 is about lanes alone.
+| case | with vLLM on both sides |
+|---|---|
+| 1 | `test_vllm_pair.py::test_a_killed_decode_worker_is_resumed`; a rank: `test_vllm_ranks.py` |
+| 2 | not promised: vLLM's first model runner draws a resumed answer anew |
+| 3, 4, 19 | `test_a_prefill_worker_killed_mid_transfer_and_started_again` |
+| 5 | `test_vllm_engine.py::test_each_order_of_end_and_writer_frees_once`; the reservation table knows no engine |
+| 6, 16 | `test_aborts_and_a_full_pool_leave_neighbours_alone` |
+| 7 | `test_vllm_pair.py::test_clients_that_leave` |
+| 8 | `test_a_thawed_prefill_worker_changes_no_other_answer`, `test_a_thawed_decode_worker_frees_everything` |
+| 9 | `test_lost_and_repeated_notifications_change_no_answer` |
+| 10 | `test_vllm_families.py`, `test_vllm_pair.py::test_greedy_tokens_equal_transformers` |
+| 11 | `test_another_engine_is_refused_at_registration`; dtype and block size: `test_vllm_attacks.py` |
+| 13 | `test_vllm_engine.py::test_what_never_fits_is_refused`; the coordinator's queue knows no engine |
+| 14 | `test_a_stream_goes_on_beside_long_prompts` |
+| 15 | `test_a_hundred_cancelled_prompts_leave_no_work_behind` |
+| 18 | `test_both_pools_shrink_under_load` |
+| 20 | `python -m bench.chaos --engine vllm` |
+| 21 | `test_wrong_input_affects_nothing_else` |
+| 22 | `test_vllm_engine.py::test_prefix_hits`; keys and quotas are the coordinator's |
+| 24 | `test_after_sigkill_of_the_coordinator_workers_free_everything` |
+
+12 is about lanes, which vLLM does not measure; 17 and 23 are the autoscaler's and the coordinator's alone.
 """
 
 from __future__ import annotations
@@ -147,6 +168,43 @@ async def test_a_hundred_cancelled_prompts_leave_no_work_behind(
         await asyncio.gather(*(reading.leave() for reading in long))
         short = await client.generate(text_tokens[5:300], max_tokens=2)
         assert short.timings.ttft_ms < 20_000
+        await cluster.assert_no_leaks()
+
+
+async def test_a_stream_goes_on_beside_long_prompts(cluster: Cluster, text_tokens: list[int]) -> None:
+    """Case 14: the decode workers compute no prompt."""
+    async with AsyncClient(cluster.target, timeout_s=300) as client:
+        stream = Reading(client, text_tokens[200:240], max_tokens=600, ignore_eos=True)
+        await stream.got(2)
+        long, _ = await mid_prompt(
+            cluster, lambda n: Reading(client, text_tokens[200 + n : 200 + n + LONG], max_tokens=2)
+        )
+        before = len(stream.tokens)
+        await long.got(1)
+        assert len(stream.tokens) > before
+        await long.task
+        await stream.leave()
+        await cluster.assert_no_leaks()
+
+
+@pytest.mark.slow
+async def test_both_pools_shrink_under_load(cluster: Cluster, text_tokens: list[int], greedy: Answer) -> None:
+    """Case 18: no request fails."""
+    async with AsyncClient(cluster.target, timeout_s=300) as client:
+        readings = [
+            Reading(client, text_tokens[13 * n : 13 * n + 150], max_tokens=30, temperature=0.0)
+            for n in range(16)
+        ]
+        await readings[0].got(2)
+        leaving = [cluster.members[name] for name in ("prefill-1", "decode-1")]
+        codes = asyncio.gather(*(asyncio.to_thread(member.terminate) for member in leaving))
+        for reading in readings:
+            await reading.task
+            assert reading.tokens == greedy(reading.prompt, 30)
+        assert await codes == [0, 0]
+        for member in leaving:
+            member.start()
+        await cluster.wait_ready()
         await cluster.assert_no_leaks()
 
 

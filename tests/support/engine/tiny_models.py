@@ -162,6 +162,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
 _FOR_VLLM: dict[str, Any] = _WIDE | {"num_hidden_layers": 4, "head_dim": 64, "max_position_embeddings": 512}
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 VLLM_FAMILIES: dict[str, Callable[[], Any]] = {
+    "vllm_llama": _config("LlamaConfig", **_FOR_VLLM),
     "vllm_qwen3": _config("Qwen3Config", **_FOR_VLLM),
     "vllm_qwen3_moe": _config(
         "Qwen3MoeConfig", **_FOR_VLLM, **_EXPERTS, num_experts=8, decoder_sparse_step=1
@@ -206,6 +207,8 @@ VLLM_FAMILIES: dict[str, Callable[[], Any]] = {
         **{name: value for name, value in _FOR_VLLM.items() if name != "head_dim"},
         **_EXPERTS,
         num_key_value_heads=4,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
         n_routed_experts=8,
         n_shared_experts=1,
         n_group=2,

@@ -82,7 +82,7 @@ def test_options_are_words_of_a_shell() -> None:
     [
         ("--block-size 64", "--block-size is set by engine.block_size_tokens"),
         ("--max_num_seqs=3", "--max-num-seqs is set by engine.max_running_requests"),
-        ("-dp=2", "--data-parallel-size is refused: start more workers"),
+        ("-dp=2", "--data-parallel-size is refused: start more workers;"),
         ("--prefill-context-parallel-size 2", "--prefill-context-parallel-size is refused"),
         ("--scheduler_cls x", "--scheduler-cls is refused"),
         ("-dcp 2", "--decode-context-parallel-size is refused"),
