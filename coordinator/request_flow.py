@@ -31,6 +31,7 @@ from coordinator.request.inference_request import (
     check_prompt_form,
     check_request,
     check_resume,
+    kept_tokens,
     random_bits,
     random_hex,
     resolved_sampling,
@@ -312,6 +313,10 @@ class InputProcessor:
         targets, slo_ttft_s = self._targets(request, caller)
         if request.sampling.HasField("grammar"):
             await self.grammars.check(request.sampling.grammar, caller.tenant)
+        bad: list[list[int]] = []
+        if words := request.sampling.bad_words:
+            bad = await self.tokenizers.bad_sequences(model.tokenizer_source, words, caller.tenant)
+        sampling = resolved_sampling(request.sampling, random_bits(SEED_BITS), bad)
         prompt_field = f"prompt.{request.WhichOneof('prompt')}"
         try:
             prompt = await self.tokenizers.encode_named(
@@ -322,6 +327,8 @@ class InputProcessor:
                 model.context_tokens,
                 check=partial(check_prompt_form, request, model),
                 tenant=caller.tenant,
+                add_special_tokens=not request.omit_special_tokens,
+                kept=kept_tokens(request, model),
             )
         except TooManyTokensError as error:
             has = f"{prompt_field} has {error}"
@@ -338,7 +345,7 @@ class InputProcessor:
             request_id=request_id,
             model=model,
             prompt=prompt.token_ids,
-            sampling=resolved_sampling(request.sampling, seed=random_bits(SEED_BITS)),
+            sampling=sampling,
             stop=stop,
             priority=request.priority,
             deadline_s=deadline_s,
@@ -353,6 +360,7 @@ class InputProcessor:
             targets=targets,
             slo_ttft_s=slo_ttft_s,
             prompt_only=prompt_only,
+            returns_prompt=request.return_prompt_token_ids,
         )
 
     def _targets(

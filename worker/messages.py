@@ -26,6 +26,7 @@ from splitserve.generation.bounds import (
     check_prompt_logprobs,
     check_sampling,
     check_stop,
+    require,
 )
 from splitserve.generation.kv_blocks import Adapter, chain_salt
 from splitserve.tracing.context import TraceContext
@@ -72,6 +73,7 @@ def engine_request(
     if limit is not None and message.stop.max_tokens > limit:
         raise InvalidArgumentError(f"stop.max_tokens must be at most {limit} here", field="stop.max_tokens")
     check_sampling(message.sampling, facts.vocabulary_size)
+    require(not message.sampling.bad_words, "sampling.bad_words", "empty here: coordinators tokenize them")
     check_stop(message.stop, facts.vocabulary_size, facts.context_tokens)
     check_prompt_logprobs(message.sampling, len(message.token_ids) - message.prior_output_tokens)
     tpot_s, first_due_s = _targets(message, now)
@@ -137,6 +139,8 @@ def sampling_params(message: generation_pb2.SamplingParams) -> SamplingParams:
     values: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     values.pop("grammar", None)
     values["logit_bias"] = tuple((entry.token_id, entry.bias) for entry in message.logit_bias)
+    values["allowed_token_ids"] = tuple(message.allowed_token_ids)
+    values["bad_sequences"] = tuple(tuple(bad.ids) for bad in message.bad_sequences)
     return SamplingParams(**values)
 
 
@@ -150,6 +154,7 @@ def stop_params(message: generation_pb2.StopParams, facts: ModelFacts) -> StopPa
         ignore_eos=message.ignore_eos,
         min_tokens=message.min_tokens,
         keep_special_tokens=message.keep_special_tokens,
+        keep_stop=message.keep_stop,
     )
 
 

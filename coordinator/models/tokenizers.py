@@ -101,14 +101,17 @@ class PromptTokenizers:
         tenant: str = "",
         *,
         add_special_tokens: bool = True,
+        kept: int | None = None,
     ) -> EncodedPrompt:
-        """Token ids as from `encode`, and the index keys of the prompt's leading full blocks, at most MAX_NAMED_BLOCKS
-        of `block_size` tokens; none if it is 0. `check` is called first, on the same thread. Equal prompts that arrive
-        while the first is being tokenized, such as those of several answers, are tokenized once. Tenants take turns.
-        Without `add_special_tokens` a text has none but those that it spells.
+        """Token ids as from `encode`, at most the `kept` last ones, and the index keys of the prompt's leading full
+        blocks, at most MAX_NAMED_BLOCKS of `block_size` tokens; none if it is 0. `check` is called first, on the same
+        thread. Equal prompts that arrive while the first is being tokenized, such as those of several answers, are
+        tokenized once. Tenants take turns. Without `add_special_tokens` a text has none but those that it spells.
 
-        Raises TooManyTokensError for more than `most` tokens, and the errors of `check`.
+        Raises TooManyTokensError for more than `most` tokens of a prompt that is not truncated, and the errors of
+        `check`.
         """
+        most = most if kept is None else None
         form = request.WhichOneof("prompt") or ""
         kind = source, form, bool(request.chat.tools_json)
         if form == "token_ids":
@@ -125,6 +128,8 @@ class PromptTokenizers:
         def work() -> EncodedPrompt:
             check()
             token_ids = self._token_ids(tokenizer, request, most, add_special_tokens)
+            if kept is not None:
+                token_ids = token_ids[-kept:]
             keys = block_keys(token_ids, block_size, cache_salt, MAX_NAMED_BLOCKS) if block_size else ()
             slices = (
                 token_ids[start : start + SLICE_TOKENS] for start in range(0, len(token_ids), SLICE_TOKENS)
@@ -133,7 +138,7 @@ class PromptTokenizers:
 
         if is_short:
             return work()
-        key = tenant, kind, _prompt_bytes(request), block_size, cache_salt, most, add_special_tokens
+        key = tenant, kind, _prompt_bytes(request), block_size, cache_salt, most, add_special_tokens, kept
         prompt = await self._encoding.result(key, lambda: self.in_turn(tenant, request.ByteSize(), work))
         self._warm.add(kind)
         return prompt
@@ -155,6 +160,25 @@ class PromptTokenizers:
         continues = chat.continue_final_message
         begins = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues
         return TemplateArguments(variables, begins, continues, chat.chat_template)
+
+    async def bad_sequences(self, source: str, words: Sequence[str], tenant: str) -> list[list[int]]:
+        """The tokens of each word as it is, and with a space before it unless that only puts tokens before them. vLLM
+        leaves out the latter also where they are fewer, and so misses words in the middle of a text."""
+        tokenizer = await self.tokenizer(source)
+
+        def work() -> list[list[int]]:
+            made = []
+            for word in words:
+                bare, spaced = (
+                    tokenizer.encode(f"{space}{word.lstrip()}", add_special_tokens=False)
+                    for space in ("", " ")
+                )
+                made.append(bare)
+                if spaced[-len(bare) :] != bare:
+                    made.append(spaced)
+            return made
+
+        return await self.in_turn(tenant, sum(map(len, words)), work)
 
     async def in_turn(self, tenant: str, size: int, work: Callable[[], T]) -> T:
         """The result of work on `size` bytes, on a thread. The turn lasts as long as the thread works, even if its

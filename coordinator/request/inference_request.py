@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -28,6 +28,7 @@ from splitserve.generation.bounds import (
     MAX_TPOT_MS,
     MAX_TTFT_MS,
     between,
+    check_bad_sequences,
     check_sampling,
     check_stop,
     fail,
@@ -266,6 +267,8 @@ class InferenceRequest:
     """Predicted time to the first token beyond which admission refuses the request, in seconds; None: never."""
     prompt_only: bool = False
     """Whether the log-probabilities of the prompt are the whole answer. A worker samples a token, which is dropped."""
+    returns_prompt: bool = False
+    """Whether the client gets the prompt's tokens."""
 
     @property
     def max_tokens(self) -> int:
@@ -313,6 +316,15 @@ def timeout_s(request: inference_pb2.GenerateRequest, limit_s: float, call_left_
     return requested_s if call_left_s is None else min(requested_s, call_left_s)
 
 
+def kept_tokens(request: inference_pb2.GenerateRequest, model: Model) -> int | None:
+    """How many of the prompt's last tokens are kept; None: all. Call it after `check_request`."""
+    asked = request.truncate_prompt_tokens
+    between("truncate_prompt_tokens", asked, -1, model.context_tokens - 1)
+    if asked == -1:
+        return max(1, model.context_tokens - (request.stop.max_tokens or 1))
+    return asked or None
+
+
 def check_length(tokens: int, field: str, model: Model, limit: int | None = None) -> None:
     """Checks a prompt's length in tokens: not 0, less than the context, and at most `limit` for this caller."""
     require(tokens > 0, field, "at least one token long")
@@ -341,8 +353,14 @@ def check_resume(resume: inference_pb2.GenerationResume, max_tokens: int) -> Non
     between("resume.token_ids (count)", len(resume.token_ids), 0, max_tokens)
 
 
-def resolved_sampling(sampling: generation_pb2.SamplingParams, seed: int) -> generation_pb2.SamplingParams:
-    """A copy with every default filled in; `seed` is used if the client gave none."""
+def resolved_sampling(
+    sampling: generation_pb2.SamplingParams, seed: int, bad_sequences: Sequence[Sequence[int]] = ()
+) -> generation_pb2.SamplingParams:
+    """A copy with every default filled in; `seed` is used if the client gave none. `bad_sequences`: the tokens of its
+    `bad_words`.
+
+    Raises InvalidArgumentError for more of them than are allowed.
+    """
     resolved = generation_pb2.SamplingParams()
     resolved.CopyFrom(sampling)
     if not sampling.HasField("temperature"):
@@ -355,6 +373,11 @@ def resolved_sampling(sampling: generation_pb2.SamplingParams, seed: int) -> gen
         resolved.repetition_penalty = 1.0
     if not sampling.HasField("seed"):
         resolved.seed = seed
+    if sampling.bad_words:
+        del resolved.bad_words[:]
+        resolved.bad_sequences.extend(generation_pb2.TokenIds(ids=ids) for ids in bad_sequences)
+        require(all(bad_sequences), "sampling.bad_words", "of at least one token each")
+        check_bad_sequences(resolved, "sampling.bad_words")
     return resolved
 
 
@@ -401,7 +424,9 @@ def check_prompt_form(request: inference_pb2.GenerateRequest, model: Model) -> N
         require(bool(request.text), "prompt.text", "not empty")
         characters = len(request.text)
     elif form == "token_ids":
-        check_length(len(request.token_ids.ids), "prompt.token_ids", model)
+        require(bool(request.token_ids.ids), "prompt.token_ids", "at least one token long")
+        if not request.truncate_prompt_tokens:
+            check_length(len(request.token_ids.ids), "prompt.token_ids", model)
     else:
         turns = request.chat.messages
         between("prompt.chat.messages (count)", len(turns), 1, MAX_MESSAGES)

@@ -378,6 +378,7 @@ class RequestState:
             served_model=request.model.name,
             traceparent="" if request.trace is None else request.trace.context.traceparent,
             prompt_tokens=len(request.prompt),
+            prompt_token_ids=request.prompt if request.returns_prompt else (),
         )
 
     def done(self) -> inference_pb2.GenerationDone:

@@ -45,6 +45,8 @@ class StopParams:
     min_tokens: int = 0
     keep_special_tokens: bool = False
     """Whether the text, in which stop strings are looked for, has the names of special tokens."""
+    keep_stop: bool = False
+    """Whether the text has the stop string or stop token that ends it."""
 
 
 @dataclass(frozen=True, slots=True)

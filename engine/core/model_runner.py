@@ -67,11 +67,22 @@ class SamplingParams:
     seed: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty: all."""
+    bad_sequences: tuple[tuple[int, ...], ...] = ()
 
     @property
     def greedy(self) -> bool:
         """Whether the token is always the argmax."""
         return self.temperature == 0.0
+
+    def bad_tokens(self, token_ids: Sequence[int], begin: int, end: int) -> frozenset[int]:
+        """The tokens that would complete one of `bad_sequences` after the output `token_ids[begin:end]`."""
+        return frozenset(
+            bad[-1]
+            for bad in self.bad_sequences
+            if len(bad) <= end - begin + 1 and tuple(token_ids[end + 1 - len(bad) : end]) == bad[:-1]
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +133,7 @@ class ScheduledSequence(NamedTuple):
     sample: bool
     sampling: SamplingParams
     banned_token_ids: frozenset[int] = frozenset()
-    """Tokens that must not be sampled now (end of sequence before `min_tokens`)."""
+    """Tokens that must not be sampled now: the end of sequence before `min_tokens`, the ends of bad sequences."""
     matcher: OutputMatcher | None = None
     """For structured output: the state of the output within its grammar."""
     table_id: int = 0

@@ -106,11 +106,12 @@ class StopMatcher:
     """Finds stop strings in text that arrives in pieces; holds back text that may be the beginning of a stop string.
 
     The result does not depend on how the text is split into pieces: the match that ends first wins, and of several
-    that end at the same character the longest.
+    that end at the same character the longest. With `keep` the text ends behind the match, not before it.
     """
 
-    def __init__(self, stop_strings: abc.Sequence[str]) -> None:
+    def __init__(self, stop_strings: abc.Sequence[str], *, keep: bool = False) -> None:
         self._stops = tuple(stop for stop in stop_strings if stop)
+        self._keep = keep
         self._held = ""
 
     def feed(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
@@ -142,7 +143,7 @@ class StopMatcher:
             start = buffer.find(stop, max(0, seen - len(stop) + 1))
             if start >= 0 and (best is None or (start + len(stop), start) < best):
                 best = (start + len(stop), start)
-        return None if best is None else best[1]
+        return None if best is None else best[0 if self._keep else 1]
 
     def _possible_start(self, buffer: str) -> int:
         """The start of the longest suffix of `buffer` that is a prefix of a stop string; its end if there is none."""
@@ -176,7 +177,7 @@ class OutputText:
         prompt_tokens = request.prompt_tokens
         prompt, keep_special = request.token_ids[:prompt_tokens], request.stop.keep_special_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, keep_special=keep_special)
-        self._matcher = StopMatcher(request.stop.stop_strings)
+        self._matcher = StopMatcher(request.stop.stop_strings, keep=request.stop.keep_stop)
         self._min_tokens = request.stop.min_tokens
         self._count = 0
         self._stopped = False
@@ -275,14 +276,19 @@ class Sequence:
 
     @property
     def banned_token_ids(self) -> frozenset[int]:
-        """Tokens that must not be sampled next: those that would end the answer before `min_tokens`.
+        """Tokens that must not be sampled next: those that would end the answer before `min_tokens`, or complete a bad
+        sequence.
 
         With a grammar, end-of-sequence tokens are part of it; `ignore_eos` bans them as long as anything else is
         allowed.
         """
         stop, matcher = self.request.stop, self.matcher
         ignored = matcher.eos_token_ids if matcher is not None and stop.ignore_eos else frozenset()
-        return self._ending | ignored if self.num_output < stop.min_tokens else ignored
+        banned = self._ending | ignored if self.num_output < stop.min_tokens else ignored
+        sampling = self.request.sampling
+        if not sampling.bad_sequences:
+            return banned
+        return banned | sampling.bad_tokens(self.tokens, self.prompt_tokens, len(self.tokens))
 
     @property
     def matcher(self) -> OutputMatcher | None:
@@ -309,15 +315,15 @@ class Sequence:
     def append(self, token_id: int, context_tokens: int) -> tuple[bool, FinishReason | None]:
         """Appends an output token. Returns whether its text is part of the answer, and the finish reason, if any.
 
-        An end-of-sequence or stop token adds no text. An answer ends at once when its grammar is complete: the grammar
-        knows the token already. Stop strings are not considered here; see `OutputText`. Raises InvalidArgumentError
-        (GRAMMAR_FAILED) for an output that the grammar does not allow.
+        An end-of-sequence or stop token adds no text, unless the request keeps its stop. An answer ends at once when
+        its grammar is complete: the grammar knows the token already. Stop strings are not considered here; see
+        `OutputText`. Raises InvalidArgumentError (GRAMMAR_FAILED) for an output that the grammar does not allow.
         """
         stop, ends = self.request.stop, self.ends_by(token_id)
         self.tokens.append(token_id)
         self.prompt_logprobs = None
         if ends:
-            return False, FinishReason.STOP
+            return stop.keep_stop, FinishReason.STOP
         matcher = self.matcher
         if matcher is not None:
             if why := matcher.error:

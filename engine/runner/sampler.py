@@ -3,7 +3,7 @@
 A row's result never depends on other rows: its noise comes from a counter-based generator over (seed, position, token
 id). So a request gets the same tokens in any batch, on any worker, and after a resume.
 
-Order of operations: logit bias, repetition penalty, presence and frequency penalties, banned tokens and grammar,
+Order of operations: logit bias, repetition penalty, presence and frequency penalties, banned tokens and mask,
 temperature, top-k, top-p, min-p. Equal logits are ranked by token id, lower first.
 """
 
@@ -20,7 +20,7 @@ from engine.core.model_runner import Logprob, RowsFailedError, SampledToken, Sam
 from engine.runner.device_sampling import sample_rows
 from engine.runner.gumbel_noise import noise_of
 from engine.runner.sampling_row import SamplingRow
-from engine.runner.structured_output import GrammarFailedError
+from engine.runner.structured_output import NOTHING_LEFT, GrammarFailedError
 from engine.runner.structured_output import allowed_tokens as grammar_tokens
 from splitserve.errors import SplitserveError
 from splitserve.rpc.status import request_error
@@ -67,7 +67,7 @@ def sample(
         first = next(iter(broken.values()))
         raise RowsFailedError(first.message, tuple(broken), reason=first.reason)
     if stuck := tuple(index for index, result in results.items() if result is None):
-        raise GrammarFailedError("the grammar allows no token that the model can choose", stuck)
+        raise GrammarFailedError(NOTHING_LEFT, stuck)
     for index, token in results.items():
         assert isinstance(token, SampledToken)
         tokens[index] = token

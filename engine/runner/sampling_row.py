@@ -19,7 +19,7 @@ class SamplingRow(NamedTuple):
     end: int
     banned_token_ids: frozenset[int] = frozenset()
     mask: Mask | None = None
-    """The tokens that the row's grammar allows; None without a grammar."""
+    """The tokens that the row's grammar and its `allowed_token_ids` allow; None without both."""
 
     @classmethod
     def of(cls, sequence: ScheduledSequence, mask: Mask | None) -> SamplingRow:

@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from engine.core.model_runner import ModelFacts, ModelRunner, SampledToken, ScheduledSequence
-from engine.runner.structured_output import Mask, allowed_tokens, masks_of
+from engine.runner.structured_output import (
+    NOTHING_LEFT,
+    GrammarFailedError,
+    Mask,
+    allowed_tokens,
+    masks_of,
+)
 from kv_transfer.lanes import probe_blocks
 from kv_transfer.layout import KvLayout
 from kv_transfer.transports.regions import KvMemoryRegion
@@ -82,6 +88,8 @@ class SimulatedRunner(ModelRunner):
         end = time.monotonic() + self._duration_s(batch)
         masks = masks_of(batch)
         sampled = [self._compute(sequence, masks.get(index)) for index, sequence in enumerate(batch)]
+        if stuck := tuple(index for index in masks if sampled[index] is None):
+            raise GrammarFailedError(NOTHING_LEFT, stuck)
         left = end - time.monotonic()
         if left > 0:
             time.sleep(left)
@@ -121,6 +129,8 @@ class SimulatedRunner(ModelRunner):
         folded = self._fold(blocks[: blocks_for(end, size)], end)
         if mask is not None:
             allowed = np.flatnonzero(allowed_tokens(mask, VOCABULARY_SIZE, sequence.banned_token_ids))
+            if not allowed.size:
+                return None
             return SampledToken(int(allowed[_mix(key ^ folded) % len(allowed)]))
         return SampledToken(_next_token(key, folded, sequence.banned_token_ids))
 

@@ -10,6 +10,7 @@ import select
 import time
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from itertools import count
 from weakref import WeakValueDictionary
 
@@ -31,17 +32,21 @@ from splitserve.v1 import generation_pb2
 Mask = NDArray[np.int32]
 """int32 `[ceil(vocabulary / 32)]`, one bit per token, set if it is allowed; the lowest bit of word 0 is token 0."""
 
+KEPT_MASKS = 64
+"""Number of masks of `allowed_token_ids`, the last used ones, that are kept for later steps."""
 KEPT_GRAMMARS = 16
 """Number of grammars, the last used ones, that stay compiled for later requests."""
 MAX_GRAMMARS = 128
 """Maximum number of different grammars in use at a time; each has a process."""
 PREAMBLE = 2
 """Number of frames that a new process sends before its answers: HELLO and COMPILED."""
+NOTHING_LEFT = "grammar, allowed_token_ids and bad_words leave no token that the model can choose"
 TOO_COSTLY = "its next token takes too much time or memory to find"
 
 
 class GrammarFailedError(RowsFailedError):
-    """Rows whose grammar cannot continue: a step is too costly, or no token is left that the model could choose."""
+    """Rows that cannot continue: a step of the grammar is too costly, or no token is left that the model could
+    choose."""
 
     default_reason = GRAMMAR_FAILED
 
@@ -227,8 +232,34 @@ class GrammarCompiler:
         return Vocabulary(self._tokenizer.definition(), self._facts.vocabulary_size, eos)
 
 
+@lru_cache(maxsize=KEPT_MASKS)
+def mask_of(token_ids: tuple[int, ...]) -> Mask:
+    """The mask that allows these tokens alone, without the words behind the last of them."""
+    bits = np.zeros((max(token_ids) // 32 + 1) * 32, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _narrowed(mask: Mask | None, sequence: ScheduledSequence) -> Mask:
+    """The mask of a sequence with a grammar, whose mask is given, or with `allowed_token_ids`. Bad sequences are ruled
+    out even if nothing else is left."""
+    sampling = sequence.sampling
+    if sampling.allowed_token_ids:
+        own = mask_of(sampling.allowed_token_ids)
+        mask = own if mask is None else mask[: own.size] & own[: mask.size]
+    assert mask is not None, "it has neither"
+    if not sampling.bad_sequences:
+        return mask
+    end = sequence.num_computed + sequence.num_new
+    words = mask.view(np.uint32).copy()
+    for token in sampling.bad_tokens(sequence.token_ids, sequence.prompt_tokens, end):
+        if token < 32 * words.size:
+            words[token // 32] &= ~np.uint32(1 << token % 32)
+    return words.view(np.int32)
+
+
 def masks_of(batch: Sequence[ScheduledSequence], wait_s: float = 0.0) -> dict[int, Mask]:
-    """The mask of each sequence that is sampled with a grammar, by its index in the batch.
+    """The mask of each sequence that is sampled with a grammar or `allowed_token_ids`, by its index in the batch.
 
     Waits at most `wait_s` seconds for all of them together. Raises GrammarFailedError with the sequences that cannot
     continue, RowsFailedError (INTERNAL) with those whose grammar raised anything else.
@@ -238,14 +269,15 @@ def masks_of(batch: Sequence[ScheduledSequence], wait_s: float = 0.0) -> dict[in
     deadline_s = time.monotonic() + wait_s
     for index, sequence in enumerate(batch):
         matcher = sequence.matcher
-        if matcher is None or not sequence.sample:
+        if not sequence.sample or (matcher is None and not sequence.sampling.allowed_token_ids):
             continue
         try:
-            ready = matcher.wait(max(0.0, deadline_s - time.monotonic()))
-            if why := matcher.error if ready else f"{FIELD}: {TOO_COSTLY}":
-                errors[index] = GrammarFailedError(why, (index,))
-            else:
-                masks[index] = matcher.mask
+            if matcher is not None:
+                ready = matcher.wait(max(0.0, deadline_s - time.monotonic()))
+                if why := matcher.error if ready else f"{FIELD}: {TOO_COSTLY}":
+                    errors[index] = GrammarFailedError(why, (index,))
+                    continue
+            masks[index] = _narrowed(None if matcher is None else matcher.mask, sequence)
         except BaseException as error:
             errors[index] = request_error(error, sequence.request_id)
     if errors:

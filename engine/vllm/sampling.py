@@ -58,7 +58,8 @@ class VllmGrammars:
 def vllm_params(request: EngineRequest, *, awaits_kv: bool) -> SamplingParams:
     """Returns a request's parameters for vLLM. `awaits_kv`: a peer writes the KV of its tokens.
 
-    To vLLM, the output of earlier attempts is prompt: penalties do not count it, the grammar does.
+    To vLLM, the output of earlier attempts is prompt: penalties do not count it, bad sequences do not begin in it; the
+    grammar does.
     """
     sampling, stop, prior = request.sampling, request.stop, request.prior_output_tokens
     max_tokens = 1 if request.prefill_only else stop.max_tokens - prior
@@ -75,6 +76,9 @@ def vllm_params(request: EngineRequest, *, awaits_kv: bool) -> SamplingParams:
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         logit_bias=dict(sampling.logit_bias) or None,
+        allowed_token_ids=list(sampling.allowed_token_ids) or None,
+        # What vLLM itself makes of `bad_words`.
+        _bad_words_token_ids=[list(bad) for bad in sampling.bad_sequences] or None,
         seed=None if sampling.greedy else sampling.seed & MAX_SEED,
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs if request.scores_prompt and not awaits_kv else None,

@@ -102,6 +102,11 @@ def _set_sampling(request: inference_pb2.GenerateRequest, given: Mapping[str, An
     for token_id, bias in given.get("logit_bias", {}).items():
         between("sampling.logit_bias.token_id", token_id, 0, _MOST_TOKENS)
         request.sampling.logit_bias.add(token_id=token_id, bias=bias)
+    for token_id in given.get("allowed_token_ids", ()):
+        between("sampling.allowed_token_ids", token_id, 0, _MOST_TOKENS)
+        request.sampling.allowed_token_ids.append(token_id)
+    words = given.get("bad_words", ())
+    request.sampling.bad_words.extend([words] if isinstance(words, str) else words)
     check_sampling(request.sampling, _MOST_TOKENS + 1)
     _set_grammar(request, given)
 

@@ -56,6 +56,10 @@ class GenerateOptions(TypedDict, total=False):
     """-2..2. Default 0."""
     logit_bias: dict[int, float]
     """Values added to the logits of these token ids, -100..100 each."""
+    allowed_token_ids: Sequence[int]
+    """Choose each token among these, at most 1024. Default: all."""
+    bad_words: str | Sequence[str]
+    """Words that are not generated, at most 128."""
     stop: str | Sequence[str]
     """Stop when the text contains one of these strings, which is not emitted."""
     stop_token_ids: Sequence[int]

@@ -12,6 +12,10 @@ from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import generation_pb2
 
 MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKENS = 1024
+MAX_BAD_WORDS, MAX_BAD_TOKENS = 128, 1024
+"""Most words or sequences of tokens that must not be generated, and most tokens of them together."""
+MAX_BAD_WORD_CHARACTERS = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -44,6 +48,25 @@ def check_sampling(sampling: generation_pb2.SamplingParams, vocabulary_size: int
         between("sampling.logit_bias.bias", entry.bias, -100, 100)
     ids = {entry.token_id for entry in sampling.logit_bias}
     require(len(ids) == len(sampling.logit_bias), "sampling.logit_bias", "of distinct token ids")
+    between("sampling.allowed_token_ids (count)", len(sampling.allowed_token_ids), 0, MAX_ALLOWED_TOKENS)
+    for token_id in sampling.allowed_token_ids:
+        between("sampling.allowed_token_ids", token_id, 0, vocabulary_size - 1)
+    between("sampling.bad_words (count)", len(sampling.bad_words), 0, MAX_BAD_WORDS)
+    for position, word in enumerate(sampling.bad_words):
+        name = f"sampling.bad_words[{position}]"
+        between(f"{name} (characters)", len(word), 1, MAX_BAD_WORD_CHARACTERS)
+        require(not word.isspace(), name, "more than spaces")
+    check_bad_sequences(sampling, "sampling.bad_sequences")
+    for bad in sampling.bad_sequences:
+        require(bool(bad.ids), "sampling.bad_sequences", "of at least one token each")
+        between("sampling.bad_sequences", max(bad.ids), 0, vocabulary_size - 1)
+
+
+def check_bad_sequences(sampling: generation_pb2.SamplingParams, name: str) -> None:
+    """Raises InvalidArgumentError for the field `name` if there are too many bad sequences, or tokens in them."""
+    between(f"{name} (count)", len(sampling.bad_sequences), 0, MAX_BAD_WORDS)
+    tokens = sum(len(bad.ids) for bad in sampling.bad_sequences)
+    between(f"{name} (tokens)", tokens, 0, MAX_BAD_TOKENS)
 
 
 def check_prompt_logprobs(sampling: generation_pb2.SamplingParams, prompt_tokens: int) -> None:

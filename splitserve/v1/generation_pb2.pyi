@@ -65,6 +65,9 @@ class SamplingParams(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    BAD_SEQUENCES_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Divides the logits before sampling; 0 always chooses the likeliest token (greedy). Default 1.0. Range 0..100."""
     top_k: _builtins.int
@@ -102,6 +105,22 @@ class SamplingParams(_message.Message):
     def grammar(self) -> Global___Grammar:
         """Form that the answer must have. Default: any."""
 
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens among which each token is chosen. At most 1024. Default: all."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Words that must not be generated. The coordinator tokenizes each as it is and with a space before it, and adds the
+        tokens to bad_sequences. At most 128, each 1..256 characters, not of spaces alone. Workers take none. Default none.
+        """
+
+    @_builtins.property
+    def bad_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """Sequences of tokens that must not be generated: where all tokens of one but its last end the output, its last is
+        not chosen. At most 128, of 1024 tokens together. Default none.
+        """
+
     def __init__(
         self,
         *,
@@ -117,10 +136,13 @@ class SamplingParams(_message.Message):
         logprobs: _builtins.int | None = ...,
         grammar: Global___Grammar | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
+        bad_sequences: _abc.Iterable[Global___TokenIds] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_sequences", b"bad_sequences", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -148,6 +170,30 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class TokenIds(_message.Message):
+    """A list of token ids."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Range 0..vocabulary-1 each; at least one."""
+
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
@@ -225,6 +271,7 @@ class StopParams(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    KEEP_STOP_FIELD_NUMBER: _builtins.int
     FIT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """End after this many output tokens. Default: as many as the context has room for. Range 1..context length; with
@@ -236,6 +283,8 @@ class StopParams(_message.Message):
     """Choose no end-of-sequence or stop token before this many output tokens. Default 0. Range 0..max_tokens."""
     keep_special_tokens: _builtins.bool
     """Whether the text contains the names of the model's special tokens. Default false."""
+    keep_stop: _builtins.bool
+    """Whether the text ends with the stop string, or the text of the stop token, that ended the answer. Default false."""
     fit_max_tokens: _builtins.bool
     """Whether a max_tokens beyond what the context has room for means: as many as it has room for. Default false: it is
     refused.
@@ -259,11 +308,12 @@ class StopParams(_message.Message):
         ignore_eos: _builtins.bool = ...,
         min_tokens: _builtins.int = ...,
         keep_special_tokens: _builtins.bool = ...,
+        keep_stop: _builtins.bool = ...,
         fit_max_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "max_tokens", b"max_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "fit_max_tokens", b"fit_max_tokens", "ignore_eos", b"ignore_eos", "keep_special_tokens", b"keep_special_tokens", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "fit_max_tokens", b"fit_max_tokens", "ignore_eos", b"ignore_eos", "keep_special_tokens", b"keep_special_tokens", "keep_stop", b"keep_stop", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015

@@ -40,6 +40,9 @@ class GenerateRequest(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     TTFT_MS_FIELD_NUMBER: _builtins.int
     TPOT_MS_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OMIT_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name from ListModels. Default: the only model served. Failure: NOT_FOUND."""
     text: _builtins.str
@@ -61,8 +64,16 @@ class GenerateRequest(_message.Message):
     beside this stream. It is no promise. Milliseconds, 0.001..3,600,000, not below the server's target. Default: the
     server's target.
     """
+    truncate_prompt_tokens: _builtins.int
+    """How many of the prompt's last tokens are kept; the others are left out. -1: as many as fit into the context beside
+    stop.max_tokens. Default 0: all. Range -1..context length - 1.
+    """
+    omit_special_tokens: _builtins.bool
+    """Whether a prompt of text is tokenized without the special tokens that the model's tokenizer adds. Default false."""
+    return_prompt_token_ids: _builtins.bool
+    """Whether GenerationStart has the tokens of the prompt. Default false."""
     @_builtins.property
-    def token_ids(self) -> Global___TokenIds:
+    def token_ids(self) -> _generation_pb2.TokenIds:
         """Token ids, used as they are."""
 
     @_builtins.property
@@ -93,7 +104,7 @@ class GenerateRequest(_message.Message):
         *,
         model: _builtins.str = ...,
         text: _builtins.str = ...,
-        token_ids: Global___TokenIds | None = ...,
+        token_ids: _generation_pb2.TokenIds | None = ...,
         chat: Global___ChatMessages | None = ...,
         sampling: _generation_pb2.SamplingParams | None = ...,
         stop: _generation_pb2.StopParams | None = ...,
@@ -104,10 +115,13 @@ class GenerateRequest(_message.Message):
         resume: Global___GenerationResume | None = ...,
         ttft_ms: _builtins.float | None = ...,
         tpot_ms: _builtins.float | None = ...,
+        truncate_prompt_tokens: _builtins.int = ...,
+        omit_special_tokens: _builtins.bool = ...,
+        return_prompt_token_ids: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "_ttft_ms", b"_ttft_ms", "chat", b"chat", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "_ttft_ms", b"_ttft_ms", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "_ttft_ms", b"_ttft_ms", "chat", b"chat", "model", b"model", "omit_special_tokens", b"omit_special_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids", "tpot_ms", b"tpot_ms", "truncate_prompt_tokens", b"truncate_prompt_tokens", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tpot_ms: _TypeAlias = _typing.Literal["tpot_ms"]  # noqa: Y015
     _WhichOneofArgType__tpot_ms: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms"]  # noqa: Y015
@@ -163,30 +177,6 @@ class GenerationResume(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerationResume: _TypeAlias = GenerationResume  # noqa: Y015
-
-@_typing.final
-class TokenIds(_message.Message):
-    """A list of token ids."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    IDS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Range 0..vocabulary-1 each; at least one."""
-
-    def __init__(
-        self,
-        *,
-        ids: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class ChatMessages(_message.Message):
@@ -336,6 +326,7 @@ class GenerationStart(_message.Message):
     SERVED_MODEL_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     seed: _builtins.int
@@ -345,7 +336,11 @@ class GenerationStart(_message.Message):
     traceparent: _builtins.str
     """The request's span as W3C `traceparent`. Empty if the coordinator does not trace and the client sent none."""
     prompt_tokens: _builtins.int
-    """Tokens of the prompt after templating."""
+    """Tokens of the prompt after templating and truncation."""
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The prompt's tokens, if GenerateRequest.return_prompt_token_ids is set."""
+
     def __init__(
         self,
         *,
@@ -354,10 +349,11 @@ class GenerationStart(_message.Message):
         served_model: _builtins.str = ...,
         traceparent: _builtins.str = ...,
         prompt_tokens: _builtins.int = ...,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "served_model", b"served_model", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "served_model", b"served_model", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

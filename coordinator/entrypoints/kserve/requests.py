@@ -55,6 +55,8 @@ SAMPLING: Mapping[str, Reader] = {
     "ignore_eos": as_bool,
     "logprobs": as_int,
     "logit_bias": as_biases,
+    "allowed_token_ids": as_ints,
+    "bad_words": as_stops,
 }
 ALIASES: Mapping[str, str] = {
     "request_output_len": "max_tokens",

@@ -19,6 +19,7 @@ from coordinator.entrypoints.openai.bodies import (
     DONE_EVENT,
     ChoiceBuilder,
     ChoiceStream,
+    Extras,
     Fields,
     Frame,
     GenerationFields,
@@ -62,7 +63,7 @@ from splitserve.errors import InvalidArgumentError, NotFoundError, SplitserveErr
 from splitserve.logs import log_event
 from splitserve.metrics import Metrics, Read
 from splitserve.models.tokenizer import Tokenizer
-from splitserve.runtime.call_thread import SHORT_BYTES
+from splitserve.runtime.call_thread import SHORT_BYTES, ParserThread
 from splitserve.v1 import generation_pb2, inference_pb2
 
 TEXT_BYTES, LOGPROBS_BYTES, PROMPT_VALUE_BYTES = 8, 1024, 64
@@ -172,21 +173,21 @@ class OpenAIServing:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         frame = self._frame(exchange, caller, request, CHAT_PREFIX, kind)
         choice_requests, parsers = await self.prepared(exchange, caller, request, len(body))
-        texts = await self._texts(request.model, caller) if request.logprobs else None
+        texts = await self._texts(request, caller) if request.logprobs else None
         prompt_texts = await self._prompt_texts(request, caller)
+        extras = Extras.of(request)
         if not request.stream:
             bodies = [
-                ChatResponse(index, texts=texts, prompt_texts=prompt_texts, parser=parser)
+                ChatResponse(index, texts=texts, prompt_texts=prompt_texts, parser=parser, extras=extras)
                 for index, parser in enumerate(parsers)
             ]
             await respond(exchange, self._api, choice_requests, frame, bodies)
             return
-        has_usage = request.include_usage
         chunks = [
-            ChatStream(frame, index, has_usage=has_usage, texts=texts, parser=parser)
+            ChatStream(frame, index, extras=extras, texts=texts, parser=parser)
             for index, parser in enumerate(parsers)
         ]
-        await stream(exchange, self._api, choice_requests, frame, chunks, has_usage=has_usage)
+        await stream(exchange, self._api, choice_requests, frame, chunks, has_usage=extras.has_usage)
 
     async def prepared(
         self, exchange: HttpExchange, caller: Caller, request: ChatRequest, size: int
@@ -213,22 +214,22 @@ class OpenAIServing:
         frame = self._frame(exchange, caller, request, COMPLETION_PREFIX, "text_completion")
         requests = await self._api.parser.run(len(body), request.generate_requests)
         choice_requests = self._choice_requests(exchange, caller, request, requests)
-        texts = None if request.logprobs is None else await self._texts(request.model, caller)
+        texts = None if request.logprobs is None else await self._texts(request, caller)
         prompt_texts = await self._prompt_texts(request, caller)
+        extras = Extras.of(request)
         echoes = await self._echoes(request, choice_requests)
         if not request.stream:
             bodies = [
-                CompletionResponse(index, echo=echo, texts=texts, prompt_texts=prompt_texts)
+                CompletionResponse(index, echo=echo, texts=texts, prompt_texts=prompt_texts, extras=extras)
                 for index, echo in enumerate(echoes)
             ]
             await respond(exchange, self._api, choice_requests, frame, bodies)
             return
-        has_usage = request.include_usage
         chunks = [
-            CompletionStream(frame, index, has_usage=has_usage, echo=echo, texts=texts)
+            CompletionStream(frame, index, extras=extras, echo=echo, texts=texts)
             for index, echo in enumerate(echoes)
         ]
-        await stream(exchange, self._api, choice_requests, frame, chunks, has_usage=has_usage)
+        await stream(exchange, self._api, choice_requests, frame, chunks, has_usage=extras.has_usage)
 
     async def parsed(self, kind: type[F], body: bytes, unsupported: Unsupported) -> F:
         """The fields of a request's body. Raises InvalidArgumentError."""
@@ -259,13 +260,16 @@ class OpenAIServing:
         trace = self._api.begin_trace(parent, exchange.joined(b"tracestate") if parent else None, operation)
         if trace is not None and self._api.traces:
             exchange.response_headers.append((b"traceparent", trace.context.traceparent.encode()))
-        return ChoiceRequests(requests, caller, fields.choices, has_logprobs, trace, failure)
+        choices, kept = fields.choices, fields.kept_choices
+        return ChoiceRequests(requests, caller, choices, kept, has_logprobs, trace, failure)
 
-    async def _texts(self, model: str | None, caller: Caller) -> TokenTexts:
-        return TokenTexts(await self._api.tokenizer(model or "", caller))
+    async def _texts(self, fields: GenerationFields, caller: Caller) -> TokenTexts:
+        tokenizer = await self._api.tokenizer(fields.model or "", caller)
+        as_ids = bool(fields.return_tokens_as_token_ids)
+        return TokenTexts(tokenizer, as_ids=as_ids, keep_special=fields.keeps_special)
 
     async def _prompt_texts(self, request: GenerationFields, caller: Caller) -> TokenTexts | None:
-        return None if request.prompt_logprobs is None else await self._texts(request.model, caller)
+        return None if request.prompt_logprobs is None else await self._texts(request, caller)
 
     async def _echoes(self, request: CompletionRequest, choice_requests: ChoiceRequests) -> list[str | None]:
         """The prompt text that each choice begins with; None without `echo`."""
@@ -294,6 +298,8 @@ class ChoiceRequests:
     """In order of the choices' indices. Each is removed when it begins."""
     caller: Caller
     choices_per_prompt: int
+    kept_per_prompt: int
+    """Choices per prompt in the response: those with the highest mean log-probability."""
     has_logprobs: bool
     trace: RequestTrace | None = None
     """The trace of the first choice; the traces of the others are its siblings."""
@@ -312,7 +318,7 @@ async def stream(
 ) -> None:
     """Sends events as deltas arrive. Nothing is sent before the first delta: an earlier error gets an HTTP status."""
     usage = UsageSum(choice_requests.choices_per_prompt)
-    outputs = [_Events(exchange, choice, usage, index) for index, choice in enumerate(choices)]
+    outputs = [_Events(exchange, api.parser, choice, usage, index) for index, choice in enumerate(choices)]
     async with exchange.while_connected():
         await _run(api, choice_requests, outputs)
         last = usage_event(frame, usage.to_json()) if has_usage else b""
@@ -331,7 +337,16 @@ async def respond(
     ended: dict[int, inference_pb2.GenerationDone] = {}
 
     def rendered() -> bytes:
-        bodies = ",".join(dumped(choice.to_json(ended[index])) for index, choice in enumerate(choices))
+        made, kept = choice_requests.choices_per_prompt, choice_requests.kept_per_prompt
+        order = list(range(len(choices)))
+        if kept < made:
+            groups = [order[start : start + made] for start in range(0, len(order), made)]
+            best = [sorted(group, key=lambda index: -choices[index].mean_logprob)[:kept] for group in groups]
+            order = [index for group in best for index in group]
+        bodies = ",".join(
+            dumped(choices[index].to_json(ended[index]) | {"index": place})
+            for place, index in enumerate(order)
+        )
         head = dumped(frame.head() | choices[0].beside_choices())[:-1]
         return f'{head}, "choices": [{bodies}], "usage": {dumped(usage.to_json())}}}'.encode()
 
@@ -340,6 +355,8 @@ async def respond(
         await _run(api, choice_requests, outputs)
         size = usage.completion_tokens * (LOGPROBS_BYTES if choice_requests.has_logprobs else TEXT_BYTES)
         size += usage.prompt_values * PROMPT_VALUE_BYTES
+        if choices[0].extras.token_ids:
+            size += usage.prompt_tokens * TEXT_BYTES
         await exchange.respond(200, await api.parser.run(size, rendered))
 
 
@@ -348,6 +365,7 @@ class _Events(Output):
     """The output of a streamed choice."""
 
     exchange: HttpExchange
+    parser: ParserThread
     choice: ChoiceStream
     usage: UsageSum
     index: int
@@ -358,6 +376,9 @@ class _Events(Output):
             self.usage.add(self.index, response.done, self.choice.reasoning_tokens)
             events = self.choice.done(response.done)
         else:
+            if response.HasField("started"):
+                size = TEXT_BYTES * len(response.started.prompt_token_ids)
+                await self.parser.run(size, self.choice.begin, response.started)
             events = self.choice.delta(response.delta)
         if events:
             await self.exchange.event(events)
@@ -388,6 +409,8 @@ class _Pieces(Output):
             self.usage.add(self.index, response.done, self.choice.reasoning_tokens)
             self.ended[self.index] = response.done
         else:
+            if response.HasField("started"):
+                self.choice.begin(response.started)
             self.usage.add_prompt_logprobs(response.delta.prompt_logprobs)
             self.choice.delta(response.delta)
 

@@ -21,6 +21,8 @@ from coordinator.request.json_bounds import check_structure
 from splitserve.client.types import FINISH_REASONS
 from splitserve.errors import InvalidArgumentError
 from splitserve.generation.bounds import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
     MAX_PRIORITY,
     MAX_PROMPT_VALUES,
@@ -43,10 +45,24 @@ MAX_ITEMS: Mapping[str, int] = {
     "stop": MAX_STOP_STRINGS,
     "stop_sequences": MAX_STOP_STRINGS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "bad_words": MAX_BAD_WORDS,
+    "allowed_token_ids": MAX_ALLOWED_TOKENS,
 }
 """Most items of a field; their number is checked before pydantic looks at the items."""
 MAX_ID_DIGITS = 10
 """Most digits of a token id: `int` raises for thousands of digits."""
+
+FORM_FIELDS = frozenset(
+    {
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+    }
+)
+"""Fields that may give the answer a form, see `coordinator.entrypoints.openai.tools`."""
 
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 
@@ -77,6 +93,8 @@ class StreamOptions(Fields):
     """Whether to send the token counts in a separate last event."""
     include_obfuscation: bool | None = None
     """Without effect: nothing is added to events."""
+    continuous_usage_stats: bool | None = None
+    """Whether each event has the token counts of its choice so far."""
 
 
 class GenerationFields(Fields):
@@ -111,11 +129,34 @@ class GenerationFields(Fields):
     """Target time to the first token, in milliseconds."""
     tpot_ms: float | None = None
     """Target time per output token after the first, in milliseconds."""
+    bad_words: Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
+    allowed_token_ids: Annotated[list[UInt32], Field(min_length=1, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    """How many of the prompt's last tokens are kept; -1: as many as the context has room for."""
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Whether logprobs name tokens by their ids, `token_id:7`."""
 
     @model_validator(mode="after")
-    def _fits_streaming(self) -> Self:
+    def _options_have_their_effect(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise InvalidArgumentError("stream_options needs stream: true", field="stream_options")
+        if self.counts_continuously and not self.include_usage:
+            field = "stream_options.continuous_usage_stats"
+            raise InvalidArgumentError(f"{field} needs include_usage: true", field=field)
+        if self.keeps_special and self.spaces_between_special_tokens is False:
+            message = (
+                "spaces_between_special_tokens: false is not supported beside skip_special_tokens: false"
+            )
+            raise InvalidArgumentError(
+                message, reason="UNSUPPORTED_FIELD", field="spaces_between_special_tokens"
+            )
+        if self.truncate_prompt_tokens == 0:
+            message = "truncate_prompt_tokens must be -1 or at least 1, not 0"
+            raise InvalidArgumentError(message, field="truncate_prompt_tokens")
         if self.stream and self.prompt_alternatives is not None:
             message = "stream: log-probabilities of the prompt are not streamed"
             raise InvalidArgumentError(message, field="stream")
@@ -127,14 +168,34 @@ class GenerationFields(Fields):
         return self.prompt_logprobs
 
     @property
-    def choices(self) -> int:
-        """Answers per prompt."""
+    def kept_choices(self) -> int:
+        """Answers per prompt in the response."""
         return self.n or 1
+
+    @property
+    def choices(self) -> int:
+        """Answers per prompt that are generated."""
+        return self.kept_choices
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with the token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def asks_for_form(self) -> bool:
+        """Whether one of FORM_FIELDS is given."""
+        return not self.model_fields_set.isdisjoint(FORM_FIELDS)
+
+    @property
+    def counts_continuously(self) -> bool:
+        """Whether each event of a stream has the token counts so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def keeps_special(self) -> bool:
+        """Whether the text includes special tokens."""
+        return self.skip_special_tokens is False
 
     @property
     def session_id(self) -> str:
@@ -162,6 +223,8 @@ class GenerationFields(Fields):
                 logprobs=logprobs,
                 prompt_logprobs=self.prompt_alternatives,
                 logit_bias=_biases(self.logit_bias or {}),
+                bad_words=self.bad_words,
+                allowed_token_ids=self.allowed_token_ids,
             ),
             stop=generation_pb2.StopParams(
                 max_tokens=max_tokens,
@@ -169,11 +232,15 @@ class GenerationFields(Fields):
                 stop_strings=self.stop,
                 stop_token_ids=self.stop_token_ids,
                 ignore_eos=bool(self.ignore_eos),
+                keep_special_tokens=self.keeps_special,
+                keep_stop=bool(self.include_stop_str_in_output),
             ),
             priority=self.priority or 0,
             ttft_ms=self.ttft_ms,
             tpot_ms=self.tpot_ms,
             session_id=self.session_id,
+            truncate_prompt_tokens=self.truncate_prompt_tokens or 0,
+            return_prompt_token_ids=bool(self.return_token_ids),
         )
 
     def choice_requests(self, shared: inference_pb2.GenerateRequest) -> list[inference_pb2.GenerateRequest]:
@@ -195,21 +262,8 @@ Unsupported = dict[str, tuple[Any, ...]]
 NOT_SERVED: Unsupported = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "truncate_prompt_tokens": (),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "bad_words": ([],),
     "logits_processors": ([],),
-    "allowed_token_ids": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": (),
-    "spaces_between_special_tokens": (True,),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
 }
 WITHOUT_EFFECT = frozenset(
     {
@@ -320,17 +374,47 @@ class Frame:
         return {"id": self.answer_id, "object": self.object, "created": self.created, "model": self.model}
 
 
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a response has beside texts."""
+
+    has_usage: bool = False
+    """Whether a stream ends with the token counts."""
+    counts_continuously: bool = False
+    """Whether each event has them."""
+    token_ids: bool = False
+    """Whether the tokens of prompt and output are in it."""
+
+    @classmethod
+    def of(cls, request: GenerationFields) -> Extras:
+        """What a request asks for."""
+        return cls(request.include_usage, request.counts_continuously, bool(request.return_token_ids))
+
+
+NO_EXTRAS = Extras()
+
+
 class ChoiceStream(ABC):
     """One choice of a streamed response, rendered as server-sent events delta by delta.
 
-    `_head` and `_tail` are an event's constant text before and after the fields of its choice.
+    `_head` and `_tail` are an event's text before and after the fields of its choice.
     """
 
-    def __init__(self, frame: Frame, index: int, has_usage: bool) -> None:
+    def __init__(self, frame: Frame, index: int, extras: Extras) -> None:
         fields = compact_json(frame.head())[1:-1]
         self._head = f'data: {{{fields},"choices":[{{"index":{index},'
-        self._tail = '}],"usage":null}\n\n' if has_usage else "}]}\n\n"
+        self._tail = '}],"usage":null}\n\n' if extras.has_usage else "}]}\n\n"
         self._ended = False
+        self.extras = extras
+        self._prompt_tokens = self._tokens = 0
+        self._prompt_json = ""
+        """The tokens of the prompt, until an event has them."""
+
+    def begin(self, started: inference_pb2.GenerationStart) -> None:
+        """Takes what is known of the prompt, before the first delta."""
+        self._prompt_tokens = started.prompt_tokens
+        if self.extras.token_ids:
+            self._prompt_json = dumped(list(started.prompt_token_ids))
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -339,6 +423,10 @@ class ChoiceStream(ABC):
 
     def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
         """The events of this delta; may be empty."""
+        if self.extras.counts_continuously:
+            self._tokens += len(delta.token_ids)
+            usage = compact_json(token_counts(self._prompt_tokens, self._tokens))
+            self._tail = f'}}],"usage":{usage}}}\n\n'
         events = self._events(delta)
         if delta.finish_reason:
             self._ended = True
@@ -357,6 +445,11 @@ class ChoiceStream(ABC):
     def _end(self, finish_reason: str) -> str:
         """The events that end the choice."""
 
+    def _extra_fields(self, delta: generation_pb2.OutputDelta) -> dict[str, Any]:
+        """Further fields of the event with a delta's first text."""
+        has_ids = self.extras.token_ids and delta.token_ids
+        return {"token_ids": list(delta.token_ids)} if has_ids else {}
+
     def _event(self, fields: Mapping[str, Any]) -> str:
         """An event whose choice has these fields beside its index."""
         return f"{self._head}{compact_json(fields)[1:-1]}{self._tail}"
@@ -373,11 +466,20 @@ class ChoiceBuilder(ABC):
         echo: str | None = None,
         texts: TokenTexts | None = None,
         prompt_texts: TokenTexts | None = None,
+        extras: Extras = NO_EXTRAS,
     ) -> None:
         self._index, self._texts, self._prompt_texts = index, texts, prompt_texts
         self._echo, self._pieces = echo, [echo or ""]
         self._logprobs: list[generation_pb2.TokenLogprob] = []
         self._prompt = generation_pb2.PromptLogprobs()
+        self.extras = extras
+        self._token_ids: list[int] = []
+        self._logprob_sum, self._logprob_count = 0.0, 0
+        self._started = inference_pb2.GenerationStart()
+
+    def begin(self, started: inference_pb2.GenerationStart) -> None:
+        """Takes what is known of the prompt, before the first delta."""
+        self._started = started
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -387,13 +489,27 @@ class ChoiceBuilder(ABC):
     def delta(self, delta: generation_pb2.OutputDelta) -> None:
         """Appends a delta."""
         self._pieces.append(delta.text)
-        self._keep_logprobs(delta)
+        self._keep(delta)
 
-    def _keep_logprobs(self, delta: generation_pb2.OutputDelta) -> None:
+    def _keep(self, delta: generation_pb2.OutputDelta) -> None:
+        """Keeps what the response has beside the delta's text."""
+        self._logprob_sum += sum(token.logprob for token in delta.logprobs)
+        self._logprob_count += len(delta.logprobs)
         if self._texts is not None:
             self._logprobs.extend(delta.logprobs)
         if delta.HasField("prompt_logprobs"):
             self._prompt = delta.prompt_logprobs
+        if self.extras.token_ids:
+            self._token_ids.extend(delta.token_ids)
+
+    def _extra_fields(self) -> dict[str, Any]:
+        """Further fields of the choice."""
+        return {"token_ids": self._token_ids} if self.extras.token_ids else {}
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean log-probability of a token, of an answer with log-probabilities."""
+        return self._logprob_sum / max(1, self._logprob_count)
 
     def _prompt_json(self) -> dict[str, Any]:
         """vLLM's field `prompt_logprobs`, if the request asks for it."""
@@ -428,6 +544,15 @@ MAX_RESPONSE_VALUES = 4 * MAX_PROMPT_VALUES
 """Most log-probabilities of prompts in one response."""
 
 
+def token_counts(prompt: int, completion: int) -> dict[str, Any]:
+    """The sums of `usage`."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
 class UsageSum:
     """Token counts of a response. A prompt counts once, however many answers it gets; all answers count."""
 
@@ -436,8 +561,10 @@ class UsageSum:
         """Tokens of all answers."""
         self.prompt_values = 0
         """Log-probabilities of all prompts."""
+        self.prompt_tokens = 0
+        """Tokens of all prompts."""
         self._choices_per_prompt = choices_per_prompt
-        self._prompt = self._cached = 0
+        self._cached = 0
         self._reasoning: int | None = None
 
     def add(
@@ -448,7 +575,7 @@ class UsageSum:
             self._reasoning = (self._reasoning or 0) + reasoning_tokens
         self.completion_tokens += done.usage.completion_tokens
         if choice % self._choices_per_prompt == 0:
-            self._prompt += done.usage.prompt_tokens
+            self.prompt_tokens += done.usage.prompt_tokens
             self._cached += done.usage.cached_prompt_tokens
 
     def add_prompt_logprobs(self, prompt: generation_pb2.PromptLogprobs) -> None:
@@ -461,12 +588,8 @@ class UsageSum:
 
     def to_json(self) -> dict[str, Any]:
         """OpenAI's `usage`."""
-        usage: dict[str, Any] = {
-            "prompt_tokens": self._prompt,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self._prompt + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._cached},
-        }
+        usage = token_counts(self.prompt_tokens, self.completion_tokens)
+        usage["prompt_tokens_details"] = {"cached_tokens": self._cached}
         if self._reasoning is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self._reasoning}
         return usage

@@ -1,4 +1,4 @@
-"""The grammar that holds an answer to its tools or its `response_format`, in llguidance's dialect of Lark
+"""The grammar that holds an answer to its tools or its form, in llguidance's dialect of Lark
 (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).
 
 Calls are written in the model's own format. Reasoning before the answer is any text.
@@ -15,7 +15,7 @@ from coordinator.entrypoints.openai.bodies import compact_json
 from coordinator.entrypoints.openai.formats.arguments import kinds_of
 from coordinator.entrypoints.openai.formats.table import AnswerFormat
 from coordinator.entrypoints.openai.formats.tool_format import KEY, KIND, NAME, NUMBER, CallForm, ToolFormat
-from coordinator.entrypoints.openai.tools import Function, ResponseFormat
+from coordinator.entrypoints.openai.tools import AnswerForm, Function
 from splitserve.v1 import generation_pb2
 
 _SHARED = ("$defs", "definitions", "x-guidance")
@@ -32,32 +32,29 @@ class AnswerTerms:
     """Whether the answer is calls and nothing else."""
     parallel: bool = True
     """Whether the answer may have several calls."""
-    response_format: ResponseFormat | None = None
-    """The format of an answer without calls."""
+    form: AnswerForm | None = None
+    """The form of an answer without calls; None: any text."""
 
 
 def answer_grammar(terms: AnswerTerms, answer: AnswerFormat) -> generation_pb2.Grammar | None:
     """The grammar of an answer; None if it may be any text."""
-    schema = terms.response_format.content_schema if terms.response_format is not None else None
-    content = f"response_format[capture]: %json {compact_json(schema)}"
+    form = terms.form
     tools = answer.tools if terms.functions else None
-    # 1. No calls, or calls that no grammar can write: at most `response_format` holds.
+    # 1. No calls, or calls that no grammar can write: at most the form holds.
     if tools is None or tools.form is None:
-        if terms.response_format is None or schema is None:
-            return None
-        if answer.reasoning is None:
-            return terms.response_format.grammar
-        return _lark([*_thought_rules(answer), content, "start: thinking response_format"])
+        if form is None or answer.reasoning is None:
+            return form.grammar if form is not None else None
+        return _lark([*_thought_rules(answer), form.rule, "start: thinking response_format"])
     # 2. Text or calls without tags: the beginning of a call cannot be told from text.
-    if tools.is_bare and not terms.must_call and schema is None:
+    if tools.is_bare and not terms.must_call and form is None:
         return None
     rules = [*_call_rules(terms, tools.form), *_thought_rules(answer)]
     # 3. Calls alone.
     if terms.must_call:
         rules.append("start: thinking calls")
-    # 4. Calls, or content of the schema.
-    elif schema is not None:
-        rules += [content, "start: thinking (calls | response_format)"]
+    # 4. Calls, or content of the form.
+    elif form is not None:
+        rules += [form.rule, "start: thinking (calls | response_format)"]
     # 5. Text, which may go on with calls.
     else:
         rules += _free_rules(tools, tools.form, answer)

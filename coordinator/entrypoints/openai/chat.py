@@ -10,12 +10,13 @@ from typing_extensions import override
 
 from coordinator.entrypoints.http.exchange import FieldNames
 from coordinator.entrypoints.openai.bodies import (
+    NO_EXTRAS,
     NOT_SERVED,
     ChoiceBuilder,
     ChoiceStream,
+    Extras,
     Fields,
     Frame,
-    GenerationFields,
     OpenFields,
     UInt32,
     compact_json,
@@ -32,7 +33,7 @@ from coordinator.entrypoints.openai.formats.writer import (
     TextPart,
 )
 from coordinator.entrypoints.openai.logprobs import TokenTexts, chat_logprobs
-from coordinator.entrypoints.openai.tools import Function, NamedTool, ResponseFormat, Tool, ToolChoice
+from coordinator.entrypoints.openai.tools import FormedFields, Function, NamedTool, Tool, ToolChoice
 from splitserve.client.types import FINISH_REASONS
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import generation_pb2, inference_pb2
@@ -174,20 +175,21 @@ class TemplateFields(Fields):
         return chat
 
 
-class ChatRequest(GenerationFields, TemplateFields):
+class ChatRequest(FormedFields, TemplateFields):
     """The body of a chat request."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: UInt32 | None = None
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> ChatRequest:
+        if self.asks_for_form:
+            _ = self.forms  # raises for several
         if self.top_logprobs and not self.logprobs:
             raise InvalidArgumentError("top_logprobs needs logprobs: true", field="top_logprobs")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
@@ -222,9 +224,11 @@ class ChatRequest(GenerationFields, TemplateFields):
         names = {
             "prompt.chat": "messages",
             "sampling.logprobs": "top_logprobs",
-            "sampling.grammar": "response_format",
             "stop.max_tokens": limit,
         }
+        if self.asks_for_form:
+            lark = "tools" if self.uses_tools else self.form_field
+            names |= self.form_names | {"sampling.grammar.lark": lark}
         return self.names_as(names, "function.parameters")
 
     def names_as(self, names: Mapping[str, str], schema: str) -> FieldNames:
@@ -236,14 +240,12 @@ class ChatRequest(GenerationFields, TemplateFields):
     def grammar(self, answer: AnswerFormat, loose: Set[int] = frozenset()) -> generation_pb2.Grammar | None:
         """The grammar of an answer of this format; None: any text. `loose`: numbers of functions whose arguments may be
         any object."""
-        if not self.uses_tools and self.response_format is None:
+        if not self.uses_tools and not self.asks_for_form:
             return None
         functions = [function for _, function in self._callable_functions()]
         for number in loose:
             functions[number] = functions[number].model_copy(update={"strict": False})
-        terms = AnswerTerms(
-            functions, self.must_call, self.parallel_tool_calls is not False, self.response_format
-        )
+        terms = AnswerTerms(functions, self.must_call, self.parallel_tool_calls is not False, self.form)
         return answer_grammar(terms, answer)
 
     @property
@@ -265,7 +267,7 @@ class ChatRequest(GenerationFields, TemplateFields):
         """One request per choice. `keep_special`: the answer's text includes special tokens."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         shared = self.shared_request(limit, (self.top_logprobs or 0) if self.logprobs else None)
-        shared.stop.keep_special_tokens = keep_special
+        shared.stop.keep_special_tokens |= keep_special
         tools = (self.tools or ()) if self.uses_tools else ()
         shared.chat.CopyFrom(self.conversation(self.messages, tools))
         if grammar is not None:
@@ -292,15 +294,16 @@ class ChatStream(ChoiceStream):
         frame: Frame,
         index: int,
         *,
-        has_usage: bool,
+        extras: Extras = NO_EXTRAS,
         texts: TokenTexts | None = None,
         parser: AnswerParser | None = None,
     ) -> None:
-        super().__init__(frame, index, has_usage)
+        super().__init__(frame, index, extras)
         self._text_head = f'{self._head}"delta":{{"content":'
         self._text_tail = f'}},"logprobs":null,"finish_reason":null{self._tail}'
         self._texts, self._parser = texts, parser
-        self._is_plain = texts is None and parser is None
+        is_constant = not extras.counts_continuously and not extras.token_ids
+        self._is_plain = texts is None and parser is None and is_constant
         self._begun = False
 
     @property
@@ -317,21 +320,26 @@ class ChatStream(ChoiceStream):
             events = self._special(delta)
         if not self._begun:
             self._begun = True
-            events = self._chunk({"role": "assistant", "content": ""}) + events
+            first = self._chunk({"role": "assistant", "content": ""})
+            if self._prompt_json:
+                tail = f'}}],"prompt_token_ids":{self._prompt_json}{self._tail.removeprefix("}]")}'
+                first, self._prompt_json = first.removesuffix(self._tail) + tail, ""
+            events = first + events
         return events
 
     def _special(self, delta: generation_pb2.OutputDelta) -> str:
-        """The events of a delta with logprobs, which its first event carries, or with parts that the parser finds."""
-        logprobs = None
+        """The events of a delta with logprobs or token ids, which its first event carries, or with parts that the
+        parser finds."""
+        extra = self._extra_fields(delta)
         if self._texts is not None and delta.logprobs:
-            logprobs = chat_logprobs(self._texts, delta.logprobs)
+            extra["logprobs"] = chat_logprobs(self._texts, delta.logprobs)
         if self._parser is not None:
             parts = [_shown(part) for part in self._parser.feed(delta.text, delta.token_ids)]
         else:
-            parts = [{"content": delta.text}] if delta.text or logprobs else []
-        if logprobs and not parts:
+            parts = [{"content": delta.text}] if delta.text or extra else []
+        if extra and not parts:
             parts = [{}]
-        return "".join(self._chunk(part, None if place else logprobs) for place, part in enumerate(parts))
+        return "".join(self._chunk(part, None if place else extra) for place, part in enumerate(parts))
 
     @override
     def _end(self, finish_reason: str) -> str:
@@ -346,10 +354,11 @@ class ChatStream(ChoiceStream):
     def _chunk(
         self,
         delta: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
         finish_reason: str | None = None,
     ) -> str:
-        return self._event({"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
+        fields = {"delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return self._event({**fields, **extra} if extra else fields)
 
 
 def _shown(part: Part) -> dict[str, Any]:
@@ -375,8 +384,9 @@ class ChatResponse(ChoiceBuilder):
         texts: TokenTexts | None = None,
         prompt_texts: TokenTexts | None = None,
         parser: AnswerParser | None = None,
+        extras: Extras = NO_EXTRAS,
     ) -> None:
-        super().__init__(index, texts=texts, prompt_texts=prompt_texts)
+        super().__init__(index, texts=texts, prompt_texts=prompt_texts, extras=extras)
         self._parser = parser
         self._reasoning: list[str] = []
         self._calls: list[tuple[CallPart, list[str]]] = []
@@ -392,7 +402,7 @@ class ChatResponse(ChoiceBuilder):
             super().delta(delta)
             return
         self._append(self._parser.feed(delta.text, delta.token_ids))
-        self._keep_logprobs(delta)
+        self._keep(delta)
 
     @override
     def to_json(self, done: inference_pb2.GenerationDone) -> dict[str, Any]:
@@ -413,11 +423,13 @@ class ChatResponse(ChoiceBuilder):
             "message": message,
             "logprobs": chat_logprobs(self._texts, self._logprobs) if self._texts else None,
             "finish_reason": finish_reason,
+            **self._extra_fields(),
         }
 
     @override
     def beside_choices(self) -> dict[str, Any]:
-        return self._prompt_json()
+        ids = {"prompt_token_ids": list(self._started.prompt_token_ids)} if self.extras.token_ids else {}
+        return ids | self._prompt_json()
 
     def _append(self, parts: list[Part]) -> None:
         for part in parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, SkipValidation, model_validator
@@ -9,17 +10,19 @@ from typing_extensions import override
 
 from coordinator.entrypoints.http.exchange import FieldNames
 from coordinator.entrypoints.openai.bodies import (
+    MAX_CHOICES,
     MAX_COPIED_BYTES,
+    NO_EXTRAS,
     NOT_SERVED,
     ChoiceBuilder,
     ChoiceStream,
+    Extras,
     Frame,
-    GenerationFields,
     UInt32,
     quoted,
 )
 from coordinator.entrypoints.openai.logprobs import CompletionLogprobs, TokenTexts
-from coordinator.entrypoints.openai.tools import ResponseFormat
+from coordinator.entrypoints.openai.tools import FormedFields
 from splitserve.client.types import FINISH_REASONS
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import generation_pb2, inference_pb2
@@ -30,7 +33,6 @@ MAX_ANSWERS = 1024
 """Most answers of a request to all of its prompts."""
 COMPLETION_NOT_SERVED = NOT_SERVED | {
     "suffix": ("",),
-    "add_special_tokens": (True,),
     "prompt_embeds": (),
 }
 
@@ -59,7 +61,7 @@ def _is_ids(value: Any) -> bool:
     )
 
 
-class CompletionRequest(GenerationFields):
+class CompletionRequest(FormedFields):
     """The body of a completion request."""
 
     prompt: Annotated[list[Prompt], SkipValidation, BeforeValidator(_prompts)]
@@ -67,13 +69,21 @@ class CompletionRequest(GenerationFields):
     """Number of alternatives per token."""
     echo: bool | None = None
     """Whether each answer's text begins with its prompt."""
-    best_of: Annotated[int, Field(ge=1)] | None = None
-    response_format: ResponseFormat | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Answers per prompt that are generated; the `n` with the highest mean log-probability of a token are returned."""
+    add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> CompletionRequest:
-        if self.best_of is not None and self.best_of != self.choices:
-            raise InvalidArgumentError("best_of is not supported beyond n", field="best_of")
+        if self.asks_for_form:
+            _ = self.forms  # raises for several
+        if self.best_of is not None and self.best_of < self.kept_choices:
+            raise InvalidArgumentError("best_of must be at least n", field="best_of")
+        if self.stream and self.choices > self.kept_choices:
+            raise InvalidArgumentError("best_of is not supported beyond n on a stream", field="best_of")
+        if self.echo and self.truncate_prompt_tokens is not None:
+            message = "truncate_prompt_tokens cannot be given together with echo"
+            raise InvalidArgumentError(message, field="truncate_prompt_tokens")
         if self.echo and self.logprobs is not None and self.prompt_logprobs not in (None, self.logprobs):
             message = "prompt_logprobs: with echo and logprobs it must be the same number as logprobs"
             raise InvalidArgumentError(message, field="prompt_logprobs")
@@ -84,24 +94,31 @@ class CompletionRequest(GenerationFields):
 
     @property
     @override
+    def choices(self) -> int:
+        return self.best_of or super().choices
+
+    @property
+    @override
     def prompt_alternatives(self) -> int | None:
         return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
     @property
     def names(self) -> FieldNames:
         """The HTTP names of gRPC fields."""
-        names = {"prompt.text": "prompt", "prompt.token_ids": "prompt", "sampling.grammar": "response_format"}
+        names = {"prompt.text": "prompt", "prompt.token_ids": "prompt"}
         if self.prompt_logprobs is None:
             names["sampling.prompt_logprobs"] = "logprobs"
-        return FieldNames(names)
+        return FieldNames(names | (self.form_names if self.asks_for_form else {}))
 
     def generate_requests(self) -> list[inference_pb2.GenerateRequest]:
         """One request per choice: all choices of the first prompt, then all of the next. Raises InvalidArgumentError if
         they would take too much memory."""
         limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        shared = self.shared_request(limit, self.logprobs)
-        if self.response_format is not None and (grammar := self.response_format.grammar) is not None:
-            shared.sampling.grammar.CopyFrom(grammar)
+        compared = 0 if self.choices > self.kept_choices else None
+        shared = self.shared_request(limit, compared if self.logprobs is None else self.logprobs)
+        shared.omit_special_tokens = self.add_special_tokens is False
+        if self.asks_for_form and self.form is not None:
+            shared.sampling.grammar.CopyFrom(self.form.grammar)
         most = max(1, MAX_COPIED_BYTES // (shared.ByteSize() or 1))
         if len(self.prompt) * self.choices > most:
             message = f"prompt: at most {most} answers, n times prompts, with settings as long as these"
@@ -125,11 +142,11 @@ class CompletionStream(ChoiceStream):
         frame: Frame,
         index: int,
         *,
-        has_usage: bool,
+        extras: Extras = NO_EXTRAS,
         echo: str | None = None,
         texts: TokenTexts | None = None,
     ) -> None:
-        super().__init__(frame, index, has_usage)
+        super().__init__(frame, index, extras)
         self._text_head = f'{self._head}"text":'
         self._text_tail = f',"logprobs":null,"finish_reason":null{self._tail}'
         self._echo = echo
@@ -138,13 +155,15 @@ class CompletionStream(ChoiceStream):
 
     @override
     def _events(self, delta: generation_pb2.OutputDelta) -> str:
-        events, text = "", delta.text
+        events, text, extra = "", delta.text, self._extra_fields(delta)
         if self._echo:
             events, self._echo = self._chunk(self._echo), None
         self._length += len(text)
         if self._logprobs is not None and delta.logprobs:
             length = self._length if delta.finish_reason else None
-            events += self._chunk(text, self._logprobs.to_json(delta.logprobs, length))
+            extra["logprobs"] = self._logprobs.to_json(delta.logprobs, length)
+        if extra or (text and self.extras.counts_continuously):
+            events += self._chunk(text, extra)
         elif text:
             events += f"{self._text_head}{quoted(text)}{self._text_tail}"
         return events
@@ -154,9 +173,14 @@ class CompletionStream(ChoiceStream):
         return self._chunk("", finish_reason=finish_reason)
 
     def _chunk(
-        self, text: str, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+        self, text: str, extra: Mapping[str, Any] | None = None, finish_reason: str | None = None
     ) -> str:
-        return self._event({"text": text, "logprobs": logprobs, "finish_reason": finish_reason})
+        fields = {"text": text, "logprobs": None, "finish_reason": finish_reason, **(extra or {})}
+        event = self._event(fields)
+        if self._prompt_json:
+            end = f',"prompt_token_ids":{self._prompt_json}{self._tail}'
+            event, self._prompt_json = event.removesuffix(self._tail) + end, ""
+        return event
 
 
 class CompletionResponse(ChoiceBuilder):
@@ -175,4 +199,10 @@ class CompletionResponse(ChoiceBuilder):
             "logprobs": logprobs,
             "finish_reason": FINISH_REASONS[done.finish_reason],
             **self._prompt_json(),
+            **self._extra_fields(),
         }
+
+    @override
+    def _extra_fields(self) -> dict[str, Any]:
+        prompt = {"prompt_token_ids": list(self._started.prompt_token_ids)}
+        return super()._extra_fields() | prompt if self.extras.token_ids else {}

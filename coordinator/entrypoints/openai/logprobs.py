@@ -15,10 +15,12 @@ LEAST = -9999.0
 
 
 class TokenTexts:
-    """Texts and bytes of single tokens, cached."""
+    """Texts and bytes of single tokens, cached. `as_ids`: the text names the token's id. `keep_special`: special tokens
+    are part of answers' texts."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False, keep_special: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._as_ids, self._keep_special = as_ids, keep_special
         self._known: dict[int, tuple[str, bytes]] = {}
         self._visible: dict[int, bytes] = {}
 
@@ -31,6 +33,8 @@ class TokenTexts:
                 text = data.decode()
             except UnicodeDecodeError:
                 text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            if self._as_ids:
+                text = f"token_id:{token_id}"
             text_and_bytes = self._known[token_id] = text, data
         return text_and_bytes
 
@@ -39,7 +43,7 @@ class TokenTexts:
         data = self._visible.get(token_id)
         if data is None:
             # Twice: some tokenizers drop a space at the beginning, which may be the whole token.
-            is_visible = self._tokenizer.decode([token_id, token_id])
+            is_visible = self._keep_special or self._tokenizer.decode([token_id, token_id])
             data = self._visible[token_id] = self.of(token_id)[1] if is_visible else b""
         return data
 

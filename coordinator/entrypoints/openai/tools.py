@@ -1,13 +1,20 @@
-"""`tools`, `tool_choice` and `response_format` of a chat request."""
+"""`tools` and `tool_choice` of a chat request; `response_format` and the other fields that give an answer its form."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import from_json
 
-from coordinator.entrypoints.openai.bodies import Fields, OpenFields, compact_json
+from coordinator.entrypoints.openai.bodies import Fields, GenerationFields, OpenFields, compact_json
 from splitserve.errors import InvalidArgumentError
+from splitserve.grammars.forms import MAX_GRAMMAR_BYTES, field_of
 from splitserve.grammars.schemas import STRICT
 from splitserve.v1 import generation_pb2
 
@@ -71,34 +78,164 @@ class JsonSchema(Fields):
     """Whether a schema that a grammar cannot enforce exactly is refused."""
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """A form that an answer must have."""
+
+    grammar: generation_pb2.Grammar
+    rule: str
+    """The same as the rule `response_format` of a Lark grammar. Errors of an answer name it."""
+
+    @classmethod
+    def of_json(cls, schema: dict[str, Any] | None) -> AnswerForm:
+        """JSON that satisfies the schema; None: any object."""
+        grammar = generation_pb2.Grammar(json_object=True)
+        if schema is not None:
+            grammar = generation_pb2.Grammar(json_schema=compact_json(schema))
+        return cls(
+            grammar, f"response_format[capture]: %json {compact_json(_OBJECT if schema is None else schema)}"
+        )
+
+    @classmethod
+    def of_regex(cls, regex: str) -> AnswerForm:
+        """Text that the expression matches as a whole."""
+        # A slash or the end of a line would end the expression in Lark.
+        spelled = re.sub(r"\\.|/|\n", lambda found: _SPELLED.get(found[0], found[0]), regex, flags=re.DOTALL)
+        return cls(generation_pb2.Grammar(regex=regex), f"response_format: /{spelled}/")
+
+    @classmethod
+    def of_choices(cls, choices: list[str]) -> AnswerForm:
+        """One of these texts."""
+        choice = f"CHOICE: {' | '.join(map(json.dumps, choices))}"
+        return cls(
+            generation_pb2.Grammar(lark=f"start: CHOICE\n{choice}"), f"response_format: CHOICE\n{choice}"
+        )
+
+    @classmethod
+    def of_lark(cls, lark: str) -> AnswerForm:
+        """A text of the grammar, which begins with the rule `start`."""
+        return cls(generation_pb2.Grammar(lark=lark), f"response_format: %lark {{\n{lark}\n}}")
+
+
+_OBJECT = {"type": "object"}
+_SPELLED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+MAX_FORM_CHOICES = 1024
+
+
+def _schema(value: Any) -> Any:
+    """A JSON Schema, which may come as text. Raises ValueError for text that is not JSON or is too long."""
+    if not isinstance(value, str):
+        return value
+    if len(value) > MAX_GRAMMAR_BYTES:
+        raise ValueError(f"must have at most {MAX_GRAMMAR_BYTES} bytes")
+    return from_json(value, allow_inf_nan=False)
+
+
+SchemaField = Annotated[dict[str, Any], BeforeValidator(_schema)]
+ChoicesField = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    Field(min_length=1, max_length=MAX_FORM_CHOICES, fail_fast=True),
+]
+Pattern = Annotated[str, Field(min_length=1)]
+
+
 class ResponseFormat(Fields):
     """`response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    object_schema: dict[str, Any] | None = Field(alias="schema", default=None)
+    """The JSON Schema of the object, as in llama.cpp."""
 
     @model_validator(mode="after")
     def _has_the_schema_of_its_type(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             message = 'response_format.json_schema goes with type "json_schema", and with that alone'
             raise InvalidArgumentError(message, field="response_format.json_schema")
+        if self.object_schema is not None and self.type != "json_object":
+            message = 'response_format.schema goes with type "json_object"'
+            raise InvalidArgumentError(message, field="response_format.schema")
         return self
 
     @property
-    def content_schema(self) -> dict[str, Any] | None:
-        """The JSON Schema of the answer; None for plain text."""
+    def form(self) -> AnswerForm | None:
+        """The form of the answer; None for plain text."""
         if self.type == "text":
             return None
-        wanted = self.json_schema
-        return {"type": "object"} if wanted is None else _marked(wanted.json_schema, wanted.strict)
+        wanted, schema = self.json_schema, self.object_schema
+        if wanted is not None:
+            return AnswerForm.of_json(_marked(wanted.json_schema, wanted.strict))
+        return AnswerForm.of_json(None if schema is None else _OBJECT | schema)
+
+
+class StructuredOutputs(Fields):
+    """`structured_outputs`, as in vLLM."""
+
+    json_schema: SchemaField | None = Field(alias="json", default=None)
+    regex: Pattern | None = None
+    choice: ChoicesField | None = None
+    grammar: Pattern | None = None
+    json_object: bool | None = None
+    disable_fallback: bool | None = None
+    """Without effect: one library does the work."""
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+
+
+class FormedFields(GenerationFields):
+    """Fields that give an answer its form, of which a request may have one."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaField | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: ChoicesField | None = None
+    guided_grammar: Pattern | None = None
+
+    @cached_property
+    def forms(self) -> dict[str, AnswerForm]:
+        """The form that the answer must have, by the field that asks for it; empty if it may be any text. Validation
+        computes it.
+
+        Raises InvalidArgumentError for several.
+        """
+        forms: dict[str, AnswerForm] = {}
+        if self.response_format is not None and (form := self.response_format.form) is not None:
+            forms["response_format"] = form
+        new = self.structured_outputs or StructuredOutputs()
+        if new.json_object:
+            forms["structured_outputs.json_object"] = AnswerForm.of_json(None)
+        kinds: list[tuple[str, Callable[[Any], AnswerForm], Any, Any]] = [
+            ("json", AnswerForm.of_json, new.json_schema, self.guided_json),
+            ("regex", AnswerForm.of_regex, new.regex, self.guided_regex),
+            ("choice", AnswerForm.of_choices, new.choice, self.guided_choice),
+            ("grammar", AnswerForm.of_lark, new.grammar, self.guided_grammar),
+        ]
+        for kind, make, value, older in kinds:
+            given = {f"structured_outputs.{kind}": value, f"guided_{kind}": older}
+            forms |= {name: make(asked) for name, asked in given.items() if asked is not None}
+        if len(forms) > 1:
+            first, second, *_ = forms
+            raise InvalidArgumentError(f"{second} cannot be given together with {first}", field=second)
+        return forms
 
     @property
-    def grammar(self) -> generation_pb2.Grammar | None:
-        """The grammar of the answer; None for plain text."""
-        if self.type == "json_object":
-            return generation_pb2.Grammar(json_object=True)
-        schema = self.content_schema
-        return None if schema is None else generation_pb2.Grammar(json_schema=compact_json(schema))
+    def form(self) -> AnswerForm | None:
+        """The form that the answer must have; None: any text."""
+        return next(iter(self.forms.values()), None)
+
+    @property
+    def form_field(self) -> str:
+        """The field that asks for the form."""
+        return next(iter(self.forms), "response_format")
+
+    @property
+    def form_names(self) -> dict[str, str]:
+        """The HTTP names of a grammar's gRPC fields."""
+        names = {"sampling.grammar": self.form_field}
+        if self.form is not None and self.form_field != "response_format":
+            names[field_of(self.form.grammar)] = self.form_field
+        return names
 
 
 def _marked(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:

@@ -39,6 +39,13 @@ CHAT: dict[str, Any] = {
     "n": 1,
     "user": "u",
     "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "string"}}},
+    "bad_words": ["w9"],
+    "allowed_token_ids": [1, 2],
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "truncate_prompt_tokens": 2,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
 }
 TOOLS: dict[str, Any] = {
     "model": "words",
@@ -72,6 +79,8 @@ TEXT: dict[str, Any] = {
     "n": 1,
     "best_of": 1,
     "presence_penalty": 0.5,
+    "structured_outputs": {"choice": ["w1", "w2"]},
+    "add_special_tokens": False,
 }
 ASKED = {
     name: value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -537,3 +538,150 @@ def test_tokens_and_their_text(http: httpx.Client) -> None:
     ):
         refused = http.post(path, json=body)
         assert (refused.status_code in (400, 404), refused.json()["error"]["param"]) == (True, param)
+
+
+def answered(http: httpx.Client, path: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+    """The text of an answer, which must be that of its stream, and the whole response."""
+    prompt = (
+        {"prompt": PROMPTS[0]}
+        if path == "/completions"
+        else {"messages": [{"role": "user", "content": QUESTION}]}
+    )
+    body = {"temperature": 0, "max_tokens": 20} | prompt | fields
+    response = http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    whole = response.json()
+    choice = whole["choices"][0]
+    text = choice["text"] if path == "/completions" else choice["message"]["content"]
+    lines = http.post(path, json=body | {"stream": True}).text.split("\n\n")
+    events = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    events = [event for event in events if event["index"] == 0]
+    streamed = [one["text"] if path == "/completions" else one["delta"].get("content", "") for one in events]
+    assert "".join(streamed) == text
+    ids = [token for one in events for token in one.get("token_ids") or ()]
+    assert ids == choice.get("token_ids", [])
+    return text, whole
+
+
+PATHS = ["/completions", "/chat/completions"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_answers_of_any_form(http: httpx.Client, path: str) -> None:
+    for fields, pattern in (
+        ({"guided_choice": ["red", "reddish brown"]}, "red|reddish brown"),
+        ({"structured_outputs": {"choice": ["\u00e9\U0001f600", "é!"]}}, "é\U0001f600|é!"),
+        ({"structured_outputs": {"regex": "[0-9]{3}/[ab]"}}, "[0-9]{3}/[ab]"),
+        ({"guided_grammar": 'start: "The " NUMBER\nNUMBER: /[0-9]{2}/'}, "The [0-9]{2}"),
+        ({"guided_json": {"enum": ["a", 7]}}, '"a"|7'),
+        (
+            {"response_format": {"type": "json_object", "schema": {"required": ["a"]}}, "stop": ":"},
+            r'\{\s*"a"\s*',
+        ),
+    ):
+        text, _ = answered(http, path, **fields)
+        assert re.fullmatch(pattern, text), (fields, text)
+    for fields, param in (
+        ({"guided_regex": "((("}, "guided_regex"),
+        ({"structured_outputs": {"grammar": "start: ]["}}, "structured_outputs.grammar"),
+        ({"guided_json": {"type": "objekt"}}, "guided_json"),
+        ({"bad_words": [" "]}, "bad_words[0]"),
+        ({"bad_words": ["word " * 51] * 21}, "bad_words"),
+        ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+        ({"truncate_prompt_tokens": 10**6}, "truncate_prompt_tokens"),
+    ):
+        body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+        del body["messages" if path == "/completions" else "prompt"]
+        refused = http.post(path, json=body | fields)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_tokens_that_may_and_must_not_come(http: httpx.Client, path: str) -> None:
+    free, whole = answered(http, path, return_token_ids=True)
+    ids = whole["choices"][0]["token_ids"]
+    prompt_ids = (whole if path == "/chat/completions" else whole["choices"][0])["prompt_token_ids"]
+    assert len(prompt_ids) == whole["usage"]["prompt_tokens"]
+    words = [word for word in re.findall(r"\w+", free) if len(word) > 2][:6]
+    other, _ = answered(http, path, bad_words=words)
+    assert not set(re.findall(r"\w+", other)) & set(words), (words, other)
+    _, whole = answered(http, path, allowed_token_ids=ids[:2], return_token_ids=True, n=2, ignore_eos=True)
+    for choice in whole["choices"]:
+        assert set(choice["token_ids"]) <= set(ids[:2])
+    # The last token of the free answer is the end of the turn in a chat.
+    cut, _ = answered(http, path, stop_token_ids=ids[3:4], skip_special_tokens=False)
+    kept, _ = answered(http, path, stop_token_ids=ids[3:4], include_stop_str_in_output=True)
+    assert (cut, kept) == (free[: len(cut)], free[: len(kept)])
+    assert len(kept) > len(cut)
+    stopped, _ = answered(http, path, stop=free[4:9], include_stop_str_in_output=True)
+    assert stopped == free[:9]
+    last, whole = answered(http, path, truncate_prompt_tokens=5, return_token_ids=True, max_tokens=1)
+    assert whole["usage"]["prompt_tokens"] == 5
+    again = http.post(
+        "/completions", json={"prompt": prompt_ids[-5:], "temperature": 0, "max_tokens": 1}
+    ).json()
+    assert again["choices"][0]["text"] == last
+
+
+def test_special_tokens_in_the_text(http: httpx.Client) -> None:
+    forced = {"logit_bias": {"2": 100}, "ignore_eos": True, "max_tokens": 2, "logprobs": 0}
+    text, whole = answered(http, "/completions", skip_special_tokens=False, **forced)
+    assert text == "<|im_end|>" * 2
+    assert whole["choices"][0]["logprobs"]["text_offset"] == [0, 10]
+    text, whole = answered(http, "/completions", return_tokens_as_token_ids=True, **forced)
+    assert (text, whole["choices"][0]["logprobs"]["tokens"]) == ("", ["token_id:2"] * 2)
+    ended, _ = answered(
+        http,
+        "/completions",
+        logit_bias={"2": 100},
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+    )
+    assert ended == "<|im_end|>"
+
+
+def test_the_best_answers_are_returned(http: httpx.Client) -> None:
+    body = {"prompt": PROMPTS[:2], "seed": 3, "max_tokens": 6, "logprobs": 0}
+    every = http.post("/completions", json=body | {"n": 4}).json()["choices"]
+    best = http.post("/completions", json=body | {"n": 2, "best_of": 4, "logprobs": None}).json()
+
+    def mean(choice: Any) -> float:
+        found = choice["logprobs"]["token_logprobs"]
+        return float(sum(found) / len(found))
+
+    ranked = [sorted(every[start : start + 4], key=mean, reverse=True)[:2] for start in (0, 4)]
+    expected = [choice["text"] for group in ranked for choice in group]
+    assert [choice["text"] for choice in best["choices"]] == expected
+    assert [(choice["index"], choice["logprobs"]) for choice in best["choices"]] == [
+        (n, None) for n in range(4)
+    ]
+    assert best["usage"]["completion_tokens"] >= 8 * 4
+
+
+def test_token_counts_in_each_event(http: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for path, prompt in (
+        ("/completions", {"prompt": "Once"}),
+        ("/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+    ):
+        body = prompt | {
+            "max_tokens": 5,
+            "n": 2,
+            "stream": True,
+            "stream_options": options,
+            "ignore_eos": True,
+        }
+        events = [
+            json.loads(line[6:])
+            for line in http.post(path, json=body).text.split("\n\n")
+            if line.startswith("data: {")
+        ]
+        last = events.pop()["usage"]
+        for index in (0, 1):
+            counts = [event["usage"] for event in events if event["choices"][0]["index"] == index]
+            assert {count["prompt_tokens"] for count in counts} == {last["prompt_tokens"]}
+            assert [count["completion_tokens"] for count in counts] == sorted(
+                count["completion_tokens"] for count in counts
+            )
+            assert counts[-1]["completion_tokens"] == 5
+        assert last["completion_tokens"] == 10

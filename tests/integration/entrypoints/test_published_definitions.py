@@ -137,10 +137,6 @@ async def test_fields_of_messages_that_would_be_lost_are_refused_by_name(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        (
-            {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
-            "response_format.schema",
-        ),
         ({"regex": "a+"}, "regex"),
         ({"ebnf": "root ::= x"}, "ebnf"),
         ({"grammar": "start: x"}, "grammar"),

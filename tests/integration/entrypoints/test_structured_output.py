@@ -198,12 +198,16 @@ async def test_what_is_not_supported_is_named(client: AsyncClient, options: Any,
 
 @pytest.mark.slow
 async def test_a_killed_decode_worker_is_resumed_within_the_grammar(smollm2: str, log_dir: Path) -> None:
+    words = ["writer", "doctor", "the"]
     ask: dict[str, Any] = {"json_schema": PERSON, "temperature": 0.8, "seed": 4, "max_tokens": 300}
+    ask["bad_words"] = words
     cluster = Cluster(log_dir, model=smollm2, engine="torch", decode=2, worker_options=OPTIONS)
     async with running(cluster), PatientClient(cluster.target) as client:
         prompt = load_tokenizer(smollm2).encode(PROMPT)
         undisturbed = await client.generate(prompt, **ask)
         assert_satisfies(undisturbed, PERSON)
+        banned = {token for word in words for token in load_tokenizer(smollm2).encode(f" {word}")}
+        assert not banned & set(undisturbed.token_ids)
         reading = Reading(client, prompt, **ask)
         await reading.got(12)
         names = ("decode-0", "decode-1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from itertools import count
 
@@ -74,6 +75,22 @@ async def test_a_seed_gives_the_same_answer(cluster: Cluster, text_tokens: list[
         ]
     assert answers[0].token_ids == answers[1].token_ids
     assert len(answers[0].logprobs) == 8
+
+
+async def test_allowed_tokens_and_bad_words(cluster: Cluster, text_tokens: list[int]) -> None:
+    """Both workers apply them: the first token is the prefill worker's."""
+    prompt, options = text_tokens[:70], {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    async with AsyncClient(cluster.target, timeout_s=300) as client:
+        free = await client.generate(prompt, **options)
+        ids = free.token_ids
+        narrow = await client.generate(prompt, **options, allowed_token_ids=[ids[1], ids[3]])
+        assert set(narrow.token_ids) <= {ids[1], ids[3]}
+        pairs = re.findall(r"(?=\b(\w+ \w+)\b)", free.text)
+        bad = [pairs[0].split()[0], *pairs]
+        other = await client.generate(prompt, **options, bad_words=bad)
+        assert len(pairs) > 4
+        assert not [word for word in bad if re.search(rf"\b{word}\b", other.text)], (free.text, other.text)
+    await cluster.assert_no_leaks()
 
 
 async def test_clients_that_leave(cluster: Cluster, text_tokens: list[int]) -> None:

@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from coordinator.entrypoints.openai.call_grammar import AnswerTerms, answer_grammar
 from coordinator.entrypoints.openai.formats.table import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
-from coordinator.entrypoints.openai.tools import Function, JsonSchema, ResponseFormat
+from coordinator.entrypoints.openai.tools import AnswerForm, Function, JsonSchema, ResponseFormat
 from splitserve.v1 import generation_pb2
 from tests.support.formats.samples import CALLS, SAMPLES, read
 
@@ -60,8 +60,8 @@ def accepts(text: str, answer: AnswerFormat = HERMES, functions: Any = FUNCTIONS
     return all(made.consume_token(byte) for byte in text.encode()) and made.is_accepting()
 
 
-def schema_format(schema: dict[str, Any]) -> ResponseFormat:
-    return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=schema))
+def schema_format(schema: dict[str, Any]) -> AnswerForm | None:
+    return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=schema)).form
 
 
 def test_a_call_that_must_be() -> None:
@@ -82,9 +82,9 @@ def test_a_call_that_may_be() -> None:
 
 def test_a_call_or_json() -> None:
     asked = schema_format({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
-    assert accepts('{"a": 1}', response_format=asked)
-    assert accepts(NOW, response_format=asked)
-    assert not accepts("Hello", response_format=asked)
+    assert accepts('{"a": 1}', form=asked)
+    assert accepts(NOW, form=asked)
+    assert not accepts("Hello", form=asked)
 
 
 def test_arguments_that_are_not_strict() -> None:
@@ -155,17 +155,38 @@ def test_a_grammar_begins_after_the_reasoning(is_reasoning: bool) -> None:
     assert accepts(f"{thought}Hello {WEATHER}\n{NOW}", answer)
     assert not accepts(f"{thought}Hello <tool_call>no", answer)
     asked = schema_format({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
-    assert accepts(thought + '{"a": 1}', answer, response_format=asked)
-    assert accepts(thought + '{"a": 1}', answer, [], response_format=asked)
-    assert not accepts(f"{thought}Hello", answer, [], response_format=asked)
+    assert accepts(thought + '{"a": 1}', answer, form=asked)
+    assert accepts(thought + '{"a": 1}', answer, [], form=asked)
+    assert not accepts(f"{thought}Hello", answer, [], form=asked)
     if not is_reasoning:
         assert accepts(WEATHER, answer, must_call=True)
-        assert accepts('{"a": 1}', answer, [], response_format=asked)
+        assert accepts('{"a": 1}', answer, [], form=asked)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "other"),
+    [
+        (AnswerForm.of_choices(["a", "ab", 'é😀"\n']), 'é😀"\n', "abc"),
+        (AnswerForm.of_regex(r"a/b|\/[/]\\"), "//\\", "a"),
+        (AnswerForm.of_regex("a\nb"), "a\nb", "anb"),
+        (AnswerForm.of_lark('start: sum\nsum: N ("}" N)*\nN: /[0-9]/'), "1}2", "1}"),
+    ],
+)
+def test_forms_beside_tools_and_reasoning(form: AnswerForm, text: str, other: str) -> None:
+    thinking = replace(HERMES, reasoning=REASONING_FORMATS["think"], is_reasoning=True)
+    for answer, functions, thought in (
+        (HERMES, FUNCTIONS, ""),
+        (thinking, [], "Hm.</think>\n"),
+        (thinking, FUNCTIONS, "Hm.</think>"),
+    ):
+        assert accepts(thought + text, answer, functions, form=form)
+        assert not accepts(thought + other, answer, functions, form=form)
+        assert accepts(thought + NOW, answer, functions, form=form) == bool(functions)
 
 
 def test_plain_answers_have_no_grammar() -> None:
     assert answer_grammar(AnswerTerms(), AnswerFormat()) is None
     assert answer_grammar(AnswerTerms(FUNCTIONS), AnswerFormat(TOOL_FORMATS["gemma"])) is None
     assert answer_grammar(AnswerTerms(FUNCTIONS), AnswerFormat(TOOL_FORMATS["llama"])) is None
-    whole = answer_grammar(AnswerTerms(response_format=ResponseFormat(type="json_object")), AnswerFormat())
+    whole = answer_grammar(AnswerTerms(form=ResponseFormat(type="json_object").form), AnswerFormat())
     assert whole == generation_pb2.Grammar(json_object=True)

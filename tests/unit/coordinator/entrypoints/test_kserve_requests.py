@@ -194,7 +194,8 @@ def test_everything_that_can_be_set() -> None:
         request_output_len=7,
         min_length=2,
         random_seed=9,
-        sampling_parameters='{"logit_bias": {"5": 1.5}, "stop_token_ids": [4], "logprobs": 2}',
+        sampling_parameters='{"logit_bias": {"5": 1.5}, "stop_token_ids": [4], "logprobs": 2, "bad_words": ["x"]}',
+        allowed_token_ids=5,
         stream=True,
         session_id="s 1",
         timeout=1_500_000,
@@ -208,6 +209,7 @@ def test_everything_that_can_be_set() -> None:
     assert list(generate.stop.stop_token_ids) == [4]
     assert (generate.sampling.seed, generate.sampling.logprobs) == (9, 2)
     assert generate.sampling.logit_bias[0] == generation_pb2.LogitBias(token_id=5, bias=1.5)
+    assert (generate.sampling.bad_words, generate.sampling.allowed_token_ids) == (["x"], [5])
     assert generate.sampling.grammar.json_schema == "{}"
     assert generate.session_id == "s-1"
     assert generate.timeout.ToMicroseconds() == 1_500_000

@@ -18,7 +18,7 @@ from coordinator.entrypoints.openai.tokenization import TokenizeRequest
 from coordinator.request.inference_request import REQUEST_ID
 from splitserve.errors import InvalidArgumentError
 from splitserve.grammars.forms import check_grammar
-from splitserve.v1 import inference_pb2
+from splitserve.v1 import generation_pb2, inference_pb2
 from tests.support.clients.openai_requests import KINDS, Made, documented, normalized
 
 USER = {"role": "user", "content": "hi"}
@@ -90,6 +90,12 @@ def test_every_sampling_field() -> None:
         "ttft_ms": 500,
         "tpot_ms": 62.5,
         "n": 2,
+        "bad_words": ["x", "y z"],
+        "allowed_token_ids": [4, 8],
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "truncate_prompt_tokens": -1,
+        "return_token_ids": True,
     }
     for requests in (chat(**fields).generate_requests(), completion(**fields).generate_requests()):
         assert [request.sampling.seed for request in requests] == [11, 12]
@@ -102,6 +108,9 @@ def test_every_sampling_field() -> None:
         assert (list(stop.stop_strings), list(stop.stop_token_ids)) == (["a", "b"], [3])
         assert (stop.ignore_eos, stop.min_tokens, stop.max_tokens) == (True, 2, 9)
         assert (request.model, request.priority) == ("m", -3)
+        assert (list(sampling.bad_words), list(sampling.allowed_token_ids)) == (["x", "y z"], [4, 8])
+        assert (stop.keep_stop, stop.keep_special_tokens) == (True, True)
+        assert (request.truncate_prompt_tokens, request.return_prompt_token_ids) == (-1, True)
         assert (request.ttft_ms, request.tpot_ms) == (500.0, 62.5)
     assert not chat().generate_requests()[0].HasField("ttft_ms")
 
@@ -206,7 +215,51 @@ def test_all_forms_of_a_prompt() -> None:
         ({"ebnf": "root ::= x"}, "ebnf"),
         ({"grammar": "start: x"}, "grammar"),
         ({"max_new_tokens": 5}, "max_new_tokens"),
-        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.type"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+        ),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "[" * 10**5}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
+        ({"guided_json": " " * 2**19}, "guided_json"),
+        ({"guided_json": True}, "guided_json"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": [""]}, "guided_choice[0]"),
+        ({"guided_choice": ["a"] * 1025}, "guided_choice"),
+        ({"guided_choice": ["a", 1]}, "guided_choice[1]"),
+        ({"guided_grammar": ["a"]}, "guided_grammar"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"guided_regex": "a", "structured_outputs": {"json_object": True}}, "guided_regex"),
+        ({"bad_words": "a"}, "bad_words"),
+        ({"bad_words": ["a", 1]}, "bad_words[1]"),
+        ({"bad_words": ["a"] * 129}, "bad_words"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids[0]"),
+        ({"allowed_token_ids": [2**32]}, "allowed_token_ids[0]"),
+        ({"allowed_token_ids": [1] * 1025}, "allowed_token_ids"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 2**31}, "truncate_prompt_tokens"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
+        ({"return_token_ids": "yes"}, "return_token_ids"),
+        (
+            {"skip_special_tokens": False, "spaces_between_special_tokens": False},
+            "spaces_between_special_tokens",
+        ),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+        ),
+        ({"logits_processors": ["x"]}, "logits_processors"),
+        ({"kv_transfer_params": {}}, "kv_transfer_params"),
+        ({"length_penalty": 2}, "length_penalty"),
         ({"response_format": {"type": "regex", "pattern": "a"}}, "response_format.type"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strictly": True}}},
@@ -281,7 +334,12 @@ def test_refusals_of_chat(fields: dict[str, Any], param: str) -> None:
         ({"prompt": {"a": 1}}, "prompt"),
         ({"prompt": ["x"] * 600, "n": 2}, "prompt"),
         ({"suffix": "x"}, "suffix"),
-        ({"best_of": 3}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"best_of": 3, "stream": True}, "best_of"),
+        ({"prompt": ["x"] * 600, "best_of": 2}, "prompt"),
+        ({"prompt_embeds": "x"}, "prompt_embeds"),
+        ({"echo": True, "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         ({"echo": True, "logprobs": 1, "stream": True}, "stream"),
         ({"echo": True, "logprobs": 1, "prompt_logprobs": 2}, "prompt_logprobs"),
         ({"logprobs": True}, "logprobs"),
@@ -383,6 +441,41 @@ def test_response_formats() -> None:
         assert request.sampling.grammar.json_object
         (request,) = sent_for(make(response_format={"type": "text"}))
         assert not request.sampling.HasField("grammar")
+        (request,) = sent_for(make(response_format={"type": "json_object", "schema": {"properties": {}}}))
+        assert json.loads(request.sampling.grammar.json_schema) == {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "grammar"),
+    [
+        ("json", {"type": "integer"}, {"json_schema": '{"type":"integer"}'}),
+        ("json", '{"type": "integer"}', {"json_schema": '{"type":"integer"}'}),
+        ("regex", "a|b", {"regex": "a|b"}),
+        ("choice", ["a", 'b"'], {"lark": 'start: CHOICE\nCHOICE: "a" | "b\\""'}),
+        ("grammar", 'start: "a"', {"lark": 'start: "a"'}),
+    ],
+)
+def test_forms_of_answers(kind: str, value: Any, grammar: dict[str, str]) -> None:
+    for make in (chat, completion):
+        for fields in ({"structured_outputs": {kind: value}}, {f"guided_{kind}": value}):
+            made = make(**fields)
+            (request,) = sent_for(made)
+            assert request.sampling.grammar == generation_pb2.Grammar(**grammar)
+            name = next(iter(fields)) + (f".{kind}" if "structured_outputs" in fields else "")
+            assert made.names.http_name(f"sampling.grammar.{next(iter(grammar))}") == name
+    (request,) = sent_for(chat(structured_outputs={"json_object": True, "disable_fallback": False}))
+    assert request.sampling.grammar.json_object
+    assert not sent_for(chat(structured_outputs={}))[0].sampling.HasField("grammar")
+
+
+def test_best_of_asks_for_log_probabilities_of_more_answers() -> None:
+    asked = completion(prompt=["a", "b"], best_of=3, n=2, seed=1)
+    requests = asked.generate_requests()
+    assert [one.sampling.seed for one in requests] == [1, 2, 3] * 2
+    assert all(one.sampling.HasField("logprobs") for one in requests)
+    assert (asked.choices, asked.kept_choices) == (3, 2)
+    assert not completion(best_of=2, n=2).generate_requests()[0].sampling.HasField("logprobs")
+    assert completion(add_special_tokens=False).generate_requests()[0].omit_special_tokens
 
 
 def test_tools_go_to_the_template_as_they_are() -> None:
@@ -463,7 +556,8 @@ def test_names_in_errors_are_those_of_the_request() -> None:
     assert names.http_name("prompt.chat.chat_template") == "chat_template"
     assert names.http_name("prompt.chat.template_kwargs_json.tools") == "chat_template_kwargs.tools"
     assert names.http_name("prompt.chat.template_kwargs_json.documents") == "documents"
-    assert names.http_name("sampling.grammar.json_schema") == "response_format.json_schema"
+    formed = chat(response_format={"type": "json_object"}).names
+    assert formed.http_name("sampling.grammar.json_schema") == "response_format.json_schema"
     now = {"type": "function", "function": {"name": "now"}}
     chosen = {"type": "function", "function": {"name": "get_weather"}}
     named = chat(tools=[now, WEATHER], tool_choice=chosen).names

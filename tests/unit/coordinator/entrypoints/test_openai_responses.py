@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.entrypoints.http.exchange import FieldNames, HttpError, error_response
-from coordinator.entrypoints.openai.bodies import MAX_RESPONSE_VALUES, Frame, UsageSum, usage_event
+from coordinator.entrypoints.openai.bodies import MAX_RESPONSE_VALUES, Extras, Frame, UsageSum, usage_event
 from coordinator.entrypoints.openai.chat import ChatResponse, ChatStream
 from coordinator.entrypoints.openai.completion import CompletionResponse, CompletionStream
 from coordinator.entrypoints.openai.formats.answer import AnswerParser
@@ -57,7 +57,7 @@ def token(token_id: int, logprob: float, *top: tuple[int, float]) -> generation_
 
 
 def test_a_streamed_chat_answer() -> None:
-    chunks = ChatStream(FRAME, 3, has_usage=False)
+    chunks = ChatStream(FRAME, 3)
     shown = events(chunks.delta(delta("Hi")) + chunks.delta(delta("")) + chunks.delta(delta(" you", STOP)))
     assert chunks.done(done()) == b""
     assert [event["choices"][0]["delta"] for event in shown] == [
@@ -80,7 +80,7 @@ def test_a_streamed_chat_answer() -> None:
 
 
 def test_an_end_that_only_done_carries() -> None:
-    chunks = ChatStream(FRAME, 0, has_usage=True)
+    chunks = ChatStream(FRAME, 0, extras=Extras(has_usage=True))
     chunks.delta(delta("Hi"))
     (last,) = events(chunks.done(done(LENGTH)))
     assert last["choices"][0]["finish_reason"] == "length"
@@ -89,7 +89,7 @@ def test_an_end_that_only_done_carries() -> None:
 
 @given(st.text())
 def test_any_text_survives(text: str) -> None:
-    chat, plain = ChatStream(FRAME, 0, has_usage=True), CompletionStream(FRAME, 0, has_usage=False)
+    chat, plain = ChatStream(FRAME, 0, extras=Extras(has_usage=True)), CompletionStream(FRAME, 0)
     text = text.encode("utf-8", "replace").decode()
     chat.delta(delta("x"))
     if text:
@@ -124,13 +124,13 @@ def test_reasoning_apart_from_content() -> None:
     assert (shown["message"]["content"], shown["finish_reason"]) == ("Yes", "stop")
     assert shown["message"]["reasoning_content"] == shown["message"]["reasoning"] == "I think"
     assert body.reasoning_tokens == 5
-    chunks = ChatStream(FRAME, 0, has_usage=False, parser=reasoning_parser())
+    chunks = ChatStream(FRAME, 0, parser=reasoning_parser())
     streamed = [one["choices"][0]["delta"] for one in events(b"".join(map(chunks.delta, deltas)))]
     assert "".join(one.get("reasoning_content", "") for one in streamed) == "I think"
     assert "".join(one.get("reasoning", "") for one in streamed) == "I think"
     assert "".join(one.get("content", "") for one in streamed) == "Yes"
     assert chunks.reasoning_tokens == 5
-    plain = ChatStream(FRAME, 0, has_usage=False, parser=calls_parser())
+    plain = ChatStream(FRAME, 0, parser=calls_parser())
     assert plain.reasoning_tokens is None
 
 
@@ -151,7 +151,7 @@ def test_reasoning_tokens_are_counted_for_all_choices() -> None:
 
 
 def test_streamed_calls() -> None:
-    chunks = ChatStream(FRAME, 0, has_usage=False, parser=calls_parser())
+    chunks = ChatStream(FRAME, 0, parser=calls_parser())
     text = 'Hm. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     pieces = [delta(character) for character in text]
     shown = events(b"".join(map(chunks.delta, pieces)) + chunks.delta(delta("", STOP)))
@@ -196,7 +196,7 @@ def test_log_probabilities_of_chat() -> None:
     body = ChatResponse(0, texts=TEXTS)
     body.delta(delta("H", STOP, LOGPROBS))
     assert body.to_json(done())["logprobs"] == {"content": expected, "refusal": None}
-    chunks = ChatStream(FRAME, 0, has_usage=False, texts=TEXTS)
+    chunks = ChatStream(FRAME, 0, texts=TEXTS)
     shown = events(chunks.delta(delta("", 0, LOGPROBS[:1])) + chunks.delta(delta("H", STOP, LOGPROBS[1:])))
     content = [
         entry for event in shown for entry in (event["choices"][0]["logprobs"] or {}).get("content", [])
@@ -215,7 +215,7 @@ def test_log_probabilities_of_completions() -> None:
         "top_logprobs": [{"H": -0.5, "I": -1.0}, {"bytes:\\xc3": -9999.0}],
         "text_offset": [0, 1],
     }
-    chunks = CompletionStream(FRAME, 0, has_usage=False, texts=TEXTS)
+    chunks = CompletionStream(FRAME, 0, texts=TEXTS)
     streamed = events(chunks.delta(delta("H", 0, LOGPROBS[:1])) + chunks.delta(delta("", STOP, LOGPROBS[1:])))
     offsets = [e["choices"][0]["logprobs"]["text_offset"] for e in streamed if e["choices"][0]["logprobs"]]
     assert offsets == [[0], [1]]
@@ -237,7 +237,7 @@ def test_offsets_are_those_of_the_text_and_parts_of_characters_are_told_apart() 
         "bytes:\\xf0": -2.0,
         "bytes:\\x9f": -3.0,
     }
-    chunks = CompletionStream(FRAME, 0, has_usage=False, texts=TEXTS)
+    chunks = CompletionStream(FRAME, 0, texts=TEXTS)
     sent = [chunks.delta(delta("", 0, [one])) for one in parts[:-1]] + [
         chunks.delta(delta(text, STOP, parts[-1:]))
     ]
@@ -250,7 +250,7 @@ def test_offsets_end_where_a_stop_string_has_cut_the_text() -> None:
     body = CompletionResponse(0, texts=TEXTS)
     body.delta(delta("ab", STOP, tokens))
     assert body.to_json(done())["logprobs"]["text_offset"] == [0, 1, 2, 2, 2, 2]
-    chunks = CompletionStream(FRAME, 0, has_usage=False, texts=TEXTS)
+    chunks = CompletionStream(FRAME, 0, texts=TEXTS)
     shown = events(chunks.delta(delta("a", 0, tokens[:1])) + chunks.delta(delta("b", STOP, tokens[1:])))
     offsets = [
         one for event in shown for one in (event["choices"][0]["logprobs"] or {}).get("text_offset", [])
@@ -279,7 +279,7 @@ def test_completions_with_their_prompt() -> None:
         "logprobs": None,
         "finish_reason": "stop",
     }
-    chunks = CompletionStream(FRAME, 1, has_usage=False, echo="Once ")
+    chunks = CompletionStream(FRAME, 1, echo="Once ")
     shown = events(chunks.delta(delta("upon", STOP)))
     assert [event["choices"][0]["text"] for event in shown] == ["Once ", "upon", ""]
 
@@ -338,6 +338,47 @@ def test_log_probabilities_of_prompts_are_bounded() -> None:
     usage.add_prompt_logprobs(half)
     with pytest.raises(InvalidArgumentError, match=str(MAX_RESPONSE_VALUES)):
         usage.add_prompt_logprobs(PROMPT)
+
+
+EXTRAS = Extras(has_usage=True, counts_continuously=True, token_ids=True)
+STARTED = inference_pb2.GenerationStart(prompt_tokens=2, prompt_token_ids=[7, 8])
+
+
+@pytest.mark.parametrize("kind", [ChatStream, CompletionStream])
+def test_token_ids_and_counts_in_a_stream(kind: type[ChatStream | CompletionStream]) -> None:
+    chunks = kind(FRAME, 0, extras=EXTRAS)
+    chunks.begin(STARTED)
+    deltas = [token_delta("", 1), token_delta("Hi", 2, 3), token_delta("", reason=STOP)]
+    shown = events(b"".join(map(chunks.delta, deltas)))
+    place = shown[0] if kind is ChatStream else shown[0]["choices"][0]
+    assert place["prompt_token_ids"] == [7, 8]
+    assert json.dumps(shown).count("prompt_token_ids") == 1
+    ids = [event["choices"][0].get("token_ids") for event in shown]
+    assert [one for one in ids if one] == [[1], [2, 3]]
+    assert [event["usage"]["completion_tokens"] for event in shown][-3:] == [1, 3, 3]
+    assert {event["usage"]["prompt_tokens"] for event in shown} == {2}
+    assert shown[-1]["usage"]["total_tokens"] == 5
+
+
+def test_token_ids_of_whole_responses() -> None:
+    chat, plain = ChatResponse(0, extras=EXTRAS, parser=calls_parser()), CompletionResponse(0, extras=EXTRAS)
+    for body in (chat, plain):
+        body.begin(STARTED)
+        body.delta(token_delta("a", 1, 2))
+        body.delta(token_delta("b", 3, reason=STOP))
+        assert body.to_json(done())["token_ids"] == [1, 2, 3]
+    assert chat.beside_choices() == {"prompt_token_ids": [7, 8]}
+    assert plain.to_json(done())["prompt_token_ids"] == [7, 8]
+    assert plain.beside_choices() == {}
+
+
+def test_tokens_named_by_their_ids() -> None:
+    texts = TokenTexts(SpecialTokenizer(), as_ids=True, keep_special=True)
+    body = CompletionResponse(0, texts=texts)
+    body.delta(delta("<s>b", STOP, [token(256, -1.0), token(98, -1.0)]))
+    shown = body.to_json(done())["logprobs"]
+    assert (shown["tokens"], shown["text_offset"]) == (["token_id:256", "token_id:98"], [0, 3])
+    assert body.mean_logprob == -1.0
 
 
 def test_token_counts() -> None:

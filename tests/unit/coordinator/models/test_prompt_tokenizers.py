@@ -336,4 +336,23 @@ async def test_arguments_of_the_template_reach_it_and_a_template_of_a_request_ru
         )
         assert bytes(prompt.token_ids).decode() == f"{number}w1"
     assert here not in threads
+
+
+async def test_a_prompt_is_cut_at_its_front_and_bad_words_get_their_tokens() -> None:
+    class Spelled(ByteTokenizer):
+        @override
+        def encode(self, text: str, most: int | None = None, *, add_special_tokens: bool = True) -> list[int]:
+            return [self.EOS] * add_special_tokens + super().encode(
+                text.replace(" a", "A").replace("b", "BB"), most
+            )
+
+    tokenizers = PromptTokenizers(lambda source: Spelled())
+    for kept, omits, expected in ((3, False, "cde"), (None, True, "acde"), (9, True, "acde")):
+        request = inference_pb2.GenerateRequest(text="acde")
+        prompt = await tokenizers.encode_named(
+            "s", request, 0, b"", most=6, add_special_tokens=not omits, kept=kept
+        )
+        assert bytes(prompt.token_ids).decode() == expected
+    found = await tokenizers.bad_sequences("s", ["a", " b", "ab"], "tenant")
+    assert [bytes(tokens).decode() for tokens in found] == ["a", "A", "BB", "aBB", "ABB"]
     tokenizers.close()

@@ -103,11 +103,11 @@ def test_a_token_costs_the_same_however_long_the_output(stream: list[int]) -> No
     assert tokenizer.decoded < 60 * count
 
 
-def naive_stop(text: str, stops: list[str]) -> tuple[str, bool]:
+def naive_stop(text: str, stops: list[str], keep: bool) -> tuple[str, bool]:
     for end in range(1, len(text) + 1):
         found = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if found:
-            return text[: min(found)], True
+            return text[: end if keep else min(found)], True
     return text, False
 
 
@@ -115,11 +115,12 @@ def naive_stop(text: str, stops: list[str]) -> tuple[str, bool]:
     st.text("ab", max_size=30),
     st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
     st.lists(st.integers(0, 40), max_size=30),
+    st.booleans(),
 )
 def test_stop_strings_match_a_naive_search_for_any_split(
-    text: str, stops: list[str], cuts: list[int]
+    text: str, stops: list[str], cuts: list[int], keep: bool
 ) -> None:
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(stops, keep=keep)
     emitted, stopped = "", False
     for piece in cut(text.encode(), cuts):
         delta, stopped = matcher.feed(piece.decode())
@@ -129,7 +130,7 @@ def test_stop_strings_match_a_naive_search_for_any_split(
     if not stopped:
         assert not any(stop in emitted for stop in stops)
         emitted += matcher.release()
-    assert (emitted, stopped) == naive_stop(text, stops)
+    assert (emitted, stopped) == naive_stop(text, stops, keep)
 
 
 @given(

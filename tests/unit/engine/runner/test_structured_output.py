@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 from collections.abc import Iterator
@@ -171,6 +172,43 @@ def test_a_handed_over_and_a_resumed_answer_are_the_same() -> None:
             decode.step()
         assert decode.outputs["r"].token_ids == whole.token_ids[prior + 1 :]
         assert decode.outputs["r"].finish_reason is FinishReason.STOP
+
+
+LETTERS = tuple(range(ord("a"), ord("k")))
+
+
+@pytest.mark.parametrize("grammar", [None, "[a-d]{40}"])
+def test_allowed_tokens_and_bad_words_in_any_part_of_an_answer(grammar: str | None) -> None:
+    allowed = replace(request().sampling, allowed_token_ids=LETTERS)
+    asks = asked("r", regex(grammar), max_tokens=40) if grammar else request("r", max_tokens=40)
+    free = run(replace(asks, sampling=allowed)).outputs["r"].token_ids
+    assert set(free) <= set(LETTERS)
+    # Each pair of the free answer is a bad word, one token is, and one word begins in the prompt.
+    bad = (*itertools.pairwise(free), (free[0],), (PROMPT[-1], free[1]))[-60:]
+    sampling = replace(allowed, bad_sequences=tuple(map(tuple, bad)))
+    whole = run(replace(asks, sampling=sampling)).outputs["r"].token_ids
+    assert len(whole) == 40
+    assert not {tuple(pair) for pair in itertools.pairwise(whole)} & set(bad)
+    assert free[0] not in whole
+    for prior in (0, 1, 12):
+        tokens = (*asks.token_ids, *whole[:prior])
+        again = replace(asks, sampling=sampling, token_ids=tokens, prior_output_tokens=prior)
+        prefill, decode = Rig(), Rig()
+        token = hand_over(prefill, decode, again)
+        assert token == whole[prior]
+        decode.core.admit(1, token)
+        decode.core.release_writer(1)
+        assert decode.run()["r"].token_ids == whole[prior + 1 :]
+
+
+def test_a_request_that_rules_out_all_tokens_fails_alone() -> None:
+    nothing = replace(request().sampling, allowed_token_ids=(97,), bad_sequences=((97,),))
+    rig = run(replace(request("w"), sampling=nothing), request("r"))
+    failure = rig.outputs["w"].failure
+    assert failure is not None
+    assert failure[0] == "GRAMMAR_FAILED"
+    assert "allowed_token_ids" in failure[1]
+    assert rig.outputs["r"].finish_reason is FinishReason.LENGTH
 
 
 def test_output_outside_the_grammar_fails_that_request_alone() -> None:

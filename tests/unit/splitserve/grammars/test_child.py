@@ -96,8 +96,8 @@ def test_arguments_of_calls_are_checked(form: dict[str, bool]) -> None:
 
 
 def test_content_beside_tools_is_checked() -> None:
-    content = ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=DIGITS))
-    lark = lark_of(AnswerTerms([Function(name="f")], response_format=content))
+    content = ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=DIGITS)).form
+    lark = lark_of(AnswerTerms([Function(name="f")], form=content))
     assert said(row("lark", lark), "[1, 2]")[0] == COMPLETE or EOS in allowed(
         said(row("lark", lark), "[1, 2]")[1]
     )
