@@ -195,6 +195,10 @@ class RankSide(NixlPushConnectorWorker):
             os.sched_setaffinity(0, cores)
         if current_platform.is_cpu():
             torch.Generator = RewindingGenerator
+            if torch.cpu._is_amx_tile_supported():
+                # vLLM's attention uses AMX, and leaves it to oneDNN to ask Linux for it, which a quantized model may
+                # not call before.
+                torch.cpu._init_amx()
         self._link: VllmLink | None = None
         self._lock = threading.Lock()
         """Guards the reports, which the thread of `_serve` adds and vLLM's thread takes."""
