@@ -563,6 +563,7 @@ def answered(http: httpx.Client, path: str, **fields: Any) -> tuple[str, dict[st
     return text, whole
 
 
+AN_OBJECT = {"type": "json_object", "schema": {"required": ["a"]}}
 PATHS = ["/completions", "/chat/completions"]
 
 
@@ -575,7 +576,7 @@ def test_answers_of_any_form(http: httpx.Client, path: str) -> None:
         ({"guided_grammar": 'start: "The " NUMBER\nNUMBER: /[0-9]{2}/'}, "The [0-9]{2}"),
         ({"guided_json": {"enum": ["a", 7]}}, '"a"|7'),
         (
-            {"response_format": {"type": "json_object", "schema": {"required": ["a"]}}, "stop": ":"},
+            {"response_format": AN_OBJECT, "stop": ":", "bad_words": ["<"]},  # "<" would begin its reasoning
             r'\{\s*"a"\s*',
         ),
     ):
