@@ -54,7 +54,7 @@ async def test_chat_and_token_ids() -> None:
     async with fake_cluster() as cluster:
         chat = inference_pb2.ChatMessages(messages=[inference_pb2.ChatMessage(role="user", content="w7 w8")])
         await cluster.answer(inference_pb2.GenerateRequest(chat=chat, stop={"max_tokens": 2}))
-        ids = inference_pb2.TokenIds(ids=[9, 10])
+        ids = generation_pb2.TokenIds(ids=[9, 10])
         await cluster.answer(inference_pb2.GenerateRequest(token_ids=ids, stop={"max_tokens": 2}))
         prompts = [list(call.token_ids) for call in cluster.prefills[0].calls.entries]
         assert prompts == [[2, 7, 8, 3], [9, 10]]

@@ -76,7 +76,7 @@ async def test_a_client_that_stops_reading(log_dir: Path) -> None:
             calls = []
             for number in range(8):
                 stop = generation_pb2.StopParams(max_tokens=60_000, ignore_eos=True)
-                ids = inference_pb2.TokenIds(ids=tokens(50, number))
+                ids = generation_pb2.TokenIds(ids=tokens(50, number))
                 request = inference_pb2.GenerateRequest(token_ids=ids, stop=stop, timeout={"seconds": 20})
                 call = stub.Generate(request)
                 assert (await call.read()).HasField("delta")

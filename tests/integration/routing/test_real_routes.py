@@ -88,7 +88,7 @@ def ask(
     """Greedy; up to `MAX_TOKENS` unless told."""
     return inference_pb2.GenerateRequest(
         model=model,
-        token_ids=inference_pb2.TokenIds(ids=prompt),
+        token_ids=generation_pb2.TokenIds(ids=prompt),
         session_id=session,
         sampling=generation_pb2.SamplingParams(temperature=0.0),
         stop=generation_pb2.StopParams(**({"max_tokens": MAX_TOKENS} | stop)),
