@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -19,7 +19,6 @@ from coordinator.request.inference_request import (
     check_highest,
     check_prompt_form,
     random_bits,
-    random_hex,
 )
 from coordinator.request.sending import Output
 from coordinator.request_flow import RequestFlow
@@ -232,7 +231,7 @@ class InferenceApi:
     ) -> tuple[Sequence[int], Model, Tokenizer]:
         """The tokens of a request's prompt, which may be longer than the context, with the model and its tokenizer.
         Raises SplitserveError as `generate` does."""
-        async with self._admitted(request.model):
+        async with self._counted(request.model, caller):
             model = (await self.flow.inputs.find_model(request.model, "", caller)).model
             check = partial(check_prompt_form, request, model)
             source = model.tokenizer_source
@@ -242,7 +241,7 @@ class InferenceApi:
 
     async def detokenize(self, name: str, token_ids: Sequence[int], caller: Caller) -> str:
         """The text of the token ids of the model of this name, special tokens included. Raises SplitserveError."""
-        async with self._admitted(name):
+        async with self._counted(name, caller):
             model = (await self.flow.inputs.find_model(name, "", caller)).model
             tokenizer = await self.tokenizers.tokenizer(model.tokenizer_source)
 
@@ -255,13 +254,6 @@ class InferenceApi:
     async def check_grammar(self, grammar: generation_pb2.Grammar, caller: Caller) -> None:
         """Raises InvalidArgumentError, as serving a request with this grammar would."""
         await self.flow.inputs.grammars.check(grammar, caller.tenant)
-
-    async def count_tokens(self, request: inference_pb2.GenerateRequest, caller: Caller) -> int:
-        """Tokens of the prompt that `generate` would compute for this request. Raises its errors."""
-        now = time.monotonic()
-        async with self._admitted(request.model):
-            served = await self.flow.inputs.process(request, caller, random_hex(), now, now)
-        return len(served.prompt)
 
     async def _model_info(self, nameable: Nameable, caller: Caller) -> inference_pb2.ModelInfo:
         models, ready = nameable.models, self.routes.ready_models
@@ -280,6 +272,14 @@ class InferenceApi:
             versions=versions,
             parent=parent if caller.may_use(parent) else "",
         )
+
+    @asynccontextmanager
+    async def _counted(self, model: str, caller: Caller) -> AsyncIterator[None]:
+        """As `_admitted`, for what generates nothing: the tenant is charged a request, but no tokens."""
+        quotas = self.flow.quotas
+        async with self._admitted(model):
+            with quotas.entered(inference_pb2.GenerateRequest(), caller) if quotas else nullcontext():
+                yield
 
     @asynccontextmanager
     async def _admitted(self, model: str) -> AsyncIterator[None]:

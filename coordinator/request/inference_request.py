@@ -421,7 +421,7 @@ def check_prompt_form(request: inference_pb2.GenerateRequest, model: Model) -> N
     if form is None:
         fail("prompt", "set: one of text, token_ids, chat")
     elif form == "text":
-        require(bool(request.text), "prompt.text", "not empty")
+        require(bool(request.text), "prompt.text", "at least one character long")
         characters = len(request.text)
     elif form == "token_ids":
         require(bool(request.token_ids.ids), "prompt.token_ids", "at least one token long")
@@ -431,7 +431,7 @@ def check_prompt_form(request: inference_pb2.GenerateRequest, model: Model) -> N
         turns = request.chat.messages
         between("prompt.chat.messages (count)", len(turns), 1, MAX_MESSAGES)
         for position, turn in enumerate(turns):
-            require(bool(turn.role), f"prompt.chat.messages[{position}].role", "not empty")
+            require(bool(turn.role), f"prompt.chat.messages[{position}].role", "at least one character long")
         _check_template_fields(request.chat)
         characters = len(request.chat.tools_json) + len(request.chat.template_kwargs_json)
         characters += sum(len(turn.content) + len(turn.role) + len(turn.tool_calls_json) for turn in turns)

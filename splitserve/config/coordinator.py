@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
+from splitserve.addresses import MAX_PORT
 from splitserve.config.base import BASIC, INTERNAL, Option, Port, Settings, idle_among
 from splitserve.config.security import SecuritySettings
 from splitserve.config.tracing import IDLE_AUTHORITY, RequestTracingConfig
@@ -182,7 +184,21 @@ ToolFormatName = Literal[
 ]
 ReasoningFormatName = Literal["auto", "none", "gemma", "granite", "kimi_k3", "mistral", "think"]
 LocalPrefill = Literal["never", "auto", "always"]
-Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^\s/?#@]+)$", max_length=512)]
+ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]{0,4}))?")
+DEFAULT_PORTS = {"http": "80", "https": "443"}
+
+
+def _can_match(origin: str) -> str:
+    """Refuses an origin that no browser sends: it is compared as it is."""
+    parts = ORIGIN.fullmatch(origin)
+    port = parts[3] if parts else None
+    is_sent = parts and (port is None or (int(port) <= MAX_PORT and DEFAULT_PORTS.get(parts[1]) != port))
+    if origin != "*" and not is_sent:
+        raise ValueError("must be * or scheme://host[:port], lower case, no path, no default port")
+    return origin
+
+
+Origin = Annotated[str, Field(max_length=512), AfterValidator(_can_match)]
 
 
 class CoordinatorConfig(SecuritySettings):

@@ -48,7 +48,6 @@ class MessagesEndpoints:
         chat = await self._api.parser.run(len(body), request.chat_request)
         exchange.field_names = chat.names_as(NAMES, "input_schema")
         (prompt,) = await self._api.parser.run(len(body), chat.generate_requests)
-        prompt.stop.fit_max_tokens = True
         async with exchange.while_connected():
-            tokens = await self._api.count_tokens(prompt, caller)
-            await exchange.respond(200, json_bytes({"input_tokens": tokens}))
+            tokens, _, _ = await self._api.tokenize(prompt, caller, add_special_tokens=True)
+            await exchange.respond(200, json_bytes({"input_tokens": len(tokens)}))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from coordinator.entrypoints.openai.bodies import Fields, Unsupported, compact_json
 from coordinator.entrypoints.openai.chat import THINKING, ChatRequest, joined_text
@@ -29,12 +30,18 @@ CHOICES: Mapping[str, Sequence[str]] = {"auto": (), "any": (), "tool": ("name",)
 NAMES = {
     "prompt.chat": "messages",
     "sampling.grammar": "output_config.format",
+    "sampling.grammar.json_schema": "output_config.format.schema",
     "stop.stop_strings": "stop_sequences",
     "stop.max_tokens": "max_tokens",
 }
 """Names of gRPC fields in this API."""
 
 Text = Annotated[str, BeforeValidator(lambda content: joined_text(content, ("text",)))]
+
+
+def _finite(value: dict[str, Any]) -> dict[str, Any]:
+    json.dumps(value, allow_nan=False)  # raises ValueError for what a number of many digits became
+    return value
 
 
 class Block(TypedPiece):
@@ -46,7 +53,7 @@ class Block(TypedPiece):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: Annotated[dict[str, Any], AfterValidator(_finite)] | None = None
     tool_use_id: str | None = None
     content: Text | None = None
     """Of a tool's result."""
@@ -72,7 +79,7 @@ class InputMessage(NestedFields):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], Field(fail_fast=True), BeforeValidator(_blocks)]
+    content: Annotated[list[Block], Field(min_length=1, fail_fast=True), BeforeValidator(_blocks)]
 
     @model_validator(mode="after")
     def _may_say_it(self) -> InputMessage:

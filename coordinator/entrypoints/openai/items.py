@@ -29,6 +29,7 @@ from coordinator.entrypoints.openai.formats.writer import (
     TextPart,
 )
 from coordinator.request.sending import Output
+from splitserve.runtime.call_thread import ParserThread
 from splitserve.v1 import generation_pb2, inference_pb2
 
 SYSTEM = ("system", "developer")
@@ -229,6 +230,7 @@ class ItemOutput(Output):
     exchange: HttpExchange
     answer: ItemAnswer
     streams: bool
+    parser: ParserThread
     ended: inference_pb2.GenerationDone = field(default_factory=inference_pb2.GenerationDone)
     """The last message, when it has come."""
 
@@ -237,7 +239,10 @@ class ItemOutput(Output):
         if response.HasField("done"):
             self.ended = response.done
             return
-        events = self.answer.delta(response.delta, response.started.prompt_tokens)
+        # The first events repeat fields of the request, which may be long.
+        size = self.answer.size if response.HasField("started") else 0
+        prompt_tokens = response.started.prompt_tokens
+        events = await self.parser.run(size, self.answer.delta, response.delta, prompt_tokens)
         if self.streams and events:
             await self.exchange.event(events)
 
@@ -264,7 +269,7 @@ async def serve_items(
     """Serves a request with one choice. As with chat, nothing is sent before the first delta. `keep`: called when the
     answer is complete, before its end is sent."""
     exchange.error_event = answer.failed
-    output = ItemOutput(exchange, answer, streams)
+    output = ItemOutput(exchange, answer, streams, api.parser)
     async with exchange.while_connected():
         request, trace, failure = choice.requests[0], choice.trace, choice.failure
         await api.generate(request, choice.caller, output, trace=trace, failure=failure)

@@ -19,6 +19,7 @@ from coordinator.entrypoints.responses.answers import ResponseAnswer
 from coordinator.entrypoints.responses.requests import NAMES, NOT_SERVED, InputItem, ResponsesRequest
 from coordinator.entrypoints.responses.store import ResponseStore
 from coordinator.request.json_bounds import check_structure
+from splitserve.errors import InvalidArgumentError
 
 
 class ResponsesEndpoints:
@@ -71,8 +72,16 @@ class ResponsesEndpoints:
 
 def _continued(before: bytes, request: ResponsesRequest) -> tuple[str, ChatRequest]:
     """All items of the conversation, without the brackets of their JSON list, and the request as one of chat."""
-    check_structure(before)  # many turns together may have more items than a body may have
+    try:
+        check_structure(before)  # many turns together may have more items than a body may have
+    except InvalidArgumentError as error:
+        name = "previous_response_id"
+        message = f"{name}: with the items before, {error.message}"
+        raise InvalidArgumentError(message, reason=error.reason, field=name) from None
     earlier = [InputItem.model_validate(item) for item in from_json(before)]
-    own = [item.model_dump(exclude_unset=True) for item in request.input]
+    own = [
+        item.model_dump(exclude_unset=True, exclude={"summary"} if item.content else None)
+        for item in request.input
+    ]
     parts = [part for part in (before.decode()[1:-1], compact_json(own)[1:-1]) if part]
     return ",".join(parts), request.chat_request(earlier)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from coordinator.entrypoints.openai.bodies import Fields, OpenFields, StreamOptions, UInt32, Unsupported
 from coordinator.entrypoints.openai.chat import ChatRequest, Effort, joined_text
@@ -30,19 +30,22 @@ ITEMS = {
     "reasoning": (),
 }
 """The types of items, each with the fields that it must have."""
-MAX_METADATA = 16
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+"""Most entries of `metadata`, and most characters of a key and of a value, as with OpenAI."""
 SAME_AS_IN_CHAT = {"model", "temperature", "top_p", "parallel_tool_calls", "user", "safety_identifier"}
-HIDDEN = {"input", "stream", "stream_options", "include", "client_metadata", "text", "tools"}
+HIDDEN = {"model", "input", "stream", "stream_options", "include", "client_metadata", "text", "tools"}
 """Fields that the response does not repeat, or not as they are."""
 NAMES = {
     "prompt.chat": "input",
     "prompt.chat.messages": "input",
     "prompt.chat.template_kwargs_json.reasoning_effort": "reasoning.effort",
     "sampling.grammar": "text.format",
+    "sampling.grammar.json_schema": "text.format.schema",
     "stop.max_tokens": "max_output_tokens",
 }
 """Names of gRPC fields in this API."""
 
+Label = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
 Included = Annotated[str, served("reasoning.encrypted_content")]
 Text = Annotated[str, BeforeValidator(lambda content: joined_text(content, TEXT_PARTS))]
 
@@ -132,6 +135,12 @@ class ReasoningConfig(NestedFields):
     summary: str | None = None
 
 
+def _short(metadata: dict[str, str]) -> dict[str, str]:
+    if any(len(key) > MAX_METADATA_KEY or len(metadata[key]) > MAX_METADATA_VALUE for key in metadata):
+        raise ValueError(f"a key has at most {MAX_METADATA_KEY} characters, a value {MAX_METADATA_VALUE}")
+    return metadata
+
+
 def _known_choice(value: Any) -> Any:
     names_one = (
         isinstance(value, dict) and value.get("type") == "function" and isinstance(value.get("name"), str)
@@ -165,10 +174,12 @@ class ResponsesRequest(Fields):
     """Bounds the calls of hosted tools, of which there are none."""
     text: TextConfig = TextConfig(format=TextFormat(type="text"))
     reasoning: ReasoningConfig = ReasoningConfig()
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] = Field(default_factory=dict)
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA), AfterValidator(_short)] = Field(
+        default_factory=dict
+    )
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
     client_metadata: Any = None
     """Of Codex; without effect."""
 

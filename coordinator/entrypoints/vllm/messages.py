@@ -5,12 +5,14 @@ A field that would change the answer and is not served is refused by name, those
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Never
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
+from coordinator.entrypoints.http.exchange import FieldNames
+from coordinator.entrypoints.openai.tools import MAX_FORM_CHOICES, AnswerForm
 from coordinator.request.inference_request import REQUEST_ID
 from splitserve.client.request_builder import build_request
 from splitserve.client.types import FINISH_REASONS
@@ -59,10 +61,35 @@ token. `skip_special_tokens` matters beside stop strings only."""
 SAMPLING_FIELDS = frozenset(
     {*SAMPLING, *GRAMMARS, *IDLE, "stop", "stop_token_ids", "logit_bias", "choice", "n"}
 )
+NAMES = FieldNames(
+    {
+        "sampling.": "sampling_params.",
+        "sampling.grammar.": "sampling_params.",
+        "sampling.grammar.lark": "sampling_params.grammar",
+        "stop.": "sampling_params.",
+        "stop.stop_strings": "sampling_params.stop",
+        "prompt.text": "text",
+        "prompt.token_ids": "tokenized.input_ids",
+    }
+)
+"""The names of gRPC fields in vLLM's contract."""
 ABORTED = pb.GenerateResponse(complete=pb.GenerateComplete(finish_reason="abort"))
 """The end of an answer that the client has aborted."""
 
 
+@contextmanager
+def naming_fields() -> Iterator[None]:
+    """Lets errors name the fields of vLLM's contract."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        if error.field is None:
+            raise
+        field = NAMES.http_name(error.field)
+        raise InvalidArgumentError(NAMES.reworded(error), reason=error.reason, field=field) from None
+
+
+@naming_fields()
 def read_request(request: pb.GenerateRequest) -> inference_pb2.GenerateRequest:
     """The request in our form. Raises InvalidArgumentError naming the field."""
     params = request.sampling_params
@@ -85,9 +112,10 @@ def read_request(request: pb.GenerateRequest) -> inference_pb2.GenerateRequest:
         options["request_id"] = request.request_id
     form = params.WhichOneof("constraint")
     if form == "choice":
-        if not params.choice.choices:
-            _refuse("sampling_params.choice", "must have at least one choice")
-        options["lark"] = f"start: {' | '.join(map(json.dumps, params.choice.choices))}"
+        choices = params.choice.choices
+        if not (0 < len(choices) <= MAX_FORM_CHOICES and all(choices)):
+            _refuse("sampling_params.choice", f"must have 1..{MAX_FORM_CHOICES} choices, none of them empty")
+        options["lark"] = AnswerForm.of_choices(list(choices)).grammar.lark
     elif form is not None:
         options[GRAMMARS[form]] = getattr(params, form)
     generate = build_request(request.text if kind == "text" else [0], options)
@@ -113,13 +141,16 @@ class VllmResponses:
     repeats those of the last chunk."""
 
     def __init__(self, request: pb.GenerateRequest) -> None:
-        self._stream, self._prompt_tokens = request.stream, len(request.tokenized.input_ids)
+        self._stream, self._prompt_tokens = request.stream, 0
         self._stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
         self._deltas: list[generation_pb2.OutputDelta] = []
         """All deltas of an answer that is sent whole, the last one of a stream."""
 
-    def chunk(self, delta: generation_pb2.OutputDelta) -> pb.GenerateResponse | None:
-        """The chunk of a stream; None if the answer is sent whole."""
+    def chunk(
+        self, delta: generation_pb2.OutputDelta, prompt_tokens: int = 0
+    ) -> pb.GenerateResponse | None:
+        """The chunk of a stream; None if the answer is sent whole. `prompt_tokens`: given with the first one."""
+        self._prompt_tokens = prompt_tokens or self._prompt_tokens
         if not self._stream:
             self._deltas.append(delta)
             return None

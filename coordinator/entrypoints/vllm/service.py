@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from coordinator.entrypoints.inference_api import InferenceApi
 from coordinator.entrypoints.inference_service import TRACEPARENT, trace_headers
-from coordinator.entrypoints.vllm.messages import ABORTED, VllmResponses, read_request
+from coordinator.entrypoints.vllm.messages import ABORTED, VllmResponses, naming_fields, read_request
 from coordinator.request.inference_request import Caller
 from coordinator.request.sending import WaitingOutput
 from coordinator.tenants.access_control import AccessControl
@@ -64,10 +64,12 @@ class VllmService(VllmEngineServicer):
             if response.HasField("done"):
                 complete = await self.api.parser.run(responses.size, responses.complete, response.done)
                 await write_whole(context, complete)
-            elif (chunk := responses.chunk(response.delta)) is not None:
+                return
+            chunk = responses.chunk(response.delta, response.started.prompt_tokens)
+            if chunk is not None:
                 await write_whole(context, chunk)
 
-        with self._abortable((caller.tenant, request.request_id)) as limit:
+        with naming_fields(), self._abortable((caller.tenant, request.request_id)) as limit:
             try:
                 async with limit:
                     left_s = context.time_remaining()

@@ -115,6 +115,7 @@ def test_other_fields() -> None:
     names = request(tools=[TOOL]).chat_request().names_as(NAMES, "input_schema")
     wrong = InvalidArgumentError("sampling.grammar.lark: arguments_0", field="sampling.grammar.lark")
     assert names.reworded(wrong) == "tools: weather: tools[0].input_schema"
+    assert names.http_name("sampling.grammar.json_schema") == "output_config.format.schema"
     assert names.http_name("stop.stop_strings[0]") == "stop_sequences[0]"
 
 
@@ -140,7 +141,7 @@ def test_the_choice_of_tools(choice: dict[str, Any], must_call: bool, uses_tools
         ({"max_tokens": 0}, "max_tokens", "1"),
         ({"messages": []}, "messages", ""),
         ({"messages": [USER] * 4097}, "messages", "4096"),
-        ({"messages": [{"role": "user", "content": []}]}, "messages", "must end"),
+        ({"messages": [USER, {"role": "assistant", "content": []}]}, "messages[1].content", "at least 1"),
         (
             {"messages": [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]},
             "messages",
@@ -192,6 +193,14 @@ def test_refusals_name_the_field(fields: dict[str, Any], field: str, says: str) 
         request(**fields).chat_request()
     assert caught.value.field == field
     assert says in caught.value.message
+
+
+def test_the_input_of_a_call_has_finite_numbers() -> None:
+    message = {"role": "assistant", "content": [USE | {"input": {"day": 5}}]}
+    body = json.dumps({"max_tokens": 9, "messages": [message]}).replace("5", "1e999").encode()
+    with pytest.raises(InvalidArgumentError) as caught:
+        parsed(MessagesRequest, body, NOT_SERVED)
+    assert caught.value.field == "messages[0].content[0].input"
 
 
 def answer(stops: StopSequences | None = None) -> MessageAnswer:

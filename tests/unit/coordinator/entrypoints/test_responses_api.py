@@ -121,6 +121,7 @@ def test_other_fields() -> None:
     )
     chat = request(tools=[TOOL], tool_choice={"type": "function", "name": "weather"}).chat_request([])
     assert chat.must_call
+    assert chat.names_as(NAMES, "parameters").http_name("sampling.grammar.json_schema") == "text.format.schema"
     assert (
         chat.names_as(NAMES, "parameters").reworded(
             InvalidArgumentError("sampling.grammar.lark: arguments_0 is wrong", field="sampling.grammar.lark")
@@ -164,6 +165,10 @@ def test_other_fields() -> None:
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema", "json_schema"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type", ""),
         ({"metadata": {str(key): "" for key in range(17)}}, "metadata", "16"),
+        ({"metadata": {"k" * 65: ""}}, "metadata", "64"),
+        ({"metadata": {"k": "v" * 513}}, "metadata", "512"),
+        ({"prompt_cache_key": "k" * 513}, "prompt_cache_key", "512"),
+        ({"user": "u" * 513}, "user", "512"),
         ({"n": 2}, "n", "not a field"),
         ({"max_output_tokens": "9"}, "max_output_tokens", ""),
     ],
@@ -226,6 +231,7 @@ def test_the_events_of_an_answer() -> None:
         "Be kind.",
         {"a": "b"},
     )
+    assert whole["model"] == "m"
     assert (whole["tools"], whole["text"]) == ([TOOL], {"format": {"type": "text"}})
     assert (whole["usage"]["total_tokens"], whole["usage"]["input_tokens_details"]["cached_tokens"]) == (8, 4)
     assert (shown[0]["response"]["status"], shown[0]["response"]["output"]) == ("in_progress", [])

@@ -64,7 +64,7 @@ def test_what_is_not_given_has_our_defaults() -> None:
         ({"json_schema": '{"type": "null"}'}, "json_schema", '{"type": "null"}'),
         ({"json_object": True}, "json_object", True),
         ({"grammar": 'start: "a"'}, "lark", 'start: "a"'),
-        ({"choice": {"choices": ["a b", 'c"\n']}}, "lark", 'start: "a b" | "c\\"\\n"'),
+        ({"choice": {"choices": ["a b", 'c"\n']}}, "lark", 'start: CHOICE\nCHOICE: "a b" | "c\\"\\n"'),
     ],
 )
 def test_forms_of_answers(params: dict[str, Any], kind: str, text: Any) -> None:
@@ -76,7 +76,7 @@ def test_forms_of_answers(params: dict[str, Any], kind: str, text: Any) -> None:
     ("request_", "field"),
     [
         (pb.GenerateRequest(), "input"),
-        (pb.GenerateRequest(text=""), "prompt.text"),
+        (pb.GenerateRequest(text=""), "text"),
         (pb.GenerateRequest(tokenized=pb.TokenizedInput()), "tokenized.input_ids"),
         (pb.GenerateRequest(text="a", request_id="x" * 1025), "request_id"),
         (pb.GenerateRequest(text="a", mm_inputs=pb.MultimodalInputs(mm_hashes=["a"])), "mm_inputs"),
@@ -87,13 +87,14 @@ def test_forms_of_answers(params: dict[str, Any], kind: str, text: Any) -> None:
         (asked(truncate_prompt_tokens=5), "sampling_params.truncate_prompt_tokens"),
         (asked(structural_tag="{}"), "sampling_params.structural_tag"),
         (asked(choice={}), "sampling_params.choice"),
-        (asked(logprobs=-1), "sampling.logprobs"),
-        (asked(seed=-1), "sampling.seed"),
-        (asked(temperature=float("nan")), "sampling.temperature"),
-        (asked(max_tokens=0), "stop.max_tokens"),
-        (asked(logit_bias={-1: 1.0}), "sampling.logit_bias.token_id"),
-        (asked(stop=["x"] * 17), "stop.stop_strings"),
-        (asked(json_schema="no"), "sampling.grammar.json_schema"),
+        (asked(choice={"choices": ["a"] * 1025}), "sampling_params.choice"),
+        (asked(logprobs=-1), "sampling_params.logprobs"),
+        (asked(seed=-1), "sampling_params.seed"),
+        (asked(temperature=float("nan")), "sampling_params.temperature"),
+        (asked(max_tokens=0), "sampling_params.max_tokens"),
+        (asked(logit_bias={-1: 1.0}), "sampling_params.logit_bias.token_id"),
+        (asked(stop=["x"] * 17), "sampling_params.stop"),
+        (asked(json_schema="no"), "sampling_params.json_schema"),
     ],
 )
 def test_what_is_refused_names_its_field(request_: pb.GenerateRequest, field: str) -> None:
@@ -114,7 +115,7 @@ def test_answers(stream: bool) -> None:
     request = asked(stop_token_ids=[7])
     request.stream = stream
     responses = VllmResponses(request)
-    chunks = [responses.chunk(delta(ids)) for ids in ([4, 5], [6, 7])]
+    chunks = [responses.chunk(delta([4, 5]), 3), responses.chunk(delta([6, 7]))]
     usage = inference_pb2.Usage(prompt_tokens=3, completion_tokens=4, cached_prompt_tokens=2)
     done = inference_pb2.GenerationDone(finish_reason=generation_pb2.FINISH_REASON_STOP, usage=usage)
     complete = responses.complete(done).complete
