@@ -44,7 +44,7 @@ class ResponsesEndpoints:
                 caller.tenant, request.previous_response_id, "previous_response_id"
             ).items
         size = len(body) + len(before)
-        items, chat = await self._api.parser.run(size, _continued, before, request)
+        items, chat = await self._api.parser.run(size, continued, before, request)
         exchange.field_names = chat.names_as(NAMES, "parameters")
         choice, (parser,) = await self._chats.prepared(exchange, caller, chat, size)
         model = self._api.routes.public_name(request.model or "", caller)
@@ -70,7 +70,7 @@ class ResponsesEndpoints:
         await exchange.respond(200, json_bytes({"id": response_id, "object": "response", "deleted": True}))
 
 
-def _continued(before: bytes, request: ResponsesRequest) -> tuple[str, ChatRequest]:
+def continued(before: bytes, request: ResponsesRequest) -> tuple[str, ChatRequest]:
     """All items of the conversation, without the brackets of their JSON list, and the request as one of chat."""
     try:
         check_structure(before)  # many turns together may have more items than a body may have

@@ -146,9 +146,7 @@ class VllmResponses:
         self._deltas: list[generation_pb2.OutputDelta] = []
         """All deltas of an answer that is sent whole, the last one of a stream."""
 
-    def chunk(
-        self, delta: generation_pb2.OutputDelta, prompt_tokens: int = 0
-    ) -> pb.GenerateResponse | None:
+    def chunk(self, delta: generation_pb2.OutputDelta, prompt_tokens: int = 0) -> pb.GenerateResponse | None:
         """The chunk of a stream; None if the answer is sent whole. `prompt_tokens`: given with the first one."""
         self._prompt_tokens = prompt_tokens or self._prompt_tokens
         if not self._stream:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import grpc
+import httpx
 import pytest
 import yaml
 
@@ -85,6 +87,22 @@ async def test_concurrency(tmp_path: Path, tokenized: list[int]) -> None:
         cluster.prefills[0].first_token_gate.open()
         await collect(call)
         assert await ending(cluster, ask(text="w1")) is None
+
+
+async def test_what_generates_nothing_counts_as_a_request(tmp_path: Path) -> None:
+    three = tenants_file(tmp_path, requests_per_second=0.003, prompt_tokens_per_second=0.1, burst_seconds=1000)
+    bodies: dict[str, Any] = {
+        "/tokenize": {"prompt": LONG},
+        "/detokenize": {"tokens": [1]},
+        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": LONG}]},
+    }
+    async with fake_cluster(tenants=three, http_port=0) as cluster:
+        base = f"http://127.0.0.1:{cluster.coordinator.http_port}"
+        async with httpx.AsyncClient(base_url=base, headers={"x-api-key": KEY}, timeout=PATIENCE_S) as http:
+            for status in (200, 429):
+                for path, body in bodies.items():
+                    response = await http.post(path, json=body)
+                    assert response.status_code == status, response.text
 
 
 async def test_a_prompt_that_turns_out_too_long_is_charged_what_its_size_tells(

@@ -13,6 +13,7 @@ from coordinator.entrypoints.openai.bodies import parsed
 from coordinator.entrypoints.openai.formats.table import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from coordinator.entrypoints.responses import store
 from coordinator.entrypoints.responses.answers import ResponseAnswer
+from coordinator.entrypoints.responses.endpoints import continued
 from coordinator.entrypoints.responses.requests import NAMES, NOT_SERVED, InputItem, ResponsesRequest
 from coordinator.entrypoints.responses.store import ResponseStore, StoredResponse
 from splitserve.errors import InvalidArgumentError, NotFoundError, UnavailableError
@@ -121,7 +122,9 @@ def test_other_fields() -> None:
     )
     chat = request(tools=[TOOL], tool_choice={"type": "function", "name": "weather"}).chat_request([])
     assert chat.must_call
-    assert chat.names_as(NAMES, "parameters").http_name("sampling.grammar.json_schema") == "text.format.schema"
+    assert (
+        chat.names_as(NAMES, "parameters").http_name("sampling.grammar.json_schema") == "text.format.schema"
+    )
     assert (
         chat.names_as(NAMES, "parameters").reworded(
             InvalidArgumentError("sampling.grammar.lark: arguments_0 is wrong", field="sampling.grammar.lark")
@@ -284,6 +287,15 @@ def test_a_stored_answer_is_continued() -> None:
     )
     assert [message.role for message in chat.messages] == ["user", "assistant", "tool"]
     assert chat.messages[1].content == "Well."
+
+
+def test_what_a_continued_request_keeps() -> None:
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}
+    items, _ = continued(b"[]", request(input=[{"role": "user", "content": "hi"}, thought]))
+    assert [item.keys() & {"content", "summary"} for item in json.loads(f"[{items}]")] == [{"content"}] * 2
+    with pytest.raises(InvalidArgumentError, match="more than 32768 objects") as caught:
+        continued(b"[" + b"{}," * 2**15 + b"{}]", request())
+    assert caught.value.field == "previous_response_id"
 
 
 def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

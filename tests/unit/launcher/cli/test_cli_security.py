@@ -43,6 +43,17 @@ def test_certs_replaces_only_with_force(tmp_path: Path, capsys: pytest.CaptureFi
         (["status", "--tls", "/nowhere"], "tls.authority: cannot read"),
         (["status", "--api-key", "two words\n"], "api_key must be 1..512 printable"),
         (["health", "--role", "king"], "role must be one of coordinator"),
+        *(
+            (["coordinator", "--allowed-origins", origin], "scheme://host[:port], lower case, no path")
+            for origin in (
+                "https://Good.example",
+                "https://good.example:443",
+                "https://*.example",
+                "https://gôod.example",
+                "http://a:99999",
+                "http://a/",
+            )
+        ),
     ],
 )
 def test_wrong_settings_end_with_one_line(
