@@ -31,9 +31,9 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     lengths: list[int] = []
     real = WordTokenizer.encode
 
-    def witness(self: WordTokenizer, text: str, most: int | None = None) -> list[int]:
+    def witness(self: WordTokenizer, text: str, *arguments: Any, **named: Any) -> list[int]:
         lengths.append(len(text))
-        return real(self, text, most)
+        return real(self, text, *arguments, **named)
 
     monkeypatch.setattr(WordTokenizer, "encode", witness)
     return lengths
@@ -90,7 +90,9 @@ async def test_concurrency(tmp_path: Path, tokenized: list[int]) -> None:
 
 
 async def test_what_generates_nothing_counts_as_a_request(tmp_path: Path) -> None:
-    three = tenants_file(tmp_path, requests_per_second=0.003, prompt_tokens_per_second=0.1, burst_seconds=1000)
+    three = tenants_file(
+        tmp_path, requests_per_second=0.003, prompt_tokens_per_second=0.1, burst_seconds=1000
+    )
     bodies: dict[str, Any] = {
         "/tokenize": {"prompt": LONG},
         "/detokenize": {"tokens": [1]},
