@@ -110,7 +110,8 @@ async def test_tenants_aborts_refusals_and_information(tmp_path: Path, log_dir: 
                 "kv_transfer_params_json is not served here",
             )
             far = pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[2**31]))
-            assert (await refusal(stub.Generate(far, **hers)))[0] == grpc.StatusCode.INVALID_ARGUMENT
+            code, message = await refusal(stub.Generate(far, **hers))
+            assert (code, message.split()[0]) == (grpc.StatusCode.INVALID_ARGUMENT, "tokenized.input_ids")
 
             params = pb.SamplingParams(max_tokens=2000, ignore_eos=True)
             endless = pb.GenerateRequest(
@@ -119,6 +120,7 @@ async def test_tenants_aborts_refusals_and_information(tmp_path: Path, log_dir: 
             call = stub.Generate(endless, **hers)
             first = await call.read()
             assert first.chunk.token_ids
+            assert first.chunk.prompt_tokens == 4
             await stub.Abort(pb.AbortRequest(request_ids=["long/1", "none"]), metadata=metadata["his"])
             assert (await call.read()).HasField("chunk"), "another tenant ended it"
             loads = await stub.GetLoads(pb.GetLoadsRequest(), **admins)

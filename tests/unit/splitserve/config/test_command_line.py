@@ -48,6 +48,7 @@ ODD: dict[str, Any] = {
     "adapters": ["red=/adapters/red", "blue=b"],
     "device": "cuda:1",
     "advertise_address": "h:1",
+    "allowed_origins": ["https://a.example", "http://b.example:8080"],
     "coordinators": ["a:1", "b:2"],
     "cpus": [0, 1, 2, 5],
     "gpus": ["0", "GPU-1"],
