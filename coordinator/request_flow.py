@@ -353,7 +353,8 @@ class InputProcessor:
             caller=caller,
             session_id=request.session_id,
             public_name=resolved.public_name,
-            block_keys=prompt.block_keys,
+            # A worker that scores the prompt computes all of it.
+            block_keys=() if sampling.HasField("prompt_logprobs") else prompt.block_keys,
             resumed=tuple(request.resume.token_ids),
             resumed_finish=request.resume.finish_reason,
             trace=trace,

@@ -13,10 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from pydantic_core import from_json
-
-from coordinator.request.json_bounds import check_structure
+from coordinator.request.json_bounds import parsed_json
 from splitserve.errors import InvalidArgumentError
+from splitserve.generation.bounds import MAX_BAD_TOKENS
 from splitserve.generation.kv_blocks import block_keys
 from splitserve.logs import log_event
 from splitserve.models.tokenizer import TemplateArguments, Tokenizer, TooManyTokensError, Turn
@@ -70,6 +69,8 @@ class PromptTokenizers:
         self._loading: dict[str, asyncio.Task[Tokenizer]] = {}
         self._encoding: SharedCalls[EncodedPrompt] = SharedCalls()
         """Prompts that are being tokenized, by everything that determines the result."""
+        self._bad: SharedCalls[list[list[int]]] = SharedCalls()
+        """Bad words that are being tokenized, by tenant, source and words."""
         self._warm: set[tuple[str, str, bool]] = set()
         """(source, prompt form, has tools) of earlier requests: the first such request compiles a chat template."""
         for source in early:
@@ -163,12 +164,17 @@ class PromptTokenizers:
 
     async def bad_sequences(self, source: str, words: Sequence[str], tenant: str) -> list[list[int]]:
         """The tokens of each word as it is, and with a space before it unless that only puts tokens before them. vLLM
-        leaves out the latter also where they are fewer, and so misses words in the middle of a text."""
+        leaves out the latter also where they are fewer, and so misses words in the middle of a text.
+
+        Ends with the first tokens beyond MAX_BAD_TOKENS. Equal words that arrive meanwhile are tokenized once.
+        """
         tokenizer = await self.tokenizer(source)
 
         def work() -> list[list[int]]:
-            made = []
+            made: list[list[int]] = []
             for word in words:
+                if sum(map(len, made)) > MAX_BAD_TOKENS:
+                    break
                 bare, spaced = (
                     tokenizer.encode(f"{space}{word.lstrip()}", add_special_tokens=False)
                     for space in ("", " ")
@@ -178,7 +184,8 @@ class PromptTokenizers:
                     made.append(spaced)
             return made
 
-        return await self.in_turn(tenant, sum(map(len, words)), work)
+        key, size = (tenant, source, tuple(words)), sum(map(len, words))
+        return await self._bad.result(key, lambda: self.in_turn(tenant, size, work))
 
     async def in_turn(self, tenant: str, size: int, work: Callable[[], T]) -> T:
         """The result of work on `size` bytes, on a thread. The turn lasts as long as the thread works, even if its
@@ -285,7 +292,7 @@ def _with_parsed_arguments(call: dict[str, Any], field: str) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = _json(arguments or "{}")
+            arguments = parsed_json(arguments or "{}")
         except ValueError:
             # An earlier answer left these arguments unfinished. The model sees them unchanged.
             return call
@@ -302,13 +309,6 @@ def _objects(text: str, field: str) -> list[dict[str, Any]]:
 
 def _field_json(text: str, field: str) -> Any:
     try:
-        return _json(text)
+        return parsed_json(text)
     except ValueError as error:
         raise InvalidArgumentError(f"{field} is no valid JSON: {error}", field=field) from None
-
-
-def _json(text: str) -> Any:
-    """The JSON value. Raises ValueError for other text, InvalidArgumentError for too many values."""
-    if len(text) > SHORT_BYTES:
-        check_structure(text.encode())
-    return from_json(text, allow_inf_nan=False)

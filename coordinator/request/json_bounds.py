@@ -6,7 +6,12 @@ Counting the characters between values keeps no objects, and lets other threads 
 
 from __future__ import annotations
 
+from typing import Any
+
+from pydantic_core import from_json
+
 from splitserve.errors import InvalidArgumentError
+from splitserve.runtime.call_thread import SHORT_BYTES
 
 MAX_CONTAINERS = 2**15
 """Most objects and arrays."""
@@ -17,6 +22,13 @@ MAX_VALUES = 2**18
 SLICE_BYTES = 64 * 2**10
 _KEPT = b'",:[{'
 _DROPPED = bytes(byte for byte in range(256) if byte not in _KEPT)
+
+
+def parsed_json(text: str) -> Any:
+    """The JSON value. Raises ValueError for other text, InvalidArgumentError (TOO_MANY_VALUES) as `check_structure`."""
+    if len(text) > SHORT_BYTES:
+        check_structure(text.encode())
+    return from_json(text, allow_inf_nan=False)
 
 
 def check_structure(body: bytes, most_values: int = MAX_VALUES) -> None:

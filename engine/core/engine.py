@@ -190,17 +190,18 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Bounds on requests from the model and the pool, all in tokens."""
+    """Bounds on requests from the model and the pool, in tokens, and whether a request may have its prompt scored."""
 
     context_tokens: int
     pool_tokens: int
     vocabulary_size: int
+    scores_prompts: bool = True
 
     @classmethod
     def of(cls, facts: ModelFacts, context_tokens: int | None, pool_tokens: int) -> RequestLimits:
         """The bounds of a model, with the setting `EngineConfig.context_tokens`, and of a pool of `pool_tokens`."""
         context = min(facts.context_tokens, context_tokens or facts.context_tokens)
-        return cls(context, pool_tokens, facts.vocabulary_size)
+        return cls(context, pool_tokens, facts.vocabulary_size, facts.scores_prompts)
 
     @property
     def sequence_tokens(self) -> int:
@@ -220,6 +221,9 @@ class RequestLimits:
         if min(tokens) < 0 or max(tokens) >= self.vocabulary_size:
             message = f"token ids must be in 0..{self.vocabulary_size - 1}"
             raise InvalidArgumentError(message, field="token_ids")
+        if request.scores_prompt and not self.scores_prompts:
+            message = "prompt_logprobs is not supported for this model"
+            raise InvalidArgumentError(message, reason="UNSUPPORTED_FIELD", field="sampling.prompt_logprobs")
         prior = request.prior_output_tokens
         if not 0 <= prior < len(tokens):
             message = f"prior_output_tokens must be in 0..{len(tokens) - 1}"

@@ -21,12 +21,14 @@ from splitserve.logs import log_event
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Properties of the model that the rest of the worker needs. `adapters`: those that requests may name."""
+    """Properties of the model that the rest of the worker needs. `adapters`: those that requests may name.
+    `scores_prompts`: whether the runner has log-probabilities of prompts."""
 
     context_tokens: int
     vocabulary_size: int
     eos_token_ids: frozenset[int]
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    scores_prompts: bool = True
 
 
 class OutputMatcher(Protocol):

@@ -279,5 +279,11 @@ def first_ranked(values: torch.Tensor, width: int) -> torch.Tensor:
     """Columns of the `width` largest values of each row, ascending, int64 `[rows, width]`; of equal ones the first."""
     if not width:
         return torch.empty((len(values), 0), dtype=torch.int64, device=values.device)
-    kept = _largest(values, values.topk(width).values[:, -1:], width)
-    return kept.nonzero()[:, 1].view(-1, width)
+    likely, columns = values.topk(min(width + 1, values.shape[-1]))
+    columns = columns[:, :width].sort().values
+    if width < values.shape[-1]:
+        # Which of equal values `topk` takes matters only where they are on both sides of the last place.
+        tied = likely[:, -2] == likely[:, -1]
+        kept = _largest(values[tied], likely[tied, -2:-1], width)
+        columns[tied] = kept.nonzero()[:, 1].view(-1, width)
+    return columns

@@ -90,7 +90,13 @@ def load_model(
         context = AttentionContext()
         layers = bind_layers(module, context, declared_windows(settings))
         attention = probe_model(module, context, layers, settings)
-    facts = ModelFacts(context_tokens, int(config.vocab_size), eos_token_ids(module))
+    facts = ModelFacts(
+        context_tokens,
+        int(config.vocab_size),
+        eos_token_ids(module),
+        # `compute_logits` scores prompts with a model whose layers run apart from its output layer.
+        scores_prompts=module.base_model is not module,
+    )
     fingerprint = model_fingerprint(settings, module.state_dict(), module.all_tied_weights_keys)
     _pack(module, context, dtype, device, kernels)
     return LoadedModel(module, config, context, facts, attention, dtype, device, fingerprint)

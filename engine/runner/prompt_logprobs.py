@@ -33,7 +33,7 @@ def _logprobs(
 ) -> tuple[list[float], list[int], list[list[int]], list[list[float]]]:
     """The values of `PromptLogprobs` for logits `[rows, vocabulary]` and the token after each row. Of equally probable
     alternatives those with lower ids count. Where the logits are not finite, all tokens have probability 0."""
-    values = logits.float().log_softmax(-1).nan_to_num_(nan=float("-inf"))
+    values = logits.float().log_softmax(-1).nan_to_num_(nan=float("-inf"), neginf=float("-inf"))
     own = values.gather(1, torch.tensor(tokens, device=values.device)[:, None])
     ranks = 1 + (values > own).sum(-1)
     columns = first_ranked(values, min(top, values.shape[-1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -142,7 +143,7 @@ def _facts(facts: ModelFacts, config: EngineConfig) -> ModelFacts:
     if limit > facts.context_tokens:
         message = f"engine.context_tokens: {limit} is more than the model's own {facts.context_tokens}"
         raise ConfigError(message, field="engine.context_tokens")
-    return ModelFacts(limit, facts.vocabulary_size, facts.eos_token_ids)
+    return replace(facts, context_tokens=limit)
 
 
 def build_torch_runner(

@@ -19,8 +19,8 @@ MAX_BAD_WORD_CHARACTERS = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
-MAX_PROMPT_VALUES = 2**18
-"""Most log-probabilities of one prompt: 2 MiB of a message, and about 16 MiB of JSON."""
+MAX_PROMPT_VALUES = 2**16
+"""Most log-probabilities of one prompt: 0.5 MiB of a message, and about 4 MiB of JSON."""
 LEAST_TARGET_MS, MAX_TTFT_MS, MAX_TPOT_MS = 0.001, 86_400_000, 3_600_000
 """Bounds of the latency targets `ttft_ms` and `tpot_ms` of a request."""
 MAX_PRIORITY = 100

@@ -93,7 +93,7 @@ class SamplingParams(_message.Message):
     prompt_logprobs: _builtins.int
     """How many of the likeliest tokens to report for each token of the prompt. The worker then computes the whole prompt,
     without KV from its prefix cache. Default: no log-probabilities of the prompt. Range 0..20, and the prompt's tokens
-    times 1 + prompt_logprobs are at most 262,144.
+    times 1 + prompt_logprobs are at most 65,536.
     """
     @_builtins.property
     def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
@@ -111,7 +111,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Words that must not be generated. The coordinator tokenizes each as it is and with a space before it, and adds the
+        """Words that must not be generated. The coordinator tokenizes each without and with a space before it, and adds the
         tokens to bad_sequences. At most 128, each 1..256 characters, not of spaces alone. Workers take none. Default none.
         """
 

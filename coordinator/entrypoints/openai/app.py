@@ -173,7 +173,8 @@ class OpenAIServing:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         frame = self._frame(exchange, caller, request, CHAT_PREFIX, kind)
         choice_requests, parsers = await self.prepared(exchange, caller, request, len(body))
-        texts = await self._texts(request, caller) if request.logprobs else None
+        as_ids = request.return_tokens_as_token_ids
+        texts = await self._texts(request, caller, as_ids=as_ids) if request.logprobs else None
         prompt_texts = await self._prompt_texts(request, caller)
         extras = Extras.of(request)
         if not request.stream:
@@ -214,7 +215,8 @@ class OpenAIServing:
         frame = self._frame(exchange, caller, request, COMPLETION_PREFIX, "text_completion")
         requests = await self._api.parser.run(len(body), request.generate_requests)
         choice_requests = self._choice_requests(exchange, caller, request, requests)
-        texts = None if request.logprobs is None else await self._texts(request, caller)
+        as_ids = request.return_tokens_as_token_ids
+        texts = None if request.logprobs is None else await self._texts(request, caller, as_ids=as_ids)
         prompt_texts = await self._prompt_texts(request, caller)
         extras = Extras.of(request)
         echoes = await self._echoes(request, choice_requests)
@@ -263,10 +265,11 @@ class OpenAIServing:
         choices, kept = fields.choices, fields.kept_choices
         return ChoiceRequests(requests, caller, choices, kept, has_logprobs, trace, failure)
 
-    async def _texts(self, fields: GenerationFields, caller: Caller) -> TokenTexts:
+    async def _texts(
+        self, fields: GenerationFields, caller: Caller, *, as_ids: bool | None = None
+    ) -> TokenTexts:
         tokenizer = await self._api.tokenizer(fields.model or "", caller)
-        as_ids = bool(fields.return_tokens_as_token_ids)
-        return TokenTexts(tokenizer, as_ids=as_ids, keep_special=fields.keeps_special)
+        return TokenTexts(tokenizer, as_ids=bool(as_ids), keep_special=fields.keeps_special)
 
     async def _prompt_texts(self, request: GenerationFields, caller: Caller) -> TokenTexts | None:
         return None if request.prompt_logprobs is None else await self._texts(request, caller)
@@ -282,7 +285,9 @@ class OpenAIServing:
 
         def decoded() -> list[str | None]:
             texts = [
-                tokenizer.decode(prompt.token_ids.ids) if tokenizer is not None else prompt.text
+                prompt.text
+                if tokenizer is None
+                else tokenizer.decode(prompt.token_ids.ids, keep_special=request.keeps_special)
                 for prompt in prompts
             ]
             return [text for text in texts for _ in range(request.choices)]
@@ -339,6 +344,8 @@ async def respond(
     def rendered() -> bytes:
         made, kept = choice_requests.choices_per_prompt, choice_requests.kept_per_prompt
         order = list(range(len(choices)))
+        for index in order:
+            choices[index].share_prompt(choices[index - index % made])
         if kept < made:
             groups = [order[start : start + made] for start in range(0, len(order), made)]
             best = [sorted(group, key=lambda index: -choices[index].mean_logprob)[:kept] for group in groups]

@@ -188,6 +188,13 @@ class GenerationFields(Fields):
         return not self.model_fields_set.isdisjoint(FORM_FIELDS)
 
     @property
+    def narrowing_field(self) -> str:
+        """The field to blame if no token can be chosen, where none of FORM_FIELDS is given."""
+        if self.allowed_token_ids is not None:
+            return "allowed_token_ids"
+        return "bad_words" if self.bad_words else "tools"
+
+    @property
     def counts_continuously(self) -> bool:
         """Whether each event of a stream has the token counts so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
@@ -244,11 +251,14 @@ class GenerationFields(Fields):
         )
 
     def choice_requests(self, shared: inference_pb2.GenerateRequest) -> list[inference_pb2.GenerateRequest]:
-        """A copy of the request for each choice, with a seed of its own if the client has set one."""
+        """A copy of the request for each choice, with a seed of its own if the client has set one. The first one alone
+        asks for log-probabilities of the prompt."""
         requests = []
         for choice in range(self.choices):
             request = inference_pb2.GenerateRequest()
             request.CopyFrom(shared)
+            if choice:
+                request.sampling.ClearField("prompt_logprobs")
             if self.seed is not None:
                 request.sampling.seed = (self.seed + choice) % 2**64
             requests.append(request)
@@ -506,6 +516,10 @@ class ChoiceBuilder(ABC):
         """Further fields of the choice."""
         return {"token_ids": self._token_ids} if self.extras.token_ids else {}
 
+    def share_prompt(self, first: ChoiceBuilder) -> None:
+        """Takes the log-probabilities of the prompt from its first choice, which alone asks for them."""
+        self._prompt = first._prompt
+
     @property
     def mean_logprob(self) -> float:
         """The mean log-probability of a token, of an answer with log-probabilities."""
@@ -579,9 +593,9 @@ class UsageSum:
             self._cached += done.usage.cached_prompt_tokens
 
     def add_prompt_logprobs(self, prompt: generation_pb2.PromptLogprobs) -> None:
-        """Counts the log-probabilities of one choice's prompt. Raises InvalidArgumentError for more than one response
-        takes."""
-        self.prompt_values += len(prompt.logprobs) + len(prompt.top_logprobs)
+        """Counts the log-probabilities of one prompt for each of its choices. Raises InvalidArgumentError for more than
+        one response takes."""
+        self.prompt_values += self._choices_per_prompt * (len(prompt.logprobs) + len(prompt.top_logprobs))
         if self.prompt_values > MAX_RESPONSE_VALUES:
             message = f"prompt: a response has at most {MAX_RESPONSE_VALUES} log-probabilities of prompts"
             raise InvalidArgumentError(message, field="prompt")

@@ -224,6 +224,7 @@ class ChatRequest(FormedFields, TemplateFields):
         names = {
             "prompt.chat": "messages",
             "sampling.logprobs": "top_logprobs",
+            "sampling.grammar": self.narrowing_field,
             "stop.max_tokens": limit,
         }
         if self.asks_for_form:

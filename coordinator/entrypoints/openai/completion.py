@@ -105,7 +105,11 @@ class CompletionRequest(FormedFields):
     @property
     def names(self) -> FieldNames:
         """The HTTP names of gRPC fields."""
-        names = {"prompt.text": "prompt", "prompt.token_ids": "prompt"}
+        names = {
+            "prompt.text": "prompt",
+            "prompt.token_ids": "prompt",
+            "sampling.grammar": self.narrowing_field,
+        }
         if self.prompt_logprobs is None:
             names["sampling.prompt_logprobs"] = "logprobs"
         return FieldNames(names | (self.form_names if self.asks_for_form else {}))

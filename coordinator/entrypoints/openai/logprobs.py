@@ -134,7 +134,7 @@ class CompletionLogprobs:
             shown["top_logprobs"].append(None if own is None else {text: own} | others)
             shown["text_offset"].append(self._offset if length is None else min(self._offset, length))
             visible = self._texts.visible(token_id)
-            if not visible and self._echo.startswith(text, self._offset):
+            if not visible and self._echo.startswith(data.decode(errors="replace"), self._offset):
                 visible = data  # the prompt spells a special token
             self._offset += len(self._decoder.decode(visible))
         return shown

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
-from pydantic_core import from_json
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from coordinator.entrypoints.openai.bodies import Fields, GenerationFields, OpenFields, compact_json
+from coordinator.request.json_bounds import parsed_json
 from splitserve.errors import InvalidArgumentError
 from splitserve.grammars.forms import MAX_GRAMMAR_BYTES, field_of
 from splitserve.grammars.schemas import STRICT
@@ -83,60 +83,78 @@ class AnswerForm:
     """A form that an answer must have."""
 
     grammar: generation_pb2.Grammar
-    rule: str
-    """The same as the rule `response_format` of a Lark grammar. Errors of an answer name it."""
+
+    @property
+    def rule(self) -> str:
+        """The same as the rule `response_format` of a Lark grammar. Errors of an answer name it."""
+        match self.grammar.WhichOneof("kind"):
+            case "regex":
+                # A slash or the end of a line would end the expression in Lark.
+                return f"response_format: /{_SPECIAL.sub(_spelled, self.grammar.regex)}/"
+            case "lark":
+                return f"response_format: %lark {{\n{self.grammar.lark}\n}}"
+        return f"response_format[capture]: %json {self.grammar.json_schema or compact_json(_OBJECT)}"
 
     @classmethod
     def of_json(cls, schema: dict[str, Any] | None) -> AnswerForm:
         """JSON that satisfies the schema; None: any object."""
-        grammar = generation_pb2.Grammar(json_object=True)
-        if schema is not None:
-            grammar = generation_pb2.Grammar(json_schema=compact_json(schema))
-        return cls(
-            grammar, f"response_format[capture]: %json {compact_json(_OBJECT if schema is None else schema)}"
-        )
+        if schema is None:
+            return cls(generation_pb2.Grammar(json_object=True))
+        return cls(generation_pb2.Grammar(json_schema=compact_json(schema)))
 
     @classmethod
     def of_regex(cls, regex: str) -> AnswerForm:
         """Text that the expression matches as a whole."""
-        # A slash or the end of a line would end the expression in Lark.
-        spelled = re.sub(r"\\.|/|\n", lambda found: _SPELLED.get(found[0], found[0]), regex, flags=re.DOTALL)
-        return cls(generation_pb2.Grammar(regex=regex), f"response_format: /{spelled}/")
+        return cls(generation_pb2.Grammar(regex=regex))
 
     @classmethod
     def of_choices(cls, choices: list[str]) -> AnswerForm:
         """One of these texts."""
-        choice = f"CHOICE: {' | '.join(map(json.dumps, choices))}"
-        return cls(
-            generation_pb2.Grammar(lark=f"start: CHOICE\n{choice}"), f"response_format: CHOICE\n{choice}"
-        )
+        return cls.of_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, choices))}")
 
     @classmethod
     def of_lark(cls, lark: str) -> AnswerForm:
         """A text of the grammar, which begins with the rule `start`."""
-        return cls(generation_pb2.Grammar(lark=lark), f"response_format: %lark {{\n{lark}\n}}")
+        return cls(generation_pb2.Grammar(lark=lark))
 
 
 _OBJECT = {"type": "object"}
+_SPECIAL = re.compile(r"\\.|/|\n", flags=re.DOTALL)
 _SPELLED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 MAX_FORM_CHOICES = 1024
 
 
+def _spelled(found: re.Match[str]) -> str:
+    return _SPELLED.get(found[0], found[0])
+
+
 def _schema(value: Any) -> Any:
-    """A JSON Schema, which may come as text. Raises ValueError for text that is not JSON or is too long."""
+    """A JSON Schema, which may come as text. Raises ValueError for text that is not JSON, is too long or has too many
+    values."""
     if not isinstance(value, str):
         return value
     if len(value) > MAX_GRAMMAR_BYTES:
         raise ValueError(f"must have at most {MAX_GRAMMAR_BYTES} bytes")
-    return from_json(value, allow_inf_nan=False)
+    try:
+        return parsed_json(value)
+    except InvalidArgumentError as error:
+        raise ValueError(error.message) from None
+
+
+def _not_long(choices: list[str]) -> list[str]:
+    """These choices. Raises ValueError if they are too long together."""
+    if sum(map(len, choices)) > MAX_GRAMMAR_BYTES:
+        raise ValueError(f"must have at most {MAX_GRAMMAR_BYTES} characters together")
+    return choices
 
 
 SchemaField = Annotated[dict[str, Any], BeforeValidator(_schema)]
 ChoicesField = Annotated[
     list[Annotated[str, Field(min_length=1)]],
     Field(min_length=1, max_length=MAX_FORM_CHOICES, fail_fast=True),
+    AfterValidator(_not_long),
 ]
-Pattern = Annotated[str, Field(min_length=1)]
+Pattern = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
 
 
 class ResponseFormat(Fields):
@@ -214,6 +232,8 @@ class FormedFields(GenerationFields):
         for kind, make, value, older in kinds:
             given = {f"structured_outputs.{kind}": value, f"guided_{kind}": older}
             forms |= {name: make(asked) for name, asked in given.items() if asked is not None}
+        if self.structured_outputs is not None and not any(name.startswith("structured_") for name in forms):
+            raise InvalidArgumentError("structured_outputs must name a form", field="structured_outputs")
         if len(forms) > 1:
             first, second, *_ = forms
             raise InvalidArgumentError(f"{second} cannot be given together with {first}", field=second)

@@ -228,7 +228,13 @@ def test_all_forms_of_a_prompt() -> None:
         ({"structured_outputs": {"json": "[" * 10**5}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
         ({"guided_json": " " * 2**19}, "guided_json"),
+        ({"guided_json": "[" + "1," * 10**5 + "1]"}, "guided_json"),
         ({"guided_json": True}, "guided_json"),
+        ({"guided_regex": "a" * (2**18 + 1)}, "guided_regex"),
+        ({"structured_outputs": {"grammar": "a" * (2**18 + 1)}}, "structured_outputs.grammar"),
+        ({"guided_choice": ["a", "b" * 2**18]}, "guided_choice"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": False}, "guided_regex": "a"}, "structured_outputs"),
         ({"guided_regex": ""}, "guided_regex"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": [""]}, "guided_choice[0]"),
@@ -392,11 +398,14 @@ def test_settings_are_not_copied_without_bound(settings: dict[str, Any]) -> None
 
 
 def test_choices_differ_in_prompt_and_seed_only() -> None:
-    asked = completion(prompt=["a", "b"], n=2, seed=2**64 - 1, response_format={"type": "json_object"})
+    form = {"type": "json_object"}
+    asked = completion(prompt=["a", "b"], n=2, seed=2**64 - 1, response_format=form, prompt_logprobs=1)
     requests = asked.generate_requests()
     assert [one.text for one in requests] == ["a", "a", "b", "b"]
     assert [one.sampling.seed for one in requests] == [2**64 - 1, 0] * 2
     assert all(one.sampling.HasField("grammar") for one in requests)
+    # The other choices of a prompt show what its first one gets.
+    assert [one.sampling.HasField("prompt_logprobs") for one in requests] == [True, False] * 2
     (unseeded,) = completion(prompt="a").generate_requests()
     assert not unseeded.sampling.HasField("seed")
 
@@ -465,7 +474,6 @@ def test_forms_of_answers(kind: str, value: Any, grammar: dict[str, str]) -> Non
             assert made.names.http_name(f"sampling.grammar.{next(iter(grammar))}") == name
     (request,) = sent_for(chat(structured_outputs={"json_object": True, "disable_fallback": False}))
     assert request.sampling.grammar.json_object
-    assert not sent_for(chat(structured_outputs={}))[0].sampling.HasField("grammar")
 
 
 def test_best_of_asks_for_log_probabilities_of_more_answers() -> None:
@@ -549,6 +557,10 @@ def test_names_in_errors_are_those_of_the_request() -> None:
     assert names.http_name("stop.max_tokens") == "max_completion_tokens"
     assert names.http_name("stop.stop_strings[2]") == "stop[2]"
     assert names.http_name("sampling.temperature") == "temperature"
+    both: dict[str, Any] = {"allowed_token_ids": [97], "bad_words": ["a"]}
+    for make in (chat, completion):
+        assert make(**both).names.http_name("sampling.grammar") == "allowed_token_ids"
+        assert make(bad_words=["a"]).names.http_name("sampling.grammar") == "bad_words"
     assert names.http_name("sampling.logprobs") == "top_logprobs"
     assert names.http_name("prompt.chat.messages[1].role") == "messages[1].role"
     assert names.http_name("prompt.chat") == "messages"

@@ -319,6 +319,9 @@ def test_log_probabilities_of_a_prompt_as_vllm_gives_them() -> None:
     for body in (completion, chat):
         body.delta(generation_pb2.OutputDelta(finish_reason=LENGTH, prompt_logprobs=PROMPT))
     shown = completion.to_json(done(LENGTH))
+    sibling = CompletionResponse(1, prompt_texts=texts)
+    sibling.share_prompt(completion)
+    assert sibling.to_json(done(LENGTH))["prompt_logprobs"] == shown["prompt_logprobs"]
     assert chat.beside_choices() == {"prompt_logprobs": shown["prompt_logprobs"]}
     assert (shown["text"], shown["logprobs"]["tokens"], shown["finish_reason"]) == ("", [], "length")
     first, *others = shown["prompt_logprobs"]
@@ -332,9 +335,8 @@ def test_log_probabilities_of_a_prompt_as_vllm_gives_them() -> None:
 
 
 def test_log_probabilities_of_prompts_are_bounded() -> None:
-    usage = UsageSum(1)
+    usage = UsageSum(2)  # both choices show the prompt's
     half = generation_pb2.PromptLogprobs(logprobs=[0.0] * (MAX_RESPONSE_VALUES // 2))
-    usage.add_prompt_logprobs(half)
     usage.add_prompt_logprobs(half)
     with pytest.raises(InvalidArgumentError, match=str(MAX_RESPONSE_VALUES)):
         usage.add_prompt_logprobs(PROMPT)
@@ -373,12 +375,13 @@ def test_token_ids_of_whole_responses() -> None:
 
 
 def test_tokens_named_by_their_ids() -> None:
-    texts = TokenTexts(SpecialTokenizer(), as_ids=True, keep_special=True)
-    body = CompletionResponse(0, texts=texts)
-    body.delta(delta("<s>b", STOP, [token(256, -1.0), token(98, -1.0)]))
-    shown = body.to_json(done())["logprobs"]
-    assert (shown["tokens"], shown["text_offset"]) == (["token_id:256", "token_id:98"], [0, 3])
-    assert body.mean_logprob == -1.0
+    for keep_special, echo in ((True, None), (False, "<s>")):  # the prompt spells it
+        texts = TokenTexts(SpecialTokenizer(), as_ids=True, keep_special=keep_special)
+        body = CompletionResponse(0, texts=texts, echo=echo)
+        body.delta(delta("<s>b", STOP, [token(256, -1.0), token(98, -1.0)]))
+        shown = body.to_json(done())["logprobs"]
+        assert (shown["tokens"], shown["text_offset"]) == (["token_id:256", "token_id:98"], [0, 3])
+        assert body.mean_logprob == -1.0
 
 
 def test_token_counts() -> None:

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from coordinator.models.tokenizers import LONG_BYTES, SHORT_BYTES, PromptTokenizers
 from splitserve.errors import InvalidArgumentError, NotFoundError
+from splitserve.generation.bounds import MAX_BAD_TOKENS
 from splitserve.models.hf_tokenizer import ByteTokenizer
 from splitserve.models.tokenizer import Turn
 from splitserve.v1 import inference_pb2
@@ -355,4 +356,7 @@ async def test_a_prompt_is_cut_at_its_front_and_bad_words_get_their_tokens() -> 
         assert bytes(prompt.token_ids).decode() == expected
     found = await tokenizers.bad_sequences("s", ["a", " b", "ab"], "tenant")
     assert [bytes(tokens).decode() for tokens in found] == ["a", "A", "BB", "aBB", "ABB"]
+    longest = await asyncio.gather(*(tokenizers.bad_sequences("s", ["c" * 256] * 128, "t") for _ in range(2)))
+    assert sum(map(len, longest[0])) < 2 * MAX_BAD_TOKENS
+    assert longest[0] is longest[1]  # tokenized once
     tokenizers.close()

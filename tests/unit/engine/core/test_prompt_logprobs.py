@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.engine import EngineRequest, RequestOutput
+from engine.core.engine import EngineRequest, RequestLimits, RequestOutput
 from engine.core.engine_core import EngineCore
 from engine.core.model_runner import SamplingParams
 from splitserve.config.engine import EngineConfig
+from splitserve.errors import InvalidArgumentError
 from tests.support.engine.byte_tokenizer import ByteTokenizer
 from tests.support.engine.engine_rig import request
 from tests.support.engine.reference import Reference, assert_prompt_logprobs
@@ -118,3 +119,11 @@ def test_only_the_worker_that_computes_the_prompt_has_them(make_core: Callable[.
     assert outputs.keys() == {"handed", "resumed"}
     assert not any(output.prompt_logprobs for name in outputs for output in outputs[name])
     core.close()
+
+
+def test_a_model_that_scores_no_prompts_refuses_to() -> None:
+    limits = RequestLimits(100, 100, 257, scores_prompts=False)
+    limits.check(request("plain", prompt_of(9)))
+    with pytest.raises(InvalidArgumentError) as refused:
+        limits.check(request("scored", prompt_of(9), sampling=SCORED))
+    assert refused.value.field == "sampling.prompt_logprobs"
