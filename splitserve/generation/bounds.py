@@ -64,7 +64,8 @@ def check_sampling(sampling: generation_pb2.SamplingParams, vocabulary_size: int
 
 def check_bad_sequences(sampling: generation_pb2.SamplingParams, name: str) -> None:
     """Raises InvalidArgumentError for the field `name` if there are too many bad sequences, or tokens in them."""
-    between(f"{name} (count)", len(sampling.bad_sequences), 0, MAX_BAD_WORDS)
+    most = 2 * MAX_BAD_WORDS  # a word is tokenized with and without a space before it
+    between(f"{name} (count)", len(sampling.bad_sequences), 0, most)
     tokens = sum(len(bad.ids) for bad in sampling.bad_sequences)
     between(f"{name} (tokens)", tokens, 0, MAX_BAD_TOKENS)
 
