@@ -118,7 +118,7 @@ class SamplingParams(_message.Message):
     @_builtins.property
     def bad_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
         """Sequences of tokens that must not be generated: where all tokens of one but its last end the output, its last is
-        not chosen. At most 128, of 1024 tokens together. Default none.
+        not chosen. At most 256, of 1024 tokens together. Default none.
         """
 
     def __init__(
