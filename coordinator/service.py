@@ -20,6 +20,7 @@ from coordinator.entrypoints.inference_api import InferenceApi, InputLimits, Tra
 from coordinator.entrypoints.inference_service import InferenceService
 from coordinator.entrypoints.kserve.service import KserveService
 from coordinator.entrypoints.openai.app import AnswerFormats, OpenAIServing, make_app
+from coordinator.entrypoints.openai.tokenization import TokenizationEndpoints
 from coordinator.entrypoints.page.endpoints import PageAccess, PageEndpoints
 from coordinator.entrypoints.responses.endpoints import ResponsesEndpoints
 from coordinator.health.circuit_breakers import CircuitBreakerRegistry
@@ -286,7 +287,11 @@ class Coordinator:
             return
         formats = AnswerFormats(self.api, config.tool_format, config.reasoning_format)
         chats = OpenAIServing(self.api, formats)
-        others = [*ResponsesEndpoints(self.api, chats).paths, *MessagesEndpoints(self.api, chats).paths]
+        others = [
+            path
+            for endpoints in (TokenizationEndpoints, ResponsesEndpoints, MessagesEndpoints)
+            for path in endpoints(self.api, chats).paths
+        ]
         page = self.page.paths if self.page is not None else ()
         app = make_app(self.api, self.metrics, chats, page, others, frozenset(config.allowed_origins))
         most = connections_that_fit(config.max_connections, LISTENERS)

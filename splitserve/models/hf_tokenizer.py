@@ -17,6 +17,7 @@ from splitserve.models.chat_template import REASONING_FIELDS, ChatTemplates, com
 from splitserve.models.sources import ModelSource, localize_model, resolve_model
 from splitserve.models.tokenizer import (
     DEFAULT_ARGUMENTS,
+    THINKING,
     PromptStyle,
     TemplateArguments,
     Tokenizer,
@@ -48,7 +49,7 @@ _MESSAGE = frozenset(Turn._fields) - {"further"} | frozenset(REASONING_FIELDS)
 _CALL, _FUNCTION = frozenset({"id", "type", "function", "index"}), frozenset({"name", "arguments"})
 _READERS: Mapping[str, frozenset[str]] = {
     "documents": frozenset({"documents"}),
-    "reasoning_effort": frozenset({"reasoning_effort", "enable_thinking", "thinking"}),
+    "reasoning_effort": frozenset({"reasoning_effort", *THINKING}),
 }
 """Variables that are refused with a template that reads none of these."""
 _HARMLESS: tuple[Any, ...] = (None, [], "none", "medium")

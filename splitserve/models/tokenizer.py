@@ -36,6 +36,8 @@ class TemplateArguments(NamedTuple):
 
 
 DEFAULT_ARGUMENTS = TemplateArguments()
+THINKING = ("enable_thinking", "thinking")
+"""The variables by which chat templates switch thinking on and off."""
 
 
 class PromptStyle(NamedTuple):

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from coordinator.entrypoints.openai.bodies import Fields, Unsupported, compact_json
-from coordinator.entrypoints.openai.chat import THINKING, ChatRequest, joined_text
-from coordinator.entrypoints.openai.items import Conversation, NestedFields, TypedPiece, served
+from coordinator.entrypoints.openai.chat import ChatRequest, joined_text
+from coordinator.entrypoints.openai.items import MAX_METADATA, Conversation, NestedFields, TypedPiece, served
 from coordinator.entrypoints.openai.tools import FunctionName
 from splitserve.errors import InvalidArgumentError
+from splitserve.models.tokenizer import THINKING
 
 NOT_SERVED: Unsupported = {"container": (), "mcp_servers": ([],)}
-MAX_METADATA = 16
 SAME_AS_IN_CHAT = {"model", "max_tokens", "temperature", "top_p", "top_k"}
 BLOCKS = {
     "text": ("text",),

@@ -48,7 +48,6 @@ from coordinator.entrypoints.openai.completion import (
 from coordinator.entrypoints.openai.formats.answer import AnswerParser
 from coordinator.entrypoints.openai.formats.table import AnswerFormat, choose_format, format_named
 from coordinator.entrypoints.openai.logprobs import TokenTexts
-from coordinator.entrypoints.openai.tokenization import TokenizationEndpoints
 from coordinator.request.inference_request import (
     CHAT_PREFIX,
     COMPLETION_PREFIX,
@@ -459,10 +458,7 @@ def make_app(
     served under GET, and `others` belong to other APIs. `origins`: whose pages may read the responses of all paths but
     `further` ones."""
     info = InfoEndpoints(api, read_metrics)
-    tokenization = TokenizationEndpoints(api)
     posts = [
-        ("/tokenize", tokenization.tokenize),
-        ("/detokenize", tokenization.detokenize),
         ("/v1/chat/completions", completions.chat),
         ("/v1/completions", completions.completion),
     ]

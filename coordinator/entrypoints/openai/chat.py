@@ -36,6 +36,7 @@ from coordinator.entrypoints.openai.logprobs import TokenTexts, chat_logprobs
 from coordinator.entrypoints.openai.tools import FormedFields, Function, NamedTool, Tool, ToolChoice
 from splitserve.client.types import FINISH_REASONS
 from splitserve.errors import InvalidArgumentError
+from splitserve.models.tokenizer import THINKING
 from splitserve.v1 import generation_pb2, inference_pb2
 
 CHAT_NOT_SERVED = NOT_SERVED | {
@@ -62,8 +63,6 @@ CHAT_NAMES = {
 }
 """The HTTP names of a conversation's gRPC fields."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-THINKING = frozenset({"enable_thinking", "thinking"})
-"""The variables by which templates switch thinking on and off."""
 
 
 def joined_text(content: Any, kinds: Sequence[str] = ("text", "refusal")) -> Any:
@@ -154,7 +153,7 @@ class TemplateFields(Fields):
         """These fields. As in vLLM, an effort also switches thinking on or off, unless the variables do."""
         variables = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
-            if THINKING.isdisjoint(variables):
+            if variables.keys().isdisjoint(THINKING):
                 variables |= dict.fromkeys(THINKING, self.reasoning_effort != "none")
             variables["reasoning_effort"] = self.reasoning_effort
         if with_documents and self.documents is not None:

@@ -33,6 +33,8 @@ from splitserve.runtime.call_thread import ParserThread
 from splitserve.v1 import generation_pb2, inference_pb2
 
 SYSTEM = ("system", "developer")
+MAX_METADATA = 16
+"""Most entries of a request's `metadata`."""
 
 
 class NestedFields(Fields):

@@ -6,9 +6,10 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from coordinator.entrypoints.http.exchange import FieldNames, HttpExchange
+from coordinator.entrypoints.http.exchange import ApiPath, FieldNames, HttpExchange
 from coordinator.entrypoints.inference_api import InferenceApi
-from coordinator.entrypoints.openai.bodies import Fields, UInt32, dumped, parsed
+from coordinator.entrypoints.openai.app import OpenAIServing
+from coordinator.entrypoints.openai.bodies import Fields, UInt32, dumped
 from coordinator.entrypoints.openai.chat import CHAT_NAMES, Message, TemplateFields
 from coordinator.entrypoints.openai.tools import Tool
 from splitserve.errors import InvalidArgumentError
@@ -57,16 +58,20 @@ class DetokenizeRequest(Fields):
 
 
 class TokenizationEndpoints:
-    """Both paths. They take turns with the prompts of generations, and count as running while they last."""
+    """Both paths. They take turns with the prompts of generations, and count as running while they last. `chats` parses
+    the bodies."""
 
-    def __init__(self, api: InferenceApi) -> None:
-        self._api = api
+    def __init__(self, api: InferenceApi, chats: OpenAIServing) -> None:
+        self._api, self._chats = api, chats
+        self.paths = [
+            ApiPath(("POST",), "/tokenize", self.tokenize),
+            ApiPath(("POST",), "/detokenize", self.detokenize),
+        ]
 
     async def tokenize(self, exchange: HttpExchange) -> None:
         """POST /tokenize."""
         caller, body = exchange.caller(), await exchange.json_body()
-        most, run = self._api.limits.context_tokens, self._api.parser.run
-        request = await run(len(body), parsed, TokenizeRequest, body, {}, most)
+        request, run = await self._chats.parsed(TokenizeRequest, body, {}), self._api.parser.run
         exchange.field_names = FieldNames({**CHAT_NAMES, "prompt.text": "prompt"})
         asked = await run(len(body), request.generate_request)
         async with exchange.while_connected():
@@ -84,8 +89,7 @@ class TokenizationEndpoints:
     async def detokenize(self, exchange: HttpExchange) -> None:
         """POST /detokenize."""
         caller, body = exchange.caller(), await exchange.json_body()
-        most, run = self._api.limits.context_tokens, self._api.parser.run
-        request = await run(len(body), parsed, DetokenizeRequest, body, {}, most)
+        request, run = await self._chats.parsed(DetokenizeRequest, body, {}), self._api.parser.run
         async with exchange.while_connected():
             text = await self._api.detokenize(request.model or "", request.tokens, caller)
             await exchange.respond(200, await run(len(text), lambda: dumped({"prompt": text}).encode()))

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from coordinator.entrypoints.openai.bodies import Fields, OpenFields, StreamOptions, UInt32, Unsupported
 from coordinator.entrypoints.openai.chat import ChatRequest, Effort, joined_text
-from coordinator.entrypoints.openai.items import Conversation, NestedFields, TypedPiece, served
+from coordinator.entrypoints.openai.items import MAX_METADATA, Conversation, NestedFields, TypedPiece, served
 from coordinator.entrypoints.openai.tools import FunctionName
 from splitserve.errors import InvalidArgumentError
 
@@ -30,7 +30,7 @@ ITEMS = {
     "reasoning": (),
 }
 """The types of items, each with the fields that it must have."""
-MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
 """Most entries of `metadata`, and most characters of a key and of a value, as with OpenAI."""
 SAME_AS_IN_CHAT = {"model", "temperature", "top_p", "parallel_tool_calls", "user", "safety_identifier"}
 HIDDEN = {"model", "input", "stream", "stream_options", "include", "client_metadata", "text", "tools"}
