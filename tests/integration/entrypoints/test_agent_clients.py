@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.real_cluster import Cluster, echoing
 from tests.support.formats.samples import CALLS, CITY, SAMPLES
 
 MODEL = "simulated"
@@ -27,15 +27,8 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    options = ["--tool-format", "hermes", "--reasoning-format", "think"]
-    logs = tmp_path_factory.mktemp("logs")
-    cluster = Cluster(logs, coordinator_options=options, prefill=0, decode=0, http=True)
-    async with running(cluster, wait_ready=False):
-        for role in ("prefill", "decode"):
-            cluster.add_worker(role, f"{role}-0", module="tests.support.cluster.echoing_worker")
-        await cluster.wait_ready(1, 1)
+    async with echoing(tmp_path_factory.mktemp("logs"), "hermes", "think") as cluster:
         yield cluster
-        await cluster.assert_no_leaks()
 
 
 @pytest.fixture

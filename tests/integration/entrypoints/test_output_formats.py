@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.real_cluster import Cluster, echoing
 from tests.support.formats.samples import CALLS, CITY, SAMPLES
 
 MODEL = "simulated"
@@ -32,19 +32,8 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 async def cluster(family: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     reasoning = "gemma" if family == "gemma" else "think"
-    cluster = Cluster(
-        tmp_path_factory.mktemp("logs"),
-        coordinator_options=["--tool-format", family, "--reasoning-format", reasoning],
-        prefill=0,
-        decode=0,
-        http=True,
-    )
-    async with running(cluster, wait_ready=False):
-        for role in ("prefill", "decode"):
-            cluster.add_worker(role, f"{role}-0", module="tests.support.cluster.echoing_worker")
-        await cluster.wait_ready(1, 1)
+    async with echoing(tmp_path_factory.mktemp("logs"), family, reasoning) as cluster:
         yield cluster
-        await cluster.assert_no_leaks()
 
 
 @pytest.fixture

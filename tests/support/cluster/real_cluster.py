@@ -233,6 +233,20 @@ async def running(cluster: Cluster, *, wait_ready: bool = True) -> AsyncIterator
 
 
 @asynccontextmanager
+async def echoing(folder: Path, tool_format: str, reasoning_format: str) -> AsyncIterator[Cluster]:
+    """A ready pair that says what it is told (`echoing_worker.py`), whose answers are read in these formats. At the end
+    nothing is leaked and all processes have stopped."""
+    formats = ["--tool-format", tool_format, "--reasoning-format", reasoning_format]
+    cluster = Cluster(folder, coordinator_options=formats, prefill=0, decode=0, http=True)
+    async with running(cluster, wait_ready=False):
+        for role in ("prefill", "decode"):
+            cluster.add_worker(role, f"{role}-0", module="tests.support.cluster.echoing_worker")
+        await cluster.wait_ready(1, 1)
+        yield cluster
+        await cluster.assert_no_leaks()
+
+
+@asynccontextmanager
 async def proxied(cluster: Cluster) -> AsyncIterator[TcpProxy]:
     """Starts a cluster of one pair, made with `decode=0`, with a proxy between coordinator and decode worker; at
     the end all processes have stopped."""

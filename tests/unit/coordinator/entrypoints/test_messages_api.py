@@ -24,6 +24,7 @@ from splitserve.errors import (
 )
 from splitserve.models.hf_tokenizer import ByteTokenizer
 from splitserve.v1 import generation_pb2, inference_pb2
+from tests.support.clients.server_sent_events import typed_events
 
 STOP, LENGTH = generation_pb2.FINISH_REASON_STOP, generation_pb2.FINISH_REASON_LENGTH
 USER = {"role": "user", "content": "hi"}
@@ -212,12 +213,7 @@ def streamed(made: MessageAnswer, text: str, reason: Any = STOP, tokens: int = 9
     usage = inference_pb2.Usage(prompt_tokens=5, completion_tokens=tokens, cached_prompt_tokens=4)
     data = made.delta(generation_pb2.OutputDelta(text=text, token_ids=text.encode()), 5)
     data += made.done(inference_pb2.GenerationDone(finish_reason=reason, usage=usage))
-    shown = []
-    for each in data.decode().removesuffix("\n\n").split("\n\n"):
-        name, _, body = each.partition("\ndata: ")
-        shown.append(json.loads(body))
-        assert name == f"event: {shown[-1]['type']}"
-    return shown
+    return typed_events(data)
 
 
 TEXT = '<think>Hm.</think>Well.<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'

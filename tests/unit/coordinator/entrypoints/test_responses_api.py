@@ -18,6 +18,7 @@ from coordinator.entrypoints.responses.requests import NAMES, NOT_SERVED, InputI
 from coordinator.entrypoints.responses.store import ResponseStore, StoredResponse
 from splitserve.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from splitserve.v1 import generation_pb2, inference_pb2
+from tests.support.clients.server_sent_events import typed_events
 
 STOP, LENGTH = generation_pb2.FINISH_REASON_STOP, generation_pb2.FINISH_REASON_LENGTH
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -189,19 +190,10 @@ def answer(**fields: Any) -> ResponseAnswer:
     return ResponseAnswer("r1", 7, "m", request(tools=[TOOL], **fields).shown(), chat.parser(known))
 
 
-def events(data: bytes) -> list[dict[str, Any]]:
-    shown = []
-    for each in data.decode().removesuffix("\n\n").split("\n\n"):
-        name, _, body = each.partition("\ndata: ")
-        shown.append(json.loads(body))
-        assert name == f"event: {shown[-1]['type']}"
-    return shown
-
-
 def streamed(made: ResponseAnswer, pieces: list[str], reason: Any = STOP) -> list[dict[str, Any]]:
     data = b"".join(made.delta(generation_pb2.OutputDelta(text=piece)) for piece in pieces)
     usage = inference_pb2.Usage(prompt_tokens=5, completion_tokens=3, cached_prompt_tokens=4)
-    shown = events(data + made.done(inference_pb2.GenerationDone(finish_reason=reason, usage=usage)))
+    shown = typed_events(data + made.done(inference_pb2.GenerationDone(finish_reason=reason, usage=usage)))
     assert [event["sequence_number"] for event in shown] == list(range(len(shown)))
     return shown
 
@@ -269,7 +261,7 @@ def test_an_empty_answer_is_an_empty_message() -> None:
 def test_a_failure_in_a_stream() -> None:
     made = answer()
     made.delta(generation_pb2.OutputDelta(text="Well."))
-    error, failed = events(made.failed(error_response(UnavailableError("gone", reason="NO_WORKER"))))
+    error, failed = typed_events(made.failed(error_response(UnavailableError("gone", reason="NO_WORKER"))))
     assert (error["type"], error["code"], error["message"]) == ("error", "no_worker", "gone")
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
     assert failed["response"]["error"] == {"code": "server_error", "message": "gone"}
