@@ -14,11 +14,6 @@ from launcher.cli.output import write
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("certs")(certs)
-
-
 def certs(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write to; made if missing.")],
     host: Annotated[

@@ -13,46 +13,40 @@ _GENERAL, _SERVICES = "Commands", "Services, one process each"
 
 
 class CommandEntry(NamedTuple):
-    """A command's summary in the program's help, and the module whose `register` adds it."""
+    """A command's summary in the program's help, and where the command is."""
 
-    module: str
+    place: str
+    """The module, and in it the command's function, the group of its commands, or a `register` that adds it."""
     summary: str
     """First line of the command's own help."""
     panel: str = _GENERAL
 
 
 COMMANDS = {
-    "up": CommandEntry("launcher.cli.up", "Start a local cluster and keep it running until Ctrl-C"),
-    "generate": CommandEntry("launcher.cli.client.generate", "Stream one answer"),
-    "status": CommandEntry("launcher.cli.client.status", "Show workers and models of a running cluster"),
-    "top": CommandEntry(
-        "launcher.cli.client.top", "Watch a running cluster: pools, rates, latencies, slow requests"
-    ),
+    "up": CommandEntry("up:register", "Start a local cluster and keep it running until Ctrl-C"),
+    "generate": CommandEntry("client.generate:generate", "Stream one answer"),
+    "status": CommandEntry("client.status:status", "Show workers and models of a running cluster"),
+    "top": CommandEntry("client.top:top", "Watch a running cluster: pools, rates, latencies, slow requests"),
     "explain": CommandEntry(
-        "launcher.cli.client.explain",
-        "Show what happened to one request, and why; list slow and failed ones",
+        "client.explain:explain", "Show what happened to one request, and why; list slow and failed ones"
     ),
     "doctor": CommandEntry(
-        "launcher.cli.client.doctor", "Explain the lanes between workers, and this machine's part in them"
+        "client.doctor:doctor", "Explain the lanes between workers, and this machine's part in them"
     ),
-    "health": CommandEntry("launcher.cli.client.health", "Exit 0 if the service at --target serves"),
-    "model": CommandEntry("launcher.cli.model", "Fetch and list embedded models"),
-    "routes": CommandEntry(
-        "launcher.cli.client.routes", "Show and change model routes: canaries and rollbacks"
-    ),
-    "certs": CommandEntry("launcher.cli.certs", "Write an authority and a certificate for each role"),
-    "keys": CommandEntry("launcher.cli.keys", "API keys for the file of tenants"),
-    "plan": CommandEntry(
-        "launcher.cli.plan", "Say whether a traffic wants split or colocated workers, and how many"
-    ),
+    "health": CommandEntry("client.health:health", "Exit 0 if the service at --target serves"),
+    "model": CommandEntry("model:group", "Fetch and list embedded models"),
+    "routes": CommandEntry("client.routes:group", "Show and change model routes: canaries and rollbacks"),
+    "certs": CommandEntry("certs:certs", "Write an authority and a certificate for each role"),
+    "keys": CommandEntry("keys:group", "API keys for the file of tenants"),
+    "plan": CommandEntry("plan:plan", "Say whether a traffic wants split or colocated workers, and how many"),
     "simulate": CommandEntry(
-        "launcher.cli.simulate", "Replay a trace against scaling policies in simulated time"
+        "simulate:simulate", "Replay a trace against scaling policies in simulated time"
     ),
-    "coordinator": CommandEntry("launcher.cli.services", "Run the coordinator", _SERVICES),
-    "worker": CommandEntry("launcher.cli.services", "Run a worker of any role", _SERVICES),
-    "prefill-worker": CommandEntry("launcher.cli.services", "Run a worker with role prefill", _SERVICES),
-    "decode-worker": CommandEntry("launcher.cli.services", "Run a worker with role decode", _SERVICES),
-    "autoscaler": CommandEntry("launcher.cli.services", "Run the autoscaler", _SERVICES),
+    "coordinator": CommandEntry("services:register", "Run the coordinator", _SERVICES),
+    "worker": CommandEntry("services:register", "Run a worker of any role", _SERVICES),
+    "prefill-worker": CommandEntry("services:register", "Run a worker with role prefill", _SERVICES),
+    "decode-worker": CommandEntry("services:register", "Run a worker with role decode", _SERVICES),
+    "autoscaler": CommandEntry("services:register", "Run the autoscaler", _SERVICES),
 }
 
 
@@ -70,7 +64,14 @@ class CommandGroup(TyperGroup):
             return None
         part = typer.Typer(rich_markup_mode=None)
         part.callback()(lambda: None)  # keeps a single command a group of one
-        importlib.import_module(COMMANDS[cmd_name].module).register(part)
+        module, _, name = COMMANDS[cmd_name].place.partition(":")
+        place = getattr(importlib.import_module(f"launcher.cli.{module}"), name)
+        if isinstance(place, typer.Typer):
+            part.add_typer(place, name=cmd_name)
+        elif name == "register":
+            place(part)
+        else:
+            part.command(cmd_name)(place)
         return get_group(part).commands[cmd_name]
 
     def list_commands(self, ctx: Any) -> list[str]:

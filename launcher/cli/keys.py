@@ -10,15 +10,10 @@ import typer
 
 from launcher.cli.output import write
 
-
-def register(app: typer.Typer) -> None:
-    """Adds the commands."""
-    keys = typer.Typer(help="API keys for the file of tenants.", no_args_is_help=True)
-    keys.command("new")(new)
-    keys.command("init")(init)
-    app.add_typer(keys, name="keys")
+group = typer.Typer(help="API keys for the file of tenants.", no_args_is_help=True)
 
 
+@group.command()
 def new() -> None:
     """Print a new key, which is stored nowhere, and the line for the tenant's `key_hashes`."""
     from splitserve.security.api_keys import key_hash, new_key
@@ -28,6 +23,7 @@ def new() -> None:
     write(f'line under `key_hashes` in the file of tenants:\n- "{key_hash(key)}"\n')
 
 
+@group.command()
 def init(
     folder: Annotated[Path, typer.Argument(help="Folder of the files; made if missing.", metavar="FOLDER")],
 ) -> None:

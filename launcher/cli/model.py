@@ -9,20 +9,16 @@ import typer
 
 from launcher.cli.output import shown_progress, write
 
-
-def register(app: typer.Typer) -> None:
-    """Adds the commands."""
-    group = typer.Typer(help="Fetch and list embedded models.", no_args_is_help=True)
-    group.command("fetch")(fetch)
-    group.command("list")(list_models)
-    app.add_typer(group, name="model")
+group = typer.Typer(help="Fetch and list embedded models.", no_args_is_help=True)
 
 
+@group.command()
 def fetch(name: Annotated[str, typer.Argument(help="Name of an embedded model.")]) -> None:
     """Fetch an embedded model into the local cache."""
     write(f"{name} is in {fetch_with_progress(name)}\n")
 
 
+@group.command("list")
 def list_models() -> None:
     """List embedded models and their folders."""
     from splitserve.errors import NotFoundError

@@ -110,11 +110,6 @@ Limit = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("plan")(plan)
-
-
 @dataclass(frozen=True, slots=True)
 class _GivenTraffic:
     """The options that describe the traffic. Exactly one of `trace` and `rate` is given."""

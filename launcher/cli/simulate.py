@@ -85,11 +85,6 @@ Burst = Annotated[
 MeanTokens = Annotated[int, typer.Option(help="Mean.", rich_help_panel=SYNTHETIC_PANEL)]
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("simulate")(simulate)
-
-
 def simulate(
     trace: TraceName,
     columns: options.Columns = None,

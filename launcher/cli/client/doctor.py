@@ -29,11 +29,6 @@ EXIT_SLOW = 1
 STYLES = {"ok": "green", "note": "yellow", "slow": "red"}
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("doctor")(doctor)
-
-
 def doctor(
     target: options.Target = options.DEFAULT_TARGET,
     as_json: options.AsJson = False,

@@ -37,11 +37,6 @@ Failed = Annotated[
 Limit = Annotated[int, typer.Option(min=1, max=MAX_LIMIT, help="Records in a list, at most.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("explain")(explain)
-
-
 def explain(
     request_id: RequestId = None,
     slow: Slow = False,

@@ -67,11 +67,6 @@ Timings = Annotated[bool, typer.Option("--timings", help="Show where the time we
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Time for the whole answer.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("generate")(generate)
-
-
 def generate(
     prompt: PromptText,
     target: options.Target = options.DEFAULT_TARGET,

@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from splitserve.security.tls import Role, TlsFiles
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("health")(health)
-
-
 def health(
     target: options.Target = options.DEFAULT_TARGET,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for the answer.")] = 3.0,

@@ -19,16 +19,10 @@ if TYPE_CHECKING:
 Name = Annotated[str, typer.Argument(help="The name that clients use.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the commands."""
-    group = typer.Typer(help="Show and change model routes: canaries and rollbacks.", no_args_is_help=True)
-    group.command("show")(show)
-    group.command("set")(set_route)
-    group.command("rollback")(rollback)
-    group.command("remove")(remove)
-    app.add_typer(group, name="routes")
+group = typer.Typer(help="Show and change model routes: canaries and rollbacks.", no_args_is_help=True)
 
 
+@group.command()
 def show(
     target: options.Targets = None,
     as_json: options.AsJson = False,
@@ -52,6 +46,7 @@ def show(
     _checked(results)
 
 
+@group.command("set")
 def set_route(
     name: Name,
     shares: Annotated[
@@ -72,6 +67,7 @@ def set_route(
     _set(_client(target, api_key, tls, cluster_token_file), name, weights)
 
 
+@group.command()
 def rollback(
     name: Name,
     target: options.Targets = None,
@@ -84,6 +80,7 @@ def rollback(
     _set(client, name, asyncio.run(client.previous(name)))
 
 
+@group.command()
 def remove(
     name: Name,
     target: options.Targets = None,

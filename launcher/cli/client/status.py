@@ -6,8 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from launcher.cli import options
 from launcher.cli.output import drawn, write, write_json
 from splitserve.rpc.documents import document
@@ -23,11 +21,6 @@ STATE_STYLES = {
     "slow-lane": "red",
     "circuit-open": "red",
 }
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("status")(status)
 
 
 def status(

@@ -58,11 +58,6 @@ Tpot = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line and reading instead.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("top")(top)
-
-
 def top(
     interval: IntervalS = 2.0,
     count: Count = None,
