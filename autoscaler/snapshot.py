@@ -128,8 +128,6 @@ class DecodeSignals:
     step: DecodeLatency | None = None
     """How long a decode step takes: the mean of what the workers have fitted."""
     tpot: Histogram | None = None
-    reserve_wait: Histogram | None = None
-    """Wait for KV blocks on decode. It delays the first token, but only this pool can shorten it."""
     cold_start_s: float | None = None
     start: ReplicaStart | None = None
 
@@ -148,7 +146,6 @@ class LinkSignals:
     gb_per_s: float | None = None
     """Speed of one prefill replica's lane, 10^9 bytes a second."""
     kv_bytes_per_token: int | None = None
-    transfer: Histogram | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,7 +176,6 @@ class Observer:
             max_running_requests=mean_reported(worker.max_running_requests for worker in decodes),
             step=decode_latency(decodes),
             tpot=phases.get(scaling_pb2.PHASE_TPOT),
-            reserve_wait=phases.get(scaling_pb2.PHASE_RESERVE),
             cold_start_s=self._cold_starts.of("decode"),
             start=start_phases(decodes),
         )
@@ -187,7 +186,6 @@ class Observer:
             link=LinkSignals(
                 lane_gb_per_s(prefills),
                 mean_reported(worker.signals.kv_bytes_per_token for worker in seen.values()),
-                phases.get(scaling_pb2.PHASE_TRANSFER),
             ),
             arrivals=self._log.buckets(
                 [(track.last_s, track.demand_per_s()) for track in held if track.last_s]

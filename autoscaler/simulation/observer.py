@@ -54,8 +54,7 @@ class SimulatedObserver:
     def __init__(self, cluster: Cluster, scenario: Scenario) -> None:
         self._cluster, self._scenario = cluster, scenario
         window_s = scenario.window_s
-        self._prefill, self._ttft = _Window(window_s), _Window(window_s)
-        self._tpot, self._reserve, self._transfer = _Window(window_s), _Window(window_s), _Window(window_s)
+        self._prefill, self._ttft, self._tpot = _Window(window_s), _Window(window_s), _Window(window_s)
         self._arrivals = ArrivalLog(KEPT_S)
         self._arrivals.look(0.0)
         self._demand, self._looked_s = DemandCounts(), 0.0
@@ -80,15 +79,13 @@ class SimulatedObserver:
         self._demand += DemandCounts(local_requests=1, local_tokens=tokens)
 
     def first_token(self, request: SimulatedRequest) -> None:
-        """Counts a computed prompt. Admission waits count in the phase of the pool that lacked capacity, as in
+        """Counts a computed prompt. Admission waits for want of prefill capacity count in its phase, as in
         `coordinator.telemetry.request_stats`."""
         if request.first_token_s is None or request.reserved_s is None:
             return
-        held_prefill_s, held_decode_s = request.held_s
         if request.prefill is not None:
-            self._prefill.add(request.first_token_s - request.reserved_s + held_prefill_s)
+            self._prefill.add(request.first_token_s - request.reserved_s + request.held_s)
         self._ttft.add(request.first_token_s - request.arrival_s)
-        self._reserve.add(request.reserved_s - request.admitted_s + held_decode_s)
         share = 1 - request.cached / request.prompt_tokens
         # Weighted by length: the share of tokens, not of prompts.
         weight = min(1.0, request.prompt_tokens / (_OUTPUT_MEMORY * 1000))
@@ -103,8 +100,6 @@ class SimulatedObserver:
         self._mean_output += (request.output_tokens - self._mean_output) / self._answers
         if (tpot_s := request.tpot_s) is not None:
             self._tpot.add(tpot_s)
-        if request.joined_s is not None and request.first_token_s is not None:
-            self._transfer.add(request.joined_s - request.first_token_s)
 
     def snapshot(self, now_s: float) -> Snapshot:
         """The snapshot at `now_s`. Call once per decision: each call ends a slice of the windows."""
@@ -114,7 +109,6 @@ class SimulatedObserver:
         self._arrivals.add(self._looked_s, now_s, self._demand)
         self._demand, self._looked_s = DemandCounts(), now_s
         self._cold_starts.look(self.actual(), {r.name: (r.state, r.since_s) for r in cluster.replicas})
-        link = LinkSignals(engine.link_gb_per_s, engine.kv_bytes_per_token, self._transfer.read(now_s))
         return Snapshot(
             now_s=now_s,
             prefill=self._prefill_signals(now_s),
@@ -128,10 +122,9 @@ class SimulatedObserver:
                 max_running_requests=engine.max_running_requests,
                 step=engine.decode if any(r.latency.decode for r in decode) else None,
                 tpot=self._tpot.read(now_s),
-                reserve_wait=self._reserve.read(now_s),
                 cold_start_s=self._cold_starts.of("decode"),
             ),
-            link=link,
+            link=LinkSignals(engine.link_gb_per_s, engine.kv_bytes_per_token),
             arrivals=self._arrivals.buckets([]),
             window_s=self._scenario.window_s,
             wall_s=now_s,

@@ -54,8 +54,8 @@ class Outcome:
     slo: Slo
     requests: Sequence[SimulatedRequest]
     moments: Sequence[Moment]
-    actions: Mapping[str, int]
     action_times: Sequence[tuple[float, str]]
+    """Each action as its time and "WORD POOL"."""
     replica_hours: Mapping[RoleName, float]
     """Hours by role, from the order of each replica until it ended or the run did."""
     duration_s: float
@@ -65,6 +65,11 @@ class Outcome:
     def total_replica_hours(self) -> float:
         """Replica-hours of all roles."""
         return sum(self.replica_hours.values())
+
+    @property
+    def actions(self) -> Mapping[str, int]:
+        """Number of actions by their word."""
+        return Counter(what.partition(" ")[0] for _, what in self.action_times)
 
     @property
     def failed_requests(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,25 +31,18 @@ class RoutedRun:
 
 def replay(trace: Trace, engine: EngineModel, router: Router, pairs: int, cache_tokens: int) -> RoutedRun:
     """Replays a trace on `pairs` prefill and `pairs` decode replicas, each prefill replica with its own cache."""
-    events, ended = EventQueue(), 0
-
-    def on_end(_request: SimulatedRequest, _now_s: float) -> None:
-        nonlocal ended
-        ended += 1
-
+    events = EventQueue()
     scenario = Scenario(trace, engine, cold_start_s=0.0, cache_tokens=cache_tokens, local_prefill="never")
-    cluster = Cluster(scenario, events, lambda _request, _now_s: None, on_end, router)
+    cluster = Cluster(scenario, events, lambda *_: None, lambda *_: None, router)
     for name in POOLS:
         cluster.order(name, pairs, 0.0, 0.0)
     requests = [SimulatedRequest.of(request) for request in trace.requests]
     for request in requests:
         events.at(request.arrival_s, partial(cluster.arrive, request))
-    now_s = 0.0
-    while ended < len(requests):
-        now_s, event = events.pop()
-        event(now_s)
+    events.run_until(math.inf)
     busy_s = sum(replica.busy_s for replica in cluster.pool("prefill"))
-    return RoutedRun(requests, busy_s / (pairs * now_s))
+    ended_s = max(request.finished_s or 0.0 for request in requests)
+    return RoutedRun(requests, busy_s / (pairs * ended_s))
 
 
 def bound_tokens(requests: Sequence[TraceRequest]) -> int:

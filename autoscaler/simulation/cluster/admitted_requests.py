@@ -10,8 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
-from autoscaler.simulation.cluster.routed_workers import RoutedWorkers
-from autoscaler.simulation.cluster.simulated_registry import MODEL, REPORT_S
+from autoscaler.simulation.cluster.simulated_coordinator import MODEL, REPORT_S, SimulatedCoordinator
 from autoscaler.simulation.scenario import Scenario
 from coordinator.admission.model_admission import ModelAdmission
 from coordinator.admission.queue import Entry, Held
@@ -32,7 +31,7 @@ class AdmittedRequests:
     def __init__(
         self,
         scenario: Scenario,
-        workers: RoutedWorkers,
+        workers: SimulatedCoordinator,
         events: EventQueue,
         begin: RequestEvent,
         refuse: RequestEvent,
@@ -40,7 +39,7 @@ class AdmittedRequests:
         on_demand: bool,
     ) -> None:
         assert scenario.admission is not None
-        self._loads, self._settings = workers.registry.loads, scenario.admission
+        self._loads, self._settings = workers.loads, scenario.admission
         self._admission = ModelAdmission(self._settings, self._loads, scenario.local_prefill)
         self._on_demand = on_demand
         self._workers, self._events = workers, events
@@ -58,7 +57,7 @@ class AdmittedRequests:
 
     def rotated(self, now_s: float) -> None:
         """Takes the new set of workers that accept requests."""
-        self._admission.set_workers(self._workers.registry.snapshot, MODEL.name, self._on_demand)
+        self._admission.set_workers(self._workers.snapshot, MODEL.name, self._on_demand)
         self._release(now_s)
 
     def arrive(self, request: SimulatedRequest, now_s: float) -> None:
@@ -105,8 +104,7 @@ class AdmittedRequests:
         self._plan_next(now_s)
 
     def _admit(self, request: SimulatedRequest, now_s: float) -> None:
-        request.admitted_s = now_s
-        request.held_s = self._entries[request].marks
+        request.held_s, _ = self._entries[request].marks
         self._begin(request, now_s)
 
     def _drop(self, entry: Entry, now_s: float) -> None:
@@ -116,7 +114,7 @@ class AdmittedRequests:
 
     def _plan_next(self, now_s: float) -> None:
         """Wakes while requests wait: at the next report, or sooner when a wait is over."""
-        due_s = min(self._admission.next_release_s(), self._workers.registry.next_report_s)
+        due_s = min(self._admission.next_release_s(), self._workers.next_report_s)
         if not self._admission.queue.requests or self._wakes_s <= due_s:
             return
         self._wakes_s = max(due_s, now_s + _LEAST_WAIT_S)
@@ -129,11 +127,11 @@ class AdmittedRequests:
 
     def _count_output(self, now_s: float) -> None:
         """Takes the reports that are due, and counts the tokens decoded since an interval of reports ago."""
-        self._workers.registry.take_reports(now_s)
+        self._workers.take_reports(now_s)
         if now_s < self._counted_s + REPORT_S:
             return
         self._counted_s = now_s
-        for replica in self._workers.registry.replicas.values():
+        for replica in self._workers.replicas.values():
             for request, tokens in replica.produced(now_s):
                 entry = self._entries[request]
                 if tokens > entry.sent:

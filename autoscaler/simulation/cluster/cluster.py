@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from autoscaler.reconcile import Action, Activate, ChangeRole, Drain, ReplicaView, Rest, Start
+from autoscaler.reconcile import Action, Activate, ChangeRole, Drain, Rest, Start
 from autoscaler.simulation.cluster.admitted_requests import TIMEOUT_S, AdmittedRequests
 from autoscaler.simulation.cluster.prefix_cache import PrefixCache
 from autoscaler.simulation.cluster.replica import EventQueue, ReplicaCalls, SimulatedReplica, SimulatedRequest
-from autoscaler.simulation.cluster.routed_workers import RoutedWorkers
-from autoscaler.simulation.cluster.simulated_registry import MODEL
+from autoscaler.simulation.cluster.simulated_coordinator import MODEL, SimulatedCoordinator
 from autoscaler.simulation.scenario import Scenario
 from autoscaler.snapshot import ReplicaState
 from coordinator.admission.queue import NOTHING_HELD, Held
@@ -28,8 +27,9 @@ NO_WORKER_WAIT_S: float = CoordinatorConfig.model_fields["no_worker_wait_s"].def
 
 
 class Cluster:
-    """The replicas with their requests. Calls `on_first_token` and `on_end` for every request, and `on_local` for a
-    request whose prompt is no demand of the prefill pool, as in `coordinator.telemetry.request_stats`.
+    """The replicas with their requests. Calls `on_first_token` and `on_end` for every request, `on_local` for a request
+    whose prompt is no demand of the prefill pool, as in `coordinator.telemetry.request_stats`, and `on_waiting` when a
+    request begins to wait for replicas.
 
     `on_demand`: whether replicas of an empty pool are started on demand; requests then wait for them for `TIMEOUT_S`.
     """
@@ -43,10 +43,11 @@ class Cluster:
         router: Router | None = None,
         *,
         on_local: Callable[[SimulatedRequest, float], None] = lambda request, now_s: None,
+        on_waiting: Callable[[float], None] = lambda now_s: None,
         on_demand: bool = False,
     ) -> None:
         self._scenario, self._events, self._on_demand = scenario, events, on_demand
-        self._on_local = on_local
+        self._on_local, self._on_waiting = on_local, on_waiting
         self._on_first_token, self._on_end = on_first_token, on_end
         self.replicas: list[SimulatedReplica] = []
         """Replicas that have not ended, in the order in which they were ordered."""
@@ -54,27 +55,19 @@ class Cluster:
         self._numbers: dict[RoleName, int] = {"prefill": 0, "decode": 0, "both": 0}
         self._calls = ReplicaCalls(self._reserved, self._computed, partial(self._ended, joined=True))
         self._unrouted: list[SimulatedRequest] = []
-        self._routed = RoutedWorkers(scenario, router)
+        self._coordinator = SimulatedCoordinator(scenario, router)
         self._flights: dict[SimulatedRequest, Flight] = {}
         """Without admission: each request's entry in the account of work."""
         self._admitted: AdmittedRequests | None = None
         if scenario.admission is not None and scenario.admission.mode == "queue":
             calls = self._send, self._refuse
-            self._admitted = AdmittedRequests(scenario, self._routed, events, *calls, on_demand=on_demand)
-        self.on_waiting: Callable[[float], None] = lambda now_s: None
-        """Called when a request begins to wait for replicas."""
+            self._admitted = AdmittedRequests(
+                scenario, self._coordinator, events, *calls, on_demand=on_demand
+            )
 
     def pool(self, name: PoolName) -> list[SimulatedReplica]:
         """The replicas of a pool that have not ended. One of role `both` is in both pools."""
         return [replica for replica in self.replicas if name in replica.pools]
-
-    def members(self, name: PoolName) -> tuple[ReplicaView, ...]:
-        """A pool as `autoscaler.reconcile` sees it."""
-        changes_role = self._scenario.changes_role
-        return tuple(
-            ReplicaView(r.name, r.state, float(r.load), r.ordered_s, r.role != "both", changes_role)
-            for r in self.pool(name)
-        )
 
     def order(self, role: RoleName, count: int, now_s: float, cold_start_s: float | None = None) -> None:
         """Orders replicas. Each is ready one cold start later (0: at once), or ends then if its start fails."""
@@ -122,7 +115,7 @@ class Cluster:
     @property
     def waiting_for_workers(self) -> int:
         """Requests that wait for the first replicas of a pool."""
-        waits = self._on_demand and self._routed.registry.snapshot.lacks_workers(MODEL.name)
+        waits = self._on_demand and self._coordinator.snapshot.lacks_workers(MODEL.name)
         return len(self._unrouted) + self.held.requests if waits else 0
 
     def _begin(self, request: SimulatedRequest, now_s: float) -> None:
@@ -131,7 +124,7 @@ class Cluster:
         else:
             self._admitted.arrive(request, now_s)
         if self.waiting_for_workers:
-            self.on_waiting(now_s)
+            self._on_waiting(now_s)
 
     def _refuse(self, request: SimulatedRequest, now_s: float) -> None:
         request.failed = True
@@ -144,7 +137,7 @@ class Cluster:
             self._events.at(now_s + wait_s, lambda at_s: self._give_up(request, at_s))
 
     def _route(self, request: SimulatedRequest, now_s: float) -> bool:
-        routed = self._routed.choose(request, self._flight(request), now_s)
+        routed = self._coordinator.choose(request, self._flight(request), now_s)
         if routed is None:
             return False
         prefill, decode, request.relieves_prefill = routed
@@ -179,7 +172,7 @@ class Cluster:
             self._refuse(request, now_s)
 
     def _reserved(self, request: SimulatedRequest, now_s: float) -> None:
-        self._routed.reserved(request, self._flight(request))
+        self._coordinator.reserved(request, self._flight(request))
         if request.prefill is not None:
             request.prefill.compute(request, now_s, handed_off=True)
         elif request.decode is not None:
@@ -193,7 +186,7 @@ class Cluster:
         if self._admitted is not None:
             self._admitted.first_token(request, now_s)
         else:
-            self._routed.registry.loads.output(self._flight(request), 1)
+            self._coordinator.loads.output(self._flight(request), 1)
         request.computed = request.kv_tokens
         prefill, request.prefill = request.prefill, None
         if prefill is not None:
@@ -212,7 +205,7 @@ class Cluster:
 
     def _ended(self, request: SimulatedRequest, now_s: float, *, joined: bool) -> None:
         request.finished_s = now_s
-        self._routed.answered(request)
+        self._coordinator.answered(request)
         if (decode := request.decode) is not None:
             decode.assigned -= 1
             if not joined:
@@ -221,7 +214,7 @@ class Cluster:
         if self._admitted is not None:
             self._admitted.ended(request, now_s)
         else:
-            self._routed.registry.loads.ended(self._flights.pop(request))
+            self._coordinator.loads.ended(self._flights.pop(request))
         self._on_end(request, now_s)
 
     def _new_replica(self, name: str, role: RoleName, now_s: float) -> SimulatedReplica:
@@ -251,11 +244,11 @@ class Cluster:
         replica.ended_s = now_s
         self.ended.append(replica)
         self.replicas.remove(replica)
-        self._routed.registry.ended(replica)
+        self._coordinator.ended(replica)
 
     def _rotation_changed(self, now_s: float) -> None:
         ready = [replica for replica in self.replicas if replica.state is ReplicaState.READY]
-        self._routed.registry.rotate(ready, now_s)
+        self._coordinator.rotate(ready, now_s)
         waiting, self._unrouted = self._unrouted, []
         self._unrouted = [request for request in waiting if not self._route(request, now_s)]
         if self._admitted is not None:

@@ -52,12 +52,13 @@ class EventQueue:
     @property
     def next_s(self) -> float:
         """Time of the next event; infinity when there is none."""
-        return self._events[0][0] if self._events else float("inf")
+        return self._events[0][0] if self._events else math.inf
 
-    def pop(self) -> tuple[float, Event]:
-        """Removes and returns the next event."""
-        when_s, _, event = heappop(self._events)
-        return when_s, event
+    def run_until(self, end_s: float) -> None:
+        """Runs the events until this time, included, and those that they schedule."""
+        while self._events and self._events[0][0] <= end_s:
+            when_s, _, event = heappop(self._events)
+            event(when_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -68,10 +69,8 @@ class SimulatedRequest:
     prompt_tokens: int
     output_tokens: int
     block_ids: tuple[int, ...]
-    admitted_s: float
-    """When admission started it; its arrival without admission."""
-    held_s: tuple[float, float] = (0.0, 0.0)
-    """How long it waited in admission for capacity: of prefill, and of decode workers."""
+    held_s: float = 0.0
+    """How long it waited in admission for capacity of prefill workers."""
     cached: int = 0
     """Prompt tokens found in the prefix cache."""
     computed: int = 0
@@ -97,8 +96,7 @@ class SimulatedRequest:
     @classmethod
     def of(cls, request: TraceRequest) -> SimulatedRequest:
         """A request of a trace, before it arrives."""
-        arrival_s = request.arrival_s
-        return cls(arrival_s, request.prompt_tokens, request.output_tokens, request.block_ids, arrival_s)
+        return cls(request.arrival_s, request.prompt_tokens, request.output_tokens, request.block_ids)
 
     @property
     def kv_tokens(self) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from statistics import NormalDist
 
 from autoscaler.simulation.traces.trace import MOST_REQUESTS, Trace, TraceRequest
@@ -80,48 +80,37 @@ def _length(chance: random.Random, mean: int) -> int:
 
 
 MOST_TOKENS = 1_000_000
-_NORMAL = NormalDist()
-_TAIL_Z = _NORMAL.inv_cdf(0.999)
-"""Where a distribution ends on either side: one request in a thousand would be longer."""
+_LENGTHS = re.compile(r"(\d{1,7})|p50=(\d{1,7}),p95=(\d{1,7})", re.ASCII)
+_P95_Z, _TAIL_Z = (NormalDist().inv_cdf(share) for share in (0.95, 0.999))
 
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """Points (quantile as standard normal z, logarithm of the length), rising. The logarithm is linear between them,
-    and beyond them as far as the 0.1st and 99.9th percentile. Two points are a log-normal distribution, one a fixed
-    length.
-    """
+    """Lengths in tokens, log-normal with these two percentiles, from the 0.1st to the 99.9th; fixed if they are
+    equal."""
 
-    points: Sequence[tuple[float, float]]
+    p50: int
+    p95: int
 
     @classmethod
     def parse(cls, name: str, text: str) -> LengthDistribution:
         """From `1200`, or `p50=800,p95=4000`. Raises InvalidArgumentError naming `name`."""
-        pairs = [part.strip().partition("=") for part in text.split(",")]
-        if len(pairs) == 1 and not pairs[0][1]:
-            return cls([(0.0, math.log(_tokens(name, pairs[0][0])))])
-        points = sorted(
-            (_NORMAL.inv_cdf(_share(name, percentile)), math.log(_tokens(name, tokens)))
-            for percentile, _, tokens in pairs
-        )
-        if any(left[0] == right[0] or left[1] > right[1] for left, right in pairwise(points)):
+        match = _LENGTHS.fullmatch(text.replace(" ", ""))
+        tokens = [int(number) for number in match.groups() if number] if match else [0]
+        if not 1 <= tokens[0] <= tokens[-1] <= MOST_TOKENS:
             message = (
-                f"{name}: percentiles must differ, and lengths may not fall from one to the next: {text!r}"
+                f"{name}: expected a length of 1..{MOST_TOKENS} tokens, or two that do not fall as in "
+                f"p50=800,p95=4000, not {text!r}"
             )
             raise InvalidArgumentError(message, field=name)
-        return cls(points)
+        return cls(tokens[0], tokens[-1])
 
     def sample(self, chance: random.Random) -> int:
         """A length, tokens."""
-        if len(self.points) == 1:
-            return round(math.exp(self.points[0][1]))
+        if self.p50 == self.p95:
+            return self.p50
         z = max(-_TAIL_Z, min(_TAIL_Z, chance.gauss(0, 1)))
-        left, right = self.points[0], self.points[1]
-        for left, right in pairwise(self.points):  # noqa: B007 - the last ones are used after the loop
-            if z <= right[0]:
-                break
-        slope = (right[1] - left[1]) / (right[0] - left[0])
-        return max(1, min(MOST_TOKENS, round(math.exp(left[1] + slope * (z - left[0])))))
+        return max(1, min(MOST_TOKENS, round(self.p50 * math.pow(self.p95 / self.p50, z / _P95_Z))))
 
 
 def steady(
@@ -133,25 +122,3 @@ def steady(
     while (now_s := now_s + chance.expovariate(rate)) < duration_s:
         requests.append(TraceRequest(now_s, prompts.sample(chance), outputs.sample(chance)))
     return Trace(f"{rate:g} requests/s", requests)
-
-
-def _tokens(name: str, text: str) -> int:
-    try:
-        tokens = int(text)
-    except ValueError:
-        tokens = 0
-    if not 1 <= tokens <= MOST_TOKENS:
-        message = f"{name}: a length must be a whole number of 1..{MOST_TOKENS} tokens, not {text!r}"
-        raise InvalidArgumentError(message, field=name)
-    return tokens
-
-
-def _share(name: str, text: str) -> float:
-    try:
-        percentile = float(text.removeprefix("p")) if text.startswith("p") else math.nan
-    except ValueError:
-        percentile = math.nan
-    if not 0 < percentile < 100:
-        message = f"{name}: expected a number or percentiles as p50=800,p95=4000, not {text!r}"
-        raise InvalidArgumentError(message, field=name)
-    return percentile / 100

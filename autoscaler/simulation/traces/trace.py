@@ -4,11 +4,13 @@ map."""
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import random
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import BytesIO
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -102,31 +104,19 @@ def _text(path: Path) -> str:
     """The text of a file that may be compressed by gzip."""
     content = read_named_file(path, "trace", MOST_BYTES)
     if content.startswith(GZIP):
-        content = _unpacked(path, content)
+        try:
+            with gzip.open(BytesIO(content)) as packed:
+                content = packed.read(MOST_BYTES + 1)
+        except (EOFError, OSError, zlib.error) as error:
+            raise ConfigError(f"trace: {path} is damaged: {error}", field="trace") from None
+        if len(content) > MOST_BYTES:
+            what = f"cannot read {path}: unpacked, it has more than {MOST_BYTES} bytes"
+            raise ConfigError(f"trace: {what}", field="trace")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         message = f"trace: {path} is no UTF-8 text, at byte {error.start}"
         raise ConfigError(message, field="trace") from None
-
-
-def _unpacked(path: Path, content: bytes) -> bytes:
-    """The content of a gzip file, which may have several members."""
-    pieces, room = [], MOST_BYTES
-    while content:
-        member = zlib.decompressobj(wbits=31)
-        try:
-            pieces.append(member.decompress(content, room + 1))
-        except zlib.error:
-            raise ConfigError(f"trace: {path} is damaged: no gzip file", field="trace") from None
-        room -= len(pieces[-1])
-        if room < 0:
-            what = f"cannot read {path}: unpacked, it has more than {MOST_BYTES} bytes"
-            raise ConfigError(f"trace: {what}", field="trace")
-        if not member.eof:
-            raise ConfigError(f"trace: {path} is damaged: the gzip file ends early", field="trace")
-        content = member.unused_data
-    return b"".join(pieces)
 
 
 def _is_request_log(text: str) -> bool:

@@ -117,19 +117,31 @@ def test_bad_maps(text: str, words: str) -> None:
 
 def test_lengths_have_the_given_percentiles() -> None:
     chance = random.Random(3)
-    drawn = [LengthDistribution.parse("p", "p50=800,p95=4000,p99=6000").sample(chance) for _ in range(20_000)]
-    found = np.percentile(drawn, [50, 95, 99])
-    assert found == pytest.approx([800, 4000, 6000], rel=0.06)
-    assert max(drawn) < 12_000
+    drawn = [LengthDistribution.parse("p", "p50=800,p95=4000").sample(chance) for _ in range(20_000)]
+    assert np.percentile(drawn, [50, 95]) == pytest.approx([800, 4000], rel=0.06)
+    assert max(drawn) < 17_000
     assert {LengthDistribution.parse("p", "250").sample(chance) for _ in range(9)} == {250}
-    for text in ("0", "x", "-5", "1.5", "p50=", "p0=5", "p100=5", "50=5", "p50=9,p95=8", "p50=1,p50=2", ""):
+    for text in (
+        "0",
+        "x",
+        "-5",
+        "1.5",
+        "p50=",
+        "p0=5",
+        "p100=5",
+        "50=5",
+        "p50=9,p95=8",
+        "p50=1,p50=2",
+        "p50=1",
+        "",
+    ):
         with pytest.raises(InvalidArgumentError) as caught:
             LengthDistribution.parse("prompt_tokens", text)
         assert caught.value.field == "prompt_tokens"
 
 
 def test_steady_traffic() -> None:
-    lengths = LengthDistribution.parse("p", "p50=100,p90=200")
+    lengths = LengthDistribution.parse("p", "p50=100,p95=250")
     trace = steady(20, 100, lengths, lengths, 7)
     assert len(trace.requests) == pytest.approx(2000, rel=0.1)
     assert trace == steady(20, 100, lengths, lengths, 7) != steady(20, 100, lengths, lengths, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -276,9 +277,7 @@ def test_nothing_stays_reserved(seed: int) -> None:
     ]
     for request in requests:
         events.at(request.arrival_s, lambda now, request=request: cluster.arrive(request, now))  # type: ignore[misc]
-    while events.next_s < float("inf"):
-        when, event = events.pop()
-        event(when)
+    events.run_until(math.inf)
     assert sorted(map(id, ended)) == sorted(map(id, requests))
     for decode in cluster.pool("decode"):
         assert (decode.held, decode.reserved_tokens, decode.prompts.tokens) == (0, 0, 0)
@@ -354,9 +353,7 @@ def test_a_draining_replica_ends_what_it_has_and_gets_nothing_new() -> None:
     cluster.arrive(late, 0.2)
     assert late.prefill is not leaving
     assert leaving.state is ReplicaState.DRAINING
-    while events.next_s < float("inf"):
-        when, event = events.pop()
-        event(when)
+    events.run_until(math.inf)
     assert leaving.ended_s == pytest.approx(1.0)
     assert requests[0].finished_s is not None
 

@@ -10,7 +10,7 @@ import pytest
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.reconcile import bounds_of
 from autoscaler.simulation.scenario import Scenario, Slo
-from autoscaler.simulation.simulator import compare
+from autoscaler.simulation.simulator import run_policy
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
 from bench.autoscaling.opponents.runs import run_baseline
 from splitserve.config.coordinator import AdmissionConfig
@@ -38,8 +38,7 @@ def policy(least: int) -> ScalingPolicy:
 @pytest.mark.parametrize("admission", [None, AdmissionConfig()], ids=["at once", "queue"])
 def test_cost_falls_and_the_first_token_takes_one_cold_start(admission: AdmissionConfig | None) -> None:
     scenario = replace(SCENARIO, admission=admission)
-    zero, one = compare(scenario, {"zero": policy(0), "one": policy(1)})
-    assert (zero.name, one.name) == ("zero", "one")
+    zero, one = run_policy(scenario, policy(0)), run_policy(scenario, policy(1))
     assert zero.failed_requests == one.failed_requests == 0
     assert zero.total_replica_hours < 0.3 * one.total_replica_hours
     waited = [request.first_token_s - request.arrival_s for request in zero.requests if request.first_token_s]
@@ -59,7 +58,7 @@ def test_a_gap_of_weeks_takes_hardly_more_decisions_than_one_of_hours() -> None:
     for days in (0.25, 25):
         times = [*range(20), *(days * 86_400 + at for at in range(20))]
         trace = Trace("gap", [TraceRequest(at_s, 500, 20) for at_s in times])
-        (outcome,) = compare(replace(SCENARIO, trace=trace), {"one": policy(1)})
+        outcome = run_policy(replace(SCENARIO, trace=trace), policy(1))
         assert outcome.attainment == 1
         assert outcome.total_replica_hours == pytest.approx(2 * 24 * days, rel=0.02)
         moments = [moment.at_s for moment in outcome.moments]

@@ -1,4 +1,4 @@
-"""The registry of the simulated coordinator: replicas as workers, which report as real workers do.
+"""The simulated coordinator: replicas as workers, which report as real workers do, behind the production router.
 
 Reports are due every half second, and 100 ms after a cache has changed. They are processed lazily, when the next
 request is routed, so a report that nobody would read costs nothing.
@@ -10,12 +10,18 @@ import dataclasses
 from array import array
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
-from autoscaler.simulation.cluster.replica import SimulatedReplica
+from autoscaler.simulation.cluster.replica import SimulatedReplica, SimulatedRequest
 from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS
-from coordinator.workers.load import WorkerLoads
-from coordinator.workers.prefix_index import PrefixIndex
+from coordinator.request.state import DEFAULT_OUTPUT_TOKENS, RequestEstimate
+from coordinator.routing.local_prefill import local_tokens_of_pair
+from coordinator.routing.prefix_router import PrefixRouter
+from coordinator.routing.router import Router, RoutingRequest
+from coordinator.workers.load import Flight, WorkerLoads
+from coordinator.workers.prefix_index import NO_HITS, PrefixHits, PrefixIndex
 from coordinator.workers.snapshot import Model, PoolSnapshot, Worker
 from splitserve.v1 import registry_pb2
 
@@ -27,20 +33,37 @@ MODEL = Model("trace", "trace", 2**24, 2**24, BLOCK_TOKENS)
 KV_BLOCK_TOKENS = 16
 """Block size of the simulated engines."""
 _GOLDEN = 0.618
+_OUTPUT_MEMORY = 64
+"""Number of recent answers, approximately, that the expected output length averages over."""
 
 
-class SimulatedRegistry:
-    """The replicas in rotation with their last reports: loads and prefix caches.
+class RoutedRequest(NamedTuple):
+    """Where a request goes."""
+
+    prefill: SimulatedReplica | None
+    """Computes the prompt and hands it off; None when the decode replica computes it."""
+    decode: SimulatedReplica | None
+    """None for answers of one token."""
+    relieves_prefill: bool
+    """Whether the decode replica computes the prompt only because prompts wait at the prefill replica."""
+
+
+class SimulatedCoordinator:
+    """The replicas in rotation as workers of the coordinator: its router, account of work and prefix index, with the
+    workers' last reports.
 
     The prefix index knows prompts by the trace's blocks of 512 tokens. KV is counted in an engine's smaller blocks:
     admission adds a partly filled block and one to grow to each sequence, which would double a chat at 512 tokens.
     """
 
-    def __init__(self, engine: EngineModel) -> None:
-        self._engine = engine
+    def __init__(self, scenario: Scenario, router: Router | None = None) -> None:
+        self._scenario, self._engine = scenario, scenario.engine
+        self._router = PrefixRouter() if router is None else router
+        self._turn = -1
+        self._expected_output, self._answers = float(DEFAULT_OUTPUT_TOKENS), 0
         self.loads = WorkerLoads()
         self.snapshot = PoolSnapshot()
-        self.index = PrefixIndex()
+        self._index = PrefixIndex()
         self.replicas: dict[str, SimulatedReplica] = {}
         """The replicas in rotation, by name."""
         self._workers: dict[str, Worker] = {}
@@ -74,7 +97,7 @@ class SimulatedRegistry:
         """Forgets a replica that has ended."""
         if (worker := self._workers.pop(replica.name, None)) is not None:
             self.loads.remove(worker.key)
-            self.index.forget(worker.key)
+            self._index.forget(worker.key)
 
     @property
     def next_report_s(self) -> float:
@@ -88,7 +111,73 @@ class SimulatedRegistry:
             if name in self.replicas and at_s == self._reported_s[name] + REPORT_S:
                 self._report(self.replicas[name], now_s)
 
-    def take_cache_changes(self, now_s: float) -> None:
+    def answered(self, request: SimulatedRequest) -> None:
+        """Updates the expected output length with a complete answer, as `coordinator.request.state` does."""
+        self._answers = min(self._answers + 1, _OUTPUT_MEMORY)
+        self._expected_output += (request.output_tokens - self._expected_output) / self._answers
+
+    def reserved(self, request: SimulatedRequest, flight: Flight) -> None:
+        """Notes that a decode replica has reserved KV for a request, whose prompt begins now."""
+        prefill = flight.prefill if request.prefill is not None else None
+        self.loads.prompt_begun(flight, prefill, flight.awaited_tokens)
+
+    def choose(self, request: SimulatedRequest, flight: Flight, now_s: float) -> RoutedRequest | None:
+        """Chooses the replicas for a request, and enters it in the account of work; None while a pool has no replica in
+        rotation."""
+        self._turn += 1
+        tokens = request.prompt_tokens
+        self.take_reports(now_s)
+        if request.block_ids:
+            self._take_cache_changes(now_s)
+        routing_request = RoutingRequest(
+            MODEL.name,
+            tokens,
+            request.output_tokens > 1,
+            turn=self._turn,
+            hits=self._hits(request, now_s),
+            expected_output_tokens=self._expected_output,
+        )
+        pair = self._router.choose_pair(self.snapshot, self.loads, routing_request, now_s)
+        if pair is None:
+            return None
+        prefill, decode = pair.prefill, pair.decode
+        lacking = tokens - min(pair.cost.decode_cached_tokens, tokens - 1)
+        mode, tpot_s = self._scenario.local_prefill, self._scenario.tpot_target_s
+        choice = mode, pair, tokens, self.loads, tpot_s
+        is_local = local_tokens_of_pair(*choice) >= lacking
+        relieves_prefill = is_local and not local_tokens_of_pair(*choice, behind_queue=False)
+        self.loads.route(
+            flight,
+            prefill.key,
+            decode.key if decode is not None else None,
+            tokens - pair.cost.cached_tokens,
+            local_tokens=lacking if is_local and not pair.is_own else 0,
+        )
+        if request.block_ids:
+            keys = dict.fromkeys(worker.key for worker in (prefill, decode) if worker is not None)
+            self._index.expect(keys, request.block_ids, now_s)
+        return RoutedRequest(
+            None if is_local else self.replicas[prefill.worker_id],
+            None if decode is None else self.replicas[decode.worker_id],
+            relieves_prefill,
+        )
+
+    def estimate(self, request: SimulatedRequest, now_s: float) -> RequestEstimate:
+        """The estimate for a request that arrives now, as `coordinator.request.state` makes it."""
+        hits = self._hits(request, now_s)
+        held = max((depth for depth, _ in hits.levels), default=0) * KV_BLOCK_TOKENS
+        held = min(held, request.prompt_tokens - 1)
+        return RequestEstimate(self._expected_output, float(request.prompt_tokens - held), hits)
+
+    def _hits(self, request: SimulatedRequest, now_s: float) -> PrefixHits:
+        """The cached part of a prompt on each replica, in KV blocks. The index counts the trace's larger blocks."""
+        if not request.block_ids:
+            return NO_HITS
+        hits = self._index.hits(request.block_ids, now_s)
+        blocks = BLOCK_TOKENS // KV_BLOCK_TOKENS
+        return PrefixHits(tuple((depth * blocks, slots) for depth, slots in hits.levels))
+
+    def _take_cache_changes(self, now_s: float) -> None:
         """Processes the reports that changes of prefix caches cause."""
         for name, replica in self.replicas.items():
             changed = replica.cache is not None and replica.cache.changes
@@ -113,7 +202,7 @@ class SimulatedRegistry:
         )
         self.loads.take_role(worker)
         self._tell_cache(replica, worker)
-        self._workers[replica.name] = dataclasses.replace(worker, prefix_slot=self.index.slot_of(worker.key))
+        self._workers[replica.name] = dataclasses.replace(worker, prefix_slot=self._index.slot_of(worker.key))
 
     def _report(self, replica: SimulatedReplica, now_s: float) -> None:
         worker = self._workers[replica.name]
@@ -138,7 +227,7 @@ class SimulatedRegistry:
         events = registry_pb2.CacheEvents(
             sequence=sequence, cleared=sequence == 1, removed=_names(removed), stored=_names(stored)
         )
-        self.index.apply(worker.key, events)
+        self._index.apply(worker.key, events)
 
 
 def load_of(replica: SimulatedReplica, engine: EngineModel) -> registry_pb2.WorkerLoad:
