@@ -1,4 +1,4 @@
-"""The fewest replicas that keep a traffic's targets: in two pools, and colocated.
+"""The fewest replicas that keep a traffic's targets: in two pools, and colocated; and how many GPUs a replica has.
 
 Each trial replays the trace on fixed replicas behind the production router. The search begins where the work of the
 trace just fits, adds replicas until the goal is reached, and removes replicas while it stays reached.
@@ -9,12 +9,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 from autoscaler.simulation.scenario import Scenario
+from autoscaler.simulation.simulator import Simulation, static_replicas
 from autoscaler.simulation.traces.scaling import pool_work_s
-from autoscaler.sizing.candidates import ClusterShape, Prediction, predicted, ranked
+from autoscaler.sizing.model_shape import ModelShape
+from autoscaler.sizing.roofline import GPU_COUNTS, GpuClass, ReplicaDesign, replica_design
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
+from splitserve.roles import PoolName
 
 MAX_REPLICAS = 1024
 STEADY_BUSY = 0.95
@@ -28,6 +32,95 @@ _NEAR = 0.5
 """From this attainment on, replicas are added in small steps."""
 _SOME = 0.1
 """Below this attainment a cluster is so overloaded that a few more replicas may gain nothing yet."""
+_INTERVAL_S = 15.0
+_LONG_S = 86_400.0
+_LIKE = 0.005
+"""Attainments this close count as equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterShape:
+    """Numbers of workers: split into two pools, or colocated, each of role `both`."""
+
+    prefill: int
+    decode: int
+    both: int = 0
+
+    @property
+    def kind(self) -> Literal["split", "colocated"]:
+        """The cluster's kind, as reports name it."""
+        return "colocated" if self.both else "split"
+
+    @property
+    def name(self) -> str:
+        """The cluster's name in tables."""
+        return f"colocated {self.both}" if self.both else f"{self.prefill}P:{self.decode}D"
+
+    @property
+    def workers(self) -> int:
+        """Workers of all roles."""
+        return self.prefill + self.decode + self.both
+
+    @property
+    def apply(self) -> str:
+        """The command that starts a cluster like this."""
+        if self.both:
+            return f"splitserve up --workers {self.both}"
+        return f"splitserve up --prefill {self.prefill} --decode {self.decode}"
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The simulator's result for a candidate. Latencies in seconds; None without any."""
+
+    candidate: ClusterShape
+    attainment: float
+    attainment_ttft: float
+    attainment_tpot: float
+    ttft_p95_s: float | None
+    tpot_p95_s: float | None
+    failed_requests: int
+    strain: float
+    """Mean of TTFT and TPOT, each as its 95th percentile over its target: less is better."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        shape = self.candidate
+        return {"name": shape.name, "kind": shape.kind, "apply": shape.apply, **asdict(self)}
+
+
+def predicted(candidate: ClusterShape, scenario: Scenario) -> Prediction:
+    """Replays the scenario's trace on the candidate's workers."""
+    counts: dict[PoolName, int] = {"prefill": candidate.prefill, "decode": candidate.decode}
+    scenario = replace(scenario, initial=counts, both=candidate.both)
+    # Decisions never change here. In long traces they are rarer, so that they do not take longer than the requests.
+    interval_s = _INTERVAL_S * max(1, math.ceil(scenario.trace.duration_s / _LONG_S))
+    outcome = Simulation(scenario, static_replicas(counts), interval_s, name=candidate.name).run()
+    phases, slo = outcome.phases(), outcome.slo
+    ttft, tpot = phases["ttft"].get("p95"), phases["tpot"].get("p95")
+    return Prediction(
+        candidate=candidate,
+        attainment=outcome.attainment,
+        attainment_ttft=outcome.attainment_ttft,
+        attainment_tpot=outcome.attainment_tpot,
+        ttft_p95_s=ttft,
+        tpot_p95_s=tpot,
+        failed_requests=outcome.failed_requests,
+        strain=((ttft or 0.0) / slo.ttft_s + (tpot or 0.0) / slo.tpot_s) / 2,
+    )
+
+
+def ranked(predictions: Sequence[Prediction], goal: float) -> list[Prediction]:
+    """The best first: predictions that reach the goal by their number of workers, then the others by attainment. Of
+    equal ones the first is the one that attains more, then the one with lower latencies."""
+
+    def key(prediction: Prediction) -> tuple[float, ...]:
+        attained, workers = round(prediction.attainment / _LIKE), prediction.candidate.workers
+        if prediction.attainment >= goal:
+            return 0, workers, -attained, prediction.strain
+        return 1, -attained, workers, prediction.strain
+
+    return sorted(predictions, key=key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,3 +342,73 @@ def _smaller(shape: ClusterShape, step: int, least: tuple[int, int]) -> Iterator
         yield ClusterShape(shape.prefill - step, shape.decode)
     if shape.decode - step >= least[1]:
         yield ClusterShape(shape.prefill, shape.decode - step)
+
+
+@dataclass(frozen=True, slots=True)
+class SizedReplica:
+    """A replica, and how many of them the traffic needs."""
+
+    design: ReplicaDesign
+    sizing: Sizing
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the best cluster."""
+        return self.design.gpus * self.sizing.best.candidate.workers
+
+
+def designs_of(model: ModelShape, gpu: GpuClass, lane_gb_per_s: float, longest: int) -> list[ReplicaDesign]:
+    """The replicas of 1, 2, 4 and 8 GPUs that hold the model and a request of `longest` tokens, the smallest first.
+
+    Raises FailedPreconditionError (MODEL_DOES_NOT_FIT) if there is none.
+    """
+    designs: list[ReplicaDesign] = []
+    refused = None
+    for gpus in GPU_COUNTS:
+        try:
+            candidate = replica_design(model, gpu, gpus, lane_gb_per_s)
+        except FailedPreconditionError as error:
+            refused = error
+        except InvalidArgumentError:
+            continue  # its heads do not divide among this many GPUs
+        else:
+            designs += [candidate] if candidate.engine.kv_capacity_tokens >= longest else []
+    if designs:
+        return designs
+    if refused is not None and refused.reason == "MODEL_DOES_NOT_FIT":
+        raise refused
+    message = (
+        f"gpu: no replica of up to {GPU_COUNTS[-1]} x {gpu.name} has KV for a request of {longest} tokens"
+    )
+    raise FailedPreconditionError(message, reason="MODEL_DOES_NOT_FIT", field="gpu")
+
+
+def cheapest(
+    designs: Sequence[ReplicaDesign],
+    scenario: Scenario,
+    terms: SizingTerms,
+    on_replayed: Callable[[ClusterShape], None] | None = None,
+) -> list[SizedReplica]:
+    """The designs that reach the goal, the one with the fewest GPUs first. A design that needs at least as many GPUs as
+    an earlier result is not tried.
+
+    Raises what `size` raises if no design reaches the goal, for the design with the most GPUs.
+    """
+    began_s, sized = time.monotonic(), list[SizedReplica]()
+    refused: FailedPreconditionError | None = None
+    trials = []
+    for design in designs:
+        of_design = replace(scenario, engine=design.engine)
+        trials.append((design.gpus * least_replicas(of_design), design, of_design))
+    for least_gpus, design, of_design in sorted(trials, key=lambda trial: trial[0]):
+        if sized and least_gpus >= min(replica.gpus for replica in sized):
+            continue
+        left_s = max(1.0, terms.limit_s - (time.monotonic() - began_s))
+        try:
+            sizing = size(of_design, replace(terms, limit_s=left_s), on_replayed)
+            sized.append(SizedReplica(design, sizing))
+        except FailedPreconditionError as error:
+            refused = error if refused is None or design is designs[-1] else refused
+    if refused is not None and not sized:
+        raise refused
+    return sorted(sized, key=lambda replica: replica.gpus)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from splitserve.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from autoscaler.simulation.traces.columns import ColumnMap
@@ -71,6 +74,14 @@ def client(
 
     files = client_files(tls) if tls else None
     return AsyncClient(target, timeout_s=timeout_s, api_key=api_key, tls=files)
+
+
+def check_above_zero(most: float = math.inf, **given: float | None) -> None:
+    """Raises InvalidArgumentError naming the first option that is given and is not above 0 and at most `most`."""
+    for name, value in given.items():
+        if value is not None and not (0 < value <= most and math.isfinite(value)):
+            bound = f"above 0 and at most {most:.0f}" if math.isfinite(most) else "above 0"
+            raise InvalidArgumentError(f"{name} must be {bound}, not {value:g}", field=name)
 
 
 def column_map(text: str | None) -> ColumnMap | None:

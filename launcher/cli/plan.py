@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,10 +24,9 @@ if TYPE_CHECKING:
     from autoscaler.simulation.scenario import Scenario, Slo
     from autoscaler.simulation.traces.synthetic import LengthDistribution
     from autoscaler.simulation.traces.trace import Trace
-    from autoscaler.sizing.candidates import Prediction
     from autoscaler.sizing.model_shape import ModelShape
     from autoscaler.sizing.roofline import ReplicaDesign
-    from autoscaler.sizing.sizing import SizingTerms
+    from autoscaler.sizing.sizing import Prediction, SizingTerms
     from splitserve.v1 import scaling_pb2
 
 MOST_REQUESTS = 20_000
@@ -110,32 +108,6 @@ Limit = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class _GivenTraffic:
-    """The options that describe the traffic. Exactly one of `trace` and `rate` is given."""
-
-    trace: Path | None
-    columns: str | None
-    rate: float | None
-    prompt_tokens: str
-    output_tokens: str
-    scale: float
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class _GivenWorker:
-    """The options that describe a worker."""
-
-    model: str | None
-    weight_dtype: str | None
-    gpu: str | None
-    measured: EngineModel | None
-    """The speed of a running cluster's workers, or a preset; None: `gpu` and `model` give the figures."""
-    gpus: int | None
-    lane_gb_per_s: float
-
-
 def plan(
     trace: TraceFile = None,
     columns: options.Columns = None,
@@ -164,21 +136,34 @@ def plan(
     """Say whether a traffic wants split or colocated workers, and how many of each."""
     from autoscaler.simulation.engine_model import preset
     from autoscaler.simulation.scenario import Slo
-    from autoscaler.sizing.sizing import SizingTerms
+    from autoscaler.simulation.traces.scaling import scaled
+    from autoscaler.sizing.roofline import ReplicaDesign, gpu_class, replica_design
+    from autoscaler.sizing.sizing import SizingTerms, designs_of
 
     if sum(given is not None for given in (target, engine_preset, gpu)) != 1:
         message = "give one of --target (a running cluster), --engine-preset, or --gpu with --model"
         raise InvalidArgumentError(message, field="gpu")
+    options.check_above_zero(1e6, rate=rate, scale=scale)
     slo, terms = Slo(ttft_ms / 1e3, tpot_ms / 1e3), SizingTerms(goal, max_replicas, rate is not None, limit)
-    given = _GivenTraffic(trace, columns, rate, prompt_tokens, output_tokens, scale, seed)
-    traffic = _traffic(given, slo)
+    traffic = _traffic(trace, columns, rate, prompt_tokens, output_tokens, slo, seed)
+    if scale != 1:
+        traffic = scaled(traffic, scale, seed)
+    if len(traffic.requests) < 2:
+        raise InvalidArgumentError("trace: fewer than two requests say nothing of a rate", field="trace")
+    shape: ModelShape | None = None
     if target is not None:
         signals = asyncio.run(_signals(target, api_key, tls, cluster_token_file, model or ""))
-        measured: EngineModel | None = _measured(signals)
+        designs = [ReplicaDesign(gpus_per_replica or 1, _measured(signals))]
+    elif engine_preset is not None:
+        designs = [ReplicaDesign(gpus_per_replica or 1, preset(engine_preset))]
     else:
-        measured = None if engine_preset is None else preset(engine_preset)
-    worker = _GivenWorker(model, weight_dtype, gpu, measured, gpus_per_replica, lane_gb_per_s)
-    result = _planned(traffic, worker, terms, slo)
+        gpu_kind, shape = gpu_class(gpu or ""), _model(model, weight_dtype)
+        if gpus_per_replica is None:
+            designs = designs_of(shape, gpu_kind, lane_gb_per_s, _longest(traffic))
+        else:
+            designs = [replica_design(shape, gpu_kind, gpus_per_replica, lane_gb_per_s)]
+    result = _planned(traffic, designs, terms, slo)
+    result["replica"]["gpu"], result["model"] = gpu, None if shape is None else asdict(shape)
     if as_json:
         write_json(result)
     else:
@@ -207,15 +192,25 @@ def _measured(signals: scaling_pb2.GetSignalsResponse) -> EngineModel:
     return measured_engine(served[0].workers if served else [])
 
 
-def _planned(traffic: Trace, worker: _GivenWorker, terms: SizingTerms, slo: Slo) -> dict[str, Any]:
-    """The plan, as `--json` prints it."""
+def _longest(traffic: Trace) -> int:
+    """Tokens of the longest request."""
+    return max(request.prompt_tokens + request.output_tokens for request in traffic.requests)
+
+
+def _planned(
+    traffic: Trace, designs: Sequence[ReplicaDesign], terms: SizingTerms, slo: Slo
+) -> dict[str, Any]:
+    """The plan, as `--json` prints it, for the best of these workers."""
     from autoscaler.simulation.scenario import Scenario
     from autoscaler.simulation.traces.scaling import busiest
-    from autoscaler.sizing.replica_choice import cheapest
+    from autoscaler.sizing.sizing import cheapest
     from splitserve.config.coordinator import AdmissionConfig
 
-    longest = max(request.prompt_tokens + request.output_tokens for request in traffic.requests)
-    designs, model = _designs(worker, longest)
+    longest = _longest(traffic)
+    held = max(min(design.engine.context_tokens, design.engine.kv_capacity_tokens) for design in designs)
+    if longest > held:
+        message = f"trace: its longest request has {longest} tokens, a replica holds {held}"
+        raise FailedPreconditionError(message, reason="REQUEST_DOES_NOT_FIT", field="trace")
     cut, notes = busiest(traffic, MOST_REQUESTS, designs[0].engine, slo.tpot_s), []
     if len(cut.requests) < len(traffic.requests):
         notes.append(f"of {len(traffic.requests)} requests the busiest {MOST_REQUESTS} in a row are replayed")
@@ -234,7 +229,7 @@ def _planned(traffic: Trace, worker: _GivenWorker, terms: SizingTerms, slo: Slo)
         "best": "colocated" if sizing.best is sizing.colocated else "split",
         "split": _cluster(sizing.split, scenario, design.gpus),
         "colocated": _cluster(sizing.colocated, scenario, design.gpus),
-        "replica": {**asdict(design), "gpu": worker.gpu},
+        "replica": asdict(design),
         "other_replicas": [
             {
                 "gpus_per_replica": other.design.gpus,
@@ -243,7 +238,6 @@ def _planned(traffic: Trace, worker: _GivenWorker, terms: SizingTerms, slo: Slo)
             }
             for other in sized[1:]
         ],
-        "model": None if model is None else asdict(model),
         "goal": terms.goal,
         "slo": asdict(slo),
         "traffic": _figures(cut),
@@ -285,85 +279,57 @@ def _figures(trace: Trace) -> dict[str, float]:
     }
 
 
-def _traffic(given: _GivenTraffic, slo: Slo) -> Trace:
-    """The trace to plan for. Raises InvalidArgumentError naming the option."""
-    from autoscaler.simulation.traces.scaling import scaled
+def _traffic(
+    file: Path | None,
+    columns: str | None,
+    rate: float | None,
+    prompt_tokens: str,
+    output_tokens: str,
+    slo: Slo,
+    seed: int,
+) -> Trace:
+    """The trace of the file, or one at this rate. Raises InvalidArgumentError naming the option."""
     from autoscaler.simulation.traces.synthetic import LengthDistribution, steady
     from autoscaler.simulation.traces.trace import load_trace
 
-    if (given.trace is None) == (given.rate is None):
+    if file is not None and rate is None:
+        return load_trace(file, seed, options.column_map(columns))
+    if file is not None or rate is None:
         raise InvalidArgumentError("give either --trace FILE or --rate R", field="trace")
-    for name, value in (("rate", given.rate), ("scale", given.scale)):
-        if value is not None and not (math.isfinite(value) and 0 < value <= 1e6):
-            raise InvalidArgumentError(
-                f"{name} must be above 0 and at most 1000000, not {value:g}", field=name
-            )
-    if given.trace is None and given.columns is not None:
+    if columns is not None:
         raise InvalidArgumentError("columns: there is no --trace to read", field="columns")
-    if given.trace is not None:
-        trace = load_trace(given.trace, given.seed, options.column_map(given.columns))
-    else:
-        prompts = LengthDistribution.parse("prompt_tokens", given.prompt_tokens)
-        outputs = LengthDistribution.parse("output_tokens", given.output_tokens)
-        rate = given.rate or 0.0
-        trace = steady(rate, _steady_s(rate, outputs, slo), prompts, outputs, given.seed)
-    if given.scale != 1:
-        trace = scaled(trace, given.scale, given.seed)
-    if len(trace.requests) < 2:
-        raise InvalidArgumentError("trace: fewer than two requests say nothing of a rate", field="trace")
-    return trace
+    prompts = LengthDistribution.parse("prompt_tokens", prompt_tokens)
+    outputs = LengthDistribution.parse("output_tokens", output_tokens)
+    return steady(rate, _steady_s(rate, outputs, slo), prompts, outputs, seed)
 
 
 def _steady_s(rate: float, outputs: LengthDistribution, slo: Slo) -> float:
     """Seconds of a steady trace at `rate` requests a second: long enough for many answers, short enough to replay."""
     from autoscaler.simulation.traces.trace import LONGEST_DAYS
 
-    median_tokens = math.exp(outputs.points[len(outputs.points) // 2][1])
-    least_s = max(60.0, _STEADY_REQUESTS / rate, _ANSWERS * (slo.ttft_s + median_tokens * slo.tpot_s))
+    least_s = max(60.0, _STEADY_REQUESTS / rate, _ANSWERS * (slo.ttft_s + outputs.p50 * slo.tpot_s))
     most_s = min(10 * MOST_REQUESTS / rate, LONGEST_DAYS * 86_400)
     return min(least_s, max(_LONGEST_STEADY_S, 20 / rate), max(60.0, MOST_REQUESTS / rate), most_s)
 
 
-def _designs(given: _GivenWorker, longest: int) -> tuple[list[ReplicaDesign], ModelShape | None]:
-    """The workers to choose from, and the model where its figures describe them. `longest`: tokens of the longest
-    request."""
-    from autoscaler.sizing.replica_choice import designs_of
-    from autoscaler.sizing.roofline import ReplicaDesign, gpu_class, replica_design
-
-    model = None
-    if given.measured is not None:
-        designs = [ReplicaDesign(given.gpus or 1, given.measured)]
-    else:
-        gpu, model = gpu_class(given.gpu or ""), _model(given)
-        if given.gpus is not None:
-            designs = [replica_design(model, gpu, given.gpus, given.lane_gb_per_s)]
-        else:
-            designs = designs_of(model, gpu, given.lane_gb_per_s, longest)
-    held = max(min(design.engine.context_tokens, design.engine.kv_capacity_tokens) for design in designs)
-    if longest > held:
-        message = f"trace: its longest request has {longest} tokens, a replica holds {held}"
-        raise FailedPreconditionError(message, reason="REQUEST_DOES_NOT_FIT", field="trace")
-    return designs, model
-
-
-def _model(given: _GivenWorker) -> ModelShape:
+def _model(model: str | None, weight_dtype: str | None) -> ModelShape:
     """The model's figures. May fetch its config.json from the hub."""
     from autoscaler.sizing.model_shape import shape_of
     from splitserve.models.model_files import read_object
     from splitserve.models.sources import localize_model, resolve_model
 
-    if given.model is None:
+    if model is None:
         raise InvalidArgumentError("give --model with --gpu", field="model")
-    path = Path(given.model).expanduser()
+    path = Path(model).expanduser()
     if path.suffix == ".json":
-        return shape_of(path.resolve().parent.name, read_object(path), given.weight_dtype)
-    source = resolve_model(given.model)
+        return shape_of(path.resolve().parent.name, read_object(path), weight_dtype)
+    source = resolve_model(model)
     if source.gguf_file is not None or source.short_name == "simulated":
-        message = f"model: {given.model} has no config.json: give the folder or config.json of one that has"
+        message = f"model: {model} has no config.json: give the folder or config.json of one that has"
         raise InvalidArgumentError(message, field="model")
     source = localize_model(source, weights=False)
     config = read_object(Path(source.path) / "config.json")
-    return shape_of(source.short_name, config, given.weight_dtype)
+    return shape_of(source.short_name, config, weight_dtype)
 
 
 def plan_text(plan: Mapping[str, Any]) -> str:

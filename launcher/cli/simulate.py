@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,12 +15,11 @@ from launcher.cli.output import drawn, shown_progress, write, write_json
 from splitserve.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from autoscaler.policies.policy_file import ScalingPolicy
+    from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
     from autoscaler.simulation.engine_model import EngineModel
     from autoscaler.simulation.outcome import Outcome
     from autoscaler.simulation.scenario import Scenario, Slo
     from autoscaler.simulation.traces.trace import Trace
-    from splitserve.config.coordinator import AdmissionConfig
 
 SYNTHETIC_PANEL = "Synthetic traces"
 DEFAULT_TTFT_MS = 2000.0
@@ -64,7 +64,7 @@ EnginePreset = Annotated[
     str, typer.Option(help="How fast a replica is: simulated, h100-8b, h100x4-70b or h100x8-70b.")
 ]
 AdmissionMode = Annotated[
-    str,
+    Literal["queue", "off"],
     typer.Option(help="queue: the coordinator's admission, with its defaults; off: requests go on at once."),
 ]
 RoleMoves = Annotated[
@@ -110,13 +110,18 @@ def simulate(
 ) -> None:
     """Replay a trace against scaling policies in simulated time."""
     from autoscaler.simulation.engine_model import preset
-    from autoscaler.simulation.scenario import Scenario, StartTimes
-    from autoscaler.simulation.simulator import compare
+    from autoscaler.simulation.scenario import Scenario, Slo, StartTimes
+    from autoscaler.simulation.simulator import run_policy
     from autoscaler.simulation.traces.synthetic import SYNTHETIC, TraceShape, synthetic
     from autoscaler.simulation.traces.trace import load_trace
+    from splitserve.config.coordinator import AdmissionConfig
 
+    options.check_above_zero(ttft_ms=ttft_ms, tpot_ms=tpot_ms, peak_replicas=peak_replicas, scale=scale)
     policies = _policies(policy, ttft_ms, tpot_ms, peak_replicas)
-    slo = _slo(next(iter(policies.values())), ttft_ms, tpot_ms)
+    first = next(iter(policies.values()))
+    slo = Slo(
+        _target_s(ttft_ms, first.prefill, DEFAULT_TTFT_MS), _target_s(tpot_ms, first.decode, DEFAULT_TPOT_MS)
+    )
     engine = preset(engine_preset)
     if trace in SYNTHETIC:
         if columns is not None:
@@ -133,11 +138,13 @@ def simulate(
         slo,
         cold_start,
         start_times=StartTimes(cold_start, cold_start_p95, failed_starts, seed),
-        admission=_admission(admission),
+        admission=AdmissionConfig(mode=admission),
         changes_role=role_moves,
     )
     with shown_progress("simulate") as progress:
-        outcomes = compare(scenario, policies, progress)
+        outcomes = [
+            run_policy(scenario, rules, partial(progress, name), name) for name, rules in policies.items()
+        ]
     if as_json:
         write_json({"trace": replayed.name, "policies": [outcome.to_json() for outcome in outcomes]})
     else:
@@ -147,11 +154,17 @@ def simulate(
 def _policies(
     paths: Sequence[Path] | None, ttft_ms: float | None, tpot_ms: float | None, peak: float | None
 ) -> dict[str, ScalingPolicy]:
-    """The policies by name: a file's name without its suffix, or its whole path where two files have the same name."""
-    from autoscaler.policies.policy_file import load_policy
+    """The policies by name: a file's name without its suffix, or its whole path where two files have the same name.
+
+    Without files kind `slo` with its defaults in both pools. Where the trace is scaled up to fill `peak` replicas, a
+    pool may then have twice as many."""
+    from autoscaler.policies.policy_file import PoolPolicy, load_policy, parse_policy
 
     if not paths:
-        return {"policy": _default_policy(ttft_ms, tpot_ms, peak)}
+        targets = {"prefill": ttft_ms or DEFAULT_TTFT_MS, "decode": tpot_ms or DEFAULT_TPOT_MS}
+        most = max(PoolPolicy.model_fields["max_replicas"].default, math.ceil(2 * (peak or 0.0)))
+        pools = {name: {"max_replicas": most, "target_ms": target} for name, target in targets.items()}
+        return {"policy": parse_policy(pools)}
     stems = [path.stem for path in paths]
     names = [path.stem if stems.count(path.stem) == 1 else str(path) for path in paths]
     if len(set(names)) < len(names):
@@ -159,35 +172,11 @@ def _policies(
     return {name: load_policy(path) for name, path in zip(names, paths, strict=True)}
 
 
-def _default_policy(ttft_ms: float | None, tpot_ms: float | None, peak: float | None) -> ScalingPolicy:
-    """A policy of kind `slo` with its defaults in both pools. Where the trace is scaled up to fill `peak` replicas, a
-    pool may have twice as many."""
-    from autoscaler.policies.policy_file import PoolPolicy, parse_policy
-
-    ttft = DEFAULT_TTFT_MS if ttft_ms is None else ttft_ms
-    tpot = DEFAULT_TPOT_MS if tpot_ms is None else tpot_ms
-    peak = 0.0 if peak is None else peak
-    _check_above("ttft_ms", ttft)
-    _check_above("tpot_ms", tpot)
-    _check_above("peak_replicas", peak, least=0.0)
-    most = max(PoolPolicy.model_fields["max_replicas"].default, math.ceil(2 * peak))
-    pools = {"prefill": {"target_ms": ttft}, "decode": {"target_ms": tpot}}
-    return parse_policy({name: {"max_replicas": most, **pool} for name, pool in pools.items()})
-
-
-def _slo(policy: ScalingPolicy, ttft_ms: float | None, tpot_ms: float | None) -> Slo:
-    """The targets of the options, else those of the policy, else the defaults."""
+def _target_s(given_ms: float | None, pool: AnyPool, default_ms: float) -> float:
+    """The target of the option, else that of the policy, else the default."""
     from autoscaler.policies.policy_file import SloPool
-    from autoscaler.simulation.scenario import Slo
 
-    prefill, decode = policy.prefill, policy.decode
-    if ttft_ms is None:
-        ttft_ms = prefill.target_ms if isinstance(prefill, SloPool) else DEFAULT_TTFT_MS
-    if tpot_ms is None:
-        tpot_ms = decode.target_ms if isinstance(decode, SloPool) else DEFAULT_TPOT_MS
-    _check_above("ttft_ms", ttft_ms)
-    _check_above("tpot_ms", tpot_ms)
-    return Slo(ttft_ms / 1e3, tpot_ms / 1e3)
+    return (given_ms or (pool.target_ms if isinstance(pool, SloPool) else default_ms)) / 1e3
 
 
 def _scaled(
@@ -199,32 +188,8 @@ def _scaled(
     if peak_replicas is not None and scale is not None:
         raise InvalidArgumentError("peak_replicas and scale exclude each other", field="scale")
     if peak_replicas is not None:
-        _check_above("peak_replicas", peak_replicas)
         return scaled_to_peak(trace, peak_replicas, engine, slo.tpot_s, seed)
-    if scale is None:
-        return trace
-    _check_above("scale", scale)
-    return scaled(trace, scale, seed)
-
-
-def _check_above(name: str, value: float, least: float | None = None) -> None:
-    """Raises InvalidArgumentError for a value that is not finite, or below `least`; without `least`, not above 0."""
-    if not math.isfinite(value) or value < 0 or (value == 0 and least is None):
-        bound = "above 0" if least is None else f"at least {least:g}"
-        raise InvalidArgumentError(f"{name} must be {bound}, not {value:g}", field=name)
-
-
-def _admission(mode: str) -> AdmissionConfig:
-    from pydantic import ValidationError
-
-    from splitserve.config.coordinator import AdmissionConfig
-
-    try:
-        return AdmissionConfig(mode=mode)  # type: ignore[arg-type]
-    except ValidationError as error:
-        raise InvalidArgumentError(
-            f"admission must be queue or off, not {mode!r}", field="admission"
-        ) from error
+    return trace if scale is None else scaled(trace, scale, seed)
 
 
 def _table(outcomes: Sequence[Outcome], scenario: Scenario) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autoscaler.simulation.engine_model import measured_engine
-from autoscaler.sizing.candidates import ClusterShape, Prediction, ranked
+from autoscaler.sizing.sizing import ClusterShape, Prediction, ranked
 from dev.docs.flags import splitserve_flags
 from splitserve.errors import FailedPreconditionError
 from splitserve.latency_model import DecodeLatency, LatencyModel, PrefillLatency

@@ -10,8 +10,8 @@ import pytest
 
 from autoscaler.simulation.engine_model import preset
 from autoscaler.sizing.model_shape import ModelShape, shape_of
-from autoscaler.sizing.replica_choice import designs_of
 from autoscaler.sizing.roofline import CATALOG, gpu_class, replica_design
+from autoscaler.sizing.sizing import designs_of
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 from splitserve.models.model_files import read_object
 from tests.support.scaling.model_shapes import CONFIG_8B, LLAMA_8B, LLAMA_70B

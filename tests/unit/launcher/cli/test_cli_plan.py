@@ -125,7 +125,11 @@ def test_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
             2,
             "columns: there is no --trace",
         ),
-        (("--rate", "1", *SHAPE, "--gpu", "H100", "--prompt-tokens", "p1"), 2, "prompt_tokens: a length"),
+        (
+            ("--rate", "1", *SHAPE, "--gpu", "H100", "--prompt-tokens", "p1"),
+            2,
+            "prompt_tokens: expected a length",
+        ),
         (("--rate", "1", *SHAPE, "--gpu", "H100", "--prompt-tokens", "999999"), 1, "longest request has"),
         (("--rate", "1", *SHAPE, "--gpu", "L4", "--gpus-per-replica", "3"), 2, "do not divide among 3"),
         (("--rate", "1", *SHAPE, "--gpu", "H100", "--slo-tpot", "1"), 1, "even an idle replica keeps only"),

@@ -154,8 +154,8 @@ def test_policies_are_compared_on_the_same_trace(
 def test_without_a_policy_there_are_replicas_enough_for_a_scaled_trace(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert simulate._default_policy(None, None, 10).prefill.max_replicas == 20
-    assert simulate._default_policy(None, None, None).decode.max_replicas == 8
+    assert simulate._policies(None, None, None, 10)["policy"].prefill.max_replicas == 20
+    assert simulate._policies(None, None, None, None)["policy"].decode.max_replicas == 8
     for wrong in (("--ttft-ms", "0"), ("--tpot-ms", "nan"), ("--peak-replicas", "-1")):
         assert main(["simulate", *SHORT, *wrong]) == 2
         assert "must be" in capsys.readouterr().err
@@ -229,6 +229,7 @@ def test_a_trace_file_at_scale(capsys: pytest.CaptureFixture[str], policy: str, 
         ((*SHORT, "--peak-replicas", "0"), 2, "peak_replicas must be above 0"),
         ((*SHORT, "--peak-replicas", "4", "--scale", "2"), 2, "exclude each other"),
         ((*SHORT, "--scale", "inf"), 2, "scale must be above 0"),
+        ((*SHORT, "--admission", "on"), 2, "'--admission': 'on' is not one of 'queue', 'off'"),
         ((*SHORT, "--engine-preset", "abacus"), 2, "no such preset: 'abacus'"),
         (("--trace", "constant", "--rate", "0"), 2, "rate must be above 0"),
         (("--trace", "constant", "--duration", "nan"), 2, "duration_s must be above 0"),
