@@ -27,14 +27,15 @@ SEASONS_KEPT = 4
 
 @dataclass(frozen=True, slots=True)
 class PredictiveMemory:
-    """Demand by interval of wall time, and the forecast made from it."""
+    """Demand by interval, and the forecast made from it. Times are those of snapshots, so a wall clock that is set
+    changes nothing; the season begins with the record."""
 
     inner: Any = None
     """Memory of the policy `slo`."""
     seen_until_s: float = -math.inf
-    """End of the last bucket counted, on the clock of snapshots."""
+    """End of the last bucket counted."""
     interval: int | None = None
-    """Index of the current interval, counted from the epoch."""
+    """Number of the current interval."""
     amount: float = 0.0
     covered_s: float = 0.0
     """`amount` arrived in the current interval during `covered_s` recorded seconds."""
@@ -62,7 +63,7 @@ def recommend_predictive(
     if not memory.forecast:
         return recommendation, memory
     lead = lead_s(snapshot.pool(name), pool.cold_start_s)
-    inside_s = snapshot.wall_s % pool.interval_s
+    inside_s = snapshot.now_s % pool.interval_s
     last = min(int((inside_s + lead) // pool.interval_s), len(memory.forecast) - 1)
     rate = max(memory.forecast[: last + 1])
     needed = (prefill_for_rate if name == "prefill" else decode_for_rate)(pool, snapshot, rate)
@@ -76,12 +77,11 @@ def _observed(
     pool: PredictivePool, name: PoolName, memory: PredictiveMemory, snapshot: Snapshot
 ) -> PredictiveMemory:
     """The memory with the buckets that have ended since, and a new forecast after each interval."""
-    offset = snapshot.wall_s - snapshot.now_s
     for bucket in snapshot.arrivals:
         end = bucket.start_s + bucket.length_s
         if end > snapshot.now_s or bucket.start_s < memory.seen_until_s - 1e-6:
             continue
-        memory = _entered(pool, memory, math.floor((bucket.start_s + offset) / pool.interval_s))
+        memory = _entered(pool, memory, math.floor(bucket.start_s / pool.interval_s))
         arrived = bucket.uncached_tokens if name == "prefill" else bucket.output_tokens
         amount, covered_s = memory.amount + arrived, memory.covered_s + bucket.length_s
         memory = replace(memory, seen_until_s=end, amount=amount, covered_s=covered_s)
@@ -92,53 +92,18 @@ def _entered(pool: PredictivePool, memory: PredictiveMemory, interval: int) -> P
     """The memory at the start of `interval`. Unrecorded intervals repeat the previous season, else the last rate."""
     if memory.interval is None:
         return replace(memory, interval=interval)
-    if interval < memory.interval - 1:
-        return _set_back(pool, memory, interval)
-    if interval <= memory.interval:  # a small correction of the clock
+    if interval == memory.interval:
         return memory
-    season, rates, unrecorded = season_intervals(pool), list(memory.rates), interval - memory.interval
+    season, rates = round(pool.season_s / pool.interval_s), list(memory.rates)
+    unrecorded = interval - memory.interval
     if memory.covered_s > 0 or not rates:
         rates.append(memory.amount / memory.covered_s if memory.covered_s > 0 else 0.0)
         unrecorded -= 1
-    if unrecorded > season:
-        unrecorded = (
-            season + unrecorded % season
-        )  # a longer gap is cut by whole seasons, which keeps the phase
     for _ in range(unrecorded):
         rates.append(rates[-season] if len(rates) >= season else rates[-1])
-    return _forecast(pool, memory, interval, tuple(rates[-SEASONS_KEPT * season :]))
-
-
-def _set_back(pool: PredictivePool, memory: PredictiveMemory, interval: int) -> PredictiveMemory:
-    """The memory after the wall clock was set back, without the intervals that are in the future now. If too few would
-    be left for a forecast, only the phase is corrected."""
-    assert memory.interval is not None
-    ahead, season = memory.interval - interval, season_intervals(pool)
-    if ahead > season:  # the reverse of `_entered`, which fills the gap when a clock is set forward
-        ahead = season + ahead % season
-    if len(memory.rates) - ahead < _least_rates(season):
-        ahead %= season
-    return _forecast(pool, memory, interval, memory.rates[: max(0, len(memory.rates) - ahead)])
-
-
-def season_intervals(pool: PredictivePool) -> int:
-    """Intervals in a season."""
-    return round(pool.season_s / pool.interval_s)
-
-
-def _forecast(
-    pool: PredictivePool, memory: PredictiveMemory, interval: int, rates: tuple[float, ...]
-) -> PredictiveMemory:
-    """The memory at the start of `interval`, after these rates, with a new forecast."""
-    season = season_intervals(pool)
-    forecast = forecast_rates(rates, season, season, pool.forecast_percentile)
-    entered = replace(memory, interval=interval, amount=0.0, covered_s=0.0)
-    return replace(entered, rates=rates, forecast=forecast)
-
-
-def _least_rates(season: int) -> int:
-    """Fewest rates for a forecast."""
-    return max(2 * season, 10 + 2 * (season // 2))
+    kept = tuple(rates[-SEASONS_KEPT * season :])
+    forecast = forecast_rates(kept, season, season, pool.forecast_percentile)
+    return replace(memory, interval=interval, amount=0.0, covered_s=0.0, rates=kept, forecast=forecast)
 
 
 def forecast_rates(rates: Sequence[float], season: int, steps: int, percentile: float) -> tuple[float, ...]:
@@ -147,7 +112,7 @@ def forecast_rates(rates: Sequence[float], season: int, steps: int, percentile: 
     Empty with less than two seasons (or too few values for a first estimate).
     Raises ConfigError when statsmodels is not installed.
     """
-    if len(rates) < _least_rates(season):
+    if len(rates) < max(2 * season, 10 + 2 * (season // 2)):
         return ()
     if max(rates) == min(rates):
         return (float(rates[-1]),) * steps
