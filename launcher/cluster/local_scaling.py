@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from autoscaler.actuators.actuator import ReplicaShape
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.policy_in_force import PolicyFile
 from autoscaler.service import control_loop
 from launcher.cluster.child_process import ChildSpec
-from launcher.cluster.placement import GpuWish, Inventory, Place
+from launcher.cluster.placement import Inventory, Place
 from launcher.cluster.process_actuator import ProcessActuator
 from launcher.cluster.process_specs import (
     CommandFactory,
@@ -68,10 +69,10 @@ class LocalScaling:
         return self.file.value.rules
 
     @property
-    def seats(self) -> dict[str, GpuWish]:
+    def seats(self) -> dict[str, ReplicaShape]:
         """The GPUs of the first workers, by name."""
         return {
-            f"{name}-{number}": GpuWish(pool.gpus_per_replica, pool.gpu)
+            f"{name}-{number}": ReplicaShape(pool.gpus_per_replica, pool.gpu)
             for name, pool in self.policy.pools.items()
             for number in range(getattr(self.config, name))
         }
@@ -112,7 +113,6 @@ class LocalScaling:
             (parts_target(config),),
             actuator,
             security=self.security,
-            interval_s=config.autoscale_interval_s,
             window_s=config.autoscale_window_s,
         ) as loop:
             await loop.run()

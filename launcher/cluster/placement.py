@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from autoscaler.actuators.actuator import ONE_GPU, ReplicaShape
 from splitserve.config.gpu_list import gpu_names
 from splitserve.errors import InvalidArgumentError, UnavailableError
 from splitserve.gpus.inventory import GpuInventory
@@ -45,15 +46,6 @@ class Place:
     """The worker's GPUs. None: it uses the device in its settings; empty: it uses the CPU."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpuWish:
-    """The number of GPUs that one worker wants, and their kind."""
-
-    gpus: int
-    kind: str = ""
-    """Empty: any."""
-
-
 @dataclass(slots=True)
 class Inventory:
     """Core shares and GPUs with their current users. All shares are equal, however many workers run."""
@@ -63,15 +55,15 @@ class Inventory:
     _taken: dict[str, tuple[int, str, Place]] = field(default_factory=dict)
     """By worker: the index of its core share, its pool and its place."""
 
-    def take(self, name: str, pool: str, gpus: int = 1, kind: str = "") -> Place:
-        """Assigns the worker the share with the fewest users, the first among equals, and `gpus` GPUs of this kind.
+    def take(self, name: str, pool: str, shape: ReplicaShape = ONE_GPU) -> Place:
+        """Assigns the worker the share with the fewest users, the first among equals, and GPUs.
 
         Raises as `choose_gpus`. On a machine without GPUs the settings decide on the device.
         """
         users = Counter(number for number, _, _ in self._taken.values())
         number = min(range(len(self.shares)), key=users.__getitem__)
         uses = [GpuUse(user_pool, place.gpus or ()) for _, user_pool, place in self._taken.values()]
-        chosen = choose_gpus(self.gpus, uses, pool, gpus, kind) if self.gpus.gpus else None
+        chosen = choose_gpus(self.gpus, uses, pool, shape.gpus, shape.gpu) if self.gpus.gpus else None
         place = Place(self.shares[number], chosen)
         self._taken[name] = number, pool, place
         return place

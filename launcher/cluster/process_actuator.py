@@ -58,7 +58,7 @@ class ProcessActuator(Actuator):
             # A name not used before in this cluster: peers may still know workers that have left.
             name = f"{pool}-{self._next_number[pool]}"
             self._next_number[pool] += 1
-            place = self._inventory.take(name, pool, shape.gpus, shape.gpu)
+            place = self._inventory.take(name, pool, shape)
             try:
                 await self._cluster.add(self._make_spec(pool, name, place))
             except BaseException:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
+from autoscaler.actuators.actuator import ReplicaShape
 from launcher.cluster.child_process import ChildSpec, Role
-from launcher.cluster.placement import GpuWish, Inventory, Place
+from launcher.cluster.placement import Inventory, Place
 from launcher.cluster.supervisor import Probe
 from splitserve.addresses import join_address, reachable_host
 from splitserve.client import AsyncClient
@@ -164,7 +165,7 @@ def worker_specs(
     config: ClusterConfig,
     inventory: Inventory,
     make: WorkerSpecMaker,
-    seats: Mapping[str, GpuWish] = MappingProxyType({}),
+    seats: Mapping[str, ReplicaShape] = MappingProxyType({}),
 ) -> list[ChildSpec]:
     """The specs of the first workers. A worker that `seats` names gets the GPUs given there, the others those of the
     settings.
@@ -182,16 +183,16 @@ def worker_specs(
     for kind, (workers, gpus) in sizes.items():
         for number in range(workers):
             name = f"{kind}-{number}"
-            place = _take(inventory, config, kind, name, seats.get(name, GpuWish(gpus)))
+            place = _take(inventory, config, kind, name, seats.get(name, ReplicaShape(gpus)))
             specs.append(make(kind, name, place))
     return specs
 
 
-def _take(inventory: Inventory, config: ClusterConfig, kind: Kind, name: str, seat: GpuWish) -> Place:
+def _take(inventory: Inventory, config: ClusterConfig, kind: Kind, name: str, seat: ReplicaShape) -> Place:
     if inventory.gpus.gpus:
         check_gpu_count(config.engine.kind, config.engine.engine_args, seat.gpus, f"{kind}_gpus")
     try:
-        return inventory.take(name, kind, seat.gpus, seat.kind)
+        return inventory.take(name, kind, seat)
     except ResourceExhaustedError as error:
         workers = f"{config.prefill} prefill and {config.decode} decode"
         gpus = config.prefill * config.prefill_gpus + config.decode * config.decode_gpus

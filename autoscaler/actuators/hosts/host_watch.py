@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autoscaler.actuators.actuator import ActualReplica, Presence, ReplicaShape, Room, RoomActuator
 from splitserve.errors import DeadlineExceededError, SplitserveError, UnavailableError
@@ -17,21 +17,12 @@ UNREADY = frozenset({"NO_IMAGE", "NO_MODEL", "NO_TEMPLATE"})
 """Reasons of a host that lacks what every replica needs, however much room it has."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostLink:
-    """One host with its actuator."""
-
-    name: str
-    actuator: RoomActuator
-    fabric: str = ""
-
-
 class HostWatch:
     """One host over time. A task of its own asks for the host's replicas, one question at a time: a slow host may take
     longer to answer than the caller waits."""
 
-    def __init__(self, link: HostLink) -> None:
-        self.link = link
+    def __init__(self, name: str, actuator: RoomActuator, fabric: str = "") -> None:
+        self.name, self.actuator, self.fabric = name, actuator, fabric
         self.answered_s: float | None = None
         """When the host last listed its replicas; None: never since this process began."""
         self.reachable = True
@@ -46,7 +37,7 @@ class HostWatch:
     def ask(self) -> asyncio.Task[tuple[ActualReplica, ...]]:
         """The question under way, or a new one."""
         if self._asked is None:
-            self._asked = asyncio.create_task(self.link.actuator.replicas())
+            self._asked = asyncio.create_task(self.actuator.replicas())
         return self._asked
 
     def settle(self, now_s: float) -> bool:
@@ -62,7 +53,7 @@ class HostWatch:
         except SplitserveError as error:
             self._lost(error.message)
             return False
-        self.replicas = tuple(replace(replica, host=self.link.name) for replica in listed)
+        self.replicas = tuple(replace(replica, host=self.name) for replica in listed)
         if (self.answered_s is None or not was_reachable) and (
             self._preparation is None or self._preparation.done()
         ):
@@ -71,7 +62,7 @@ class HostWatch:
         # All calls to a host run in order: orders before this question have been carried out, or never will be.
         self._unsure.clear()
         if not was_reachable:
-            log_event("host.back", host=self.link.name, replicas=[replica.name for replica in self.replicas])
+            log_event("host.back", host=self.name, replicas=[replica.name for replica in self.replicas])
         return not was_reachable
 
     def listed(self, now_s: float, unknown_s: float) -> list[ActualReplica]:
@@ -83,12 +74,12 @@ class HostWatch:
         presence = Presence.GIVEN_UP if silent_s > unknown_s else Presence.UNKNOWN
         ordered = [
             ActualReplica(
-                f"{pool}-{self.link.name}-unsure-{number}",
+                f"{pool}-{self.name}-unsure-{number}",
                 pool,
                 False,
                 0.0,
                 placeholder=True,
-                host=self.link.name,
+                host=self.name,
             )
             for pool, count in sorted(self._unsure.items())
             for number in range(count)
@@ -99,7 +90,7 @@ class HostWatch:
         """Orders one replica. An order that may have been carried out despite an error counts until the next list."""
         self._unsure[pool] += 1
         try:
-            await self.link.actuator.start(pool, 1, shape)
+            await self.actuator.start(pool, 1, shape)
         except SplitserveError as error:
             refused = isinstance(error, UnavailableError) and error.reason == "DOCKER"
             if isinstance(error, UnavailableError | DeadlineExceededError) and not refused:
@@ -112,7 +103,7 @@ class HostWatch:
     async def room(self, pool: PoolName, shape: ReplicaShape) -> Room | None:
         """The host's room; None when it does not answer."""
         try:
-            return await self.link.actuator.room(pool, shape)
+            return await self.actuator.room(pool, shape)
         except SplitserveError as error:
             self._lost(error.message)
             return None
@@ -124,23 +115,21 @@ class HostWatch:
                 task.cancel()
                 with suppress(asyncio.CancelledError, SplitserveError):
                     await task
-        await self.link.actuator.close()
+        await self.actuator.close()
 
     async def _prepare(self) -> None:
         """Logs what the host lacks before a replica is wanted there."""
         for pool in POOLS:
             try:
-                room = await self.link.actuator.room(pool, ReplicaShape(gpus=0))
+                room = await self.actuator.room(pool, ReplicaShape(gpus=0))
             except SplitserveError:
                 return  # asked again when the host is back
             if room.reason in UNREADY:
-                fields = {"host": self.link.name, "pool": pool, "reason": room.reason}
+                fields = {"host": self.name, "pool": pool, "reason": room.reason}
                 log_event("host.unready", level=logging.WARNING, why=room.why, **fields)
 
     def _lost(self, why: str) -> None:
         if self.reachable:
             names = [replica.name for replica in self.replicas]
-            log_event(
-                "host.unreachable", level=logging.WARNING, host=self.link.name, error=why, unknown=names
-            )
+            log_event("host.unreachable", level=logging.WARNING, host=self.name, error=why, unknown=names)
         self.reachable = False

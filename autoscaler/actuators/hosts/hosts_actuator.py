@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from autoscaler.actuators.actuator import ONE_GPU, ActualReplica, Actuator, ReplicaShape
 from autoscaler.actuators.hosts.host_placement import HostCandidate, choose_host
-from autoscaler.actuators.hosts.host_watch import HostLink, HostWatch
+from autoscaler.actuators.hosts.host_watch import HostWatch
 from splitserve.errors import FailedPreconditionError, SplitserveError, UnavailableError
 from splitserve.logs import log_event
 from splitserve.roles import PoolName
@@ -35,14 +35,14 @@ class HostsActuator(Actuator):
 
     def __init__(
         self,
-        hosts: Sequence[HostLink],
+        hosts: Sequence[HostWatch],
         *,
         answer_s: float = 4.0,
         unknown_s: float = 900.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.proves_end = all(host.actuator.proves_end for host in hosts)
-        self._hosts = tuple(HostWatch(host) for host in hosts)
+        self._hosts = tuple(hosts)
         self._answer_s, self._unknown_s, self._clock = answer_s, unknown_s, clock
         self._began_s = clock()
 
@@ -71,16 +71,14 @@ class HostsActuator(Actuator):
     def gpu_inventory(self) -> int | None:
         """The GPUs of hosts that were given up are left out."""
         now_s = self._clock()
-        counts = [
-            host.link.actuator.gpu_inventory for host in self._hosts if not self._is_given_up(host, now_s)
-        ]
+        counts = [host.actuator.gpu_inventory for host in self._hosts if not self._is_given_up(host, now_s)]
         known = [count for count in counts if count is not None]
         return sum(known) if known else None
 
     @property
     @override
     def hosts(self) -> Mapping[str, bool]:
-        return {host.link.name: host.reachable for host in self._hosts}
+        return {host.name: host.reachable for host in self._hosts}
 
     @override
     async def start(self, pool: PoolName, count: int, shape: ReplicaShape = ONE_GPU) -> None:
@@ -95,7 +93,7 @@ class HostsActuator(Actuator):
                 await self._start_one(pool, shape, ordered)
         finally:
             # The new replicas' names are then known even if their host is cut off at once.
-            await self._ask([host for host in self._hosts if ordered[host.link.name]])
+            await self._ask([host for host in self._hosts if ordered[host.name]])
 
     @override
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
@@ -105,9 +103,7 @@ class HostsActuator(Actuator):
         for host in self._hosts:
             untold = [replica.name for replica in host.replicas if replica.name in names]
             if untold and not host.reachable:
-                message = (
-                    f"{', '.join(untold)}: host {host.link.name} does not answer; it is told when it is back"
-                )
+                message = f"{', '.join(untold)}: host {host.name} does not answer; it is told when it is back"
                 raise UnavailableError(message, reason="HOST_UNKNOWN")
 
     @override
@@ -117,7 +113,7 @@ class HostsActuator(Actuator):
 
     async def _tell_each(self, order: Callable[[Actuator], Awaitable[None]]) -> None:
         """Tells all reachable hosts; raises the first error once all of them have been told."""
-        orders = [order(host.link.actuator) for host in self._hosts if host.reachable]
+        orders = [order(host.actuator) for host in self._hosts if host.reachable]
         for error in await asyncio.gather(*orders, return_exceptions=True):
             if error is not None:
                 raise error
@@ -145,33 +141,33 @@ class HostsActuator(Actuator):
             except UnavailableError as error:
                 if not host.reachable:
                     raise
-                refused[host.link.name] = error
-                fields = {"host": host.link.name, "pool": pool, "error": error.message}
+                refused[host.name] = error
+                fields = {"host": host.name, "pool": pool, "error": error.message}
                 log_event("host.refused", level=logging.WARNING, **fields)
             else:
-                ordered[host.link.name] += 1
+                ordered[host.name] += 1
                 return
 
     async def _place(
         self, pool: PoolName, shape: ReplicaShape, ordered: Counter[str], refused: Collection[str]
     ) -> HostWatch:
-        reachable = [host for host in self._hosts if host.reachable and host.link.name not in refused]
+        reachable = [host for host in self._hosts if host.reachable and host.name not in refused]
         rooms = await asyncio.gather(*(host.room(pool, shape) for host in reachable))
         candidates = []
         for host, room in zip(reachable, rooms, strict=True):
             if room is None:
                 continue
             counts = Counter(replica.pool for replica in host.replicas if not replica.stopping)
-            counts[pool] += ordered[host.link.name]
-            candidates.append(HostCandidate(host.link.name, room, counts, host.link.fabric))
-        silent = [host.link.name for host in self._hosts if not host.reachable]
+            counts[pool] += ordered[host.name]
+            candidates.append(HostCandidate(host.name, room, counts, host.fabric))
+        silent = [host.name for host in self._hosts if not host.reachable]
         chosen = choose_host(pool, candidates, silent)
-        return next(host for host in reachable if host.link.name == chosen)
+        return next(host for host in reachable if host.name == chosen)
 
     def _refuse_while_unknown(self) -> None:
         """Raises UnavailableError while a host that has not answered since this process began may still do so."""
         left_s = self._began_s + self._unknown_s - self._clock()
-        silent = [host.link.name for host in self._hosts if host.answered_s is None]
+        silent = [host.name for host in self._hosts if host.answered_s is None]
         if silent and left_s >= 0:
             message = (
                 f"host {', '.join(silent)} has not answered since the autoscaler began: what runs there is not known, "

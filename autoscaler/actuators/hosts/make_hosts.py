@@ -8,7 +8,7 @@ from autoscaler.actuators.docker_engine import DockerEngine
 from autoscaler.actuators.docker_room import HostLimits
 from autoscaler.actuators.docker_template import HostNetwork
 from autoscaler.actuators.hosts.connection import connector
-from autoscaler.actuators.hosts.host_watch import HostLink
+from autoscaler.actuators.hosts.host_watch import HostWatch
 from autoscaler.actuators.hosts.hosts_actuator import HostsActuator
 from autoscaler.actuators.hosts.inventory_file import DockerHost, load_hosts
 from autoscaler.actuators.hosts.inventory_probe import GpuProbe
@@ -23,8 +23,8 @@ def make_docker_actuator(config: DockerConfig, model: str) -> Actuator:
     if config.hosts is None:
         return DockerActuator(DockerEngine(), config.project, docker_gpus(config), model)
     file = load_hosts(config.hosts)
-    links = [HostLink(host.name, _actuator(host, config, model), host.fabric) for host in file.hosts]
-    return HostsActuator(links, answer_s=file.answer_s, unknown_s=file.unknown_s)
+    watches = [HostWatch(host.name, _actuator(host, config, model), host.fabric) for host in file.hosts]
+    return HostsActuator(watches, answer_s=file.answer_s, unknown_s=file.unknown_s)
 
 
 def docker_gpus(config: DockerConfig) -> GpuInventory:

@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 from autoscaler.actuators.actuator import Actuator
-from autoscaler.actuators.hosts.host_watch import HostLink
+from autoscaler.actuators.hosts.host_watch import HostWatch
 from autoscaler.actuators.hosts.hosts_actuator import HostsActuator
 from autoscaler.actuators.kubernetes import KubernetesActuator
 from launcher.cluster.child_process import ChildSpec, Event, RestartPolicy
@@ -178,7 +178,7 @@ class HostsRig(Rig):
         self.actuator = self.again()
 
     def again(self) -> HostsActuator:
-        return HostsActuator([HostLink(host.name, host) for host in self._hosts])
+        return HostsActuator([HostWatch(host.name, host) for host in self._hosts])
 
     async def vanish(self, name: str) -> None:
         for host in self._hosts:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from autoscaler.actuators.actuator import ReplicaShape
 from launcher.cluster.local_scaling import LocalScaling
-from launcher.cluster.placement import GpuWish
 from splitserve.config.cluster import ClusterConfig
 from splitserve.errors import ConfigError
 
@@ -27,7 +27,7 @@ def test_it_starts_with_the_least_that_serves(tmp_path: Path) -> None:
     made = scaling(tmp_path, pool={"min_replicas": 3, "gpus_per_replica": 2, "gpu": "L40S"})
     assert (made.config.prefill, made.config.decode, made.config.prefill_gpus) == (3, 3, 2)
     assert made.seats == {
-        f"{pool}-{n}": GpuWish(2, "L40S") for pool in ("prefill", "decode") for n in range(3)
+        f"{pool}-{n}": ReplicaShape(2, "L40S") for pool in ("prefill", "decode") for n in range(3)
     }
     assert scaling(tmp_path, pool={"min_replicas": 0}).config.prefill == 1
     assert scaling(tmp_path, {"prefill": 4}).config.prefill == 4

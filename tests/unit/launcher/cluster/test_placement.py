@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from autoscaler.actuators.actuator import ReplicaShape
 from bench.cluster import cluster_specs
 from launcher.cluster import placement
 from launcher.cluster.child_process import ChildSpec
 from launcher.cluster.placement import (
-    GpuWish,
     Inventory,
     Place,
     machine_gpus,
@@ -45,7 +45,7 @@ def test_workers_have_cores_and_gpus_of_their_own() -> None:
 
 
 def test_without_gpus_the_settings_decide() -> None:
-    assert inventory(gpus=None).take("a", "decode", 2).gpus is None
+    assert inventory(gpus=None).take("a", "decode", ReplicaShape(2)).gpus is None
 
 
 def test_more_workers_than_shares_take_turns() -> None:
@@ -172,10 +172,15 @@ def test_the_first_workers_get_gpus_of_the_kind_of_their_class() -> None:
 
     where = make_inventory([0], 4, pin_cores=False, gpus=gpus)
     worker_specs(
-        ClusterConfig(), where, make, {"prefill-0": GpuWish(1, "L40S"), "decode-0": GpuWish(1, "H100")}
+        ClusterConfig(),
+        where,
+        make,
+        {"prefill-0": ReplicaShape(1, "L40S"), "decode-0": ReplicaShape(1, "H100")},
     )
     assert made == {"prefill-0": ("2",), "decode-0": ("0",)}
     with pytest.raises(FailedPreconditionError) as caught:
-        worker_specs(ClusterConfig(), inventory(), make, {"prefill-0": GpuWish(1, "L40S")})
+        worker_specs(ClusterConfig(), inventory(), make, {"prefill-0": ReplicaShape(1, "L40S")})
     assert caught.value.field == "gpu"
-    worker_specs(ClusterConfig(), inventory(gpus=GpuInventory()), make, {"prefill-0": GpuWish(1, "L40S")})
+    worker_specs(
+        ClusterConfig(), inventory(gpus=GpuInventory()), make, {"prefill-0": ReplicaShape(1, "L40S")}
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autoscaler.actuators.actuator import Presence, ReplicaShape, Room, counted
-from autoscaler.actuators.hosts.host_watch import HostLink
+from autoscaler.actuators.hosts.host_watch import HostWatch
 from autoscaler.actuators.hosts.hosts_actuator import HostsActuator
 from autoscaler.plan import PoolPlan, ScalingPlan
 from autoscaler.reconcile import Bounds, Drain, Start, members, reconcile
@@ -50,7 +50,7 @@ class Pair:
 
     def restart(self) -> None:
         """The autoscaler begins anew and remembers nothing."""
-        links = [HostLink(host.name, host) for host in (self.a, self.b)]
+        links = [HostWatch(host.name, host) for host in (self.a, self.b)]
         self.actuator = HostsActuator(links, **self._settings)
 
     async def tick(self, plan: ScalingPlan = PLAN, serving: Sequence[str] = ()) -> list[SplitserveError]:
@@ -256,7 +256,7 @@ async def test_a_host_that_lacks_image_or_model_is_no_place() -> None:
 async def test_gpus_of_hosts_that_were_given_up_do_not_count() -> None:
     clock = Clock()
     hosts = [MemoryHost("a", 4), MemoryHost("b", 2)]
-    actuator = HostsActuator([HostLink(host.name, host) for host in hosts], unknown_s=UNKNOWN_S, clock=clock)
+    actuator = HostsActuator([HostWatch(host.name, host) for host in hosts], unknown_s=UNKNOWN_S, clock=clock)
     await actuator.replicas()
     hosts[1].cut()
     await actuator.replicas()
@@ -270,7 +270,7 @@ async def test_a_replica_goes_to_the_host_that_has_its_kind_of_gpu() -> None:
         MemoryHost("a", listed="L40S=GPU-a,GPU-b,GPU-c"),
         MemoryHost("b", listed="H100=GPU-d;L40S=GPU-e"),
     ]
-    actuator = HostsActuator([HostLink(host.name, host) for host in hosts])
+    actuator = HostsActuator([HostWatch(host.name, host) for host in hosts])
     await actuator.start("decode", 1, ReplicaShape(gpu="H100"))
     await actuator.start("prefill", 4, ReplicaShape(gpu="L40S"))
     gpus = {host.name: sorted(one.gpu or "" for one in host.there.values()) for host in hosts}
