@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -299,7 +300,7 @@ class ControlLoop:
         changed = bool(actions) or self._last_plan is None or plan.numbers != self._last_plan.numbers
         self._last_plan = plan
         for pool in POOLS:
-            wanted, counts = plan.pool(pool), self.status.actual[pool]
+            wanted = plan.pool(pool)
             log_event(
                 "scaling.decided",
                 level=logging.INFO if changed else logging.DEBUG,
@@ -310,7 +311,7 @@ class ControlLoop:
                 actions=[action_word(action) for action in actions if action.pool == pool],
                 dry_run=not self._would_act,
                 acts=self._may_act,
-                replicas={state.value: count for state, count in counts.items() if count},
+                replicas=Counter(replica.state.value for replica in pools[pool]),
             )
 
     def _acted(self, plan: ScalingPlan, action: Action) -> None:

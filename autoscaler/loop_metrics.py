@@ -9,8 +9,8 @@ from typing import get_args
 
 from prometheus_client.core import Metric
 
-from autoscaler.plan import Cause, ScalingPlan
-from autoscaler.reconcile import ReplicaView, in_state
+from autoscaler.plan import Cause, PoolPlan, ScalingPlan
+from autoscaler.reconcile import ReplicaView
 from autoscaler.snapshot import DecodeSignals, PrefillSignals, ReplicaState, Snapshot
 from splitserve.metrics import counter, counters, gauge, gauges
 from splitserve.roles import POOLS, PoolName
@@ -24,11 +24,10 @@ class LoopStatus:
     """Counts since the process started, and the last decision. Values are replaced, so any thread may read."""
 
     decisions: int = 0
-    desired: Mapping[PoolName, int] = field(default_factory=dict)
-    standby: Mapping[PoolName, int] = field(default_factory=dict)
-    actual: Mapping[PoolName, Mapping[ReplicaState, int]] = field(default_factory=dict)
-    causes: Mapping[PoolName, Cause] = field(default_factory=dict)
-    """Why each pool has its last count."""
+    plans: Mapping[PoolName, PoolPlan] = field(default_factory=dict)
+    """What each pool was to have by the last decision; empty before the first."""
+    replicas: Counter[tuple[PoolName, ReplicaState]] = field(default_factory=Counter)
+    """The replicas on which that decision was based."""
     actions: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     """By hop: observation, each kind of action, and the policy."""
@@ -53,38 +52,39 @@ class LoopStatus:
     def decided(self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]]) -> None:
         """Records a decision and the replicas it was based on."""
         self.decisions += 1
-        self.desired = {pool: plan.pool(pool).desired for pool in POOLS}
-        self.standby = {pool: plan.pool(pool).standby for pool in POOLS}
-        self.causes = {pool: plan.pool(pool).cause for pool in POOLS}
-        self.actual = {
-            pool: {state: len(in_state(pools[pool], state)) for state in ReplicaState} for pool in POOLS
-        }
+        self.plans = {pool: plan.pool(pool) for pool in POOLS}
+        self.replicas = Counter((pool, replica.state) for pool in POOLS for replica in pools[pool])
 
 
 def loop_metrics(status: LoopStatus) -> list[Metric]:
     """All metrics of the autoscaler at one moment."""
+    plans = status.plans
     return [
         gauges(
-            "splitserve_autoscaler_desired_replicas", "Replicas wanted in rotation", "pool", status.desired
+            "splitserve_autoscaler_desired_replicas",
+            "Replicas wanted in rotation",
+            "pool",
+            {pool: plan.desired for pool, plan in plans.items()},
         ),
-        gauges("splitserve_autoscaler_desired_standby", "Warm standbys wanted", "pool", status.standby),
+        gauges(
+            "splitserve_autoscaler_desired_standby",
+            "Warm standbys wanted",
+            "pool",
+            {pool: plan.standby for pool, plan in plans.items()},
+        ),
         gauges(
             "splitserve_autoscaler_replicas",
             "Replicas that exist",
             ("pool", "state"),
-            {
-                (pool, state.value): count
-                for pool, states in status.actual.items()
-                for state, count in states.items()
-            },
+            {(pool, state.value): status.replicas[pool, state] for pool in plans for state in ReplicaState},
         ),
         gauges(
             "splitserve_autoscaler_reason",
             "1 for what decided the number of replicas wanted, 0 for the rest",
             ("pool", "reason"),
             {
-                (pool, reason): reason == cause
-                for pool, cause in status.causes.items()
+                (pool, reason): reason == plan.cause
+                for pool, plan in plans.items()
                 for reason in get_args(Cause)
             },
         ),

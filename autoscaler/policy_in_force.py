@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -58,11 +58,8 @@ class PolicyFile:
 
         Raises ConfigError, once for each refused version of the files; `value` stays.
         """
-        refusal, reported = (
-            self.files.outcomes["rejected"] if self.files.rejected else 0,
-            self._reported_refusal,
-        )
-        self._reported_refusal = refusal
+        refusal = self.files.outcomes["rejected"] if self.files.rejected else 0
+        reported, self._reported_refusal = self._reported_refusal, refusal
         if refusal and refusal != reported:
             raise ConfigError(self.files.problem, field="policy")
         corrected = reported and not refusal
@@ -84,27 +81,13 @@ class PolicyFile:
             self._value = policy
 
 
-def loop_settings(policy: ScalingPolicy, given: LoopSettings) -> LoopSettings:
-    """The loop's settings under a policy. `given` has all settings that are not the policy's; its interval comes before
-    the policy's, unless it is 0."""
-    pools = policy.pools
-    return replace(
-        given,
-        bounds=bounds_of(policy),
-        drain_s={name: pool.drain_s for name, pool in pools.items()},
-        shapes={name: ReplicaShape(pool.gpus_per_replica, pool.gpu) for name, pool in pools.items()},
-        starts=start_limits(policy),
-        interval_s=given.interval_s or policy.interval_s,
-    )
-
-
 @dataclass(slots=True)
 class PolicyInForce:
     """Makes the loop follow the file."""
 
     file: PolicyFile
     observer: Observer
-    given: LoopSettings
+    dry_run: bool = False
 
     def first(self) -> PolicyChange:
         """The policy at the start. If the file has changed since, the next `poll` returns the newer one."""
@@ -129,5 +112,13 @@ class PolicyInForce:
     def _change(self, before: LoadedPolicy, after: LoadedPolicy) -> PolicyChange:
         decide = make_decide(after.rules, bounded_functions(after.functions))
         carry = partial(carried, before=before.rules, after=after.rules)
-        settings = loop_settings(after.rules, self.given)
+        rules, pools = after.rules, after.rules.pools.items()
+        settings = LoopSettings(
+            bounds=bounds_of(rules),
+            drain_s={name: pool.drain_s for name, pool in pools},
+            interval_s=rules.interval_s,
+            dry_run=self.dry_run,
+            shapes={name: ReplicaShape(pool.gpus_per_replica, pool.gpu) for name, pool in pools},
+            starts=start_limits(rules),
+        )
         return PolicyChange(decide, settings, carry)

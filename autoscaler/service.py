@@ -47,7 +47,6 @@ async def control_loop(
     coordinators: Sequence[str],
     actuator: Actuator | None,
     *,
-    interval_s: float | None = None,
     window_s: float = 60.0,
     model: str = "",
     dry_run: bool = False,
@@ -66,8 +65,7 @@ async def control_loop(
         if actuator is not None and actuator.proves_end and not dry_run:
             listing["on_ended"] = partial(report_ended, clients)
         observer = Observer(clients, **listing, model=model, window_s=window_s)
-        settings = LoopSettings(interval_s=interval_s or 0.0, dry_run=dry_run)
-        in_force = PolicyInForce(policy, observer, settings)
+        in_force = PolicyInForce(policy, observer, dry_run)
         observer.keep_history(in_force.history_s)
         first = in_force.first()
         lease = None
@@ -119,7 +117,6 @@ async def serve(config: AutoscalerConfig) -> None:
             policy,
             config.coordinators,
             actuator,
-            interval_s=config.interval_s,
             window_s=config.window_s,
             model=config.model,
             dry_run=config.dry_run,

@@ -72,8 +72,6 @@ class AutoscalerConfig(SecuritySettings):
     lease_s: Annotated[float, Field(ge=1, le=600)] = 30.0
     """Of several autoscalers that are given the same coordinators, one acts; another takes over when it has not been
     heard of for this long. The same for all of them, and longer than the interval."""
-    interval_s: Annotated[float, Field(ge=0.1, le=3600)] | None = None
-    """Time between decisions. Default: the policy's."""
     window_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
     """Time window of the latencies that a decision considers."""
     model: str = ""

@@ -54,8 +54,6 @@ class ClusterConfig(EngineForModel):
     """Policy file by which both pools are scaled. The number of workers starts at `prefill` and `decode` if given, else
     at the policy's `min_replicas`, or one where that is 0. Cores are divided among as many workers as the policy
     allows. Default: a fixed number of workers."""
-    autoscale_interval_s: Annotated[float, Field(ge=0.1, le=3600)] | None = None
-    """Time between scaling decisions. Default: the policy's."""
     autoscale_window_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
     """Time window of the latencies that a scaling decision considers."""
     tls: Annotated[Path | None, Option(metavar="DIR", env="SPLITSERVE_CLUSTER_TLS", tier="basic")] = None
@@ -82,7 +80,6 @@ class ClusterConfig(EngineForModel):
         why_not_of_pool = policy or ("" if self.workers is None else "beside workers")
         why_not_of_both = policy or ("without workers" if self.workers is None else "")
         return idle_among(
-            autoscale_interval_s=(fixed and self.autoscale_interval_s is not None, "without autoscale"),
             autoscale_window_s=(fixed and "autoscale_window_s" in given, "without autoscale"),
             worker_gpus=(bool(why_not_of_both) and "worker_gpus" in given, why_not_of_both),
             prefill_gpus=(bool(why_not_of_pool) and "prefill_gpus" in given, why_not_of_pool),

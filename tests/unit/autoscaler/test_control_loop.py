@@ -282,7 +282,10 @@ async def test_without_an_actuator_it_looks_at_whatever_is_registered() -> None:
     world.wants(4, 1)
     there = sorted(world.actuator.there)
     assert await world.tick() == there
-    assert world.loop.status.desired == {"prefill": 4, "decode": 1}
+    assert {pool: plan.desired for pool, plan in world.loop.status.plans.items()} == {
+        "prefill": 4,
+        "decode": 1,
+    }
 
 
 async def test_metrics() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from autoscaler.control_loop import LoopSettings
 from autoscaler.decide import make_decide
 from autoscaler.plan import ScalingPlan
 from autoscaler.policies import custom
@@ -180,7 +179,7 @@ def test_a_running_autoscaler_bounds_its_functions(
         GOOD.replace("    return", f"    if snapshot.now_s:\n        {waits}\n    return")
     )
     monkeypatch.setattr(custom, "CALL_S", 0.05)
-    change = PolicyInForce(PolicyFile(path), Observer([], None), LoopSettings()).first()
+    change = PolicyInForce(PolicyFile(path), Observer([], None)).first()
     plan, _ = change.decide(None, snapshot(prefill=5))
     assert plan.prefill.desired == 5
     assert "has not returned" in plan.prefill.error

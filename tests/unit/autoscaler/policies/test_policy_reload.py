@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
+from autoscaler.control_loop import ControlLoop, PolicyChange
 from autoscaler.decide import PlanMemory, PoolState, carried
 from autoscaler.loop_metrics import loop_metrics
 from autoscaler.policies.policy_file import parse_policy
@@ -40,7 +40,7 @@ class Edited:
         source = FakeSource("c:1", self.clock)
         source.workers = [worker("prefill-9"), worker("decode-9")]
         self.observer = Observer([source], self.actuator.replicas, clock=self.clock)
-        self.policy = PolicyInForce(PolicyFile(self.path), self.observer, LoopSettings(interval_s=0.0))
+        self.policy = PolicyInForce(PolicyFile(self.path), self.observer)
         first = self.policy.first()
         self.loop = ControlLoop(
             self.observer.observe,
@@ -69,7 +69,7 @@ class Edited:
         }
         errors = found["splitserve_autoscaler_errors_total", "policy"]
         return (
-            self.loop.status.desired["prefill"],
+            self.loop.status.plans["prefill"].desired,
             found["splitserve_autoscaler_policy_current",],
             errors,
         )

@@ -51,7 +51,6 @@ def test_of_a_worker(given: dict[str, Any], others: dict[str, Any], field: str) 
 @pytest.mark.parametrize(
     ("given", "others", "field"),
     [
-        ({"autoscale_interval_s": 1.0}, {"autoscale": Path("policy")}, "autoscale_interval_s"),
         ({"autoscale_window_s": 60.0}, {"autoscale": Path("policy")}, "autoscale_window_s"),
         ({"worker_gpus": 1}, {"workers": 2}, "worker_gpus"),
         ({"prefill_gpus": 1, "workers": 2}, {"workers": None}, "prefill_gpus"),
