@@ -13,9 +13,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from autoscaler.policies.policy_file import CustomPool, ScalingPolicy
 from autoscaler.policies.recommendation import PoolStatus, Recommend, Recommendation
@@ -31,36 +32,22 @@ LOAD_S = 10.0
 T = TypeVar("T")
 
 
-class BoundedCall(Generic[T]):
-    """A call under way on a daemon thread of its own."""
+def _on_thread(function: Callable[[], T], name: str) -> Future[T]:
+    """Calls the function on a daemon thread of its own. The future has its result or its exception: a RuntimeError in
+    place of a BaseException that is no Exception, such as a SystemExit, since nobody interrupts this thread."""
+    future: Future[T] = Future()
 
-    def __init__(self, function: Callable[[], T], name: str) -> None:
-        self._function = function
-        self._value: T
-        self._error: Exception | None = None
-        self._began_s = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def result(self, wait_s: float) -> T:
-        """The function's result. Raises the function's exception (a RuntimeError in place of a BaseException that is no
-        Exception), and TimeoutError if it has not returned within `wait_s` seconds: call again later, or forget it."""
-        self._thread.join(wait_s)
-        if self._thread.is_alive():
-            raise TimeoutError(f"has not returned for {time.monotonic() - self._began_s:.0f} s")
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._value = self._function()
-        except Exception as error:  # raised again where the result is asked for
-            self._error = error
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
         except BaseException as error:
-            # The function itself raised this, such as a SystemExit: nobody interrupts this thread. Only the call ends.
             failure = RuntimeError(str(error) or type(error).__name__)
-            self._error = failure.with_traceback(error.__traceback__)
+            future.set_exception(failure.with_traceback(error.__traceback__))
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 class BoundedFunction:
@@ -70,7 +57,8 @@ class BoundedFunction:
     def __init__(self, function: Recommend, pool: str, limit_s: float | None = None) -> None:
         self._function, self._pool = function, pool
         self._limit_s = CALL_S if limit_s is None else limit_s
-        self._overdue: BoundedCall[tuple[Recommendation, Any]] | None = None
+        self._overdue: Future[tuple[Recommendation, Any]] | None = None
+        self._began_s = 0.0
 
     def __call__(self, memory: Any, snapshot: Snapshot, status: PoolStatus) -> tuple[Recommendation, Any]:
         """As `Recommend`. After an overdue call it begins with a new memory, as after an error."""
@@ -78,12 +66,13 @@ class BoundedFunction:
             if self._overdue is not None:
                 self._overdue.result(0.0)
             # Stored before the wait: the call goes on if the wait is interrupted.
-            self._overdue = BoundedCall(
-                lambda: self._function(memory, snapshot, status), f"policy {self._pool}"
-            )
+            self._began_s = time.monotonic()
+            call = partial(self._function, memory, snapshot, status)
+            self._overdue = _on_thread(call, f"policy {self._pool}")
             answer = self._overdue.result(self._limit_s)
-        except TimeoutError as error:
-            return _kept(status, "custom policy is overdue: count kept", f"{self._pool}.function: {error}")
+        except TimeoutError:
+            error = f"{self._pool}.function: has not returned for {time.monotonic() - self._began_s:.0f} s"
+            return _kept(status, "custom policy is overdue: count kept", error)
         self._overdue = None
         return answer
 
@@ -92,7 +81,10 @@ def custom_policy(pool: CustomPool, name: str) -> Recommend:
     """The pool's function, which never raises. Raises ConfigError when it cannot be loaded or breaks the contract."""
     field = f"{name}.function"
     try:
-        function = BoundedCall(lambda: _usable(pool), f"policy {name}").result(LOAD_S)
+        function = _on_thread(partial(_usable, pool), f"policy {name}").result(LOAD_S)
+    except TimeoutError:
+        message = f"{field}: {pool.function}: has not returned for {LOAD_S:.0f} s"
+        raise ConfigError(message, field=field) from None
     except Exception as error:
         # Foreign code: whatever it raises, the policy is refused.
         message = f"{field}: {pool.function}: {_where(error)}{str(error) or type(error).__name__}"

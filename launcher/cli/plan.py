@@ -38,62 +38,34 @@ _LONGEST_STEADY_S = 3600.0
 _ANSWERS = 10
 """A steady trace lasts for at least so many answers, so that batches fill."""
 
-TRAFFIC, MODEL = "Traffic", "Model and worker"
 TraceFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="A request log, an Azure or Mooncake trace, any log.", rich_help_panel=TRAFFIC
-    ),
+    Path | None, typer.Option(metavar="FILE", help="A request log, an Azure or Mooncake trace, any log.")
 ]
-Rate = Annotated[
-    float | None, typer.Option(help="Or: requests a second, at random.", rich_help_panel=TRAFFIC)
-]
-Lengths = Annotated[
-    str, typer.Option(metavar="N|p50=N,p95=N", help="Tokens, with --rate.", rich_help_panel=TRAFFIC)
-]
-Scale = Annotated[
-    float, typer.Option(help="Multiply the arrival rate: more users alike.", rich_help_panel=TRAFFIC)
-]
-Seed = Annotated[int, typer.Option(help="Of everything random.", rich_help_panel=TRAFFIC)]
+Rate = Annotated[float | None, typer.Option(help="Or: requests a second, at random.")]
+Lengths = Annotated[str, typer.Option(metavar="N|p50=N,p95=N", help="Tokens, with --rate.")]
+Scale = Annotated[float, typer.Option(help="Multiply the arrival rate: more users alike.")]
+Seed = Annotated[int, typer.Option(help="Of everything random.")]
 Target = Annotated[
     str | None,
     typer.Option(
         metavar="HOST:PORT",
         help="Running cluster whose workers have measured how fast they are; --model names one of several.",
-        rich_help_panel=MODEL,
     ),
 ]
-EnginePreset = Annotated[
-    str | None,
-    typer.Option(help="Or: simulated, h100-8b, h100x4-70b or h100x8-70b.", rich_help_panel=MODEL),
-]
+EnginePreset = Annotated[str | None, typer.Option(help="Or: simulated, h100-8b, h100x4-70b or h100x8-70b.")]
 Gpu = Annotated[
     str | None,
-    typer.Option(
-        help="Or: H100, H100-NVL, H200, B200, A100-80GB, A100-40GB, L40S, L4 or A10, with --model.",
-        rich_help_panel=MODEL,
-    ),
+    typer.Option(help="Or: H100, H100-NVL, H200, B200, A100-80GB, A100-40GB, L40S, L4 or A10, with --model."),
 ]
 ModelName = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME|DIR|FILE", help="Model name, folder, or a config.json.", rich_help_panel=MODEL
-    ),
+    str | None, typer.Option(metavar="NAME|DIR|FILE", help="Model name, folder, or a config.json.")
 ]
-WeightDtype = Annotated[
-    str | None, typer.Option(help="bf16, fp16, fp32, fp8, int8 or int4.", rich_help_panel=MODEL)
-]
+WeightDtype = Annotated[str | None, typer.Option(help="bf16, fp16, fp32, fp8, int8 or int4.")]
 GpusPerReplica = Annotated[
-    int | None,
-    typer.Option(
-        min=1, max=64, help="Default: 1, 2, 4 or 8, with the fewest GPUs in all.", rich_help_panel=MODEL
-    ),
+    int | None, typer.Option(min=1, max=64, help="Default: 1, 2, 4 or 8, with the fewest GPUs in all.")
 ]
 Lane = Annotated[
-    float,
-    typer.Option(
-        min=0.001, max=10_000, help="GB/s of each GPU to other workers, for KV.", rich_help_panel=MODEL
-    ),
+    float, typer.Option(min=0.001, max=10_000, help="GB/s of each GPU to other workers, for KV.")
 ]
 TtftMs = Annotated[
     float, typer.Option("--ttft-ms", "--slo-ttft", min=0.001, max=3_600_000, help="Target, milliseconds.")

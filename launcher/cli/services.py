@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from splitserve.config.coordinator import CoordinatorConfig
     from splitserve.config.worker import WorkerConfig
 
-PANEL = "Services, one process each"
 
 Kind = Literal["prefill", "decode", "worker"]
 
@@ -38,7 +37,7 @@ def register(app: typer.Typer) -> None:
     from splitserve.config.worker import WorkerConfig
 
     def add(name: str, summary: str, function: Callable[..., None]) -> None:
-        app.command(name, help=summary, epilog=EPILOG, rich_help_panel=PANEL)(function)
+        app.command(name, help=summary, epilog=EPILOG)(function)
 
     def worker(kind: Kind) -> Callable[..., None]:
         # KIND-HOSTNAME-PID, cut to the length of a worker id.
@@ -60,7 +59,7 @@ def register(app: typer.Typer) -> None:
     )
     scaling.callback()(_unless_followed(command(AutoscalerConfig, _run_autoscaler)))
     scaling.command("explain")(explain_scaling)
-    app.add_typer(scaling, name="autoscaler", rich_help_panel=PANEL)
+    app.add_typer(scaling, name="autoscaler")
 
 
 def _unless_followed(service: Callable[..., None]) -> Callable[..., None]:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from autoscaler.simulation.scenario import Scenario, Slo
     from autoscaler.simulation.traces.trace import Trace
 
-SYNTHETIC_PANEL = "Synthetic traces"
 DEFAULT_TTFT_MS = 2000.0
 DEFAULT_TPOT_MS = 100.0
 
@@ -74,15 +73,11 @@ RoleMoves = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
-Rate = Annotated[float, typer.Option(help="Requests a second.", rich_help_panel=SYNTHETIC_PANEL)]
-PeakRate = Annotated[
-    float, typer.Option(help="Requests a second at the top.", rich_help_panel=SYNTHETIC_PANEL)
-]
-Duration = Annotated[float, typer.Option(metavar="SECONDS", help="Length.", rich_help_panel=SYNTHETIC_PANEL)]
-Burst = Annotated[
-    float, typer.Option(metavar="SECONDS", help="Length of a burst.", rich_help_panel=SYNTHETIC_PANEL)
-]
-MeanTokens = Annotated[int, typer.Option(help="Mean.", rich_help_panel=SYNTHETIC_PANEL)]
+Rate = Annotated[float, typer.Option(help="Requests a second.")]
+PeakRate = Annotated[float, typer.Option(help="Requests a second at the top.")]
+Duration = Annotated[float, typer.Option(metavar="SECONDS", help="Length.")]
+Burst = Annotated[float, typer.Option(metavar="SECONDS", help="Length of a burst.")]
+MeanTokens = Annotated[int, typer.Option(help="Mean.")]
 
 
 def simulate(

@@ -34,16 +34,13 @@ from splitserve.errors import ConfigError
 class Option:
     """Overrides of a setting's derived option and variable; used in `Annotated`.
 
-    A section's `panel` applies to all its settings. A section with a `flag` is a single option, whose text form is
-    defined by its validator and serializer.
+    A section with a `flag` is a single option, whose text form is defined by its validator and serializer.
     """
 
     flag: str | None = None
     """Name of the option, without leading dashes."""
     metavar: str | None = None
     """Placeholder of the value in the help text."""
-    panel: str | None = None
-    """Heading in the help text."""
     env: str | None = None
     """Name of the environment variable."""
     tier: Literal["basic", "advanced", "internal"] = "advanced"

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from splitserve.config.base import BASIC, Option, idle_among
 from splitserve.config.coordinator import CoordinatorConfig
-from splitserve.config.engine import EngineConfig, EngineForModel, EngineSection
+from splitserve.config.engine import EngineConfig, EngineForModel
 from splitserve.errors import ConfigError
 
 
@@ -60,7 +60,7 @@ class ClusterConfig(EngineForModel):
     """Folder of `splitserve certs`, for mutual TLS. Default: no encryption."""
     cluster_token_file: Path | None = None
     """File with the secret that coordinator and workers share. Default: a random secret at each start."""
-    engine: EngineSection = EngineConfig()
+    engine: EngineConfig = EngineConfig()
     """Section `engine`, the same for all workers."""
     coordinator: CoordinatorConfig = CoordinatorConfig()
     """Section `coordinator`. Its `tls` and `cluster_token_file` are those of the cluster."""

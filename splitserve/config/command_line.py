@@ -12,7 +12,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -104,17 +104,16 @@ class Setting:
         return " ".join(part for part in parts if part)
 
 
-def settings_of(kind: type[Settings], inside: str = "", panel: str | None = None) -> Iterator[Setting]:
+def settings_of(kind: type[Settings], inside: str = "") -> Iterator[Setting]:
     """All settings of a model, own fields before inherited ones; sections are expanded in place."""
     own = inspect.get_annotations(kind)
     for name, field in sorted(kind.model_fields.items(), key=lambda item: item[0] not in own):
         option = option_of(field)
-        option = replace(option, panel=option.panel or panel)
         section = _section(field)
         if section is None or option.flag is not None:
             yield Setting(inside + name, field, option)
         else:
-            yield from settings_of(section, f"{inside}{name}.", option.panel)
+            yield from settings_of(section, f"{inside}{name}.")
 
 
 def default_text(field: FieldInfo) -> str:
@@ -232,12 +231,7 @@ def optional(name: str, kind: Any, option: Any) -> inspect.Parameter:
 
 def _parameter(setting: Setting) -> inspect.Parameter:
     """The setting's parameter. Values stay strings; the model validates them."""
-    option = setting.option
-    about: dict[str, Any] = {
-        "help": setting.help,
-        "rich_help_panel": option.panel,
-        "hidden": option.tier != "basic",
-    }
+    about: dict[str, Any] = {"help": setting.help, "hidden": setting.option.tier != "basic"}
     flag, kind = setting.flag, list[str] if setting.is_repeated else str
     if setting.is_switch:
         flag = f"{flag}/{_negative(flag)}"

@@ -238,18 +238,18 @@ class CoordinatorConfig(SecuritySettings):
     max_connections: Annotated[int, Field(ge=1, le=10**6)] = 10_000
     """Most open connections on each port; further ones are closed at once. Lowered to what the limit of open files
     leaves, which is raised to its hard limit at start."""
-    admission: Annotated[AdmissionConfig, Option(panel="Admission")] = AdmissionConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     """Section `admission`."""
     request_log: Path | None = None
     """File that gets one JSON line for each request at its end: times, lengths, prefix hashes, workers and outcome, no
     content. `splitserve simulate` and `splitserve plan` read it. Default: none."""
     request_log_max_bytes: Annotated[int, Field(ge=2**16, le=2**40)] = 256 * 2**20
     """Size at which the request log is renamed to FILE.1, in place of the one before, and begun anew."""
-    records: Annotated[RecordsConfig, Option(panel="Records")] = RecordsConfig()
+    records: RecordsConfig = RecordsConfig()
     """Section `records`."""
-    canary: Annotated[CanaryConfig, Option(panel="Canary")] = CanaryConfig()
+    canary: CanaryConfig = CanaryConfig()
     """Section `canary`."""
-    tracing: Annotated[RequestTracingConfig, Option(panel="Tracing")] = RequestTracingConfig()
+    tracing: RequestTracingConfig = RequestTracingConfig()
     """Section `tracing`."""
     local_prefill: LocalPrefill = "auto"
     """Whether decode workers compute prompts themselves. `auto`: where that brings the first token sooner than the

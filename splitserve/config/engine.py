@@ -134,8 +134,6 @@ class EngineConfig(Settings):
         return VLLM_START_S if self.kind == "vllm" else 0.0
 
 
-EngineSection = Annotated[EngineConfig, Option(panel="Engine")]
-
 SIMULATED = "simulated"
 """The name of a model without files, and the kind of engine that serves it."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from splitserve.config.base import BASIC, CoordinatorAddress, Option, Port, idle_among
-from splitserve.config.engine import EngineConfig, EngineForModel, EngineSection
+from splitserve.config.engine import EngineConfig, EngineForModel
 from splitserve.config.gpu_list import Gpus
 from splitserve.config.security import CeilingConfig, SecuritySettings
 from splitserve.config.tracing import IDLE_AUTHORITY, TracingConfig
@@ -87,9 +87,9 @@ class WorkerConfig(SecuritySettings, EngineForModel):
     Azure and Google Cloud 30 s."""
     ceilings: CeilingConfig = CeilingConfig()
     """Section `ceilings`."""
-    tracing: Annotated[TracingConfig, Option(panel="Tracing")] = TracingConfig()
+    tracing: TracingConfig = TracingConfig()
     """Section `tracing`."""
-    engine: EngineSection = EngineConfig()
+    engine: EngineConfig = EngineConfig()
     """Section `engine`."""
 
     def idle_settings(self) -> dict[str, str]:

@@ -22,42 +22,22 @@ if TYPE_CHECKING:
     from splitserve.client import AsyncClient, Completion, GenerateOptions, Prompt
     from splitserve.v1 import inference_pb2
 
-PANEL = "Sampling"
-GRAMMAR_PANEL = "Form of the answer"
 
 PromptText = Annotated[str, typer.Argument(help="What to answer; '-' reads it from standard input.")]
 ModelName = Annotated[str, typer.Option(help="Model name. Default: the only one served.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Output tokens at most.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy; up to 100.", rich_help_panel=PANEL)]
-TopK = Annotated[int, typer.Option(help="Keep the k likeliest; 0 keeps all.", rich_help_panel=PANEL)]
-TopP = Annotated[
-    float | None,
-    typer.Option(help="Keep the likeliest tokens up to this probability.", rich_help_panel=PANEL),
-]
-MinP = Annotated[
-    float,
-    typer.Option(
-        help="Drop tokens below this share of the likeliest one's probability.", rich_help_panel=PANEL
-    ),
-]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling reproducible.", rich_help_panel=PANEL)]
+Temperature = Annotated[float, typer.Option(help="0 is greedy; up to 100.")]
+TopK = Annotated[int, typer.Option(help="Keep the k likeliest; 0 keeps all.")]
+TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling reproducible.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")]
 JsonSchema = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE|TEXT", help="Answer with JSON of this JSON Schema.", rich_help_panel=GRAMMAR_PANEL
-    ),
+    str | None, typer.Option(metavar="FILE|TEXT", help="Answer with JSON of this JSON Schema.")
 ]
-JsonObject = Annotated[
-    bool, typer.Option("--json-object", help="Answer with a JSON object.", rich_help_panel=GRAMMAR_PANEL)
-]
-Regex = Annotated[
-    str | None, typer.Option(help="Answer with what this expression matches.", rich_help_panel=GRAMMAR_PANEL)
-]
-Lark = Annotated[
-    str | None,
-    typer.Option(metavar="FILE|TEXT", help="Answer within this Lark grammar.", rich_help_panel=GRAMMAR_PANEL),
-]
+JsonObject = Annotated[bool, typer.Option("--json-object", help="Answer with a JSON object.")]
+Regex = Annotated[str | None, typer.Option(help="Answer with what this expression matches.")]
+Lark = Annotated[str | None, typer.Option(metavar="FILE|TEXT", help="Answer within this Lark grammar.")]
 System = Annotated[str | None, typer.Option(help="System message before the prompt.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Send the text as it is, not as a chat turn.")]
 TokenIds = Annotated[
