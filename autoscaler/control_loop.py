@@ -101,8 +101,6 @@ class ControlLoop:
     """Called before each tick. Raises ConfigError, once for each version of the policy file that is wrong."""
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep
     """Waits between ticks while a pool is at zero; may end sooner, when requests wait for workers."""
-    rest: Callable[[float], Awaitable[None]] = asyncio.sleep
-    """Waits between all other ticks."""
     status: LoopStatus = field(default_factory=LoopStatus)
     journal: DecisionJournal = field(default_factory=DecisionJournal)
     memory: Memory = None
@@ -126,7 +124,7 @@ class ControlLoop:
             await self.tick()
             left_s = max(0.0, began + self.settings.interval_s - time.monotonic())
             at_zero = self._last_plan is not None and self._last_plan.is_at_zero
-            await (self.pause if at_zero else self.rest)(left_s)
+            await (self.pause if at_zero else asyncio.sleep)(left_s)
 
     async def tick(self) -> None:
         """One round. Errors that a later round may not meet are logged, not raised. While the policy fails, replicas

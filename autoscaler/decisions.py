@@ -12,6 +12,7 @@ from autoscaler.plan import ScalingPlan
 from autoscaler.reconcile import Action, ChangeRole, ReplicaView, Start, action_word, in_state
 from autoscaler.snapshot import ReplicaState, Snapshot
 from splitserve.roles import POOLS, PoolName
+from splitserve.rpc.documents import document
 from splitserve.v1 import registry_pb2, scaling_pb2
 
 DECISIONS_PATH = "/decisions"
@@ -41,26 +42,15 @@ class DecisionJournal:
             "time": datetime.fromtimestamp(snapshot.wall_s, UTC).isoformat(timespec="milliseconds"),
             "acted": acted,
             "complete": snapshot.complete,
-            "pools": {name: _entry(of_pool, name, snapshot) for name, of_pool in pools},
+            "pools": {
+                name: document(of_pool) | {"inputs": inputs_of(name, snapshot)} for name, of_pool in pools
+            },
         }
         self.decisions = (*self.decisions, decision)[-MOST_DECISIONS:]
 
     def document(self) -> dict[str, Any]:
         """The page: the latest decision first."""
         return {"decisions": list(reversed(self.decisions))}
-
-
-def _entry(decided: scaling_pb2.PoolDecision, name: PoolName, snapshot: Snapshot) -> dict[str, Any]:
-    return {
-        "desired": decided.desired,
-        "standby": decided.standby,
-        "ready": decided.ready,
-        "starting": decided.starting,
-        "cause": decided.cause,
-        "reason": decided.reason,
-        "actions": list(decided.next_actions),
-        "inputs": inputs_of(name, snapshot),
-    }
 
 
 def inputs_of(name: PoolName, snapshot: Snapshot) -> dict[str, float | None]:

@@ -19,6 +19,7 @@ from coordinator.admission.queue import NOTHING_HELD, Held
 from splitserve.histograms import LATENCY_BOUNDS_S, Histogram
 from splitserve.roles import POOLS, PoolName
 
+WINDOW_S = 60.0
 KEPT_S = 1860.0
 """How long arrivals are kept, seconds."""
 _OUTPUT_MEMORY = 200.0
@@ -27,10 +28,9 @@ _FIRST_GUESS_TOKENS = 128.0
 
 
 class _Window:
-    """Durations of the last `window_s`, counted in slices between two decisions."""
+    """Durations of the last `WINDOW_S` seconds, counted in slices between two decisions."""
 
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
+    def __init__(self) -> None:
         self._slices: deque[tuple[float, list[int]]] = deque()
         self._counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
 
@@ -40,7 +40,7 @@ class _Window:
     def read(self, now_s: float) -> Histogram:
         self._slices.append((now_s, self._counts))
         self._counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
-        while self._slices[0][0] <= now_s - self._window_s + 1e-9:
+        while self._slices[0][0] <= now_s - WINDOW_S + 1e-9:
             self._slices.popleft()
         sums = tuple(
             float(sum(column)) for column in zip(*(counts for _, counts in self._slices), strict=True)
@@ -53,8 +53,7 @@ class SimulatedObserver:
 
     def __init__(self, cluster: Cluster, scenario: Scenario) -> None:
         self._cluster, self._scenario = cluster, scenario
-        window_s = scenario.window_s
-        self._prefill, self._ttft, self._tpot = _Window(window_s), _Window(window_s), _Window(window_s)
+        self._prefill, self._ttft, self._tpot = _Window(), _Window(), _Window()
         self._arrivals = ArrivalLog(KEPT_S)
         self._arrivals.look(0.0)
         self._demand, self._looked_s = DemandCounts(), 0.0
@@ -126,7 +125,7 @@ class SimulatedObserver:
             ),
             link=LinkSignals(engine.link_gb_per_s, engine.kv_bytes_per_token),
             arrivals=self._arrivals.buckets([]),
-            window_s=self._scenario.window_s,
+            window_s=WINDOW_S,
             wall_s=now_s,
             waiting_for_workers=cluster.waiting_for_workers,
             in_progress=self._in_progress,

@@ -110,8 +110,6 @@ class Scenario:
     at 80% utilization."""
     both: int = 0
     """Replicas of role `both`, ready at the start. No policy starts, moves or ends them."""
-    window_s: float = 60.0
-    """Window of the histograms in snapshots."""
     prefix_cache: bool = True
     """Whether each replica caches prefixes."""
     cache_tokens: int | None = None

@@ -121,5 +121,5 @@ def _pool_lines(name: str, pool: Mapping[str, Any]) -> Iterator[str]:
         for signal, value in pool["inputs"].items()
     )
     yield f"    inputs: {', '.join(inputs)}"
-    if pool["actions"]:
-        yield f"    actions: {', '.join(pool['actions'])}"
+    if pool["next_actions"]:
+        yield f"    actions: {', '.join(pool['next_actions'])}"

@@ -1,4 +1,4 @@
-"""The processes of a local cluster, its readiness, and restarts."""
+"""The processes of a local cluster, with and without an autoscaler, its readiness, and restarts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from autoscaler.actuators.actuator import ReplicaShape
 from bench.cluster import cluster_specs
 from launcher.cluster.child_process import RestartPolicy
-from launcher.cluster.process_specs import check_workers, ready_model
+from launcher.cluster.local_scaling import LocalScaling
+from launcher.cluster.process_specs import check_workers, each_coordinator, ready_model
 from splitserve.config.base import merge_settings
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.coordinator import CoordinatorConfig
@@ -139,3 +142,63 @@ def test_restarts_back_off_and_give_up() -> None:
     assert policy.delay_s([10.0, 20.0, 30.0], 30.0) == 3
     assert policy.delay_s([10.0, 20.0, 30.0, 40.0], 40.0) is None
     assert policy.delay_s([10.0, 20.0, 30.0, 80.5], 80.5) == 2
+
+
+COORDINATOR = CoordinatorConfig(grpc_port=4000, http_port=8000)
+
+
+def test_ports_follow_each_other_and_workers_know_all() -> None:
+    config = ClusterConfig(model="simulated", coordinators=3, coordinator=COORDINATOR)
+    seen = [(c.coordinator.grpc_port, c.coordinator.http_port) for c in each_coordinator(config)]
+    assert seen == [(4000, 8000), (4001, 8001), (4002, 8002)]
+    specs = {spec.name: spec.command for spec in cluster_specs(config, [0, 1])}
+    assert [name for name in specs if name.startswith("coordinator")] == [
+        "coordinator",
+        "coordinator-1",
+        "coordinator-2",
+    ]
+    for worker in ("prefill-0", "decode-0"):
+        assert [a for a in specs[worker] if a.startswith("127.0.0.1:400")] == [
+            "127.0.0.1:4000",
+            "127.0.0.1:4001",
+            "127.0.0.1:4002",
+        ]
+
+
+def test_with_tls_every_coordinator_has_two_grpc_ports() -> None:
+    coordinator = COORDINATOR.model_copy(update={"cluster_port": 4001, "http_port": None})
+    config = ClusterConfig(model="simulated", coordinators=2, coordinator=coordinator, tls=Path("certs"))
+    second = each_coordinator(config)[1].coordinator
+    assert (second.grpc_port, second.cluster_port, second.http_port) == (4002, 4003, None)
+
+
+def scaling(
+    folder: Path, given: dict[str, int] | None = None, pool: dict[str, Any] | None = None, **limits: Any
+) -> LocalScaling:
+    both = {"target_ms": 100, **(pool or {})}
+    path = folder / "policy.yaml"
+    path.write_text(yaml.safe_dump({"prefill": both, "decode": both, **limits}))
+    return LocalScaling.of(ClusterConfig.model_validate(given or {}), path)
+
+
+def test_it_starts_with_the_least_that_serves(tmp_path: Path) -> None:
+    made = scaling(tmp_path, pool={"min_replicas": 3, "gpus_per_replica": 2, "gpu": "L40S"})
+    assert (made.config.prefill, made.config.decode, made.config.prefill_gpus) == (3, 3, 2)
+    assert made.seats == {
+        f"{pool}-{n}": ReplicaShape(2, "L40S") for pool in ("prefill", "decode") for n in range(3)
+    }
+    assert scaling(tmp_path, pool={"min_replicas": 0}).config.prefill == 1
+    assert scaling(tmp_path, {"prefill": 4}).config.prefill == 4
+
+
+def test_workers_of_role_both_are_not_scaled(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="workers: an autoscaler scales pools"):
+        scaling(tmp_path, {"workers": 2})
+
+
+def test_given_numbers_are_within_the_gpus(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"prefill: .* 4 GPUs, more than gpu_budget \(2\)") as caught:
+        scaling(tmp_path, {"prefill": 3}, gpu_budget=2)
+    assert caught.value.field == "prefill"
+    made = scaling(tmp_path, {"prefill": 3}, gpu_budget=4)
+    assert (made.config.prefill, made.config.decode) == (3, 1)

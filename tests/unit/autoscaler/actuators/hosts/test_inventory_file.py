@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
 
 from autoscaler.actuators.hosts.connection import connector
 from autoscaler.actuators.hosts.inventory_file import DockerHost, check_endpoint, load_hosts
+from autoscaler.service import make_actuator
+from splitserve.config.autoscaler import AutoscalerConfig, DockerConfig
 from splitserve.errors import ConfigError
 
 HOST = {"name": "a", "endpoint": "unix:///var/run/docker.sock", "address": "10.0.0.1"}
@@ -96,3 +98,14 @@ def test_missing_certificates_are_named(tmp_path: Path) -> None:
             connector(DockerHost.model_validate(given))
         (tmp_path / pem).touch()
     connector(DockerHost.model_validate(given))
+
+
+@pytest.mark.parametrize("actuator", ["none", "kubernetes"])
+def test_docker_hosts_need_the_docker_actuator(actuator: Literal["none", "kubernetes"]) -> None:
+    hosts = DockerConfig(hosts=Path("hosts.yaml"))
+    config = AutoscalerConfig(policy=Path("policy.yaml"), actuator=actuator, docker=hosts)
+    with pytest.raises(
+        ConfigError, match=rf"--docker-hosts\) needs .*--actuator\) docker, not {actuator}"
+    ) as caught:
+        make_actuator(config)
+    assert caught.value.field == "docker.hosts"
