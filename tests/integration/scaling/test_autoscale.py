@@ -5,23 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
 
-from launcher.cluster.process_specs import SERVING_STATES
 from splitserve.client import AsyncClient
+from splitserve.roles import POOLS
 from tests.support.clients.patient import PatientClient
 from tests.support.clients.traffic import REPEATS
-from tests.support.cluster.processes import services_of
 from tests.support.cluster.streams import eventually, tokens
+from tests.support.scaling.scaled_up import ScaledUp, scaled_up
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(180)
@@ -53,24 +53,12 @@ ENGINE = {
 }
 
 
-class Scaled:
+@dataclass
+class Scaled(ScaledUp):
     """A running `up --autoscale` and what its traffic came to."""
 
-    def __init__(self, process: asyncio.subprocess.Process, target: str) -> None:
-        self.process = process
-        self.target = target
-        self.done: Counter[str] = Counter()
-        self.failures: list[str] = []
-
-    async def ready(self, client: AsyncClient) -> Counter[str]:
-        """Workers that serve, by pool."""
-        info = await client.server_info(timeout_s=PATIENCE_S)
-        return Counter(worker.role for worker in info.workers if worker.state in SERVING_STATES)
-
-    async def addresses(self, client: AsyncClient, pool: str) -> set[str]:
-        """Of the pool's workers that serve. Each life of a worker has another one."""
-        info = await client.server_info(timeout_s=PATIENCE_S)
-        return {w.address for w in info.workers if w.role == pool and w.state in SERVING_STATES}
+    done: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
 
     async def until(self, holds: Callable[[Counter[str]], bool]) -> Counter[str]:
         """Waits until it holds of the serving workers; the most of each pool that were seen meanwhile."""
@@ -78,7 +66,7 @@ class Scaled:
         deadline = time.monotonic() + PATIENCE_S
         async with PatientClient(self.target) as client:
             while True:
-                now = await self.ready(client)
+                now = Counter[str]({pool: len(await self.serving(client, pool)) for pool in POOLS})
                 most |= now
                 if holds(now):
                     return most
@@ -123,10 +111,6 @@ class Scaled:
                 return
         raise AssertionError(f"more than {pool} grows under {kind}: {most}")
 
-    def children(self) -> list[psutil.Process]:
-        """Coordinator and workers."""
-        return services_of(self.process.pid)
-
     def lines(self) -> Iterator[tuple[psutil.Process, list[str]]]:
         """Processes with their command lines: one that is being started has none yet."""
         for child in self.children():
@@ -156,36 +140,11 @@ def rewrite(folder: Path, policy: Mapping[str, object]) -> None:
 async def running(
     folder: Path, *options: str, policy: Mapping[str, object] = POLICY
 ) -> AsyncIterator[Scaled]:
-    path, settings = folder / "policy.yaml", folder / "up.yaml"
-    path.write_text(yaml.safe_dump(dict(policy)))
     # On a busy machine forecasts are high, and no request is to be refused here.
     coordinator = {"admission": {"max_queue_s": 600.0}}
-    settings.write_text(
-        yaml.safe_dump({"engine": ENGINE, "autoscale_window_s": 5.0, "coordinator": coordinator})
-    )
-    command = [sys.executable, "-m", "launcher", "up", "--autoscale", str(path), "--config", str(settings)]
-    with (folder / "up.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            *options,
-            "--grpc-port",
-            "0",
-            "--http-port",
-            "off",
-            stdout=asyncio.subprocess.PIPE,
-            stderr=log,
-        )
-        try:
-            assert process.stdout is not None
-            line = await asyncio.wait_for(process.stdout.readline(), PATIENCE_S)
-            assert line.startswith(b"splitserve ready on "), (folder / "up.log").read_text()
-            yield Scaled(process, line.decode().split()[3])
-        except BaseException:
-            print((folder / "up.log").read_text()[-20000:])
-            raise
-        finally:
-            process.send_signal(signal.SIGINT)
-            await asyncio.wait_for(process.wait(), PATIENCE_S)
+    settings = {"engine": ENGINE, "autoscale_window_s": 5.0, "coordinator": coordinator}
+    async with scaled_up(folder, policy, settings, *options) as up:
+        yield Scaled(up.process, up.target)
 
 
 @pytest.mark.slow
@@ -206,10 +165,10 @@ async def test_a_killed_replica_is_replaced(tmp_path: Path) -> None:
         await up.until(lambda now: now["prefill"] == now["decode"] == 1)
         victim = await up.child("decode-0")
         async with PatientClient(up.target) as client:
-            before = await up.addresses(client, "decode")
+            before = await up.serving(client, "decode")
             os.kill(victim.pid, signal.SIGKILL)
             async with asyncio.timeout(PATIENCE_S):
-                while not (now := await up.addresses(client, "decode")) or now & before:  # noqa: ASYNC110
+                while await up.serving(client, "decode") in ({}, before):  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
         await up.until(lambda now: now["prefill"] == now["decode"] == 1)
         async with up.traffic("after", 1, 8, 4):

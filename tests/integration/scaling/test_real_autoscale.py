@@ -7,26 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import yaml
 
-from launcher.cluster.process_specs import SERVING_STATES
 from splitserve.client import AsyncClient
 from splitserve.errors import DeadlineExceededError
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.patient import PatientClient
 from tests.support.clients.text import sentences
-from tests.support.cluster.processes import ServiceProcess, services_of
 from tests.support.cluster.real_cluster import held_resources
 from tests.support.engine.reference import Reference
+from tests.support.scaling.scaled_up import ScaledUp, scaled_up
 
-START_S = 150.0
 SCALE_S = 150.0
 """A worker that starts beside a busy one on a busy machine."""
 POLL_S = 0.05
@@ -67,32 +64,14 @@ SETTINGS = {
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 
 
-class Scaled:
+@dataclass
+class Scaled(ScaledUp):
     """A running `up --autoscale` and what its answers were."""
 
-    def __init__(self, process: ServiceProcess, prompts: Sequence[list[int]]) -> None:
-        self.process = process
-        self.target = ""
-        self.prompts = prompts
-        self.answers: list[tuple[int, list[int]]] = []
-        self.served_by: Counter[tuple[str, int]] = Counter()
-        """Answers by prefill worker and prompt."""
-
-    async def started(self) -> None:
-        """Waits for the ready line."""
-        deadline = time.monotonic() + START_S
-        while not self.target:
-            assert self.process.process.poll() is None, "it ended"
-            assert time.monotonic() < deadline, f"not ready within {START_S} s"
-            for line in self.process.log_path.read_text().splitlines():
-                if line.startswith("splitserve ready on "):
-                    self.target = line.split()[3]
-            await asyncio.sleep(POLL_S)
-
-    async def serving(self, client: AsyncClient) -> set[str]:
-        """Names of the prefill workers in rotation."""
-        info = await client.server_info()
-        return {w.worker_id for w in info.workers if w.role == "prefill" and w.state in SERVING_STATES}
+    prompts: Sequence[list[int]]
+    answers: list[tuple[int, list[int]]] = field(default_factory=list)
+    served_by: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """Answers by prefill worker and prompt."""
 
     async def ask(self, client: AsyncClient, number: int) -> None:
         """Asks one prompt and notes the answer."""
@@ -126,10 +105,6 @@ class Scaled:
             finally:
                 stop.set()
 
-    def children(self) -> int:
-        """Processes of the coordinator and the workers."""
-        return len(services_of(self.process.process.pid))
-
 
 async def until(holds: Callable[[AsyncClient], Awaitable[bool]], up: Scaled, what: str) -> None:
     """Polls until it holds."""
@@ -157,42 +132,26 @@ def expected(smollm2: str, prompts: list[list[int]]) -> list[list[int]]:
     return [reference.greedy(prompt, count) for prompt, count in zip(prompts, MAX_TOKENS, strict=True)]
 
 
-@asynccontextmanager
-async def running(folder: Path, prompts: Sequence[list[int]]) -> AsyncIterator[Scaled]:
-    policy, settings = folder / "policy.yaml", folder / "up.yaml"
-    policy.write_text(yaml.safe_dump(POLICY))
-    settings.write_text(yaml.safe_dump(SETTINGS))
-    options = ["--autoscale", str(policy), "--config", str(settings)]
-    process = ServiceProcess("up", ["up", *options, "--grpc-port", "0", "--http-port", "off"], folder)
-    process.start()
-    up = Scaled(process, prompts)
-    try:
-        await up.started()
-        yield up
-    except BaseException:
-        traceback.print_exc()  # shown even if ending it fails as well
-        print(process.log_tail(400))
-        raise
-    finally:
-        assert process.terminate() == 0
-
-
 async def test_load_brings_a_second_worker_and_answers_stay_right(
     prompts: list[list[int]], expected: list[list[int]], log_dir: Path
 ) -> None:
-    async with running(log_dir, prompts) as up:
+    async with scaled_up(log_dir, POLICY, SETTINGS) as started:
+        up = Scaled(started.process, started.target, prompts)
 
         async def one(client: AsyncClient) -> bool:
-            return await up.serving(client) == {"prefill-0"}
+            return list(await up.serving(client, "prefill")) == ["prefill-0"]
 
         async def both_answered(client: AsyncClient) -> bool:
-            return len(await up.serving(client)) == 2 and len({worker for worker, _ in up.served_by}) > 1
+            return (
+                len(await up.serving(client, "prefill")) == 2
+                and len({worker for worker, _ in up.served_by}) > 1
+            )
 
         async def one_again(client: AsyncClient) -> bool:
-            return len(await up.serving(client)) == 1
+            return len(await up.serving(client, "prefill")) == 1
 
         async def ended(_client: AsyncClient) -> bool:
-            return up.children() == 3
+            return len(up.children()) == 3
 
         async def settled(client: AsyncClient) -> bool:
             return not held_resources(await client.server_info())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -11,10 +10,10 @@ import pytest
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.patient import PatientClient
 from tests.support.clients.text import sentences
-from tests.support.cluster.processes import ServiceProcess, services_of
 from tests.support.cluster.real_cluster import held_resources
 from tests.support.cluster.streams import eventually
 from tests.support.engine.reference import Reference
+from tests.support.scaling.scaled_up import scaled_up
 from tests.support.waiting import PATIENCE_S
 
 START_S = 150.0
@@ -31,54 +30,26 @@ SETTINGS = {"engine": {"dtype": "float32", "threads": 1, "num_blocks": 256}}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 
-def target(up: ServiceProcess) -> str:
-    """Where it serves; empty before it does."""
-    lines = (each.split() for each in up.log_path.read_text().splitlines())
-    return next((words[3] for words in lines if words[:3] == ["splitserve", "ready", "on"]), "")
-
-
 async def test_answers_from_zero_are_right_and_nothing_is_left(smollm2: str, log_dir: Path) -> None:
     prompt = load_tokenizer(smollm2).encode(sentences(3, 1))[:40]
     expected = Reference(smollm2).greedy(prompt, MAX_TOKENS)
-    policy, settings = log_dir / "policy.yaml", log_dir / "up.yaml"
-    policy.write_text(json.dumps(POLICY))
-    settings.write_text(json.dumps(SETTINGS))
-    options = [
-        "--autoscale",
-        str(policy),
-        "--config",
-        str(settings),
-        "--grpc-port",
-        "0",
-        "--http-port",
-        "off",
-    ]
-    process = ServiceProcess("up", ["up", *options], log_dir)
-    process.start()
-    try:
-        await eventually(lambda: target(process) != "", "it is ready")
+    async with scaled_up(log_dir, POLICY, SETTINGS) as up, PatientClient(up.target) as client:
 
         def at_zero() -> bool:
-            return len(services_of(process.process.pid)) == 1  # the coordinator
+            return len(up.children()) == 1  # the coordinator
 
-        async with PatientClient(target(process)) as client:
-            for _ in range(2):
-                await eventually(at_zero, "its workers have ended")
-                (model,) = await client.models()
-                assert model.ready
-                began_s = time.monotonic()
-                answer = await client.generate(
-                    prompt, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, timeout_s=START_S
-                )
-                assert list(answer.token_ids) == expected
-                assert answer.timings.ttft_ms / 1e3 <= time.monotonic() - began_s
-                deadline = time.monotonic() + PATIENCE_S
-                while held := held_resources(await client.server_info()):
-                    assert time.monotonic() < deadline, held
+        for _ in range(2):
             await eventually(at_zero, "its workers have ended")
-            assert not held_resources(await client.server_info())
-    except BaseException:
-        print(process.log_tail(300))
-        raise
-    finally:
-        assert process.terminate() == 0
+            (model,) = await client.models()
+            assert model.ready
+            began_s = time.monotonic()
+            answer = await client.generate(
+                prompt, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, timeout_s=START_S
+            )
+            assert list(answer.token_ids) == expected
+            assert answer.timings.ttft_ms / 1e3 <= time.monotonic() - began_s
+            deadline = time.monotonic() + PATIENCE_S
+            while held := held_resources(await client.server_info()):
+                assert time.monotonic() < deadline, held
+        await eventually(at_zero, "its workers have ended")
+        assert not held_resources(await client.server_info())
