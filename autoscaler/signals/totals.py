@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from splitserve.histograms import LATENCY_BOUNDS_S, Histogram
 from splitserve.v1 import scaling_pb2
 
-READ_PHASES: tuple[int, ...] = (scaling_pb2.PHASE_PREFILL, scaling_pb2.PHASE_TTFT, scaling_pb2.PHASE_TPOT)
+READ_PHASES: tuple[int, ...] = (
+    scaling_pb2.PHASE_PREFILL,
+    scaling_pb2.PHASE_TTFT,
+    scaling_pb2.PHASE_TTFT_LONG,
+    scaling_pb2.PHASE_TPOT,
+)
 EMPTY = Histogram(LATENCY_BOUNDS_S, (0.0,) * (len(LATENCY_BOUNDS_S) + 1))
 
 

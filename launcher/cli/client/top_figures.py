@@ -6,10 +6,11 @@ The signals are cumulative; rates and latencies are those of the time between th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from splitserve.histograms import Histogram
+from autoscaler.signals.totals import NOTHING, totals_of
+from splitserve.histograms import LATENCY_BOUNDS_S, Histogram
 from splitserve.latency_model import LatencyModel
 from splitserve.v1 import registry_pb2, scaling_pb2
 
@@ -81,13 +82,15 @@ class ModelFigures:
 def figures(before: Reading, now: Reading, targets: LatencyTargets) -> list[ModelFigures]:
     """The figures of each model, in order of the models' names.
 
-    A coordinator that was not in `before` counts from the next reading on.
+    A coordinator that was not in `before` counts from the next reading on, and one of another version, whose histograms
+    have other bounds, not at all.
     """
     earlier = {signals.coordinator_id: signals for signals in before.signals}
-    pairs = [(earlier[new.coordinator_id], new) for new in now.signals if new.coordinator_id in earlier]
-    names = sorted({model.model for signals in now.signals for model in signals.models})
+    signals = [answer for answer in now.signals if tuple(answer.bounds_seconds) == LATENCY_BOUNDS_S]
+    pairs = [(earlier[new.coordinator_id], new) for new in signals if new.coordinator_id in earlier]
+    names = sorted({model.model for answer in signals for model in answer.models})
     elapsed_s = max(now.at_s - before.at_s, 1e-9)
-    return [_model_figures(name, pairs, now.signals, elapsed_s, targets) for name in names]
+    return [_model_figures(name, pairs, signals, elapsed_s, targets) for name in names]
 
 
 _Signals = scaling_pb2.GetSignalsResponse
@@ -100,6 +103,7 @@ def _model_figures(
 ) -> ModelFigures:
     both = [(_model_signals(old, name), _model_signals(new, name)) for old, new in pairs]
     models = [model for answer in signals for model in answer.models if model.model == name]
+    grown = sum((totals_of([new]).since(totals_of([old])) for old, new in both), NOTHING)
     outcomes: Counter[str] = Counter()
     for old, new in both:
         outcomes.update(_outcomes(new))
@@ -108,13 +112,13 @@ def _model_figures(
     workers = {worker.worker_id: worker for model in models for worker in model.workers}
     return ModelFigures(
         name,
-        sum(new.arrivals.requests - old.arrivals.requests for old, new in both) / elapsed_s,
-        sum(new.arrivals.prompt_tokens - old.arrivals.prompt_tokens for old, new in both) / elapsed_s,
+        grown.demand.requests / elapsed_s,
+        grown.demand.prompt_tokens / elapsed_s,
         {outcome: count / elapsed_s for outcome, count in outcomes.items()},
         {wait: sum(getattr(model.in_progress, f"{wait}_requests") for model in models) for wait in waits},
-        _latency_figures(pairs, name, scaling_pb2.PHASE_TTFT, targets.ttft_s),
-        _latency_figures(pairs, name, scaling_pb2.PHASE_TTFT_LONG, targets.ttft_s),
-        _latency_figures(pairs, name, scaling_pb2.PHASE_TPOT, targets.tpot_s),
+        _latency_figures(grown.phases[scaling_pb2.PHASE_TTFT], targets.ttft_s),
+        _latency_figures(grown.phases[scaling_pb2.PHASE_TTFT_LONG], targets.ttft_s),
+        _latency_figures(grown.phases[scaling_pb2.PHASE_TPOT], targets.tpot_s),
         sum(model.cached_share for model in models) / max(1, len(models)),
         [_worker_figures(workers[worker_id]) for worker_id in sorted(workers)],
     )
@@ -132,34 +136,11 @@ def _outcomes(model: scaling_pb2.ModelSignals) -> dict[str, int]:
     }
 
 
-def _latency_figures(
-    pairs: Iterable[_Pair], name: str, phase: scaling_pb2.Phase.ValueType, target_s: float
-) -> LatencyFigures:
-    """The latency of one phase between the readings, over all coordinators."""
-    total: Histogram | None = None
-    for old, new in pairs:
-        after = _histogram(new, name, phase)
-        if after is None:
-            continue
-        earlier = _histogram(old, name, phase)
-        # Histograms with other bounds, as of a coordinator of another version, cannot be added.
-        part = after if earlier is None or earlier.bounds != after.bounds else after - earlier
-        if total is None or total.bounds == part.bounds:
-            total = part if total is None else total + part
-    if total is None:
-        return LatencyFigures()
+def _latency_figures(times: Histogram, target_s: float) -> LatencyFigures:
     p50_ms, p99_ms = (
-        None if value_s is None else value_s * 1e3 for value_s in map(total.percentile, (50, 99))
+        None if value_s is None else value_s * 1e3 for value_s in map(times.percentile, (50, 99))
     )
-    return LatencyFigures(p50_ms, p99_ms, total.share_within(target_s))
-
-
-def _histogram(signals: _Signals, name: str, phase: scaling_pb2.Phase.ValueType) -> Histogram | None:
-    bounds = tuple(signals.bounds_seconds)
-    for times in _model_signals(signals, name).phases:
-        if times.phase == phase and len(times.counts) == len(bounds) + 1:
-            return Histogram(bounds, tuple(times.counts))
-    return None
+    return LatencyFigures(p50_ms, p99_ms, times.share_within(target_s))
 
 
 def _worker_figures(worker: scaling_pb2.WorkerSignals) -> WorkerFigures:

@@ -14,7 +14,7 @@ from autoscaler.sizing.roofline import CATALOG, gpu_class, replica_design
 from autoscaler.sizing.sizing import designs_of
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 from splitserve.models.model_files import read_object
-from tests.support.scaling.model_shapes import CONFIG_8B, LLAMA_8B, LLAMA_70B
+from tests.support.scaling.engine_models import CONFIG_8B, LLAMA_8B, LLAMA_70B
 
 H100 = gpu_class("h100")
 

@@ -28,8 +28,7 @@ from dev.docs.flags import splitserve_flags
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 from splitserve.latency_model import DecodeLatency, LatencyModel, PrefillLatency
 from splitserve.v1 import registry_pb2, scaling_pb2
-from tests.support.scaling.engine_models import engine_model
-from tests.support.scaling.model_shapes import LLAMA_70B
+from tests.support.scaling.engine_models import LLAMA_70B, engine_model
 
 ENGINE = engine_model(prefill_token_s=1e-4, step_s=5e-3, sequence_s=1e-3, max_running_requests=32)
 """10,000 prompt tokens a second; a batch of 45 keeps to 50 ms."""

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 
 from launcher.cli.client.top_figures import LatencyTargets, Reading, figures
-from splitserve.histograms import Histogram
+from splitserve.histograms import LATENCY_BOUNDS_S, Histogram
 from splitserve.v1 import registry_pb2, scaling_pb2
 from tests.support.latency import latency as latency_of
 
-BOUNDS = (0.1, 0.2, 0.4)
 TARGETS = LatencyTargets(ttft_s=0.2, tpot_s=0.1)
+
+
+def counts(*values: int) -> list[int]:
+    """So many latencies of 50, 150 and 300 ms."""
+    times = [[time_s] * count for time_s, count in zip((0.05, 0.15, 0.3), values, strict=True)]
+    return [int(count) for count in Histogram.of(chain(*times)).counts]
 
 
 def signals(
     requests: int,
-    ttft: tuple[int, ...] = (0, 0, 0, 0),
+    ttft: tuple[int, ...] = (0, 0, 0),
     completed: int = 0,
     coordinator: str = "c0",
-    bounds: tuple[float, ...] = BOUNDS,
+    bounds: tuple[float, ...] = LATENCY_BOUNDS_S,
     workers: tuple[str, ...] = (),
     long: tuple[int, ...] | None = None,
 ) -> scaling_pb2.GetSignalsResponse:
@@ -33,8 +40,12 @@ def signals(
         model="m",
         arrivals=scaling_pb2.Arrivals(requests=requests, prompt_tokens=100 * requests),
         phases=[
-            scaling_pb2.PhaseHistogram(phase=scaling_pb2.PHASE_TTFT, counts=ttft),
-            *([scaling_pb2.PhaseHistogram(phase=scaling_pb2.PHASE_TTFT_LONG, counts=long)] if long else []),
+            scaling_pb2.PhaseHistogram(phase=scaling_pb2.PHASE_TTFT, counts=counts(*ttft)),
+            *(
+                [scaling_pb2.PhaseHistogram(phase=scaling_pb2.PHASE_TTFT_LONG, counts=counts(*long))]
+                if long
+                else []
+            ),
         ],
         outcomes=[scaling_pb2.OutcomeCount(outcome=scaling_pb2.OUTCOME_COMPLETED, count=completed)],
         in_progress=scaling_pb2.InProgress(prefilling_requests=2, decoding_requests=5),
@@ -50,14 +61,14 @@ def signals(
 
 
 def test_figures_are_those_of_the_time_between() -> None:
-    before = Reading(10.0, [signals(100, (50, 50, 0, 0), 90)])
-    now = Reading(12.0, [signals(110, (52, 54, 4, 0), 96, workers=("d1", "d0"))])
+    before = Reading(10.0, [signals(100, (50, 50, 0), 90)])
+    now = Reading(12.0, [signals(110, (52, 54, 4), 96, workers=("d1", "d0"))])
     (model,) = figures(before, now, TARGETS)
     assert (model.model, model.requests_per_s, model.prompt_tokens_per_s) == ("m", 5.0, 500.0)
     assert model.outcomes_per_s == {"completed": 3.0}
     assert model.in_progress == {"admitting": 0, "reserving": 0, "prefilling": 2, "decoding": 5}
-    # Two values up to 0.1 s, four up to 0.2 s and four up to 0.4 s.
-    assert model.ttft.p50_ms == pytest.approx(175.0)
+    # Two of 50 ms, four of 150 ms and four of 300 ms.
+    assert model.ttft.p50_ms == pytest.approx(150.0, rel=0.15)
     assert model.ttft.attained == pytest.approx(0.6)
     assert model.tpot.p50_ms is None
     assert [worker.worker_id for worker in model.workers] == ["d0", "d1"]
@@ -67,11 +78,11 @@ def test_figures_are_those_of_the_time_between() -> None:
 
 
 def test_long_prompts_are_apart() -> None:
-    before = Reading(10.0, [signals(100, (50, 50, 0, 0), long=(0, 9, 0, 0))])
-    now = Reading(12.0, [signals(110, (52, 54, 4, 0), long=(0, 9, 4, 0))])
+    before = Reading(10.0, [signals(100, (50, 50, 0), long=(0, 9, 0))])
+    now = Reading(12.0, [signals(110, (52, 54, 4), long=(0, 9, 4))])
     (model,) = figures(before, now, TARGETS)
     assert (model.ttft.attained, model.ttft_long.attained) == (0.6, 0.0)
-    (model,) = figures(Reading(0.0, [signals(0)]), Reading(1.0, [signals(1, (1, 0, 0, 0))]), TARGETS)
+    (model,) = figures(Reading(0.0, [signals(0)]), Reading(1.0, [signals(1, (1, 0, 0))]), TARGETS)
     assert (model.ttft.attained, model.ttft_long.attained) == (1.0, None)
 
 
@@ -94,15 +105,16 @@ def test_a_coordinator_that_is_new_counts_from_the_next_reading() -> None:
 
 def test_coordinators_with_other_bounds_are_not_added() -> None:
     other = {"coordinator": "c1", "bounds": (1.0, 2.0, 3.0)}
-    before = Reading(0.0, [signals(0), signals(0, (0, 0, 0, 0), **other)])  # type: ignore[arg-type]
-    now = Reading(1.0, [signals(2, (2, 0, 0, 0)), signals(2, (0, 0, 2, 0), **other)])  # type: ignore[arg-type]
+    before = Reading(0.0, [signals(0), signals(0, **other)])  # type: ignore[arg-type]
+    now = Reading(1.0, [signals(2, (2, 0, 0)), signals(2, (0, 0, 2), **other)])  # type: ignore[arg-type]
     assert figures(before, now, TARGETS)[0].ttft.attained == 1.0
 
 
 def test_share_within_a_bound() -> None:
-    counted = Histogram.of([0.05, 0.15, 0.15, 0.5], BOUNDS)
+    bounds = (0.1, 0.2, 0.4)
+    counted = Histogram.of([0.05, 0.15, 0.15, 0.5], bounds)
     assert counted.share_within(0.1) == 0.25
     assert counted.share_within(0.2) == 0.75
     assert counted.share_within(0.15) == pytest.approx(0.5)
     assert counted.share_within(9.0) == 0.75  # values above the last bound are of unknown size
-    assert Histogram.of([], BOUNDS).share_within(1.0) is None
+    assert Histogram.of([], bounds).share_within(1.0) is None
