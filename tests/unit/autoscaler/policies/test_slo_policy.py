@@ -27,18 +27,7 @@ def settled(decide: Decide, seen: Snapshot, spans: int = 40) -> ScalingPlan:
     """The plan after repeated equal snapshots, ten seconds apart."""
     memory, plan = None, None
     for i in range(spans):
-        later = tuple(
-            ArrivalBucket(
-                b.start_s + 10 * i,
-                b.length_s,
-                b.requests,
-                b.prompt_tokens,
-                b.uncached_tokens,
-                b.output_tokens,
-                b.local_requests,
-            )
-            for b in seen.arrivals
-        )
+        later = tuple(replace(bucket, start_s=bucket.start_s + 10 * i) for bucket in seen.arrivals)
         plan, memory = decide(memory, replace(seen, now_s=seen.now_s + 10 * i, arrivals=later))
     assert plan is not None
     return plan
@@ -85,25 +74,23 @@ def test_unused_replicas_are_given_up_after_half_a_cold_start_at_once() -> None:
     assert set(counts[4:]) == {3}
 
 
-@pytest.mark.parametrize("missing", ["arrivals", "tokens_per_s", "latency", "complete"])
-def test_what_is_missing_never_scales_down(missing: str) -> None:
-    seen = snapshot(prefill=10)
-    if missing == "arrivals":
-        seen = replace(seen, arrivals=())
-    elif missing == "tokens_per_s":
-        seen = replace(seen, prefill=replace(seen.prefill, tokens_per_s=None))
-    elif missing == "latency":
-        seen = replace(seen, prefill=replace(seen.prefill, latency=None))
-    else:
-        seen = replace(seen, complete=False)
-    assert settled(make_decide(POLICY), seen).prefill.desired == 10
-
-
-@pytest.mark.parametrize("missing", ["step", "tpot"])
-def test_what_decode_misses_never_scales_it_down(missing: str) -> None:
-    seen = snapshot(decode=10)
-    seen = replace(seen, decode=replace(seen.decode, **{missing: None}))
-    assert settled(make_decide(POLICY), seen).decode.desired == 10
+@pytest.mark.parametrize(
+    "missing",
+    [
+        lambda seen: replace(seen, arrivals=()),
+        lambda seen: replace(seen, complete=False),
+        lambda seen: replace(
+            seen, prefill=replace(seen.prefill, tokens_per_s=None), decode=replace(seen.decode, step=None)
+        ),
+        lambda seen: replace(
+            seen, prefill=replace(seen.prefill, latency=None), decode=replace(seen.decode, tpot=None)
+        ),
+    ],
+    ids=["arrivals", "a coordinator", "speeds", "latencies"],
+)
+def test_what_is_missing_never_scales_down(missing: Callable[[Snapshot], Snapshot]) -> None:
+    plan = settled(make_decide(POLICY), missing(snapshot(prefill=10, decode=10)))
+    assert (plan.prefill.desired, plan.decode.desired) == (10, 10)
 
 
 def test_without_traffic_both_pools_shrink_to_their_minimum() -> None:
