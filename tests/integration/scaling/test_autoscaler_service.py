@@ -108,7 +108,7 @@ def test_a_hangup_reads_the_policy_again_and_a_wrong_one_changes_nothing(
     ("options", "said"),
     [
         ([], "error: policy: Field required"),
-        (["--policy", "POLICY", "--interval", "0"], "error: interval_s: "),
+        (["--policy", "POLICY", "--lease", "0"], "error: lease_s: "),
         (["--policy", "POLICY", "--actuator", "magic"], "error: actuator: "),
         (["--policy", "/nowhere.yaml"], "error: "),
         (
