@@ -29,6 +29,9 @@ CALL_S = 1.0
 LOAD_S = 10.0
 """How long loading and trying a function may take."""
 
+_PASSED_THROUGH = ("importlib", "concurrent")
+"""In paths of code that stands between this module and a function in a traceback."""
+
 T = TypeVar("T")
 
 
@@ -186,7 +189,7 @@ def _where(error: BaseException) -> str:
     trace, line = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if Path(file).parent != Path(__file__).parent and "importlib" not in file:
+        if Path(file).parent != Path(__file__).parent and not any(name in file for name in _PASSED_THROUGH):
             line = f"line {trace.tb_lineno}: "
         trace = trace.tb_next
     return line
