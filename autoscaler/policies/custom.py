@@ -29,7 +29,7 @@ CALL_S = 1.0
 LOAD_S = 10.0
 """How long loading and trying a function may take."""
 
-_PASSED_THROUGH = ("importlib", "concurrent")
+_PASSED_THROUGH = ("importlib", "concurrent/futures")
 """In paths of code that stands between this module and a function in a traceback."""
 
 T = TypeVar("T")

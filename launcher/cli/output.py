@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from splitserve.models.sources import Progress
 EXIT_BROKEN_PIPE = 141
 """Exit code that a shell reports for SIGPIPE."""
+STATE_STYLES = {
+    "ready": "green",
+    "starting": "yellow",
+    "connecting": "yellow",
+    "draining": "magenta",
+    "standby": "cyan",
+    "slow-lane": "red",
+    "circuit-open": "red",
+}
+"""Styles of a worker's states."""
 PIPED_WIDTH = 200
 """Columns of a table that goes to a pipe, which has no width: programs cannot parse a table that is folded to 80."""
 

@@ -7,20 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.cli import options
-from launcher.cli.output import drawn, write, write_json
+from launcher.cli.output import STATE_STYLES, drawn, write, write_json
 from splitserve.rpc.documents import document
 
 if TYPE_CHECKING:
     from splitserve.v1 import inference_pb2
-
-STATE_STYLES = {
-    "ready": "green",
-    "connecting": "yellow",
-    "draining": "magenta",
-    "standby": "cyan",
-    "slow-lane": "red",
-    "circuit-open": "red",
-}
 
 
 def status(

@@ -16,7 +16,7 @@ import typer
 
 from launcher.cli import options
 from launcher.cli.client.top_figures import LatencyTargets, Reading, figures
-from launcher.cli.output import drawn, write, write_json
+from launcher.cli.output import STATE_STYLES, drawn, write, write_json
 from splitserve.errors import SplitserveError
 from splitserve.rpc.documents import document
 
@@ -34,12 +34,6 @@ MAX_TARGETS = 64
 SLOW_REQUESTS = 5
 PIPED_WIDTH = 120
 """Columns of a picture that goes to a file or a pipe."""
-STATE_STYLES = {
-    "ready": "green",
-    "starting": "yellow",
-    "draining": "magenta",
-    "standby": "cyan",
-}
 
 IntervalS = Annotated[
     float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Time between two readings.")
