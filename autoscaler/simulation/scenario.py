@@ -104,7 +104,8 @@ class Scenario:
     trace: Trace
     engine: EngineModel = field(default_factory=EngineModel)
     slo: Slo = field(default_factory=Slo)
-    cold_start_s: float = 60.0
+    starts: StartTimes = field(default_factory=StartTimes)
+    """How long cold starts take."""
     initial: Mapping[PoolName, int] | None = None
     """Replicas ready at the start, the same for all policies. Default: enough for the busiest of the first five minutes
     at 80% utilization."""
@@ -114,19 +115,12 @@ class Scenario:
     """Whether each replica caches prefixes."""
     cache_tokens: int | None = None
     """Capacity of each cache. Default: the KV capacity of a replica."""
-    start_times: StartTimes | None = None
-    """Cold starts by chance. None: each takes `cold_start_s`, and none fails."""
     admission: AdmissionConfig | None = None
     """The coordinator's admission control. None: requests go to the replicas at once."""
     local_prefill: LocalPrefill = "auto"
     """The coordinator's setting: whether decode replicas compute prompts themselves."""
     changes_role: bool = False
     """Whether replicas can take the other pool's role while they run."""
-
-    @property
-    def starts(self) -> StartTimes:
-        """The distribution of start times."""
-        return self.start_times or StartTimes(self.cold_start_s)
 
     @property
     def tpot_target_s(self) -> float | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autoscaler.simulation.engine_model import preset
 from autoscaler.simulation.outcome import Outcome
-from autoscaler.simulation.scenario import Scenario, Slo
+from autoscaler.simulation.scenario import Scenario, Slo, StartTimes
 from autoscaler.simulation.simulator import run_policy
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from bench.autoscaling.cases import default_policy
@@ -35,7 +35,7 @@ def constant_at_a_boundary(cold_start_s: float) -> Outcome:
     shape = TraceShape(
         "constant", rate, rate, SETTLE_S + CONSTANT_S, prompt_tokens=2000, output_tokens=100, seed=1
     )
-    scenario = Scenario(synthetic(shape), engine, slo, cold_start_s)
+    scenario = Scenario(synthetic(shape), engine, slo, StartTimes(cold_start_s))
     return run_policy(scenario, default_policy(slo, cold_start_s))
 
 
@@ -47,7 +47,7 @@ def burst(cold_start_s: float) -> tuple[Outcome, float]:
     shape = TraceShape(
         "burst", rate, 3 * rate, 2400.0, burst_s=1200.0, prompt_tokens=2000, output_tokens=100, seed=1
     )
-    scenario = Scenario(synthetic(shape), engine, slo, cold_start_s)
+    scenario = Scenario(synthetic(shape), engine, slo, StartTimes(cold_start_s))
     outcome = run_policy(scenario, default_policy(slo, cold_start_s))
     return outcome, recovery_s(outcome, shape.duration_s / 2)
 

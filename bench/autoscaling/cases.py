@@ -70,7 +70,7 @@ _QUICK_SHAPE = TraceShape("diurnal", rate=4, peak_rate=20, duration_s=600, promp
 def scenario_of(case: ScalingCase, folder: Path, starts: str) -> Scenario:
     """The case's trace, scaled, with starts of this kind."""
     times = STARTS[starts]
-    return Scenario(_scaled(case, folder), preset(case.preset), case.slo, times.median_s, start_times=times)
+    return Scenario(_scaled(case, folder), preset(case.preset), case.slo, times)
 
 
 @lru_cache(maxsize=2)

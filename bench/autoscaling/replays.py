@@ -65,7 +65,7 @@ def replayed(replay: Replay, folder: Path) -> ReplayRow:
     scenario = scenario_of(replay.case, folder, replay.starts)
     if replay.queued:
         scenario = replace(scenario, admission=AdmissionConfig())
-    policy = default_policy(replay.case.slo, scenario.cold_start_s)
+    policy = default_policy(replay.case.slo, scenario.starts.median_s)
     if replay.name == POLICY_NAME:
         outcome = run_policy(scenario, policy)
     elif replay.name == BOUND:

@@ -32,7 +32,7 @@ class RoutedRun:
 def replay(trace: Trace, engine: EngineModel, router: Router, pairs: int, cache_tokens: int) -> RoutedRun:
     """Replays a trace on `pairs` prefill and `pairs` decode replicas, each prefill replica with its own cache."""
     events = EventQueue()
-    scenario = Scenario(trace, engine, cold_start_s=0.0, cache_tokens=cache_tokens, local_prefill="never")
+    scenario = Scenario(trace, engine, cache_tokens=cache_tokens, local_prefill="never")
     cluster = Cluster(scenario, events, lambda *_: None, lambda *_: None, router)
     for name in POOLS:
         cluster.order(name, pairs, 0.0, 0.0)

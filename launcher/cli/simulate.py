@@ -131,8 +131,7 @@ def simulate(
         replayed,
         engine,
         slo,
-        cold_start,
-        start_times=StartTimes(cold_start, cold_start_p95, failed_starts, seed),
+        StartTimes(cold_start, cold_start_p95, failed_starts, seed),
         admission=AdmissionConfig(mode=admission),
         changes_role=role_moves,
     )

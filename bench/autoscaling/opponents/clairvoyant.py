@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from autoscaler.plan import Decide, Memory, PoolPlan, ScalingPlan
 from autoscaler.simulation.outcome import Outcome
-from autoscaler.simulation.scenario import Scenario
+from autoscaler.simulation.scenario import Scenario, StartTimes
 from autoscaler.simulation.simulator import Simulation
 from autoscaler.simulation.traces.scaling import decode_claim
 from autoscaler.snapshot import Snapshot
@@ -106,8 +106,8 @@ def clairvoyant_bound(scenario: Scenario, share: float = 0.97) -> Bound:
     If none attains it (prompts that miss the target even alone), the one with the most head-room. Where starts take
     their time by chance, it knows how long each will take, which comes to this: all take the mean, and none fails.
     """
-    scenario = replace(scenario, cold_start_s=scenario.starts.mean_s, start_times=None)
-    both, cold_s = needs(scenario), scenario.cold_start_s
+    scenario = replace(scenario, starts=StartTimes(scenario.starts.mean_s))
+    both, cold_s = needs(scenario), scenario.starts.median_s
 
     def run(prefill: tuple[int, ...], decode: tuple[int, ...]) -> Bound:
         return _run(scenario, prefill, decode)

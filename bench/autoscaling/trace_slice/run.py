@@ -26,7 +26,7 @@ from rich.console import Console
 from autoscaler.policies.policy_file import parse_policy
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.outcome import Outcome
-from autoscaler.simulation.scenario import Scenario, Slo
+from autoscaler.simulation.scenario import Scenario, Slo, StartTimes
 from autoscaler.simulation.simulator import run_policy
 from autoscaler.simulation.traces.scaling import scaled_to_peak
 from autoscaler.simulation.traces.trace import Trace, TraceRequest, load_trace
@@ -147,7 +147,7 @@ def forecast_of(
         trace,
         engine,
         slo,
-        cold_start_s,
+        StartTimes(cold_start_s),
         initial,
         prefix_cache=False,
         admission=AdmissionConfig(),

@@ -195,7 +195,7 @@ def test_the_trend_filter_follows_a_line() -> None:
 
 def test_the_best_static_cluster_attains_with_the_fewest_replicas() -> None:
     trace = synthetic(TraceShape("constant", rate=8, duration_s=90, prompt_tokens=2000, seed=2))
-    scenario = Scenario(trace, ENGINE, SLO, cold_start_s=60)
+    scenario = Scenario(trace, ENGINE, SLO)
     best = best_static(scenario, 0.97, {"prefill": 4, "decode": 3})
     assert best.attainment >= 0.97
     counts = [(p, d) for p in range(1, 5) for d in range(1, 4)]
@@ -250,7 +250,7 @@ def test_a_schedule_orders_one_cold_start_ahead_and_keeps_through_short_troughs(
 @pytest.mark.timeout(300)
 def test_the_bound_attains_and_undercuts_what_attains() -> None:
     trace = synthetic(TraceShape("diurnal", rate=4, peak_rate=20, duration_s=600, prompt_tokens=2000, seed=1))
-    scenario = Scenario(trace, ENGINE, SLO, cold_start_s=60)
+    scenario = Scenario(trace, ENGINE, SLO)
     bound = clairvoyant_bound(scenario, 0.97)
     assert bound.outcome.attainment >= 0.97
     policy = default_policy(SLO, 60.0)
@@ -268,7 +268,7 @@ def test_static_peak_attains() -> None:
     trace = synthetic(
         TraceShape("burst", rate=5, peak_rate=20, duration_s=600, burst_s=120, prompt_tokens=2000, seed=2)
     )
-    scenario = Scenario(trace, ENGINE, SLO, cold_start_s=60)
+    scenario = Scenario(trace, ENGINE, SLO)
     outcome = run_baseline(scenario, "static-peak", NO_BOUNDS)
     assert outcome.attainment > 0.98
     assert sum(outcome.actions.values()) == 0

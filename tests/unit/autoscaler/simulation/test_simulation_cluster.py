@@ -16,7 +16,7 @@ from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.engine_model import PRESETS, EngineModel, preset
 from autoscaler.simulation.outcome import Outcome
-from autoscaler.simulation.scenario import Scenario, Slo
+from autoscaler.simulation.scenario import Scenario, Slo, StartTimes
 from autoscaler.simulation.simulator import Simulation, run_policy, static_replicas
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
@@ -147,7 +147,7 @@ def test_the_prefill_pool_is_as_large_as_what_decode_replicas_leave_to_it(
     pool = {"target_ms": 2000, "cold_start_s": 5, "slo": {"settle_s": 60, "history_s": 120}}
     policy = parse_policy({"prefill": pool, "decode": {**pool, "min_replicas": 4}})
     counts: dict[PoolName, int] = {"prefill": 4, "decode": 4}
-    scenario = Scenario(trace, engine, Slo(2.0, 2.0), 5.0, initial=counts, local_prefill=mode)
+    scenario = Scenario(trace, engine, Slo(2.0, 2.0), StartTimes(5.0), initial=counts, local_prefill=mode)
     outcome = run_policy(scenario, policy)
     assert outcome.attainment == 1.0
     assert {moment.desired["prefill"] for moment in outcome.moments if moment.at_s > 150} == {settled}
@@ -240,7 +240,7 @@ def test_every_request_ends_exactly_once(seed: int) -> None:
         TraceShape("burst", rate=1, peak_rate=8, duration_s=200, burst_s=50, output_tokens=40, seed=seed)
     )
     engine = replace(preset("h100-8b"), kv_capacity_tokens=8_000, max_running_requests=6)
-    scenario = Scenario(trace, engine, cold_start_s=20, initial={"prefill": 1, "decode": 1})
+    scenario = Scenario(trace, engine, starts=StartTimes(20), initial={"prefill": 1, "decode": 1})
     outcome = Simulation(scenario, restless(seed), interval_s=5).run()
     assert len(outcome.requests) == len(trace.requests)
     for request in outcome.requests:
@@ -263,7 +263,7 @@ def test_nothing_stays_reserved(seed: int) -> None:
     ended: list[SimulatedRequest] = []
     engine = replace(preset("h100-8b"), kv_capacity_tokens=6_000, max_running_requests=4)
     cluster = Cluster(
-        Scenario(trace_of(), engine, cold_start_s=5.0),
+        Scenario(trace_of(), engine, starts=StartTimes(5.0)),
         events,
         lambda *_: None,
         lambda request, _: ended.append(request),
@@ -288,7 +288,7 @@ def test_nothing_stays_reserved(seed: int) -> None:
 
 def test_the_same_run_twice_is_the_same() -> None:
     trace = synthetic(TraceShape("diurnal", rate=1, peak_rate=4, duration_s=300, seed=2))
-    scenario = Scenario(trace, preset("h100-8b"), cold_start_s=30)
+    scenario = Scenario(trace, preset("h100-8b"), starts=StartTimes(30))
     first, second = (Simulation(scenario, restless(7), interval_s=5).run().to_json() for _ in range(2))
     first.pop("cpu_ms_per_request")
     second.pop("cpu_ms_per_request")
@@ -312,7 +312,7 @@ class OneMoreThenOneLess:
 
 def test_replica_hours_count_from_the_order_to_the_end() -> None:
     trace = trace_of(*((float(at), 100, 2) for at in range(0, 301, 2)))
-    scenario = Scenario(trace, PLAIN, cold_start_s=50, initial={"prefill": 1, "decode": 1})
+    scenario = Scenario(trace, PLAIN, starts=StartTimes(50), initial={"prefill": 1, "decode": 1})
     outcome = Simulation(scenario, OneMoreThenOneLess().decide, interval_s=10).run()
     assert outcome.duration_s == 300
     assert outcome.replica_hours["decode"] * 3600 == pytest.approx(300)
@@ -328,7 +328,7 @@ def test_standby_is_loaded_and_joins_at_once() -> None:
         return ScalingPlan(PoolPlan(1 if snapshot.now_s < 150 else 2, standby=1), PoolPlan(1)), memory
 
     trace = trace_of(*((float(at), 100, 2) for at in range(0, 301, 2)))
-    scenario = Scenario(trace, PLAIN, cold_start_s=50, initial={"prefill": 1, "decode": 1})
+    scenario = Scenario(trace, PLAIN, starts=StartTimes(50), initial={"prefill": 1, "decode": 1})
     outcome = Simulation(scenario, decide, interval_s=10).run()
     at_100, at_160 = (next(m for m in outcome.moments if m.at_s == at) for at in (100, 160))
     there = {state: count for state, count in at_100.replicas["prefill"].items() if count}
@@ -338,7 +338,9 @@ def test_standby_is_loaded_and_joins_at_once() -> None:
 
 def test_a_draining_replica_ends_what_it_has_and_gets_nothing_new() -> None:
     events = EventQueue()
-    cluster = Cluster(Scenario(trace_of(), PLAIN, cold_start_s=5.0), events, lambda *_: None, lambda *_: None)
+    cluster = Cluster(
+        Scenario(trace_of(), PLAIN, starts=StartTimes(5.0)), events, lambda *_: None, lambda *_: None
+    )
     cluster.order("prefill", 2, 0.0, cold_start_s=0)
     cluster.order("decode", 1, 0.0, cold_start_s=0)
     requests = [SimulatedRequest.of(TraceRequest(0.0, 1000, 2)) for _ in range(2)]

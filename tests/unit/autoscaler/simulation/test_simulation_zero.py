@@ -9,7 +9,7 @@ import pytest
 
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.reconcile import bounds_of
-from autoscaler.simulation.scenario import Scenario, Slo
+from autoscaler.simulation.scenario import Scenario, Slo, StartTimes
 from autoscaler.simulation.simulator import run_policy
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
 from bench.autoscaling.opponents.runs import run_baseline
@@ -23,7 +23,7 @@ CAME = [*range(10), *(PAUSE_S + n / 10 for n in range(20)), 2 * PAUSE_S]
 SCENARIO = Scenario(
     Trace("now and then", [TraceRequest(at_s, 500, 20) for at_s in CAME]),
     slo=Slo(2.0, 0.1),
-    cold_start_s=COLD_START_S,
+    starts=StartTimes(COLD_START_S),
     initial={"prefill": 1, "decode": 1},
 )
 

@@ -34,9 +34,7 @@ def started(
         seen.append(snapshot)
         return decide(memory, snapshot)
 
-    scenario = Scenario(
-        TRACE, ENGINE, Slo(), starts.median_s, initial={"prefill": 1, "decode": 1}, start_times=starts
-    )
+    scenario = Scenario(TRACE, ENGINE, Slo(), starts, initial={"prefill": 1, "decode": 1})
     return Simulation(scenario, watched, 5.0, starts=limits).run(), seen  # type: ignore[arg-type]
 
 
@@ -126,7 +124,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
     runs = []
     for seed in (0, 0, 1):
         starts = StartTimes(30.0, 90.0, 0.2, seed)
-        scenario = Scenario(trace, ENGINE, Slo(), 30.0, start_times=starts)
+        scenario = Scenario(trace, ENGINE, Slo(), starts)
         runs.append(run_policy(scenario, policy))
     figures = [(run.attainment, run.total_replica_hours, tuple(run.action_times)) for run in runs]
     assert figures[0] == figures[1] != figures[2]
@@ -135,7 +133,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 def test_the_bound_knows_how_long_each_start_takes() -> None:
     trace = synthetic(TraceShape("constant", rate=3, duration_s=60, prompt_tokens=500, output_tokens=20))
     starts = StartTimes(30.0, 90.0, 0.5)
-    bound = clairvoyant_bound(Scenario(trace, ENGINE, Slo(), 30.0, start_times=starts))
-    known = clairvoyant_bound(Scenario(trace, ENGINE, Slo(), starts.mean_s))
+    bound = clairvoyant_bound(Scenario(trace, ENGINE, Slo(), starts))
+    known = clairvoyant_bound(Scenario(trace, ENGINE, Slo(), StartTimes(starts.mean_s)))
     assert bound.replica_hours == known.replica_hours
     assert bound.outcome.attainment >= 0.97
