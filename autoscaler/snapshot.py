@@ -32,6 +32,7 @@ class ReplicaState(enum.Enum):
     """Starting for longer than its deadline: no capacity, to be replaced. See `start_watch.py`."""
 
 
+UP = (ReplicaState.READY, ReplicaState.STANDBY)
 LEAVING = (ReplicaState.DRAINING, ReplicaState.PREEMPTED)
 """States of a replica that takes no new requests and will be gone."""
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from autoscaler.actuators.actuator import ActualReplica, Presence
 from autoscaler.policies.policy_file import ScalingPolicy
-from autoscaler.snapshot import Replica, ReplicaState, Snapshot
+from autoscaler.snapshot import UP, Replica, ReplicaState, Snapshot
 from splitserve.logs import log_event
 from splitserve.roles import OTHER_POOL, POOLS, PoolName
 
@@ -25,7 +25,6 @@ MAX_PAUSE_S = 600.0
 """Longest pause between two orders of a pool whose replicas fail."""
 MAX_DOUBLINGS = 4
 """Each failed start doubles the next deadline, at most this many times, so that slow starts succeed in the end."""
-_UP = (ReplicaState.READY, ReplicaState.STANDBY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ class StartWatch:
     ) -> Snapshot:
         """The snapshot with overdue replicas marked."""
         seen = {pool: snapshot.pool(pool).replicas for pool in POOLS}
-        up = {pool: any(replica.state in _UP for replica in seen[pool]) for pool in POOLS}
+        up = {pool: any(replica.state in UP for replica in seen[pool]) for pool in POOLS}
         # By pool, the reason of one failed start and of one start whose machine is taken away, which is no failure.
         failed: dict[PoolName, str] = {}
         taken: dict[PoolName, str] = {}
@@ -121,7 +120,7 @@ class StartWatch:
                 if preempted and not (life.preempted or life.proven or life.ending or self._adopts):
                     taken[life.pool] = "its machine is taken away before it was up for one cold start"
                 life.preempted = preempted
-            if sighting is not None and sighting.state in _UP:
+            if sighting is not None and sighting.state in UP:
                 self._came_up(life, sighting, snapshot.now_s, cold_s)
             elif not (life.ending or life.preempted) and (
                 sighting is None or sighting.state is ReplicaState.STARTING

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from autoscaler.actuators.actuator import ActualReplica
-from autoscaler.snapshot import ReplicaStart, ReplicaState
+from autoscaler.snapshot import UP, ReplicaStart, ReplicaState
 from splitserve.roles import POOLS, PoolName
 from splitserve.v1 import scaling_pb2
 
 MAX_COLD_STARTS = 5
 """How many of the latest cold starts of a pool count."""
-_UP = (ReplicaState.READY, ReplicaState.STANDBY)
 
 
 class ColdStarts:
@@ -34,11 +33,11 @@ class ColdStarts:
         for replica in actual:
             state, since_s = up_since.get(replica.name, (ReplicaState.STARTING, 0.0))
             start = replica.name, replica.created_wall_s
-            if start in self._were_up or state in _UP:
+            if start in self._were_up or state in UP:
                 were_up.add(start)
             elif state is ReplicaState.STARTING:
                 starting.add(replica.name)
-            if state in _UP and replica.name in self._starting:
+            if state in UP and replica.name in self._starting:
                 self._took_s[replica.pool].append(max(0.0, since_s - replica.created_wall_s))
         self._starting, self._were_up = starting, were_up
 
