@@ -94,31 +94,6 @@ def test_what_a_gap_costs_does_not_grow_with_its_length(
     assert (found["requests"], found["failed_requests"]) == (60, 0)
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("prefill: {target_ms: 2000, percentile: 0.95}", "95 is the 95th percentile, not 0.95"),
-        (
-            "prefill: {target_ms: 9}\ndecode: {target_ms: 9, percentile: 0.5}",
-            "50 is the 50th percentile, not 0.5",
-        ),
-        (
-            "{prefill: {target_ms: 9}, decode: {kind: target, metric: tpot, target: 9, percentile: 0.9}}",
-            "90 is the 90th",
-        ),
-        ("prefill: {kind: predictive, target_ms: 9, forecast_percentile: 0.8}", "80 is the 80th percentile"),
-    ],
-)
-def test_a_percentile_is_in_percent(
-    text: str, why: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "policy.yaml").write_text(text)
-    assert main(["simulate", *SHORT, "--policy", str(tmp_path / "policy.yaml")]) == 2
-    error = capsys.readouterr().err
-    assert why in error
-    assert error.count("\n") == 1
-
-
 @pytest.mark.parametrize("command", [["simulate"], ["plan"]])
 def test_a_compressed_log_is_read_by_both_commands(
     command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
