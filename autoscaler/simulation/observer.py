@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.signals.arrival_log import ArrivalLog
 from autoscaler.signals.cold_starts import ColdStarts
-from autoscaler.signals.totals import DemandCounts
+from autoscaler.signals.totals import NOTHING, READ_PHASES, CoordinatorTrack, DemandCounts, Totals
 from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import SimulatedReplica, SimulatedRequest
 from autoscaler.simulation.scenario import Scenario
 from autoscaler.snapshot import DecodeSignals, LinkSignals, PrefillSignals, Replica, ReplicaState, Snapshot
 from coordinator.admission.queue import NOTHING_HELD, Held
-from splitserve.histograms import LATENCY_BOUNDS_S, Histogram
+from splitserve.histograms import LATENCY_BOUNDS_S, DurationCounts, Histogram
 from splitserve.roles import POOLS, PoolName
+from splitserve.v1 import scaling_pb2
 
 WINDOW_S = 60.0
 KEPT_S = 1860.0
@@ -25,27 +24,7 @@ KEPT_S = 1860.0
 _OUTPUT_MEMORY = 200.0
 """Number of recent answers that the expected output length averages over."""
 _FIRST_GUESS_TOKENS = 128.0
-
-
-class _Window:
-    """Durations of the last `WINDOW_S` seconds, counted in slices between two decisions."""
-
-    def __init__(self) -> None:
-        self._slices: deque[tuple[float, list[int]]] = deque()
-        self._counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
-
-    def add(self, value_s: float) -> None:
-        self._counts[bisect_left(LATENCY_BOUNDS_S, value_s)] += 1
-
-    def read(self, now_s: float) -> Histogram:
-        self._slices.append((now_s, self._counts))
-        self._counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
-        while self._slices[0][0] <= now_s - WINDOW_S + 1e-9:
-            self._slices.popleft()
-        sums = tuple(
-            float(sum(column)) for column in zip(*(counts for _, counts in self._slices), strict=True)
-        )
-        return Histogram(LATENCY_BOUNDS_S, sums)
+_ANSWER = scaling_pb2.GetSignalsResponse()
 
 
 class SimulatedObserver:
@@ -53,11 +32,12 @@ class SimulatedObserver:
 
     def __init__(self, cluster: Cluster, scenario: Scenario) -> None:
         self._cluster, self._scenario = cluster, scenario
-        self._prefill, self._ttft, self._tpot = _Window(), _Window(), _Window()
-        self._arrivals = ArrivalLog(KEPT_S)
+        self._times = {phase: DurationCounts() for phase in READ_PHASES}
+        self._demand = DemandCounts()
+        """Counters since the beginning, as a coordinator has them."""
+        self._track, self._arrivals = CoordinatorTrack(WINDOW_S), ArrivalLog(KEPT_S)
+        self._track.take(_ANSWER, NOTHING, 0.0)
         self._arrivals.look(0.0)
-        self._demand, self._looked_s = DemandCounts(), 0.0
-        """The demand since the last snapshot, and the time of that snapshot."""
         self._mean_output = _FIRST_GUESS_TOKENS
         self._answers = 0.0
         self._uncached_share = 1.0
@@ -83,8 +63,10 @@ class SimulatedObserver:
         if request.first_token_s is None or request.reserved_s is None:
             return
         if request.prefill is not None:
-            self._prefill.add(request.first_token_s - request.reserved_s + request.held_s)
-        self._ttft.add(request.first_token_s - request.arrival_s)
+            self._times[scaling_pb2.PHASE_PREFILL].add(
+                request.first_token_s - request.reserved_s + request.held_s
+            )
+        self._times[scaling_pb2.PHASE_TTFT].add(request.first_token_s - request.arrival_s)
         share = 1 - request.cached / request.prompt_tokens
         # Weighted by length: the share of tokens, not of prompts.
         weight = min(1.0, request.prompt_tokens / (_OUTPUT_MEMORY * 1000))
@@ -98,19 +80,25 @@ class SimulatedObserver:
         self._answers = min(_OUTPUT_MEMORY, self._answers + 1)
         self._mean_output += (request.output_tokens - self._mean_output) / self._answers
         if (tpot_s := request.tpot_s) is not None:
-            self._tpot.add(tpot_s)
+            self._times[scaling_pb2.PHASE_TPOT].add(tpot_s)
 
     def snapshot(self, now_s: float) -> Snapshot:
-        """The snapshot at `now_s`. Call once per decision: each call ends a slice of the windows."""
+        """The snapshot at `now_s`. Call once per decision: each call ends a bucket of arrivals."""
         cluster, engine = self._cluster, self._scenario.engine
         decode = cluster.pool("decode")
+        phases = {
+            phase: Histogram(LATENCY_BOUNDS_S, tuple(map(float, times.counts)))
+            for phase, times in self._times.items()
+        }
         self._arrivals.look(now_s)
-        self._arrivals.add(self._looked_s, now_s, self._demand)
-        self._demand, self._looked_s = DemandCounts(), now_s
+        if (arrived := self._track.take(_ANSWER, Totals(phases, self._demand), now_s)) is not None:
+            since_s, demand = arrived
+            self._arrivals.add(since_s, now_s, demand)
+        recent = (self._track.window(now_s) or NOTHING).phases
         self._cold_starts.look(self.actual(), {r.name: (r.state, r.since_s) for r in cluster.replicas})
         return Snapshot(
             now_s=now_s,
-            prefill=self._prefill_signals(now_s),
+            prefill=self._prefill_signals(recent),
             decode=DecodeSignals(
                 replicas=self._seen(decode),
                 running_requests=sum(r.running for r in decode),
@@ -120,7 +108,7 @@ class SimulatedObserver:
                 kv_capacity_tokens=engine.kv_capacity_tokens,
                 max_running_requests=engine.max_running_requests,
                 step=engine.decode if any(r.latency.decode for r in decode) else None,
-                tpot=self._tpot.read(now_s),
+                tpot=recent[scaling_pb2.PHASE_TPOT],
                 cold_start_s=self._cold_starts.of("decode"),
             ),
             link=LinkSignals(engine.link_gb_per_s, engine.kv_bytes_per_token),
@@ -140,7 +128,7 @@ class SimulatedObserver:
             if r.role != "both"
         ]
 
-    def _prefill_signals(self, now_s: float) -> PrefillSignals:
+    def _prefill_signals(self, recent: Mapping[int, Histogram]) -> PrefillSignals:
         replicas, held = self._cluster.pool("prefill"), self._held("prefill")
         rates = [rate for r in replicas if (rate := r.latency.prefill_tokens_per_s)]
         return PrefillSignals(
@@ -148,8 +136,8 @@ class SimulatedObserver:
             waiting_requests=sum(r.prompts.waiting for r in replicas) + held.requests,
             backlog_tokens=sum(r.prompts.tokens for r in replicas) + round(held.uncached_tokens),
             tokens_per_s=fmean(rates) if rates else None,
-            latency=self._prefill.read(now_s),
-            ttft=self._ttft.read(now_s),
+            latency=recent[scaling_pb2.PHASE_PREFILL],
+            ttft=recent[scaling_pb2.PHASE_TTFT],
             cold_start_s=self._cold_starts.of("prefill"),
         )
 
