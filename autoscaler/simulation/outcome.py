@@ -26,8 +26,6 @@ class Moment:
     replicas: Mapping[PoolName, Mapping[str, int]]
     """Counts by pool and state."""
     desired: Mapping[PoolName, int]
-    backlog_tokens: int
-    waiting_reservations: int
 
 
 def moment_of(snapshot: Snapshot, plan: ScalingPlan) -> Moment:
@@ -36,8 +34,6 @@ def moment_of(snapshot: Snapshot, plan: ScalingPlan) -> Moment:
         at_s=snapshot.now_s,
         replicas={pool: _by_state(snapshot.pool(pool).replicas) for pool in POOLS},
         desired={pool: plan.pool(pool).desired for pool in POOLS},
-        backlog_tokens=snapshot.prefill.backlog_tokens,
-        waiting_reservations=snapshot.decode.waiting_reservations,
     )
 
 
