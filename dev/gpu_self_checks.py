@@ -18,8 +18,7 @@ from engine.core.model_runner import SampledToken, SamplingParams, ScheduledSequ
 from engine.kv_cache.memory import DTYPES, BlockMemory, KvCacheMemory
 from engine.model.attention_interface import AttentionContext, LayerState, NewTokens
 from engine.model.probe import AttentionKind
-from engine.runner.device_sampling import sample_rows
-from engine.runner.sampler import sample
+from engine.runner.sampler import sample, sample_rows
 from engine.runner.sampling_row import SamplingRow
 from kv_transfer.layout import KvLayout
 from kv_transfer.transports.transport import Transport

@@ -23,7 +23,7 @@ from dev.gpu_self_checks import (
 from engine.core.model_runner import SampledToken
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.probe import AttentionKind
-from engine.runner.device_sampling import sample_rows
+from engine.runner.sampler import sample_rows
 from engine.runner.sampling_row import SamplingRow
 from kv_transfer.transports.transport import Transport
 from splitserve.errors import SplitserveError, TransferError
