@@ -114,24 +114,12 @@ def _refuse_expandable_segments() -> None:
 
 
 _MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23
-"""Since Linux 5.14. The mmap module lacks this constant, and has _MADV_HUGEPAGE on Linux only."""
-
-
-def host_pages(num_bytes: int) -> mmap.mmap:
-    """Zeroed memory, in huge pages where available, populated at once.
-
-    A write into a peer's untouched pages waits until the kernel has allocated and cleared them (12 MB: 66 ms on a
-    virtual machine). Pinning small pages costs more than copying them (3.6 against 12 GB/s), and weights are read 5%
-    faster from huge ones.
-    """
-    pages = _huge_pages(num_bytes)
-    with suppress(OSError):  # an older kernel
-        pages.madvise(_MADV_POPULATE_WRITE)
-    return pages
+"""The mmap module has this constant on Linux only."""
 
 
 def _huge_pages(num_bytes: int) -> mmap.mmap:
+    """Zeroed memory, in huge pages where available: to pin small pages for a transfer costs more than to copy them (3.6
+    against 12 GB/s)."""
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # an older kernel, or one without huge pages: slower, not wrong
         pages.madvise(_MADV_HUGEPAGE)

@@ -9,6 +9,7 @@ import torch
 
 from engine.backends.cpu import build
 from engine.backends.cpu.kernels import CpuKernels
+from engine.backends.cpu.linears import replace_linears
 from engine.backends.cpu.ops import SERIAL_ELEMENTS, Binary, Code, NormKind, Unary, elementwise_op
 from tests.support.engine.cpu_kernels import THREADS, kernels_or_skip
 
@@ -80,6 +81,22 @@ def test_what_can_be_packed() -> None:
     assert not packs(random(48, 577)), "pairs of inputs"
     assert not packs(random(257, 32)), "whole vectors of outputs"
     assert not packs(random(48, 34).float())
+
+
+def test_a_model_that_cannot_do_with_the_kernels_layers_is_put_back(kernels: CpuKernels) -> None:
+    class Peeking(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(32, 32).bfloat16()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x.to(self.layer.weight.dtype))
+
+    model, x = Peeking().eval(), random(1, 5, 32)
+    original = model.layer
+    with torch.inference_mode():
+        assert not replace_linears(model, lambda: model(x), kernels)
+    assert model.layer is original
 
 
 def test_dimensions_and_strides_of_a_linear_layers_input(kernels: CpuKernels) -> None:

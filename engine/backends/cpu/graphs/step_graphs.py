@@ -24,8 +24,8 @@ from engine.backends.cpu.graphs.capture import (
 )
 from engine.backends.cpu.graphs.resizable import Chunk, ResizableOps, RowCounts, StepRows
 from engine.backends.cpu.kernels import CpuKernels
+from engine.backends.cpu.linears import relative_difference
 from engine.backends.cpu.ops import Code
-from engine.backends.cpu.sibling_linears import relative_difference
 from engine.backends.interface import FlatStep
 from splitserve.generation.kv_blocks import blocks_for
 from splitserve.logs import log_event
