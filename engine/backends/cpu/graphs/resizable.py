@@ -7,7 +7,6 @@ larger capture: fewer rows are written to the beginning of each result, and the 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,8 +22,6 @@ _ITEM_BYTES = 2
 """Bytes of a bfloat16 number, the type of queries, keys, values and results of attention."""
 _FIXED_FIELDS = ("code", "real")
 _SERIAL_CODES = (Code.RMS_NORM, Code.BINARY, Code.UNARY)
-_KEPT = 32
-"""Number of sizes of steps without prompts whose operations are kept: decoding repeats them."""
 
 
 class StepRows(NamedTuple):
@@ -90,21 +87,9 @@ class ResizableOps:
         self._samples = np.any(counts.of_sampled > 0, axis=1)
         self._serial = np.isin(ops["code"], _SERIAL_CODES)
         self._norms = ops["code"] == Code.RMS_NORM
-        self._kept: OrderedDict[StepRows, Ops] = OrderedDict()
 
     def of(self, rows: StepRows, chunks: Sequence[Chunk]) -> Ops:
         """The operations for so many rows, at most those captured, and for these chunks of prompts."""
-        if chunks:
-            return self._made(rows, chunks)
-        ops = self._kept.get(rows)
-        if ops is None:
-            ops = self._kept[rows] = self._made(rows, chunks)
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(rows)
-        return ops
-
-    def _made(self, rows: StepRows, chunks: Sequence[Chunk]) -> Ops:
         ops = self._ops.copy()
         counts = (
             self._counts.fixed + self._counts.of_total * rows.total + self._counts.of_sampled * rows.sampled
