@@ -15,7 +15,7 @@ from engine.backends.cuda.staging import Staging, StepInputs
 from engine.backends.cuda.step_graphs import Compute, CudaStepGraphs
 from engine.backends.interface import flatten
 from engine.core.model_runner import SampledToken, SamplingParams, ScheduledSequence
-from engine.kv_cache.memory import DTYPES, BlockMemory, KvCacheMemory
+from engine.kv_cache.memory import DTYPES, KvCacheMemory
 from engine.model.attention_interface import AttentionContext, LayerState, NewTokens
 from engine.model.probe import AttentionKind
 from engine.runner.sampler import sample, sample_rows
@@ -312,7 +312,7 @@ def check_transfer(
     """
     writer, owner = make(), make()
     try:
-        ours, theirs = (BlockMemory(LAYOUT, BLOCKS, device) for _ in range(2))
+        ours, theirs = (KvCacheMemory(LAYOUT, BLOCKS, device) for _ in range(2))
         numbers = torch.Generator().manual_seed(5)
         for memory in (ours, theirs):
             random = torch.randint(256, memory.bytes.shape, generator=numbers, dtype=torch.uint8)
