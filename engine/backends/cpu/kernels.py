@@ -23,11 +23,11 @@ class CpuKernels:
     only, and the results have arbitrary content.
     """
 
-    def __init__(self, threads: int, *, amx: bool = True) -> None:
-        """Raises UnavailableError as `load_library`, which has `amx`."""
+    def __init__(self, threads: int) -> None:
+        """Raises UnavailableError as `load_library`."""
         self.record: Callable[[Ops], None] | None = None
         self.threads = threads
-        library = load_library(amx=amx)
+        library = load_library()
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         library.splitserve_op_bytes.restype = number
         assert library.splitserve_op_bytes() == OP.itemsize, "op.hpp and ops.py differ"

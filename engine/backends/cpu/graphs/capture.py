@@ -43,16 +43,6 @@ class GraphCaptureError(Exception):
     """The model has an operation that cannot be captured."""
 
 
-CAPTURE_ERRORS = (
-    GraphCaptureError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-)
-"""The errors that a model may raise while it is captured."""
 Call = Callable[[], None]
 """An operation without a kernel, called again in each replay."""
 

@@ -15,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.backends.cpu.graphs.capture import GraphCaptureError
-from engine.backends.cpu.ops import SERIAL_ELEMENTS, Code, Ops
+from engine.backends.cpu.ops import Code, Ops
 
 Ints = npt.NDArray[np.int64]
 _ITEM_BYTES = 2
 """Bytes of a bfloat16 number, the type of queries, keys, values and results of attention."""
 _FIXED_FIELDS = ("code", "real")
-_SERIAL_CODES = (Code.RMS_NORM, Code.BINARY, Code.UNARY)
 
 
 class StepRows(NamedTuple):
@@ -85,8 +84,6 @@ class ResizableOps:
         self._ops, self._counts, self._captured = ops, counts, captured
         self._attends, self._prefills = ops["code"] == Code.ATTEND, ops["code"] == Code.PREFILL
         self._samples = np.any(counts.of_sampled > 0, axis=1)
-        self._serial = np.isin(ops["code"], _SERIAL_CODES)
-        self._norms = ops["code"] == Code.RMS_NORM
 
     def of(self, rows: StepRows, chunks: Sequence[Chunk]) -> Ops:
         """The operations for so many rows, at most those captured, and for these chunks of prompts."""
@@ -96,8 +93,6 @@ class ResizableOps:
         )
         ops["size"], ops["number"][:, 0] = counts[:, :4], counts[:, 4]
         ops["number"][self._attends, 0] = rows.decodes
-        elements = np.where(self._norms, counts[:, 4] * ops["number"][:, 1], counts[:, :4].prod(axis=1))
-        ops["serial"] = self._serial & (elements <= SERIAL_ELEMENTS)
         times = np.ones(len(ops), np.int64)
         times[self._attends] = rows.decodes > 0
         times[self._prefills] = len(chunks)

@@ -33,10 +33,10 @@ void perform(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
 void execute(const Op* ops, int64_t count, int thread, int threads, std::vector<bf16>& shared) {
   bool parallel = false;  // whether the previous operation was parallel
   for (int64_t i = 0; i < count; i++) {
-    if (!ops[i].serial || parallel) {
+    if (!serial(ops[i]) || parallel) {
 #pragma omp barrier
     }
-    parallel = !ops[i].serial;
+    parallel = !serial(ops[i]);
     if (parallel)
       perform(ops[i], thread, threads, shared);
     else if (thread == 0)
@@ -47,7 +47,7 @@ void execute(const Op* ops, int64_t count, int thread, int threads, std::vector<
 void run(const Op* ops, int64_t count, int threads) {
   static thread_local std::vector<bf16> memory;  // the calling thread's; all OpenMP threads use it
   std::vector<bf16>& shared = memory;
-  if (threads == 1 || (count == 1 && ops->serial)) {
+  if (threads == 1 || (count == 1 && serial(*ops))) {
     for (int64_t i = 0; i < count; i++) perform(ops[i], 0, 1, shared);
     return;
   }
