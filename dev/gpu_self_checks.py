@@ -15,11 +15,10 @@ from engine.backends.cuda.staging import Staging, StepInputs
 from engine.backends.cuda.step_graphs import Compute, CudaStepGraphs
 from engine.backends.interface import flatten
 from engine.core.model_runner import SampledToken, SamplingParams, ScheduledSequence
-from engine.kv_cache.memory import DTYPES, BlockMemory, KvCacheMemory
+from engine.kv_cache.memory import DTYPES, KvCacheMemory
 from engine.model.attention_interface import AttentionContext, LayerState, NewTokens
 from engine.model.probe import AttentionKind
-from engine.runner.device_sampling import sample_rows
-from engine.runner.sampler import sample
+from engine.runner.sampler import sample, sample_rows
 from engine.runner.sampling_row import SamplingRow
 from kv_transfer.layout import KvLayout
 from kv_transfer.transports.transport import Transport
@@ -148,75 +147,53 @@ def _shown(kind: AttentionKind) -> str:
 
 
 MAX_ROWS = 4
-MAX_CHUNKS = 2
 MAX_BLOCKS = 5
-STEPS = ((1, 0), (2, 1), (3, 0), (4, 2), (0, 1), (2, 0))
-"""For each step, the number of sequences that decode and of chunks of prompts."""
-CHUNK_TOKENS = 3
+STEPS = (1, 2, 3, 4, 2)
+"""For each step, the number of sequences that decode."""
 VOCABULARY = 64
 
 
-Capture = Callable[[Compute, torch.device, int, int, DeviceBlockTable], CudaStepGraphs]
-"""Captures the steps of a computation on a device, up to a number of decode rows and of tokens of chunks, over a block
-table."""
+Capture = Callable[[Compute, torch.device, int, DeviceBlockTable], CudaStepGraphs]
+"""Captures the steps of a computation on a device, up to a number of rows, over a block table."""
 
 
 def check_graphs(
     capture: Capture, make: MakeAttention, shape: KvShape, kind: AttentionKind, device: torch.device
 ) -> None:
-    """Sequences of different lengths decode a few tokens, in batches that do and do not fill a graph, some of them
-    beside chunks of prompts.
+    """Sequences of different lengths decode a few tokens, in batches that do and do not fill a graph.
 
     Logits must be close, and the KV written exactly that of the eager steps, whose block tables are sent anew each
     time: padded rows write nothing. Raises WrongResultError.
     """
-    sequences = MAX_ROWS + MAX_CHUNKS
-    pools = [shape.pool(sequences * MAX_BLOCKS, device) for _ in range(2)]
+    pools = [shape.pool(MAX_ROWS * MAX_BLOCKS, device) for _ in range(2)]
     model = _OneLayer(shape, kind, device)
-    kept, anew = (DeviceBlockTable(sequences, MAX_BLOCKS, shape.block_size, device) for _ in range(2))
-    limits = MAX_ROWS, MAX_CHUNKS * CHUNK_TOKENS
-    replayed = capture(model.over(make(pools[0]), pools[0]), device, *limits, kept)
+    kept, anew = (DeviceBlockTable(MAX_ROWS, MAX_BLOCKS, shape.block_size, device) for _ in range(2))
+    replayed = capture(model.over(make(pools[0]), pools[0]), device, MAX_ROWS, kept)
     if not replayed.captured:
         raise WrongResultError("nothing could be captured; engine.cuda_graphs_off in the log says why")
     eager, staging = model.over(make(pools[1]), pools[1]), Staging(8, device)
-    for step in range(len(STEPS)):
+    for step, rows in enumerate(STEPS):
         flat = flatten(_batch(step, shape.block_size))
-        what = f"{flat.num_decode} rows" + (f" and {flat.num_prefill} chunks" if flat.num_prefill else "")
         result = replayed.logits(kept.place(flat))
         if result is None:
-            raise WrongResultError(f"no graph for {what}")
+            raise WrongResultError(f"no graph for {rows} rows")
         nameless = [sequence._replace(table_id=0) for sequence in flat.sequences]
         expected = eager(staging.stage(anew.place(flatten(nameless))))
-        require_close(result, expected.cpu(), shape.dtype, f"step {step} of {what}")
+        require_close(result, expected.cpu(), shape.dtype, f"step {step} of {rows} rows")
     if not torch.equal(pools[0].bytes, pools[1].bytes):
         raise WrongResultError("replayed steps wrote other KV than eager ones")
 
 
 def _batch(step: int, block_size: int) -> list[ScheduledSequence]:
-    """The sequences of a step. Decode rows advance by one token each step, across the end of a block; some have no
-    logits. Chunks continue from step to step."""
-    rows, chunks = STEPS[step]
+    """The sequences of a step. They advance by one token each step, across the end of a block; some have no logits."""
     batch = []
-    for number in [*range(rows), *range(MAX_ROWS, MAX_ROWS + chunks)]:
-        new = 1 if number < MAX_ROWS else CHUNK_TOKENS
-        computed = step * new
-        if number < MAX_ROWS:
-            computed += number * block_size + block_size - len(STEPS) // 2
-        tokens = [(1 + 7 * place + number + step) % VOCABULARY for place in range(computed + new)]
+    for number in range(STEPS[step]):
+        computed = step + number * block_size + block_size - len(STEPS) // 2
+        tokens = [(1 + 7 * place + number + step) % VOCABULARY for place in range(computed + 1)]
         blocks = [MAX_BLOCKS * number + block for block in range(MAX_BLOCKS)]
-        batch.append(
-            ScheduledSequence(
-                "",
-                tokens,
-                1,
-                computed,
-                new,
-                blocks,
-                step + number != 3,
-                SamplingParams(),
-                table_id=number + 1,
-            )
-        )
+        sampled = step + number != 3
+        item = ScheduledSequence("", tokens, 1, computed, 1, blocks, sampled, SamplingParams())
+        batch.append(item._replace(table_id=number + 1))
     return batch
 
 
@@ -335,7 +312,7 @@ def check_transfer(
     """
     writer, owner = make(), make()
     try:
-        ours, theirs = (BlockMemory(LAYOUT, BLOCKS, device) for _ in range(2))
+        ours, theirs = (KvCacheMemory(LAYOUT, BLOCKS, device) for _ in range(2))
         numbers = torch.Generator().manual_seed(5)
         for memory in (ours, theirs):
             random = torch.randint(256, memory.bytes.shape, generator=numbers, dtype=torch.uint8)

@@ -4,10 +4,9 @@ finished chunks to the tickets' owners."""
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from typing_extensions import override
 
@@ -31,9 +30,6 @@ from splitserve.tracing.context import (
 from worker.build import EngineParts
 from worker.connector import KvConnector, WorkerStatus, WriteOutcome, Writes
 
-TOKEN_FIRST_S = 100e-6
-"""Maximum seconds that writes wait for a first token to leave the process."""
-
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenReady:
@@ -45,8 +41,6 @@ class FirstTokenReady:
     compute_s: float
     chunks: int
     last: bool
-    sent: threading.Event = field(default_factory=threading.Event, compare=False)
-    """Set when the token has left the process; the engine thread waits up to TOKEN_FIRST_S for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +133,6 @@ class KvProducer(KvConnector):
         on_idle: Callable[[], None] = lambda: None,
         on_peers_changed: Callable[[], None] = lambda: None,
         *,
-        token_first_s: float = TOKEN_FIRST_S,
         spans: SpanSink | None = None,
     ) -> None:
         """`spans` takes the spans of traced prompts; None: they are not exported."""
@@ -149,7 +142,6 @@ class KvProducer(KvConnector):
         self._pusher = KvPusher(transport, parts.kv_memory)
         self._emit, self._spans = emit, spans
         self._on_peers_changed = on_peers_changed
-        self._token_first_s = token_first_s
         self._completed = self._completed_bytes = 0
         self._rejected: dict[str, int] = {}
         self._writes: Writes = {}
@@ -247,8 +239,7 @@ class KvProducer(KvConnector):
                 self._on_output(core, output, now)
             except BaseException as error:
                 self._give_up(core, output.request_id, error)
-        if self._events and result.progress and self._pusher.active:
-            self._send_first_tokens()
+        self._emit_events()  # a write may be a copy by this thread: tokens do not wait for it
         outputs = {output.request_id: output for output in result.outputs}
         for progress in result.progress:
             try:
@@ -384,20 +375,6 @@ class KvProducer(KvConnector):
         self._events.append((request_id, Failed(known)))
         core.abort(request_id)
         self._end(core, prefill)
-
-    def _send_first_tokens(self) -> None:
-        """Emits the pending events, and waits up to `token_first_s` until first tokens have left the process.
-
-        Where a write is a copy by this thread, and the event loop shares its core, a token would otherwise wait for
-        the copy.
-        """
-        waited_for = [
-            event.sent for _, event in self._events if isinstance(event, FirstTokenReady) and not event.last
-        ]
-        self._emit_events()
-        give_up_s = time.monotonic() + self._token_first_s
-        for sent in waited_for:
-            sent.wait(max(0.0, give_up_s - time.monotonic()))
 
     def _flush(self, core: Engine) -> None:
         before, writes = self.status, self._pusher.in_flight

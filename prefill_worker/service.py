@@ -114,7 +114,7 @@ class PrefillService(PrefillServiceServicer, PoolService):
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         """Computes a prompt: the first token, then the end of the handoff if there is one."""
-        now, loop = time.monotonic(), asyncio.get_running_loop()
+        now = time.monotonic()
         with self._counting_refusals():
             ticket = KvTicket.from_proto(request.ticket, now) if request.HasField("ticket") else None
         name = engine_id(request.request_id, next(self._numbers))
@@ -142,10 +142,6 @@ class PrefillService(PrefillServiceServicer, PoolService):
                 yield response
                 if last:
                     return
-                if isinstance(event, FirstTokenReady):
-                    # gRPC asks for the next response once it has written this one. A stream of carried calls writes in
-                    # the event loop's next turn.
-                    loop.call_soon(event.sent.set)
         finally:
             del self._queues[name]
             if not self._queues:

@@ -77,13 +77,14 @@ def engine_request(
     check_stop(message.stop, facts.vocabulary_size, facts.context_tokens)
     check_prompt_logprobs(message.sampling, len(message.token_ids) - message.prior_output_tokens)
     tpot_s, first_due_s = _targets(message, now)
+    order = message.precedence
     return EngineRequest(
         request_id=engine_id,
         token_ids=tuple(message.token_ids),
         sampling=sampling_params(message.sampling),
         stop=stop_params(message.stop, facts),
         prior_output_tokens=message.prior_output_tokens,
-        precedence=precedence(message.precedence),
+        precedence=Precedence(order.class_rank, order.tenant_key, order.within_tenant),
         cache_salt=chain_salt(message.cache_salt, adapter),
         adapter=adapter,
         deadline_s=now + timeout_s,
@@ -93,11 +94,6 @@ def engine_request(
         tpot_s=tpot_s,
         first_due_s=first_due_s,
     )
-
-
-def precedence(message: generation_pb2.Precedence) -> Precedence:
-    """A request's place among others."""
-    return Precedence(message.class_rank, message.tenant_key, message.within_tenant)
 
 
 def _targets(

@@ -18,7 +18,7 @@ import torch
 
 from bench.option_values import positive_whole
 from engine.backends.cuda.block_table import DeviceBlockTable
-from engine.backends.cuda.staging import Staging, StepSize
+from engine.backends.cuda.staging import Staging
 from engine.backends.interface import flatten
 from engine.core.model_runner import SamplingParams, ScheduledSequence
 from splitserve.generation.kv_blocks import blocks_for
@@ -43,7 +43,7 @@ class StepLayout:
         if not self._kept:
             batch = [sequence._replace(table_id=0) for sequence in batch]
         begin = time.perf_counter()
-        self._staging.stage(self._table.place(flatten(batch)).padded(StepSize(self._sequences)))
+        self._staging.stage(self._table.place(flatten(batch)).padded(self._sequences))
         return time.perf_counter() - begin
 
 

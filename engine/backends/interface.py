@@ -143,11 +143,9 @@ class FlatStep:
         return not self.num_prefill
 
 
-def flatten(batch: Sequence[ScheduledSequence], *, longest_first: bool = False) -> FlatStep:
-    """Flattens a batch. `longest_first`: of sequences that compute one token, those with the longest contexts first."""
+def flatten(batch: Sequence[ScheduledSequence]) -> FlatStep:
+    """Flattens a batch."""
     order = [index for index, sequence in enumerate(batch) if sequence.num_new == 1]
-    if longest_first:
-        order.sort(key=lambda index: -batch[index].num_computed)
     num_decode = len(order)
     order += [index for index, sequence in enumerate(batch) if sequence.num_new != 1]
     sequences = [batch[index] for index in order]

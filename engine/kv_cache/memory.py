@@ -8,7 +8,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -24,9 +23,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_BYTES = 1 << 30
 
 
-class BlockMemory:
+class KvCacheMemory:
     """Contiguous blocks of a layout, initially zero: `bytes`, uint8 `[num_blocks, block_bytes]`.
 
+    `tensor` is the same memory as the layout's dtype `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
     Its address never changes, since it is registered with transports. On cpu it is an anonymous mapping, page-aligned,
     whose pages the kernel allocates when they are first written. Blocks for lane probes follow in the same memory.
     Raises ConfigError for more memory than is free.
@@ -40,14 +40,18 @@ class BlockMemory:
         total = num_blocks + self._probe_blocks
         if device.type == "cpu":
             require_free_memory(total * layout.block_bytes)
-            memory = torch.frombuffer(_huge_pages(total * layout.block_bytes), dtype=torch.uint8)
+            pages = mmap.mmap(-1, total * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = torch.frombuffer(pages, dtype=torch.uint8)
         else:
             _refuse_expandable_segments()
             memory = torch.zeros(total * layout.block_bytes, dtype=torch.uint8, device=device)
         blocks = memory.view(total, layout.block_bytes)
-        self.bytes, self._probes = blocks[:num_blocks], blocks[num_blocks:]
+        self.bytes = blocks[:num_blocks]
         # Reads of pages never written all hit the kernel's one page of zeros, so probes would measure too fast a lane.
-        self._probes.fill_(1)
+        blocks[num_blocks:].fill_(1)
+        heads = (2, layout.num_kv_heads, layout.block_size_tokens)
+        shape = (num_blocks, layout.num_layers, *heads, layout.head_dim)
+        self.tensor = self.bytes.view(DTYPES[layout.dtype]).view(shape)
 
     def memory(self) -> KvMemoryRegion:
         """All blocks, probe blocks included, as one region to register with a transport."""
@@ -67,16 +71,6 @@ class BlockMemory:
             return [memoryview(self.bytes[block].numpy()) for block in block_ids]
         copied = self.bytes[list(block_ids)].cpu().numpy()
         return [memoryview(row) for row in copied]
-
-
-class KvCacheMemory(BlockMemory):
-    """`tensor`: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]` of the layout's dtype."""
-
-    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
-        super().__init__(layout, num_blocks, device)
-        heads = (2, layout.num_kv_heads, layout.block_size_tokens)
-        shape = (num_blocks, layout.num_layers, *heads, layout.head_dim)
-        self.tensor = self.bytes.view(DTYPES[layout.dtype]).view(shape)
 
     def view(self, layer: int) -> torch.Tensor:
         """One layer's KV, `[2, num_kv_heads, num_blocks, block_size, head_dim]`, strided, no copy."""
@@ -111,31 +105,6 @@ def _refuse_expandable_segments() -> None:
                 f"{name} must not enable expandable_segments: KV cannot be transferred at speed from there"
             )
             raise ConfigError(message, field=name)
-
-
-_MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23
-"""Since Linux 5.14. The mmap module lacks this constant, and has _MADV_HUGEPAGE on Linux only."""
-
-
-def host_pages(num_bytes: int) -> mmap.mmap:
-    """Zeroed memory, in huge pages where available, populated at once.
-
-    A write into a peer's untouched pages waits until the kernel has allocated and cleared them (12 MB: 66 ms on a
-    virtual machine). Pinning small pages costs more than copying them (3.6 against 12 GB/s), and weights are read 5%
-    faster from huge ones.
-    """
-    pages = _huge_pages(num_bytes)
-    with suppress(OSError):  # an older kernel
-        pages.madvise(_MADV_POPULATE_WRITE)
-    return pages
-
-
-def _huge_pages(num_bytes: int) -> mmap.mmap:
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # an older kernel, or one without huge pages: slower, not wrong
-        pages.madvise(_MADV_HUGEPAGE)
-    return pages
 
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")

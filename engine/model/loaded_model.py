@@ -65,10 +65,7 @@ def model_fingerprint(
     """
     digest = hashlib.sha256(_relevant(settings))
     checksums, tied = _Checksums(), tied or {}
-    names = [
-        name for name in sorted(tensors) if not _same_memory(tensors[name], tensors.get(tied.get(name, "")))
-    ]
-    contents = {name: checksums.content(tensors[name].detach()) for name in names}
+    contents = {name: checksums.content(tensors[name].detach()) for name in sorted(tensors)}
     for name, other in tied.items():
         if name in contents and contents[name] == contents.get(other):
             del contents[name]
@@ -84,12 +81,6 @@ def _relevant(settings: Mapping[str, Any]) -> bytes:
         if not name.startswith(_NOT_FINGERPRINTED) and not name.endswith("_token_id")
     }
     return json.dumps(relevant, sort_keys=True, default=str).encode()
-
-
-def _same_memory(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
-    if other is None or tensor.data_ptr() != other.data_ptr() or tensor.device != other.device:
-        return False
-    return (tensor.shape, tensor.stride(), tensor.dtype) == (other.shape, other.stride(), other.dtype)
 
 
 class _Checksums:

@@ -7,13 +7,8 @@ two largest sums are as close as that, and it does not matter which other tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-
-_Integers = TypeVar("_Integers", NDArray[np.int64], torch.Tensor)
 
 _U64 = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -21,50 +16,36 @@ _FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _UNIT = 2.0**-52
 """A number of 52 bits and a half, times this, is exact in float64 and lies between 0 and 1, both excluded."""
 
-_TOKENS_AT_ONCE = 2**14
-"""Few enough that what is computed from one to the next stays in a core's cache."""
-
 
 def noise_key(seed: int, position: int) -> int:
     """Names the noise of an output's `position`, from 0; an int64, a function of its arguments only."""
     return _signed(_mix(_mix(seed) + (position + 1) * _GAMMA))
 
 
-def noise_of(tokens: NDArray[np.int64], key: int) -> NDArray[np.float64]:
-    """The noise of `tokens`, int64 ids `[tokens]`: float64 `[tokens]`, within [-3.7, 36.8]."""
-    noise = np.empty(tokens.size)
-    for start in range(0, tokens.size, _TOKENS_AT_ONCE):
-        part = slice(start, start + _TOKENS_AT_ONCE)
-        noise[part] = -np.log(-np.log((_bits(tokens[part], key) + 0.5) * _UNIT))
-    return noise
+def noise_of(keys: Sequence[int], vocabulary: int, device: torch.device) -> torch.Tensor:
+    """The noise of all tokens for each key, float64 `[keys, vocabulary]`, within [-3.7, 36.8], computed on the device.
 
-
-def noise_of_rows(keys: Sequence[int], vocabulary: int, device: torch.device) -> torch.Tensor:
-    """The noise of all tokens for each key, float64 `[keys, vocabulary]`, computed on the device.
-
-    It differs from that of `noise_of` by the rounding of logarithms at most.
+    Devices differ by the rounding of logarithms at most.
     """
     tokens = torch.arange(vocabulary, device=device)
     names = torch.tensor(keys, dtype=torch.int64).to(device)[:, None]
     return -torch.log(-torch.log((_bits(tokens, names).double() + 0.5) * _UNIT))
 
 
-def _bits(tokens: _Integers, key: int | _Integers) -> _Integers:
-    """52 random bits of each token, int64: SplitMix64's stream that starts at `key`, read at the token's id.
+def _bits(tokens: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """52 random bits of each token, int64: SplitMix64's stream that starts at its key, read at the token's id.
 
-    Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014. Products of int64 arrays wrap, and
+    Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014. Products of int64 tensors wrap, and
     their shifts repeat the sign, which the masks remove.
     """
-    state = tokens * _signed(_GAMMA) + key
+    state = tokens * _signed(_GAMMA) + keys
     state = (state ^ _shifted(state, 30)) * _signed(_FACTORS[0])
     state = (state ^ _shifted(state, 27)) * _signed(_FACTORS[1])
-    bits: _Integers = _shifted(state ^ _shifted(state, 31), 12)
-    return bits
+    return _shifted(state ^ _shifted(state, 31), 12)
 
 
-def _shifted(state: _Integers, places: int) -> _Integers:
-    shifted: _Integers = (state >> places) & (_U64 >> places)
-    return shifted
+def _shifted(state: torch.Tensor, places: int) -> torch.Tensor:
+    return (state >> places) & (_U64 >> places)
 
 
 def _mix(state: int) -> int:

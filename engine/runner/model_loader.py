@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from engine.backends.cpu.kernels import CpuKernels
-from engine.backends.cpu.linears import pack_linears, replace_norms
+from engine.backends.cpu.linears import replace_linears, replace_norms
 from engine.backends.cuda.forward import prepare_device
 from engine.backends.select import choose_backend
 from engine.core.model_runner import ModelFacts
@@ -98,20 +98,13 @@ def load_model(
         scores_prompts=module.base_model is not module,
     )
     fingerprint = model_fingerprint(settings, module.state_dict(), module.all_tied_weights_keys)
-    _pack(module, context, dtype, device, kernels)
-    return LoadedModel(module, config, context, facts, attention, dtype, device, fingerprint)
-
-
-def _pack(
-    module: Any, context: AttentionContext, dtype: str, device: torch.device, kernels: CpuKernels | None
-) -> None:
-    if device.type == "cpu" and DTYPES[dtype] is torch.bfloat16:
-        if kernels is not None:
-            replace_norms(module, kernels)
-        pack_linears(module, lambda: probe_logits(module, context), kernels)
+    if kernels is not None:
+        replace_norms(module, kernels)
+        replace_linears(module, lambda: probe_logits(module, context), kernels)
         # Copies the remaining weights out of the mapped file, which would otherwise stay in memory as a whole.
         for parameter in module.parameters():
             parameter.data = parameter.data.clone()
+    return LoadedModel(module, config, context, facts, attention, dtype, device, fingerprint)
 
 
 def _gguf_options(source: ModelSource) -> dict[str, Any]:

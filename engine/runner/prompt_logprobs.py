@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.backends.interface import PromptRows
-from engine.runner.device_sampling import first_ranked
+from engine.runner.sampler import first_ranked
 
 SLICE_ROWS = 64
 """Positions whose logits are in memory at once: 12 MiB in float32 with a vocabulary of 49,152."""

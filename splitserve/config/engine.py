@@ -75,8 +75,8 @@ class EngineConfig(Settings):
     attention_backend: Literal["auto", "torch", "triton"] = "auto"
     """Backend of attention. `auto`: triton on cuda if installed (torch's CUDA builds include it), else torch."""
     cuda_graphs: Literal["auto", "off"] = "auto"
-    """CUDA graphs for steps that decode and for short chunks of prompts. `auto`: on cuda with triton attention; the
-    start takes a few seconds longer."""
+    """CUDA graphs for steps that only decode. `auto`: on cuda with triton attention; the start takes a few seconds
+    longer."""
     block_size_tokens: Annotated[int, Field(ge=1, le=1024), Option(flag="block-size")] = 16
     """Tokens per KV block, equal on all workers of a model. vLLM on cpu takes multiples of 32, rounded up."""
     num_blocks: Annotated[int, Field(ge=2, le=2**31 - 1)] | None = None

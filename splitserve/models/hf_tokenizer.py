@@ -287,28 +287,24 @@ def load_tokenizer(source: str) -> Tokenizer:
     Raises NotFoundError for an unknown model or one without a usable tokenizer, UnavailableError if it must be
     downloaded and Hugging Face is unreachable, or if its conversion fails.
     """
-    if source == SIMULATED:
-        return ByteTokenizer()
-    try:
-        files = localize_model(resolve_model(source), weights=False)
-    except (
-        InvalidArgumentError
-    ) as error:  # a peer may have given the name, so it is no setting of this process
-        raise NotFoundError(error.message) from None
-    return tokenizer_of(files)
+    return ByteTokenizer() if source == SIMULATED else tokenizer_of(_local_files(source))
 
 
 def tokenizer_files(source: str) -> list[Path]:
     """The files of a model's tokenizer and settings, for clients that tokenize themselves. The model is named as for
     `resolve_model`. Raises NotFoundError and UnavailableError as `load_tokenizer` does."""
-    try:
-        files = None if source == SIMULATED else localize_model(resolve_model(source), weights=False)
-    except InvalidArgumentError as error:
-        raise NotFoundError(error.message) from None
-    found = [] if files is None else [Path(files.path) / name for name in _SHARED_FILES]
-    if not (present := [path for path in found if path.is_file()]):
+    names = () if source == SIMULATED else _SHARED_FILES
+    folder = Path(_local_files(source).path) if names else Path()
+    if not (present := [folder / name for name in names if (folder / name).is_file()]):
         raise NotFoundError("this model has no tokenizer files", reason="NO_TOKENIZER_FILES")
     return present
+
+
+def _local_files(source: str) -> ModelSource:
+    try:
+        return localize_model(resolve_model(source), weights=False)
+    except InvalidArgumentError as error:  # a peer may have given the name: it is no setting of this process
+        raise NotFoundError(error.message) from None
 
 
 def tokenizer_of(files: ModelSource) -> HfTokenizer:

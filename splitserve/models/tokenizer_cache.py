@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from splitserve.errors import NotFoundError, UnavailableError
+from splitserve.models.conversion import run_conversion
 from splitserve.models.sources import ModelSource, cache_folder
 from splitserve.models.tokenizer_files import (
     TOKENIZER_FILE,
@@ -80,32 +80,17 @@ def _work_folder(beside: Path) -> Iterator[Path]:
 
 
 def _convert(source: ModelSource, target: Path) -> None:
-    command = [sys.executable, "-m", CONVERSION, source.path, str(target), str(os.getpid())]
-    command += filter(None, [source.gguf_file])
+    arguments = [source.path, str(target), str(os.getpid()), *filter(None, [source.gguf_file])]
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env=os.environ | {"TRANSFORMERS_VERBOSITY": "error"},
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+        status, why = run_conversion(CONVERSION, *arguments, timeout_s=TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _failed(source, str(error)) from None
-    if done.returncode == EXIT_UNUSABLE:
-        raise NotFoundError(f"model {source.path} has no usable tokenizer: {_last_line(done.stdout)}")
-    if done.returncode != 0:
-        raise _failed(source, _last_line(done.stderr) or f"the process ended with status {done.returncode}")
+    if status == EXIT_UNUSABLE:
+        raise NotFoundError(f"model {source.path} has no usable tokenizer: {why}")
+    if status != 0:
+        raise _failed(source, why)
 
 
 def _failed(source: ModelSource, reason: str) -> UnavailableError:
     message = f"the tokenizer of model {source.path} could not be converted: {reason}"
     return UnavailableError(message, reason="TOKENIZER_CONVERSION_FAILED")
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else ""

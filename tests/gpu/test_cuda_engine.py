@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from engine.backends.cuda.forward import CudaForward
-from engine.backends.cuda.staging import PlacedStep, StepSize
-from engine.backends.cuda.step_graphs import CudaStepGraphs
 from engine.core.model_runner import SamplingParams
 from engine.runner.torch_runner import TorchRunner
 from tests.support.engine.runner_driver import (
@@ -56,7 +54,7 @@ def cuda_runner(folder: Path, family: str, dtype: str = "float32", **settings: i
     return runner
 
 
-def graph_sizes(runner: TorchRunner) -> list[StepSize]:
+def graph_sizes(runner: TorchRunner) -> list[int]:
     assert isinstance(runner._forward, CudaForward)
     graphs = runner._forward._graphs
     return graphs.captured if graphs is not None else []
@@ -92,9 +90,7 @@ def test_replayed_steps_equal_eager_ones(folder: Path, family: str) -> None:
     """Batches of every size up to the largest, with and without rows to fill up."""
     eager = cuda_runner(folder, family, cuda_graphs="off")
     replayed = cuda_runner(folder, family, max_running_requests=18)
-    sizes = graph_sizes(replayed)
-    assert [size.decodes for size in sizes if not size.tokens] == [1, 2, 4, 8, 16, 32]
-    assert {size.decodes for size in sizes if size.tokens} == {0, 16, 64}
+    assert graph_sizes(replayed) == [1, 2, 4, 8, 16, 32]
     for rows in (1, 2, 3, 7, 16, 18):
         prompts = [prompt_of(5 + index, seed=rows) for index in range(rows)]
         answers = [
@@ -102,30 +98,6 @@ def test_replayed_steps_equal_eager_ones(folder: Path, family: str) -> None:
             for runner in (eager, replayed)
         ]
         assert answers[0] == answers[1], f"{rows} rows"
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
-def test_replayed_chunks_equal_eager_ones(folder: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of several lengths, alone and beside rows that decode; every step of them has a graph."""
-    eager, replayed = (cuda_runner(folder, family, cuda_graphs=graphs) for graphs in ("off", "auto"))
-    found: list[bool] = []
-    replay = CudaStepGraphs.logits
-
-    def seen(graphs: CudaStepGraphs, step: PlacedStep) -> torch.Tensor | None:
-        logits = replay(graphs, step)
-        found.append(logits is not None)
-        return logits
-
-    monkeypatch.setattr(CudaStepGraphs, "logits", seen)
-    for chunk, stagger in ((5, 0), (BLOCK + 1, 1), (33, 2), (CONTEXT, 1)):
-        prompts = [prompt_of(length, seed=chunk) for length in LENGTHS]
-        answers = [
-            tokens_of(drive(runner, make_sequences(prompts, 6, stagger=stagger), 6, chunk))
-            for runner in (eager, replayed)
-        ]
-        assert answers[0] == answers[1], f"chunks of {chunk}"
-    assert found
-    assert all(found)
 
 
 def test_padded_rows_touch_no_block(folder: Path) -> None:

@@ -68,10 +68,6 @@ class DecodeInputs:
             count = sequence.num_computed // self._block_size + 1
             self._tables[row, :count] = sequence.block_ids[:count]
 
-    def clear(self) -> None:
-        """Makes all rows padding."""
-        self.fill(())
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

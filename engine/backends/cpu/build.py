@@ -46,31 +46,24 @@ class X86Level:
 
 
 _BASE_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
-_MORE = ("avx512vbmi", "avx512_vbmi2", "avx512ifma", "avx512_bitalg", "avx512_vpopcntdq")
-_VBMI_FLAGS = (*_BASE_FLAGS, *(f"-m{feature.replace('_', '')}" for feature in _MORE))
 LEVELS = (
-    X86Level(
-        "v4-amx",
-        (*_VBMI_FLAGS, *(f"-m{feature.replace('_', '-')}" for feature in sorted(AMX))),
-        NEEDED | AMX | frozenset(_MORE),
-    ),
-    X86Level("v4-bf16-vbmi", _VBMI_FLAGS, NEEDED | frozenset(_MORE)),
+    X86Level("v4-amx", (*_BASE_FLAGS, "-mamx-bf16", "-mamx-tile"), NEEDED | AMX),
     X86Level("v4-bf16", _BASE_FLAGS, NEEDED),
 )
-"""The most capable first: Sapphire Rapids and later; Zen 4 and later; Cooper Lake. On other processors torch
+"""The most capable first: Sapphire Rapids and later; Cooper Lake, Zen 4 and later. On other processors torch
 computes."""
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 """https://docs.kernel.org/arch/x86/xstate.html: a process asks before it uses tile registers."""
 
 
-def load_library(*, amx: bool = True) -> ctypes.CDLL:
+def load_library() -> ctypes.CDLL:
     """Loads the kernels, compiling them if they are neither prebuilt nor cached (a few seconds).
 
-    `amx`: with tile multipliers, where the processor has them and the system lets this process use them.
+    With tile multipliers where the processor has them and the system lets this process use them.
     Raises UnavailableError with the reason when the processor, the compiler or the file system does not allow it.
     """
     features = _processor_features()
-    if not (amx and features >= AMX and _may_use_tiles()):
+    if not (features >= AMX and _may_use_tiles()):
         features -= AMX
     if missing := sorted(NEEDED - features):
         raise UnavailableError(f"the processor lacks {', '.join(missing)}")

@@ -7,7 +7,6 @@ norms and attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from typing_extensions import override
@@ -31,7 +30,7 @@ class CpuForward(Forward):
         self, model: LoadedModel, pool: KvCacheMemory, kernels: CpuKernels, max_rows: int, context_tokens: int
     ) -> None:
         """`max_rows` sequences in a step at most, of up to `context_tokens` tokens each."""
-        self._module, self._kernels = model.module, kernels
+        self._module = model.module
         self._block_size = pool.layout.block_size_tokens
         columns = blocks_for(context_tokens, self._block_size)
         self._backend = CpuAttention(pool, kernels)
@@ -48,10 +47,7 @@ class CpuForward(Forward):
         logits = self.step_graphs.logits(step) if step.prompts is None else None
         self.prepared = self.step_graphs.prepared and step.prompts is None
         logits = self._run_model(step) if logits is None else logits
-        if logits.dtype is not torch.bfloat16 or logits.stride(-1) != 1:
-            return StepLogits(logits, step.sample_order, prompts=step.prompts)
-        argmax = partial(self._kernels.argmax, logits)
-        return StepLogits(logits, step.sample_order, argmax, step.prompts)
+        return StepLogits(logits, step.sample_order, prompts=step.prompts)
 
     def _run_model(self, step: FlatStep) -> torch.Tensor:
         """Logits `[sampled, vocabulary]` of a step, without a graph."""

@@ -12,7 +12,6 @@ import torch
 OP = np.dtype(
     [
         ("code", np.int64),
-        ("serial", np.int64),
         ("pointer", np.int64, (6,)),
         ("size", np.int64, (4,)),
         ("stride", np.int64, (3, 4)),
@@ -22,8 +21,6 @@ OP = np.dtype(
 )
 Ops = npt.NDArray[Any]
 """Operations: an array `[n]` of dtype `OP`."""
-SERIAL_ELEMENTS = 16384
-"""Up to this many elements one thread is faster than several, which must be synchronized first."""
 
 
 class Code(IntEnum):
@@ -61,9 +58,9 @@ class NormKind(IntEnum):
     ONE_PLUS = 1
 
 
-def _op(code: Code, *, serial: bool = False) -> Ops:
+def _op(code: Code) -> Ops:
     op = np.zeros(1, OP)
-    op["code"], op["serial"] = code, serial
+    op["code"] = code
     return op
 
 
@@ -91,7 +88,7 @@ def rms_norm_op(
 ) -> Ops:
     """Root mean square norm over the last dimension (arXiv:1910.07467); x and y `[..., width]` bfloat16, contiguous."""
     width = x.shape[-1]
-    op = _op(Code.RMS_NORM, serial=x.numel() <= SERIAL_ELEMENTS)
+    op = _op(Code.RMS_NORM)
     op["pointer"][0, :3] = x.data_ptr(), weight.data_ptr(), y.data_ptr()
     op["number"][0, :3] = x.numel() // width, width, kind
     op["real"][0, 0] = epsilon
@@ -102,7 +99,7 @@ def elementwise_op(code: Code, which: Binary | Unary, y: torch.Tensor, *inputs: 
     """`y = f(inputs)`, each input broadcast to y's shape, all bfloat16; None if y has more than four dimensions."""
     if y.dim() > 4:
         return None
-    op = _op(code, serial=y.numel() <= SERIAL_ELEMENTS)
+    op = _op(code)
     shape = (1,) * (4 - y.dim()) + tuple(y.shape)
     tensors = [tensor.expand(y.shape) for tensor in (y, *inputs, inputs[-1])[:3]]
     op["size"][0] = shape

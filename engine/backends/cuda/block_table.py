@@ -20,48 +20,73 @@ _FIRST_CAPACITY = 1 << 12
 _NO_ROW = -1
 
 
-class HostBlockTable:
-    """The row of each sequence and its content: `entries` int64 `[rows * columns]`, row after row.
+class DeviceBlockTable:
+    """The row of each sequence, its content on the host, and the copy on the device: `tables`.
 
-    Entries of a row beyond its sequence's table are arbitrary.
+    `tables` int64 `[rows * columns]`, row after row, never moves, so captured graphs may read it. The device updates it
+    in the order of its queue: after the earlier steps, before the step itself. Entries of a row beyond its sequence's
+    table are arbitrary.
     """
 
-    def __init__(self, rows: int, columns: int, block_size: int) -> None:
+    def __init__(self, rows: int, columns: int, block_size: int, device: torch.device) -> None:
         """For steps of up to `rows` sequences of up to `columns` blocks of `block_size` tokens."""
-        self.rows, self.columns, self._block_size = rows, columns, block_size
-        self.entries: Ints = np.zeros(rows * columns, np.int64)
+        self._rows, self._columns, self._block_size = rows, columns, block_size
+        self._entries: Ints = np.zeros(rows * columns, np.int64)
         self._row_of: dict[int, int] = {}
         self._table_in = [0] * rows
         self._widths: Ints = np.zeros(rows, np.int64)
         """Number of leading entries of each row that belong to its sequence."""
         self._last_used: Ints = np.zeros(rows, np.int64)
         self._step = 0
+        self._upload = Upload(_FIRST_CAPACITY, device)
+        self.tables = torch.zeros(rows * columns, dtype=torch.int64, device=device)
 
-    def place(self, flat: FlatStep) -> tuple[Ints, Ints]:
-        """Brings the rows of a step's sequences up to date.
+    def place(self, flat: FlatStep) -> PlacedStep:
+        """Gives the sequences their rows; queues one copy and one scatter if entries are new. Waits for nothing.
 
-        Returns the index in `entries` of each sequence's table, int64 `[sequences]`, and the indices of new entries,
-        int64 `[changed]`, each once. Raises ValueError for too many sequences, or too long ones.
+        Raises ValueError for too many sequences, or too long ones.
+        """
+        try:
+            starts, changed = self._updated(flat)
+            if changed.size:
+                places, blocks = self._upload.send([changed, self._entries[changed]])
+                self.tables.index_copy_(0, places, blocks)
+        except BaseException:
+            # Host and device may differ now: a sequence would read blocks of others. All get new rows.
+            self._row_of.clear()
+            self._table_in = [0] * self._rows
+            raise
+        owners = np.repeat(starts, np.diff(flat.query_starts))
+        size = self._block_size
+        slots = self._entries[owners + flat.positions // size] * size + flat.positions % size
+        return PlacedStep(flat, slots, starts, self.tables)
+
+    def nothing(self) -> PlacedStep:
+        """A step without sequences, to be padded: its rows touch no KV."""
+        empty = np.empty(0, np.int64)
+        flat = FlatStep([], empty, empty, empty, np.zeros(1, np.int64), empty, [], 0, 0, 0)
+        return PlacedStep(flat, empty, empty, self.tables)
+
+    def _updated(self, flat: FlatStep) -> tuple[Ints, Ints]:
+        """Brings the rows of a step's sequences up to date on the host.
+
+        Returns the index of each sequence's table, int64 `[sequences]`, and the indices of new entries, int64
+        `[changed]`, each once.
         """
         widths = blocks_for(flat.contexts, self._block_size)
-        if len(flat.sequences) > self.rows or widths.max(initial=0) > self.columns:
+        if len(flat.sequences) > self._rows or widths.max(initial=0) > self._columns:
             what = f"{len(flat.sequences)} sequences of up to {widths.max(initial=0)} blocks"
-            raise ValueError(f"a step of {what}; there is room for {self.rows} of {self.columns}")
+            raise ValueError(f"a step of {what}; there is room for {self._rows} of {self._columns}")
         rows = self._rows_of(flat)
-        starts = rows * self.columns
+        starts = rows * self._columns
         changed: list[Ints] = []
         for index in np.flatnonzero(widths > self._widths[rows]).tolist():
             first, last = int(self._widths[rows[index]]), int(widths[index])
             self._widths[rows[index]] = last
             place = np.arange(starts[index] + first, starts[index] + last)
-            self.entries[place[0] : place[-1] + 1] = flat.sequences[index].block_ids[first:last]
+            self._entries[place[0] : place[-1] + 1] = flat.sequences[index].block_ids[first:last]
             changed.append(place)
         return starts, np.concatenate(changed) if changed else np.empty(0, np.int64)
-
-    def forget(self) -> None:
-        """Takes all rows from their sequences; sequences of later steps get new rows."""
-        self._row_of.clear()
-        self._table_in = [0] * self.rows
 
     def _rows_of(self, flat: FlatStep) -> Ints:
         self._step += 1
@@ -83,43 +108,3 @@ class HostBlockTable:
         self._table_in[row] = table_id
         self._widths[row], self._last_used[row] = 0, self._step
         return row
-
-
-class DeviceBlockTable:
-    """A `HostBlockTable` and its copy on the device.
-
-    `tables` int64 `[rows * columns]` never moves, so captured graphs may read it. The device updates it in the order of
-    its queue: after the earlier steps, before the step itself.
-    """
-
-    def __init__(self, rows: int, columns: int, block_size: int, device: torch.device) -> None:
-        """`rows` sequences of up to `columns` blocks of `block_size` tokens, as `HostBlockTable`."""
-        self._block_size = block_size
-        self._host = HostBlockTable(rows, columns, block_size)
-        self._upload = Upload(_FIRST_CAPACITY, device)
-        self.tables = torch.zeros(rows * columns, dtype=torch.int64, device=device)
-
-    def place(self, flat: FlatStep) -> PlacedStep:
-        """Gives the sequences their rows; queues one copy and one scatter if entries are new. Waits for nothing.
-
-        Raises ValueError as `HostBlockTable.place`.
-        """
-        try:
-            starts, changed = self._host.place(flat)
-            if changed.size:
-                places, blocks = self._upload.send([changed, self._host.entries[changed]])
-                self.tables.index_copy_(0, places, blocks)
-        except BaseException:
-            # Host and device may differ now: a sequence would read blocks of others.
-            self._host.forget()
-            raise
-        owners = np.repeat(starts, np.diff(flat.query_starts))
-        size = self._block_size
-        slots = self._host.entries[owners + flat.positions // size] * size + flat.positions % size
-        return PlacedStep(flat, slots, starts, self.tables)
-
-    def nothing(self) -> PlacedStep:
-        """A step without sequences, to be padded: its rows touch no KV."""
-        empty = np.empty(0, np.int64)
-        flat = FlatStep([], empty, empty, empty, np.zeros(1, np.int64), empty, [], 0, 0, 0)
-        return PlacedStep(flat, empty, empty, self.tables)

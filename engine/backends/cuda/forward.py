@@ -1,6 +1,6 @@
 """One step of the model on a CUDA device, from scheduled sequences to logits.
 
-Nothing here waits for the device: inputs are copied from pinned memory, and a step of few tokens replays a graph.
+Nothing here waits for the device: inputs are copied from pinned memory, and a step that only decodes replays a graph.
 The host computes the step's grammar masks meanwhile, until it asks for the tokens.
 """
 
@@ -17,10 +17,9 @@ from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.cuda.staging import Staging, StepInputs
 from engine.backends.cuda.step_graphs import CudaStepGraphs
 from engine.backends.interface import Forward, PromptRows, StepLogits, compute_logits, flatten
-from engine.core.model_runner import DEFAULT_STEP_TOKENS, ScheduledSequence
+from engine.core.model_runner import ScheduledSequence
 from engine.model.attention_interface import AttentionBackend
 from engine.model.loaded_model import LoadedModel
-from kv_transfer.transports.regions import VRAM
 from splitserve.config.engine import EngineConfig
 from splitserve.generation.kv_blocks import blocks_for
 
@@ -69,10 +68,8 @@ class CudaForward(Forward):
         self._graphs: CudaStepGraphs | None = None
         model.context.backend = backend
         if config.cuda_graphs == "auto" and model.device.type == "cuda":
-            max_tokens = config.max_step_tokens or DEFAULT_STEP_TOKENS[VRAM]
-            self._graphs = CudaStepGraphs(
-                self._compute, model.device, config.max_running_requests, max_tokens, self._table
-            )
+            rows = config.max_running_requests
+            self._graphs = CudaStepGraphs(self._compute, model.device, rows, self._table)
 
     @override
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,20 +20,6 @@ ALIGNED = 2
 alignments."""
 NOWHERE = -1
 """The slot of a padded row: its KV is not written, so no block is needed for it."""
-
-
-class StepSize(NamedTuple):
-    """The size that a step is padded to: rows that decode, and `chunks` chunks of prompts with `tokens` tokens in
-    all."""
-
-    decodes: int
-    tokens: int = 0
-    chunks: int = 0
-
-    @property
-    def rows(self) -> int:
-        """Tokens of the whole step."""
-        return self.decodes + self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,45 +35,24 @@ class PlacedStep:
     table_starts: Ints
     tables: torch.Tensor
 
-    def padded(self, size: StepSize) -> PlacedStep:
-        """The step extended to a size: more rows after the decode rows and after the chunks, and more chunks, without
-        tokens.
-
-        They read no KV and write none. `sample_rows` gets an entry for every sequence; new entries name any row.
-        """
+    def padded(self, rows: int) -> PlacedStep:
+        """A step that only decodes, extended to `rows` rows. The new ones read no KV and write none; new entries of
+        `sample_rows`, which gets one for every row, name any row."""
         flat = self.flat
-        decodes, rows, sequences = flat.num_decode, len(flat.token_ids), len(flat.contexts)
-        more = size.decodes - decodes
-        ends = flat.query_starts[decodes + 1 :] + more
-        starts = np.concatenate([np.arange(size.decodes + 1), ends])
-        sampled = flat.sample_rows + more * (flat.sample_rows >= decodes)
-        count = size.decodes + size.chunks
 
-        def by_row(array: Ints, value: int = 0) -> Ints:
-            return _parted(array, decodes, more, size.rows - rows - more, value)
+        def longer(array: Ints, value: int = 0) -> Ints:
+            return np.pad(array, (0, rows - len(array)), constant_values=value)
 
-        def by_sequence(array: Ints) -> Ints:
-            return _parted(array, decodes, more, count - sequences - more)
-
-        longer = replace(
+        extended = replace(
             flat,
-            token_ids=by_row(flat.token_ids),
-            positions=by_row(flat.positions),
-            contexts=by_sequence(flat.contexts),
-            query_starts=_parted(starts, len(starts), 0, count + 1 - len(starts), int(starts[-1])),
-            sample_rows=_parted(sampled, len(sampled), 0, count - len(sampled)),
-            num_decode=size.decodes,
-            num_prefill=size.chunks,
-            longest_chunk=size.tokens,
+            token_ids=longer(flat.token_ids),
+            positions=longer(flat.positions),
+            contexts=longer(flat.contexts),
+            query_starts=np.arange(rows + 1),
+            sample_rows=longer(flat.sample_rows),
+            num_decode=rows,
         )
-        table_starts = by_sequence(self.table_starts)
-        return PlacedStep(longer, by_row(self.slots, NOWHERE), table_starts, self.tables)
-
-
-def _parted(array: Ints, place: int, inside: int, behind: int, value: int = 0) -> Ints:
-    """The array with `inside` elements inserted at `place` and `behind` elements appended."""
-    more = np.full(inside + behind, value, np.int64)
-    return np.concatenate([array[:place], more[:inside], array[place:], more[inside:]])
+        return PlacedStep(extended, longer(self.slots, NOWHERE), longer(self.table_starts), self.tables)
 
 
 @dataclass(frozen=True, slots=True)

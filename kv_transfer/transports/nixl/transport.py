@@ -3,11 +3,10 @@
 Observed with NIXL 1.5.1, UCX 1.23 and main memory between two processes of one host:
 
 * Lane: `cma` (process_vm_writev) for data where the kernel permits it, shared memory for notifications and
-  acknowledgements. 8-13 GB/s at 0.4-1.5 MB; 12 GB/s at 12-190 MB with huge pages, 4 GB/s with small pages,
-  whose pinning costs more than the copy; 0.05 ms from post to done for one block of 0.4 MB. When `write`
-  returns, the bytes have arrived and the notification is posted. Without cma (another container, no ptrace
-  permission) data goes over TCP: 8 GB/s at 1 MiB, 6 GB/s at 16 MiB to an idle receiver; a busy receiver must
-  poll to take it in.
+  acknowledgements. 8-13 GB/s at 0.4-1.5 MB; 4 GB/s at 12-190 MB, where pinning pages costs more than the copy
+  (12 GB/s with huge pages); 0.05 ms from post to done for one block of 0.4 MB. When `write` returns, the bytes
+  have arrived and the notification is posted. Without cma (another container, no ptrace permission) data goes
+  over TCP: 8 GB/s at 1 MiB, 6 GB/s at 16 MiB to an idle receiver; a busy receiver must poll to take it in.
 * Preparing per-block lists once and writing by index costs the same as building merged descriptors for
   each write (256 contiguous blocks of 4 KiB: 75 against 55 us; 256 scattered: 570 against 480 us; one
   block: 10 against 13 us). NIXL merges by itself; its descriptor count equals that of `merge_runs`.

@@ -9,13 +9,16 @@ import torch
 
 from engine.backends.cpu import build
 from engine.backends.cpu.kernels import CpuKernels
-from engine.backends.cpu.ops import SERIAL_ELEMENTS, Binary, Code, NormKind, Unary, elementwise_op
+from engine.backends.cpu.linears import replace_linears
+from engine.backends.cpu.ops import Binary, Code, NormKind, Unary, elementwise_op
 from tests.support.engine.cpu_kernels import THREADS, kernels_or_skip
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KERNELS = kernels_or_skip()
 ROWS = [*range(1, 10), 16, 17, 24, 25, 33, 300]
 NAN, INF = math.nan, math.inf
+SERIAL_ELEMENTS = 16384
+"""As in `src/op.hpp`."""
 BINARY = {Binary.ADD: torch.add, Binary.SUB: torch.sub, Binary.MUL: torch.mul}
 
 
@@ -60,13 +63,16 @@ def test_a_linear_layer_is_that_of_float64(
 @pytest.mark.skipif(not build._processor_features() >= build.AMX, reason="no AMX")
 @pytest.mark.parametrize(("inputs", "outputs"), [(32, 16), (96, 80), (576, 960), (1536, 576)])
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 33, 65, 256, 257, 515])
-def test_a_layer_with_tile_multipliers_is_that_without(inputs: int, outputs: int, rows: int) -> None:
+def test_a_layer_with_tile_multipliers_is_that_without(
+    inputs: int, outputs: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same but for the order of sums."""
     dice = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, inputs, generator=dice).bfloat16()
     weight = torch.randn(outputs, inputs, generator=dice).bfloat16()
     bias = torch.randn(outputs, generator=dice).bfloat16()
-    without = CpuKernels(1, amx=False)
+    monkeypatch.setattr(build, "_may_use_tiles", lambda: False)
+    without = CpuKernels(1)
     packed = without.pack(weight)
     expected = without.linear(x, packed, bias)
     for kernels in KERNELS.values():
@@ -80,6 +86,22 @@ def test_what_can_be_packed() -> None:
     assert not packs(random(48, 577)), "pairs of inputs"
     assert not packs(random(257, 32)), "whole vectors of outputs"
     assert not packs(random(48, 34).float())
+
+
+def test_a_model_that_cannot_do_with_the_kernels_layers_is_put_back(kernels: CpuKernels) -> None:
+    class Peeking(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(32, 32).bfloat16()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x.to(self.layer.weight.dtype))
+
+    model, x = Peeking().eval(), random(1, 5, 32)
+    original = model.layer
+    with torch.inference_mode():
+        assert not replace_linears(model, lambda: model(x), kernels)
+    assert model.layer is original
 
 
 def test_dimensions_and_strides_of_a_linear_layers_input(kernels: CpuKernels) -> None:

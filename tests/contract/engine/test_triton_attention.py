@@ -84,11 +84,11 @@ def test_split_contexts(splits: int, window: int | None) -> None:
     """Contexts that need all parts, some, one, and none."""
     from engine.backends.cuda.attention_tile import HeadShape, KvViews
     from engine.backends.cuda.decode_attention import KEYS, decode_attention
-    from engine.backends.cuda.staging import Staging, StepSize
+    from engine.backends.cuda.staging import Staging
     from engine.backends.cuda.triton_attention import write_kv
 
     rig = make_rig([(230, 1), (KEYS - 1, 1), (KEYS, 1), (0, 1)], 4, 2, 16, torch.float32)
-    inputs = Staging(8, DEVICE).stage(placed(rig).padded(StepSize(6)))
+    inputs = Staging(8, DEVICE).stage(placed(rig).padded(6))
     padding = torch.full((2, 2, 16), float("nan"), device=DEVICE)
     rig.key, rig.value = (torch.cat([part, padding], 1) for part in (rig.key, rig.value))
     kv = KvViews.of(rig.pool, 1)

@@ -48,7 +48,6 @@ class ConnectorPair:
         max_step_tokens: int = 32,
         runner: type[SimulatedRunner] = SimulatedRunner,
         verify_kv: Literal["off", "all"] = "off",
-        token_first_s: float = 0.0,
     ) -> None:
         self.clock = Clock()
         self._runner, self._verify_kv = runner, verify_kv
@@ -69,9 +68,8 @@ class ConnectorPair:
         self.prefill_spans: list[FinishedSpan] = []
         self.decode_spans: list[FinishedSpan] = []
         self.producer = KvProducer(
-            prefill_parts, self._on_prefill, lambda: self.idle.append("p"), token_first_s=token_first_s,
-            spans=self.prefill_spans.extend,
-        )  # fmt: skip
+            prefill_parts, self._on_prefill, lambda: self.idle.append("p"), spans=self.prefill_spans.extend
+        )
         self.consumer = KvConsumer(
             decode_parts, 77, self._on_decode, lambda: self.idle.append("d"), self.decode_spans.extend
         )

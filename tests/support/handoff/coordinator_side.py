@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from coordinator.attempt import (
@@ -32,6 +33,8 @@ from tests.support.handoff.states import (
     with_net,
 )
 
+REVIVED_BY = {"reserve": "abort", "prefill": "cancel", "replay": "cancel"}
+
 
 class CoordinatorSide:
     """Its steps, and the network, which is a set of numbered messages."""
@@ -40,6 +43,8 @@ class CoordinatorSide:
         self.setting = setting
         self._bits: dict[Message, int] = {}
         self._messages: list[Message] = []
+        self._reviving: defaultdict[tuple[object, object], int] = defaultdict(int)
+        """The messages that make an abort or a cancellation of an attempt matter again, by its kind and the attempt."""
 
     def _coordinate(self, state: State, index: int, request: Request) -> Iterator[Step]:
         name = name_of(index, request)
@@ -145,6 +150,8 @@ class CoordinatorSide:
             if bit is None:
                 bit = self._bits[message] = len(self._messages)
                 self._messages.append(message)
+                if (kind := REVIVED_BY.get(message[0])) is not None:
+                    self._reviving[kind, message[1]] |= 1 << bit
             net |= 1 << bit
         return net
 

@@ -25,7 +25,7 @@ class Setting:
     faults: int = 1
     ticket_ticks: int = 1
     deadline: int = 2
-    eager: bool = False
+    eager: bool = True
     """Leave out orders that give the same states; see `World._told_at_once`."""
 
     def attempts_of(self, index: int) -> int:
@@ -101,9 +101,3 @@ def numbers_of(net: int) -> Iterator[int]:
 def decode_agent(state: State) -> str:
     """The agent id of the decode worker, empty while it is down."""
     return "" if state.decode == DOWN else f"d{state.decode_boot}"
-
-
-def may_revive(message: Message, name: object, kind: object) -> bool:
-    """Whether a message on its way could make an abort or a cancellation of an attempt matter again."""
-    before = ("reserve",) if kind == "abort" else ("prefill", "replay")
-    return message[1] == name and message[0] in before

@@ -30,7 +30,6 @@ from tests.support.handoff.states import (
     Step,
     decode_agent,
     index_of,
-    may_revive,
     numbers_of,
     replaced,
     ticket_of,
@@ -243,7 +242,7 @@ class World(CoordinatorSide):
         elif kind in ("abort", "cancel"):
             if kind == "abort" and message[-1] != decode_agent(state):
                 return True
-            if any(may_revive(self._messages[other], name, kind) for other in numbers_of(state.net)):
+            if self._reviving[kind, name] & state.net:
                 return False
             parts = state.decode if kind == "abort" else state.prefill
             key = (number, parts, state.tick, state.prefill_boot)

@@ -54,7 +54,7 @@ class BothNode:
             self.core, runner.facts, runner.kv_memory, grammars, self.transport, endpoint, served, config
         )
         self.idle = 0
-        self.producer = KvProducer(parts, self._on_events, self._on_idle, token_first_s=0.0)
+        self.producer = KvProducer(parts, self._on_events, self._on_idle)
         self.consumer = KvConsumer(parts, epoch, self._on_outputs, self._on_idle, polls=self.producer.polls)
         self.connector = PairedConnector(parts, self.producer, self.consumer, self._on_idle)
 

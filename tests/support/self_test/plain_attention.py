@@ -10,8 +10,8 @@ import torch
 
 from dev.gpu_self_checks import reference
 from engine.backends.cuda.block_table import DeviceBlockTable
-from engine.backends.cuda.staging import NOWHERE, PlacedStep, Staging, StepInputs, StepSize
-from engine.backends.cuda.step_graphs import MAX_CHUNKS, bucket_sizes
+from engine.backends.cuda.staging import NOWHERE, PlacedStep, Staging, StepInputs
+from engine.backends.cuda.step_graphs import bucket_sizes
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.attention_interface import LayerState, NewTokens
 from engine.model.probe import AttentionKind
@@ -22,7 +22,6 @@ GraphFault = Literal[
     "nothing captured",
     "stale",
     "padded rows write",
-    "padded chunks write",
     "too small",
     "old table",
 ]
@@ -77,34 +76,29 @@ class PlainGraphs:
         compute: Callable[[StepInputs], torch.Tensor],
         device: torch.device,
         max_rows: int,
-        max_tokens: int,
         table: DeviceBlockTable,
         fault: GraphFault = "none",
     ) -> None:
         self._compute, self._fault = compute, fault
         self._staging = Staging(8, device)
-        self._sizes, self._max_tokens = bucket_sizes(max_rows), max_tokens
+        self._sizes = bucket_sizes(max_rows)
         self._last: torch.Tensor | None = None
         self._old: torch.Tensor | None = None
 
     @property
-    def captured(self) -> list[StepSize]:
-        return [] if self._fault == "nothing captured" else [StepSize(size) for size in self._sizes]
+    def captured(self) -> list[int]:
+        return [] if self._fault == "nothing captured" else self._sizes
 
     def logits(self, step: PlacedStep) -> torch.Tensor | None:
-        rows, chunks = step.flat.num_decode, step.flat.num_prefill
+        rows = step.flat.num_decode
         if self._fault == "too small" and rows > 2:
             return None
         if self._fault == "old table":
             self._old = step.tables.clone() if self._old is None else self._old
             step = replace(step, tables=self._old)
-        decodes = next(size for size in self._sizes if size >= rows)
-        of_chunks = (self._max_tokens, MAX_CHUNKS) if chunks else (0, 0)
-        padded = step.padded(StepSize(decodes, *of_chunks))
+        padded = step.padded(next(size for size in self._sizes if size >= rows))
         if self._fault == "padded rows write":
-            padded.slots[rows:decodes] = UNUSED_SLOT
-        if self._fault == "padded chunks write" and chunks:
-            padded.slots[decodes + len(step.flat.token_ids) - rows :] = UNUSED_SLOT
+            padded.slots[rows:] = UNUSED_SLOT
         logits = self._compute(self._staging.stage(padded))
         if self._fault == "stale":
             logits, self._last = (logits if self._last is None else self._last), logits

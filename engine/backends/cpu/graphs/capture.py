@@ -43,16 +43,6 @@ class GraphCaptureError(Exception):
     """The model has an operation that cannot be captured."""
 
 
-CAPTURE_ERRORS = (
-    GraphCaptureError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-)
-"""The errors that a model may raise while it is captured."""
 Call = Callable[[], None]
 """An operation without a kernel, called again in each replay."""
 
@@ -190,9 +180,9 @@ def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in arguments or results that have an address; weights packed for oneDNN have none."""
+    """The tensors in arguments or results."""
     if isinstance(value, torch.Tensor):
-        return [value] if value.layout is torch.strided else []
+        return [value]
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, tuple | list):

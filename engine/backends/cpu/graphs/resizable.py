@@ -7,7 +7,6 @@ larger capture: fewer rows are written to the beginning of each result, and the 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,15 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.backends.cpu.graphs.capture import GraphCaptureError
-from engine.backends.cpu.ops import SERIAL_ELEMENTS, Code, Ops
+from engine.backends.cpu.ops import Code, Ops
 
 Ints = npt.NDArray[np.int64]
 _ITEM_BYTES = 2
 """Bytes of a bfloat16 number, the type of queries, keys, values and results of attention."""
 _FIXED_FIELDS = ("code", "real")
-_SERIAL_CODES = (Code.RMS_NORM, Code.BINARY, Code.UNARY)
-_KEPT = 32
-"""Number of sizes of steps without prompts whose operations are kept: decoding repeats them."""
 
 
 class StepRows(NamedTuple):
@@ -88,31 +84,15 @@ class ResizableOps:
         self._ops, self._counts, self._captured = ops, counts, captured
         self._attends, self._prefills = ops["code"] == Code.ATTEND, ops["code"] == Code.PREFILL
         self._samples = np.any(counts.of_sampled > 0, axis=1)
-        self._serial = np.isin(ops["code"], _SERIAL_CODES)
-        self._norms = ops["code"] == Code.RMS_NORM
-        self._kept: OrderedDict[StepRows, Ops] = OrderedDict()
 
     def of(self, rows: StepRows, chunks: Sequence[Chunk]) -> Ops:
         """The operations for so many rows, at most those captured, and for these chunks of prompts."""
-        if chunks:
-            return self._made(rows, chunks)
-        ops = self._kept.get(rows)
-        if ops is None:
-            ops = self._kept[rows] = self._made(rows, chunks)
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(rows)
-        return ops
-
-    def _made(self, rows: StepRows, chunks: Sequence[Chunk]) -> Ops:
         ops = self._ops.copy()
         counts = (
             self._counts.fixed + self._counts.of_total * rows.total + self._counts.of_sampled * rows.sampled
         )
         ops["size"], ops["number"][:, 0] = counts[:, :4], counts[:, 4]
         ops["number"][self._attends, 0] = rows.decodes
-        elements = np.where(self._norms, counts[:, 4] * ops["number"][:, 1], counts[:, :4].prod(axis=1))
-        ops["serial"] = self._serial & (elements <= SERIAL_ELEMENTS)
         times = np.ones(len(ops), np.int64)
         times[self._attends] = rows.decodes > 0
         times[self._prefills] = len(chunks)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from engine.backends.cpu.attention import ChunkInputs, DecodeInputs, Part
 from engine.backends.cpu.graphs.capture import (
-    CAPTURE_ERRORS,
     Call,
     CpuGraph,
     GraphCapture,
@@ -24,8 +22,8 @@ from engine.backends.cpu.graphs.capture import (
 )
 from engine.backends.cpu.graphs.resizable import Chunk, ResizableOps, RowCounts, StepRows
 from engine.backends.cpu.kernels import CpuKernels
+from engine.backends.cpu.linears import relative_difference
 from engine.backends.cpu.ops import Code
-from engine.backends.cpu.sibling_linears import relative_difference
 from engine.backends.interface import FlatStep
 from splitserve.generation.kv_blocks import blocks_for
 from splitserve.logs import log_event
@@ -69,15 +67,6 @@ class GraphInputs:
         self.sampled[:sampled] = torch.from_numpy(step.sample_rows)
 
 
-class _Kind(NamedTuple):
-    """A kind of steps; one step of each kind is checked."""
-
-    total_rows: int
-    decodes: bool
-    chunks: int
-    """0, 1, or 2 for several."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepGraph:
     """A captured graph whose operations can be resized."""
@@ -114,7 +103,8 @@ class CpuStepGraphs:
         self._memory, self._columns, self._block_size = MemoryPlanner(), columns, block_size
         self._chunks = [ChunkInputs(columns)]
         self._smaller: CpuGraph | None = None
-        self._checked: set[_Kind] = set()
+        self._checked: set[tuple[int, bool, int]] = set()
+        """Kinds of steps: rows of the graph, whether any decode, and chunks: 0, 1, or 2 for several."""
         self.works = True
         """False once a capture or a check has failed."""
         self.prepared = False
@@ -129,7 +119,7 @@ class CpuStepGraphs:
         captured = self._graph_for(rows) if self.works and step.num_prefill <= MAX_CHUNKS else None
         if captured is None:
             return None
-        kind = _Kind(len(captured.inputs.token_ids[0]), step.num_decode > 0, min(step.num_prefill, 2))
+        kind = len(captured.inputs.token_ids[0]), step.num_decode > 0, min(step.num_prefill, 2)
         is_new = kind not in self._checked
         if is_new and not rows.sampled:
             return None  # without logits there is nothing to compare
@@ -175,7 +165,7 @@ class CpuStepGraphs:
 
     def _capture(self, total: int, sampled: int) -> StepGraph | None:
         # All rows are padding while a graph is captured, so that no KV is written.
-        self._decodes.clear()
+        self._decodes.fill(())
         self._chunks[0].fill(0, 0, ())
         max_decodes = self._decodes.rows
         many = StepRows(min(_DECODES, max_decodes), total, sampled)
@@ -185,7 +175,7 @@ class CpuStepGraphs:
                 _, self._smaller = self._captured(few)
             inputs, graph = self._captured(many)
             parts = _resizable(graph, self._smaller, many, few)
-        except CAPTURE_ERRORS as error:
+        except Exception as error:  # the model's code may raise anything
             self._end(str(error).partition("\n")[0])
             return None
         self.graphs[total, sampled] = StepGraph(inputs, graph, parts)

@@ -57,17 +57,11 @@ struct TileRegisters {
   ~TileRegisters() { _tile_release(); }
 };
 
-// The part of what each step reads of a panel, in bytes, that the step prefetches of the next panel.
-struct Lines {
-  int64_t begin, end;
-};
-constexpr Lines NO_LINES{0, 0};
-
 // 16 rows, or 16 and 16 more, times one panel of VECTORS * 16 outputs; calls out(row, vector, sums) for each vector.
-// `row_bytes` of a row of inputs, a multiple of 64. Rows beyond `count` are computed and not given out. The processor itself streams a panel well that it reads in such
-// large steps (measured on Granite Rapids); `next` is what to prefetch of another one.
+// `row_bytes` of a row of inputs, a multiple of 64. Rows beyond `count` are computed and not given out. The processor
+// itself streams a panel well that it reads in such large steps (measured on Granite Rapids).
 template <int BLOCKS, int VECTORS, class Out>
-inline void multiply(Rows x, Rows more, int64_t count, const void* weights, int64_t row_bytes, Lines next, Out out) {
+inline void multiply(Rows x, Rows more, int64_t count, const void* weights, int64_t row_bytes, Out out) {
   constexpr int64_t line = VECTORS * 64;  // bytes of four bytes of inputs
   _tile_zero(0);
   if constexpr (VECTORS > 1) _tile_zero(1);
@@ -80,7 +74,6 @@ inline void multiply(Rows x, Rows more, int64_t count, const void* weights, int6
   asm volatile("" ::: "memory");  // gcc does not know that loading tiles reads memory
   const char *a = (const char*)x.first, *b = (const char*)more.first, *w = (const char*)weights;
   for (int64_t at = 0; at < row_bytes; at += 64, a += x.step, b += more.step, w += line * ROWS) {
-    for (int64_t i = next.begin; i < next.end; i += 64) _mm_prefetch(w + VECTORS * 16 * row_bytes + i, _MM_HINT_T1);
     _tile_loadd(7, w, line);
     _tile_loadd(6, a, x.stride);
     _tile_dpbf16ps(0, 6, 7);
@@ -131,21 +124,17 @@ inline void pack_rows(const bf16* x, int64_t count, int64_t ldx, int64_t K, bf16
 }
 
 // M rows times one panel of VECTORS * 16 outputs, 32 at a time; `rows` gives the 16 from one on, all of which can be
-// read. Up to 32 rows stream the panel from memory. More find it in the cache, and each pass prefetches as much of the
-// next one: in one pass all of it would wait for memory, and memory would rest during the others.
+// read.
 template <int VECTORS, class From, class Out>
 inline void panel_amx(int64_t M, From rows, const void* w, int64_t row_bytes, Out out) {
-  constexpr int64_t lines = VECTORS * ROWS;  // of a step
-  int64_t passes = (M + 2 * ROWS - 1) / (2 * ROWS);
-  for (int64_t row = 0, pass = 0; row < M; row += 2 * ROWS, pass++) {
+  for (int64_t row = 0; row < M; row += 2 * ROWS) {
     int64_t count = std::min(M - row, 2 * ROWS);
-    Lines next = passes == 1 ? NO_LINES : Lines{lines * pass / passes * 64, lines * (pass + 1) / passes * 64};
     Rows x = rows(row), more = rows(row + ROWS);
     auto later = [&](int64_t m, int v, __m512 sum) { out(row + m, v, sum); };
     if (count <= ROWS)
-      multiply<1, VECTORS>(x, more, count, w, row_bytes, next, later);
+      multiply<1, VECTORS>(x, more, count, w, row_bytes, later);
     else
-      multiply<2, VECTORS>(x, more, count, w, row_bytes, next, later);
+      multiply<2, VECTORS>(x, more, count, w, row_bytes, later);
   }
 }
 

@@ -14,7 +14,6 @@
 #include "linear.hpp"
 #include "op.hpp"
 #include "prompt_attention.hpp"
-#include "sampling.hpp"
 #include "vectors.hpp"
 
 namespace {
@@ -34,10 +33,10 @@ void perform(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
 void execute(const Op* ops, int64_t count, int thread, int threads, std::vector<bf16>& shared) {
   bool parallel = false;  // whether the previous operation was parallel
   for (int64_t i = 0; i < count; i++) {
-    if (!ops[i].serial || parallel) {
+    if (!serial(ops[i]) || parallel) {
 #pragma omp barrier
     }
-    parallel = !ops[i].serial;
+    parallel = !serial(ops[i]);
     if (parallel)
       perform(ops[i], thread, threads, shared);
     else if (thread == 0)
@@ -48,7 +47,7 @@ void execute(const Op* ops, int64_t count, int thread, int threads, std::vector<
 void run(const Op* ops, int64_t count, int threads) {
   static thread_local std::vector<bf16> memory;  // the calling thread's; all OpenMP threads use it
   std::vector<bf16>& shared = memory;
-  if (threads == 1 || (count == 1 && ops->serial)) {
+  if (threads == 1 || (count == 1 && serial(*ops))) {
     for (int64_t i = 0; i < count; i++) perform(ops[i], 0, 1, shared);
     return;
   }
@@ -73,33 +72,5 @@ void splitserve_pack(const char* weights, int64_t N, int64_t row_bytes, char* pa
     for (int64_t at = 0; at < row_bytes; at += 4)
       for (int64_t n = 0; n < width; n++, packed += 4) std::memcpy(packed, weights + (column + n) * row_bytes + at, 4);
   }
-}
-
-// The index of the largest value of each row into `indices` [rows]; see `argmax`. `x` [rows, n], rows `ldx` apart.
-void splitserve_argmax(int threads, const uint16_t* x, int64_t rows, int64_t n, int64_t ldx, int64_t* indices) {
-#pragma omp parallel for num_threads(threads) if (rows > 1)
-  for (int64_t row = 0; row < rows; row++) indices[row] = argmax(x + row * ldx, n);
-}
-
-// y = x W^T + bias as a single operation; see `linear`.
-void splitserve_linear(int threads, const void* x, const void* packed, const void* bias, void* y, int64_t M, int64_t ldx,
-                       int64_t N, int64_t K) {
-  Op op{};
-  op.code = LINEAR;
-  op.pointer[0] = (void*)x, op.pointer[1] = (void*)packed, op.pointer[2] = (void*)bias, op.pointer[3] = y;
-  op.number[0] = M, op.number[1] = ldx, op.number[2] = N, op.number[3] = K, op.number[4] = N;
-  run(&op, 1, threads);
-}
-
-// See `rms_norm`; a single operation.
-void splitserve_rms_norm(int threads, const void* x, const void* weight, void* y, int64_t rows, int64_t H, int64_t kind,
-                         double epsilon) {
-  Op op{};
-  op.code = RMS_NORM;
-  op.serial = rows < 16;
-  op.pointer[0] = (void*)x, op.pointer[1] = (void*)weight, op.pointer[2] = y;
-  op.number[0] = rows, op.number[1] = H, op.number[2] = kind;
-  op.real[0] = epsilon;
-  run(&op, 1, threads);
 }
 }

@@ -13,13 +13,13 @@
 namespace {
 
 // ROWS rows of x times VECTORS * 16 outputs; calls out(row, vector, sums) for each vector of 16 sums.
-template <int ROWS, int VECTORS, Fetch FETCH, class Out>
-inline void tile(const bf16* x, int64_t ldx, const bf16* w, int64_t K, int64_t distance, Out out) {
+template <int ROWS, int VECTORS, bool PREFETCH, class Out>
+inline void tile(const bf16* x, int64_t ldx, const bf16* w, int64_t K, Out out) {
   __m512 sum[ROWS][VECTORS];
   for (int v = 0; v < VECTORS; v++)
     for (int m = 0; m < ROWS; m++) sum[m][v] = _mm512_setzero_ps();
   for (int64_t k = 0; k < K; k += 2, w += VECTORS * 32) {
-    fetch_lines<FETCH, VECTORS>(w, distance);
+    for (int v = 0; PREFETCH && v < VECTORS; v++) _mm_prefetch((const char*)w + AHEAD + v * 64, _MM_HINT_T0);
     __m512bh weight[VECTORS];
     for (int v = 0; v < VECTORS; v++) weight[v] = (__m512bh)_mm512_loadu_si512(w + v * 32);
     for (int m = 0; m < ROWS; m++) {
@@ -36,8 +36,8 @@ inline void tile(const bf16* x, int64_t ldx, const bf16* w, int64_t K, int64_t d
 // M rows of x times one panel of VECTORS * 16 outputs.
 template <int VECTORS>
 void panel(const bf16* x, int64_t M, int64_t ldx, const bf16* w, int64_t K, const bf16* bias, bf16* y, int64_t ldy) {
-  tiles<VECTORS>(M, VECTORS * 32 * K, [&](auto rows, auto fetch, int64_t row, int64_t distance) {
-    tile<rows, VECTORS, fetch>(x + row * ldx, ldx, w, K, distance, [&](int m, int v, __m512 sum) {
+  tiles(M, [&](auto rows, auto prefetch, int64_t row) {
+    tile<rows, VECTORS, prefetch>(x + row * ldx, ldx, w, K, [&](int m, int v, __m512 sum) {
       if (bias) sum = _mm512_add_ps(sum, widen16(bias + v * 16));
       narrow16(y + (row + m) * ldy + v * 16, sum);
     });

@@ -36,9 +36,9 @@ template <int VECTORS, class Out>
 inline void tile_of_queries(const bf16* x, int64_t ldx, const bf16* w, int64_t K, Out out) {
 #ifdef SPLITSERVE_AMX
   Rows rows{x, ldx * 2, 64};
-  multiply<1, VECTORS>(rows, rows, QUERIES, w, 2 * K, NO_LINES, out);
+  multiply<1, VECTORS>(rows, rows, QUERIES, w, 2 * K, out);
 #else
-  tile<QUERIES, VECTORS, NOTHING>(x, ldx, w, K, 0, out);
+  tile<QUERIES, VECTORS, false>(x, ldx, w, K, out);
 #endif
 }
 

@@ -265,19 +265,6 @@ def test_priorities_of_one_tenant_change_nothing_for_another() -> None:
         assert rounds(extremes, blocks=blocks) == rounds({}, blocks=blocks)
 
 
-def test_class_wins_over_priority_and_arrival() -> None:
-    bench = Bench(running=1)
-    bench.add("batch", 4, rank=-1, tenant=1, priority=100)
-    bench.add("standard", 4, rank=0, tenant=2, priority=100)
-    bench.add("interactive", 4, rank=1, tenant=3, priority=-100)
-    names: list[str] = []
-    for _ in range(3):
-        (name,) = bench.step()
-        names.append(name)
-        bench.end(next(iter(bench.scheduler.running)))
-    assert names == ["interactive", "standard", "batch"]
-
-
 def test_growth_preempts_the_lowest_class_first() -> None:
     bench = Bench(blocks=10)
     low = bench.add("low", 12, rank=-1, tenant=1, priority=100)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kv_cache.memory import BlockMemory, free_memory
+from engine.kv_cache.memory import KvCacheMemory, free_memory
 from kv_transfer.layout import KvLayout
 from splitserve.errors import ConfigError
 
@@ -67,7 +67,7 @@ def test_kv_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         model_fingerprint="m",
     )
     monkeypatch.setattr("engine.kv_cache.memory.free_memory", lambda: 1 << 20)
-    BlockMemory(layout, 2, torch.device("cpu"))
+    KvCacheMemory(layout, 2, torch.device("cpu"))
     with pytest.raises(ConfigError, match="1048576 bytes of memory are free") as refused:
-        BlockMemory(layout, 1 << 20, torch.device("cpu"))
+        KvCacheMemory(layout, 1 << 20, torch.device("cpu"))
     assert refused.value.field == "engine.kv_memory_bytes"

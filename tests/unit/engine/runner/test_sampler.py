@@ -6,7 +6,6 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import pytest
@@ -15,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.model_runner import SampledToken, SamplingParams
-from engine.runner.device_sampling import sample_rows
-from engine.runner.gumbel_noise import noise_key, noise_of, noise_of_rows
-from engine.runner.sampler import NanLogitsError, adjust, allowed_tokens, sample
+from engine.runner import sampler
+from engine.runner.gumbel_noise import noise_key, noise_of
+from engine.runner.sampler import NanLogitsError, adjusted, changes_of, kept_by_filters, sample, sample_rows
 from engine.runner.sampling_row import SamplingRow
+from engine.runner.structured_output import mask_of
 
 # Few distinct values, so that ties are common, as they are in bfloat16.
 LOGITS = st.lists(st.integers(-8, 8).map(lambda value: value / 2), min_size=1, max_size=40)
@@ -58,17 +58,19 @@ def naive_allowed(logits: list[float], s: SamplingParams) -> set[int]:
     }
 
 
-@given(LOGITS, PARAMS)
-def test_filters_keep_what_a_naive_ranking_keeps(logits: list[float], s: SamplingParams) -> None:
-    allowed = allowed_tokens(np.array(logits, dtype=np.float64), s)
-    kept = set(range(len(logits))) if allowed is None else set(allowed.tolist())
-    assert kept == naive_allowed(logits, s)
+@given(LOGITS, PARAMS, st.sampled_from([sampler.GUESS, 2]))
+def test_filters_keep_what_a_naive_ranking_keeps(logits: list[float], s: SamplingParams, guess: int) -> None:
+    """Also where the first guess at the width of a prefix is too small."""
+    scaled = torch.tensor([logits], dtype=torch.float64) - max(logits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "GUESS", guess)
+        kept = kept_by_filters(scaled, [s])
+    assert set(kept[0].nonzero().flatten().tolist()) == naive_allowed(logits, s)
 
 
 def test_nucleus_wider_than_the_first_guess() -> None:
-    allowed = allowed_tokens(np.zeros(5000), SamplingParams(top_p=0.5))
-    assert allowed is not None
-    assert allowed.tolist() == list(range(2500))
+    kept = kept_by_filters(torch.zeros(1, 5000).double(), [SamplingParams(top_p=0.5)])
+    assert kept[0].nonzero().flatten().tolist() == list(range(2500))
 
 
 @given(LOGITS, PARAMS, st.data())
@@ -96,8 +98,8 @@ def test_adjustments_equal_the_naive_ones(
         expected[index] = -math.inf
     # Later tokens of the shared list are not part of the sequence yet.
     shared = SamplingRow(params, [*tokens, 0, 0], prompt, len(tokens), banned)
-    adjusted = adjust(torch.tensor(logits), shared)
-    assert torch.allclose(adjusted, torch.tensor(expected), atol=1e-4)
+    found = adjusted(torch.tensor([logits]), [params], [changes_of(shared, len(logits))])
+    assert torch.allclose(found[0], torch.tensor(expected), atol=1e-4)
 
 
 @settings(max_examples=60)
@@ -141,7 +143,7 @@ def test_the_chosen_token_is_allowed(logits: list[float], s: SamplingParams) -> 
 def test_frequencies_follow_the_probabilities_of_what_is_left(
     kept: list[int], params: SamplingParams, temperature: float
 ) -> None:
-    """Over many seeds and positions, on the host and as rows of one batch."""
+    """Over many seeds and positions."""
     probabilities = np.array([0.5, 0.25, 0.15, 0.07, 0.03])
     logits = torch.tensor(temperature * np.log(probabilities))[None]
     rows = [
@@ -150,12 +152,9 @@ def test_frequencies_follow_the_probabilities_of_what_is_left(
         for position in range(100)
     ]
     wanted = len(rows) * probabilities[kept] / probabilities[kept].sum()
-    on_host = [token.token_id for token in sample(logits.expand(len(rows), -1), rows)]
-    at_once = [
-        cast(SampledToken, token).token_id for token in sample_rows(logits.expand(len(rows), -1), rows)
-    ]
-    assert at_once == on_host
-    counts = np.bincount(on_host, minlength=5)
+    drawn = sample_rows(logits.expand(len(rows), -1), rows, at_once=len(rows))
+    tokens = [token.token_id for token in drawn if isinstance(token, SampledToken)]
+    counts = np.bincount(tokens, minlength=5)
     assert counts.sum() == counts[kept].sum()
     assert (
         (counts[kept] - wanted) ** 2 / wanted
@@ -203,10 +202,7 @@ def test_temperature_sharpens_and_flattens() -> None:
 
 def test_noise_is_gumbels_the_same_on_every_device_and_in_every_version() -> None:
     keys = [noise_key(seed, position) for seed in (0, 2**64 - 1) for position in (0, 12345)]
-    tokens = np.arange(50_000)
-    noise = np.stack([noise_of(tokens, key) for key in keys])
-    assert np.abs(noise_of_rows(keys, tokens.size, torch.device("cpu")).numpy() - noise).max() < 1e-12
-    assert noise_of(tokens[[7, 49_999]], keys[0]).tolist() == noise[0, [7, 49_999]].tolist()
+    noise = noise_of(keys, 50_000, torch.device("cpu")).numpy()
     assert len(np.unique(noise)) == noise.size
     assert noise.mean(axis=1) == pytest.approx([0.5772] * 4, abs=0.03)
     assert noise.var(axis=1) == pytest.approx([math.pi**2 / 6] * 4, abs=0.06)
@@ -215,6 +211,59 @@ def test_noise_is_gumbels_the_same_on_every_device_and_in_every_version() -> Non
     # Fixed values: a change would break the resumption of requests across versions.
     assert keys[0] == -2152535657050944081
     assert noise[0, 0] == pytest.approx(-0.2364111687124282, abs=1e-12)
+
+
+def random_row(chance: random.Random, vocabulary: int) -> SamplingRow:
+    """A row with any of all parameters."""
+    context = [chance.randrange(vocabulary) for _ in range(chance.randrange(2, 30))]
+    biased = chance.sample(range(vocabulary), 3) if chance.random() < 0.5 else []
+    params = SamplingParams(
+        temperature=chance.choice([0.0, 0.05, 0.7, 1.0, 4.0]),
+        top_k=chance.choice([0, 0, 1, 5, 1000]),
+        top_p=chance.choice([1.0, 0.9, 1e-9]),
+        min_p=chance.choice([0.0, 0.05]),
+        repetition_penalty=chance.choice([1.0, 1.3, 0.8]),
+        presence_penalty=chance.choice([0.0, 0.7, -1.1]),
+        frequency_penalty=chance.choice([0.0, 0.3, -0.4]),
+        logit_bias=tuple((token, chance.uniform(-9, 9)) for token in biased),
+        seed=chance.randrange(2**63),
+        logprobs=chance.choice([None, None, 0, 4, 20]),
+    )
+    allowed = set(chance.sample(range(vocabulary), chance.choice([1, 50]))) if chance.random() < 0.4 else None
+    banned = frozenset(chance.sample(range(vocabulary), chance.choice([0, 2])))
+    prompt, mask = chance.randrange(1, len(context)), None if allowed is None else mask_of(tuple(allowed))
+    return SamplingRow(params, context, prompt, len(context), banned, mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_sampled_together_are_those_sampled_alone(dtype: torch.dtype) -> None:
+    """As on a GPU. bfloat16 has many equal logits. Log-probabilities are sums of equal numbers in another order."""
+    chance = random.Random(4)
+    for seed in range(12):
+        rows = [random_row(chance, 400) for _ in range(40)]
+        logits = (3 * torch.randn(40, 400, generator=torch.Generator().manual_seed(seed))).to(dtype)
+        for one, other in zip(sample_rows(logits, rows, at_once=17), sample(logits, rows), strict=True):
+            assert isinstance(one, SampledToken)
+            assert one.token_id == other.token_id
+            assert (one.logprob is None) == (other.logprob is None)
+            if one.logprob is not None and other.logprob is not None:
+                assert [token for token, _ in one.logprob.top] == [token for token, _ in other.logprob.top]
+                values = [one.logprob.logprob, *(value for _, value in one.logprob.top)]
+                assert values == pytest.approx(
+                    [other.logprob.logprob, *(value for _, value in other.logprob.top)], abs=1e-9
+                )
+    assert sample_rows(logits[:0], []) == []
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("temperature", [1e-300, 1e-6, 1.0, 100.0])
+def test_the_ends_of_temperatures_and_seeds(temperature: float, seed: int) -> None:
+    logits = torch.tensor([[-80.0, 1.0, 30.0, float("-inf"), 90.0, 89.999]]).expand(4, 6)
+    rows = [row(SamplingParams(temperature=temperature, seed=seed, top_k=k)) for k in (0, 1, 3, 6)]
+    found = [token.token_id for token in sample(logits, rows)]
+    assert 3 not in found
+    if temperature < 1.0:
+        assert found == [4] * 4
 
 
 def test_bans_and_bias_steer_the_greedy_choice() -> None:

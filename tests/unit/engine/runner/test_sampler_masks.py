@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.model_runner import RowsFailedError, SamplingParams
-from engine.runner.sampler import adjust, sample
+from engine.runner.sampler import adjusted, changes_of, sample
 from engine.runner.sampling_row import SamplingRow
-from engine.runner.structured_output import GrammarFailedError, Mask
+from engine.runner.structured_output import GrammarFailedError, mask_of
 
 VOCABULARY = 70
 PARAMS = st.builds(
@@ -32,17 +31,12 @@ ALLOWED = st.sets(st.integers(0, VOCABULARY - 1), min_size=1)
 LOGITS = st.lists(st.integers(-8, 8).map(lambda value: value / 2), min_size=VOCABULARY, max_size=VOCABULARY)
 
 
-def bits(allowed: set[int]) -> Mask:
-    words = np.zeros(-(-VOCABULARY // 32), dtype=np.uint32)
-    for token in allowed:
-        words[token // 32] |= np.uint32(1 << token % 32)
-    return words.view(np.int32)
-
-
 def row(
     params: SamplingParams, allowed: set[int] | None, banned: frozenset[int] = frozenset()
 ) -> SamplingRow:
-    return SamplingRow(params, [1, 2, 3, 3], 2, 4, banned, None if allowed is None else bits(allowed))
+    return SamplingRow(
+        params, [1, 2, 3, 3], 2, 4, banned, None if allowed is None else mask_of(tuple(allowed))
+    )
 
 
 @settings(max_examples=60)
@@ -54,7 +48,7 @@ def test_a_masked_row_is_the_row_of_a_smaller_vocabulary(
     (chosen,) = sample(torch.tensor([logits]), [row(params, allowed, banned)])
     assert chosen.token_id in left
     # The same without a mask, where the logits rule the other tokens out.
-    bare = adjust(torch.tensor(logits), row(params, None))
+    (bare,) = adjusted(torch.tensor([logits]), [params], [changes_of(row(params, None), VOCABULARY)])
     bare[[token for token in range(VOCABULARY) if token not in left]] = -math.inf
     plain = SamplingParams(
         temperature=params.temperature,

@@ -88,21 +88,6 @@ def test_preemption_takes_the_order_from_its_end(given_: list[Request]) -> None:
     assert victims == order[::-1]
 
 
-def test_an_extreme_priority_neither_delays_nor_preempts_another_tenant() -> None:
-    extreme, other = Precedence(0, 1, 2**31 - 1), Precedence(0, 2, 0)
-    mine, theirs = Item(1, replace(extreme, within_tenant=0)), Item(2, other)
-    late = [Item(number, extreme) for number in range(3, 9)]
-    queue: WaitingQueue[Item] = WaitingQueue()
-    for item in (mine, theirs, *late):
-        queue.push(item)
-    served = drained(queue)
-    assert served[:2] == [late[0], theirs]
-    assert served[-1] is mine
-    for item in (mine, theirs, *late):
-        item.place = item.arrival
-    assert take_last([mine, theirs, *late]) is mine
-
-
 def test_a_place_that_is_given_up_is_not_used_by_others_of_its_tenant() -> None:
     early, late = Item(1, Precedence(0, 1, 0)), Item(3, Precedence(0, 1, 5))
     theirs = Item(2, Precedence(0, 2, 0))
@@ -111,19 +96,6 @@ def test_a_place_that_is_given_up_is_not_used_by_others_of_its_tenant() -> None:
         queue.push(item)
     queue.discard(early)
     assert drained(queue) == [theirs, late]
-
-
-def test_of_one_tenant_the_request_that_is_due_first_goes_first_and_those_without_a_deadline_last() -> None:
-    queue: WaitingQueue[Item] = WaitingQueue()
-    given_ = [
-        Item(1, Precedence()),
-        Item(2, Precedence(), 9.0),
-        Item(3, Precedence(), 5.0),
-        Item(4, Precedence()),
-    ]
-    for item in given_:
-        queue.push(item)
-    assert [item.arrival for item in drained(queue)] == [3, 2, 1, 4]
 
 
 def test_two_items_at_one_place_are_a_bug() -> None:

@@ -23,7 +23,7 @@ from tests.support.handoff.world import World
 
 DOCS = Path(__file__).parents[4] / "docs/internals/handoff.md"
 
-TWO_REQUESTS = Setting(needs=(2, 1), attempts=1, faults=1, deadline=1, eager=True)
+TWO_REQUESTS = Setting(needs=(2, 1), attempts=1, faults=1, deadline=1)
 """Two requests on three blocks and two prefill workers, and a crash at any point."""
 RESUMED = Setting(needs=(2,), attempts=2, faults=1)
 """One request that is resumed on either prefill worker, and a crash at any point."""

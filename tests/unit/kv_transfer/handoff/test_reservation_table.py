@@ -17,7 +17,6 @@ from kv_transfer.handoff.reservation_table import (
     WriterDone,
 )
 from splitserve.errors import InvalidArgumentError
-from tests.support.handoff.inspection import quarantined_blocks, state_of
 
 EPOCH, QUARANTINE_S, DEADLINE_S = 11, 45.0, 100.0
 BYTES = 3 * 1024
@@ -30,6 +29,16 @@ def table() -> ReservationTable:
 
 def reserve(table: ReservationTable, name: str = "r", now: float = 0.0, ticket_s: float | None = None) -> int:
     return table.open(name, "c", 3, 1024, DEADLINE_S, now, ticket_s)
+
+
+def state_of(table: ReservationTable, number: int) -> HandoffState | None:
+    entry = table._open.get(number)
+    return None if entry is None else entry.state
+
+
+def quarantined_blocks(table: ReservationTable) -> int:
+    entries = table._open.values()
+    return sum(entry.block_count for entry in entries if entry.state is HandoffState.QUARANTINED)
 
 
 def completion(number: int, *, epoch: int = EPOCH, size: int = BYTES) -> bytes:

@@ -12,7 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine.backends.cpu.graphs.capture import CpuGraph, GraphCapture, GraphCaptureError, MemoryPlanner
 from engine.backends.cpu.kernels import CpuKernels
-from engine.backends.cpu.linears import PackedLinear
 from engine.backends.cpu.ops import NormKind
 from tests.support.engine.cpu_kernels import THREADS, count_ops, kernels_or_skip
 
@@ -186,17 +185,6 @@ def test_operations_with_kernels_need_no_calls(threads: int, planner: MemoryPlan
     assert ops > 6 * 5
     assert calls == 6 * 2, "silu's repetition and the product with a number"
     check(many_layers, graph, x, KERNELS[threads])
-
-
-def test_layers_packed_for_others(planner: MemoryPlanner) -> None:
-    """Their weights are tensors without an address."""
-    layer = PackedLinear(random(94, 17, 32), random(95, 17))
-    x = random(0)
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return layer(x + x)
-
-    check(function, record(function, x, planner), x)
 
 
 def test_memory_of_the_capture_may_be_reused(planner: MemoryPlanner) -> None:

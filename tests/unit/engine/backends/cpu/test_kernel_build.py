@@ -213,15 +213,14 @@ def test_the_kernels_compile_for_every_level(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("wanted", "allowed"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("allowed", [True, False])
 def test_tile_registers_are_used_where_the_system_allows_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_libraries: Path, wanted: bool, allowed: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_libraries: Path, allowed: bool
 ) -> None:
     """Prebuilt or compiled, the library is one for them only where the processor and the system have them."""
     monkeypatch.setattr(build, "_processor_features", lambda: build.LEVELS[0].needs)
     monkeypatch.setattr(build, "_may_use_tiles", lambda: allowed)
-    build.load_library(amx=wanted)
-    assert (build.WITHOUT_AMX[0] in empty_libraries.read_text()) == (not (wanted and allowed))
+    build.load_library()
+    assert (build.WITHOUT_AMX[0] in empty_libraries.read_text()) == (not allowed)
     made = build.prebuild(build.PREBUILT)
-    level = 0 if wanted and allowed else 1
-    assert build.load_library(amx=wanted)._name == str(made[level])
+    assert build.load_library()._name == str(made[0 if allowed else 1])

@@ -155,14 +155,6 @@ def test_a_row_stays_while_its_sequence_runs() -> None:
     assert table.tables.data_ptr() == address
 
 
-def test_a_sequence_that_sat_out_for_long_gets_its_table_again() -> None:
-    table = DeviceBlockTable(2, COLUMNS, BLOCK, CPU)
-    check(table, flatten([scheduled(1, 8, [4, 5, 6])]))
-    for other in range(2, 6):
-        check(table, flatten([scheduled(other, 8, [other] * 3)]))
-    check(table, flatten([scheduled(1, 9, [4, 5, 6])]))
-
-
 def test_tables_without_a_name_are_sent_each_time() -> None:
     table = DeviceBlockTable(ROWS, COLUMNS, BLOCK, CPU)
     for blocks in ([1, 2], [3, 4], [5, 6]):

@@ -7,8 +7,8 @@ import torch
 
 from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.cuda.forward import AsyncArgmax
-from engine.backends.cuda.staging import NOWHERE, PlacedStep, Staging, StepSize
-from engine.backends.cuda.step_graphs import MAX_ROWS, bucket_sizes, launch_bound
+from engine.backends.cuda.staging import NOWHERE, PlacedStep, Staging
+from engine.backends.cuda.step_graphs import MAX_ROWS, bucket_sizes
 from engine.backends.interface import flatten
 from engine.core.model_runner import SamplingParams, ScheduledSequence
 
@@ -51,7 +51,7 @@ def test_decode_rows_come_first_and_tables_end_with_the_context() -> None:
 
 
 def test_padded_rows_read_and_write_no_kv() -> None:
-    step = placed([MIXED[1], MIXED[3]]).padded(StepSize(4))
+    step = placed([MIXED[1], MIXED[3]]).padded(4)
     assert step.flat.decode_only
     assert step.flat.num_decode == 4
     assert step.slots.tolist() == [4, 12, NOWHERE, NOWHERE]
@@ -59,24 +59,7 @@ def test_padded_rows_read_and_write_no_kv() -> None:
     assert step.flat.query_starts.tolist() == [0, 1, 2, 3, 4]
     assert step.flat.sample_rows.tolist() == [0, 1, 0, 0]
     nothing = DeviceBlockTable(8, 4, BLOCK, CPU).nothing()
-    assert nothing.padded(StepSize(2)).flat.contexts.tolist() == [0, 0]
-    assert nothing.padded(StepSize(2, 8, 3)).flat.query_starts.tolist() == [0, 1, 2, 2, 2, 2]
-
-
-def test_chunks_are_padded_with_tokens_of_nobody_and_chunks_of_none() -> None:
-    step = placed(MIXED).padded(StepSize(4, 8, 3))
-    flat = step.flat
-    assert (flat.num_decode, flat.num_prefill, flat.longest_chunk) == (4, 3, 8)
-    assert flat.token_ids.tolist() == [24, 40, 0, 0, 13, 14, 15, 30, 31, 0, 0, 0]
-    assert flat.positions.tolist() == [4, 0, 0, 0, 3, 4, 5, 0, 1, 0, 0, 0]
-    assert step.slots.tolist() == [4, 12, *[NOWHERE] * 2, 31, 8, 9, 32, 33, *[NOWHERE] * 3]
-    assert flat.contexts.tolist() == [5, 1, 0, 0, 6, 2, 0]
-    assert flat.query_starts.tolist() == [0, 1, 2, 3, 4, 7, 9, 9]
-    assert step.table_starts.tolist() == [0, 4, 0, 0, 8, 12, 0]
-    assert flat.sample_rows.tolist() == [0, 1, 6, 0, 0, 0, 0]
-    alone = placed([MIXED[0], MIXED[2]]).padded(StepSize(0, 8, 2))
-    assert alone.flat.query_starts.tolist() == [0, 3, 5]
-    assert alone.flat.sample_rows.tolist() == [2, 0]
+    assert nothing.padded(2).flat.contexts.tolist() == [0, 0]
 
 
 def test_staged_arrays_are_those_of_the_step() -> None:
@@ -100,9 +83,9 @@ def test_steps_of_one_size_have_the_same_addresses() -> None:
     addresses = []
     for step in (
         table.nothing(),
-        *(table.place(flatten(part)) for part in (MIXED[1:2], [MIXED[3], MIXED[0]])),
+        *(table.place(flatten(part)) for part in (MIXED[1:2], [MIXED[3], MIXED[1]])),
     ):
-        inputs = staging.stage(step.padded(StepSize(4, 4, 2)))
+        inputs = staging.stage(step.padded(4))
         by_row = (inputs.token_ids, inputs.positions, inputs.slots)
         by_sequence = (inputs.contexts, inputs.query_starts, inputs.table_starts, inputs.sample_rows)
         addresses.append([tensor.data_ptr() for tensor in (*by_row, *by_sequence, inputs.tables)])
@@ -116,13 +99,6 @@ def test_bucket_sizes() -> None:
     assert bucket_sizes(64) == [1, 2, 4, 8, 16, 32, 48, 64]
     assert bucket_sizes(65)[-1] == 80
     assert bucket_sizes(10_000)[-1] == MAX_ROWS
-
-
-def test_steps_that_take_longer_than_their_launch_get_no_graph() -> None:
-    assert launch_bound([1.0, 1.1, 0.9, 1.17, 1.5, 2.0]) == 4
-    assert launch_bound([1.0, 7.0, 1.2, 1.4]) == 3, "the second was disturbed"
-    assert launch_bound([3.0, 1.0]) == 2
-    assert launch_bound([1.0]) == 1
 
 
 def test_argmax() -> None:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from dev import gpu_self_checks
-from dev.gpu_self_checks import CHUNK_TOKENS, MAX_ROWS, STEPS
+from dev.gpu_self_checks import MAX_ROWS, STEPS
 from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.cuda.staging import NOWHERE, Staging, StepInputs
-from engine.backends.cuda.step_graphs import MAX_CHUNKS, CudaStepGraphs
+from engine.backends.cuda.step_graphs import CudaStepGraphs
 from engine.backends.interface import flatten
 from engine.core.model_runner import SamplingParams, ScheduledSequence
 
@@ -122,19 +121,10 @@ def step(rows: int, chunks: tuple[int, ...] = ()) -> list[ScheduledSequence]:
 class Rig:
     """Graphs, and the model on the same steps without them."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, max_rows: int = 7, max_tokens: int = 100, seconds: float = 0.0
-    ) -> None:
-        """A step takes `seconds` for each of its tokens of chunks, and a short one 1 s in any case."""
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, max_rows: int = 7) -> None:
         self.compute = Computed(FakeDevice(monkeypatch))
         self.table = DeviceBlockTable(16, 40, BLOCK, CPU)
-        now = [0.0]
-
-        def compute(inputs: StepInputs) -> torch.Tensor:
-            now[0] += max(1.0, seconds * inputs.flat.longest_chunk)
-            return self.compute(inputs)
-
-        self.graphs = CudaStepGraphs(compute, CPU, max_rows, max_tokens, self.table, clock=lambda: now[0])
+        self.graphs = CudaStepGraphs(self.compute, CPU, max_rows, self.table)
 
     def check(self, batch: list[ScheduledSequence]) -> None:
         flat = flatten(batch)
@@ -145,75 +135,46 @@ class Rig:
 
 def test_every_size_computes_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
-    sizes = rig.graphs.captured
-    assert [size.decodes for size in sizes if not size.tokens] == [1, 2, 4, 8]
-    assert [size[:2] for size in sizes if size.tokens] == [
-        (beside, tokens) for beside in (0, 16) for tokens in (32, 64, 128)
-    ]
-    assert rig.compute.rows == sorted((size.rows for size in sizes), reverse=True), "the largest first"
+    assert rig.graphs.captured == [1, 2, 4, 8]
+    assert rig.compute.rows == [8, 4, 2, 1], "the largest first"
     for rows in (7, 1, 2, 5, 8, 3):
         rig.check(step(rows))
 
 
-def test_chunks_with_and_without_rows_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch)
-    for rows, chunks in ((0, (5,)), (0, (32,)), (3, (2, 60)), (8, (7,) * 8), (1, (128,)), (0, (2,))):
-        rig.check(step(rows, chunks))
-
-
-def test_many_rows_have_no_graph_beside_chunks_of_more_rows_than_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = Rig(monkeypatch, max_rows=100).graphs.captured
-    assert [size[:2] for size in sizes if size.tokens and size.decodes > 16] == [(64, 32), (64, 64)]
-
-
 def test_the_steps_of_the_self_test_have_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch, MAX_ROWS, gpu_self_checks.MAX_CHUNKS * CHUNK_TOKENS)
-    for rows, chunks in STEPS:
-        rig.check(step(rows, (CHUNK_TOKENS,) * chunks))
+    rig = Rig(monkeypatch, MAX_ROWS)
+    for rows in STEPS:
+        rig.check(step(rows))
 
 
 def test_rows_that_are_not_sampled_have_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
     for sampled in ([1, 2], [], [0, 1, 2, 3]):
         rig.check([each._replace(sample=row in sampled) for row, each in enumerate(step(3))])
-        rig.check([each._replace(sample=row in sampled) for row, each in enumerate(step(2, (9, 4)))])
 
 
-def test_larger_steps_have_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_larger_steps_and_chunks_have_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
-    assert MAX_CHUNKS == 8
-    for rows, chunks in ((9, ()), (0, (129,)), (3, (100, 29)), (0, (2,) * 9)):
+    for rows, chunks in ((9, ()), (0, (2,)), (3, (29,))):
         assert rig.graphs.logits(rig.table.place(flatten(step(rows, chunks)))) is None
 
 
-def test_longer_chunks_have_no_graph_where_the_device_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch, max_tokens=10_000, seconds=1 / 400)
-    assert rig.graphs.chunk_tokens == max(size.tokens for size in rig.graphs.captured) == 512, (
-        "1.28 s, not 1 s"
-    )
-    assert Rig(monkeypatch, max_tokens=10_000).graphs.chunk_tokens == 1024
-
-
-def test_without_memory_for_chunks_steps_that_only_decode_keep_their_graphs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_memory_there_are_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     computed = Computed(FakeDevice(monkeypatch))
 
     def compute(inputs: StepInputs) -> torch.Tensor:
-        if inputs.flat.longest_chunk > 64:
+        if computed.device.capturing is not None and inputs.flat.num_decode == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return computed(inputs)
 
-    graphs = CudaStepGraphs(compute, CPU, 4, 100, DeviceBlockTable(4, 2, BLOCK, CPU))
-    assert [size.decodes for size in graphs.captured] == [1, 2, 4]
-    assert graphs.chunk_tokens == 0
+    assert CudaStepGraphs(compute, CPU, 4, DeviceBlockTable(4, 2, BLOCK, CPU)).captured == []
 
 
 def test_a_model_that_waits_for_the_device_gets_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(monkeypatch)
     table = DeviceBlockTable(4, 2, BLOCK, CPU)
     compute = Computed(device, "called a synchronizing CUDA operation")
-    graphs = CudaStepGraphs(compute, CPU, 4, 32, table)
+    graphs = CudaStepGraphs(compute, CPU, 4, table)
     assert graphs.captured == []
     assert graphs.logits(table.place(flatten(step(1)))) is None
     assert device.sync_debug == 0, "put back"
