@@ -33,6 +33,7 @@ OFFLOADING = {"cuda": {"kv_connector": "SimpleCPUOffloadConnector"}}
 """vLLM's connector that copies blocks to main memory, by device. It holds references to blocks while it copies them.
 vLLM's `OffloadingConnector` frees them, and ends its copies in the first step in which vLLM uses the blocks again: a
 peer may have written into them before."""
+MAX_OFFLOADED_GIB = 2**16
 FIRST_TOKEN_RANK = "engine.vllm.first_token.FirstTokenRank"
 
 
@@ -198,11 +199,17 @@ def _transfer_config(offloaded_gib: float | None, socket_path: str, on_cpu: bool
         "kv_connector_module_path": SplitserveConnector.__module__,
         "kv_connector_extra_config": extra,
     }
-    if not offloaded_gib:
+    if offloaded_gib is None:
         return KVTransferConfig(engine_id=str(uuid.uuid4()), **handoff)
+    why = (
+        ""
+        if 0 < offloaded_gib <= MAX_OFFLOADED_GIB
+        else f"must be above 0 and at most {MAX_OFFLOADED_GIB} GiB"
+    )
     if device not in OFFLOADING:
-        message = f"{FIELD}: --kv-offloading-size is for GPUs: on {device} the KV is in main memory already"
-        raise ConfigError(message, field=FIELD)
+        why = f"is for GPUs: on {device} the KV is in main memory already"
+    if why:
+        raise ConfigError(f"{FIELD}: --kv-offloading-size {why}", field=FIELD)
     extra = {"cpu_bytes_to_use": int(offloaded_gib * 2**30)}
     offloading = both | OFFLOADING[device] | {"kv_connector_extra_config": extra}
     extra = {"connectors": [handoff, offloading]}

@@ -66,9 +66,21 @@ def answered(rig: VllmRig, name: str, prompt: list[int], *, prefill_only: bool =
     return rig.tokens(name)
 
 
-def test_on_cpu_it_is_refused(model: str) -> None:
-    engine = EngineConfig(kind="vllm", context_tokens=512, engine_args="--kv-offloading-size 1")
-    with pytest.raises(ConfigError, match="--kv-offloading-size is for GPUs") as raised:
+@pytest.mark.parametrize(
+    ("gib", "device", "why"),
+    [
+        ("1", "cuda", "is for GPUs"),
+        ("0", "cpu", "above 0"),
+        ("-1", "cpu", "above 0"),
+        ("nan", "cpu", "at most 65536"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    model: str, monkeypatch: pytest.MonkeyPatch, gib: str, device: str, why: str
+) -> None:
+    monkeypatch.setattr(boot, "OFFLOADING", {device: HOST_COPIES})
+    engine = EngineConfig(kind="vllm", context_tokens=512, engine_args=f"--kv-offloading-size={gib}")
+    with pytest.raises(ConfigError, match=f"--kv-offloading-size .*{why}") as raised:
         VllmRig.of(model, engine)
     assert raised.value.field == "engine.engine_args"
 
