@@ -51,6 +51,7 @@ class _Write:
     silent: bool
     reported: bool = False
     """It was reported as failed; its bytes arrive nevertheless."""
+    groups: tuple[int, ...] = ()
 
 
 @dataclass(order=True, slots=True)
@@ -144,6 +145,7 @@ class FaultyTransport(Transport):
         local_blocks: Sequence[int],
         remote_blocks: Sequence[int],
         notification: bytes | None = None,
+        group_blocks: Sequence[int] = (),
     ) -> int:
         memory, theirs = self._require(agent_id)
         check_blocks(local_blocks, memory.num_blocks, remote_blocks, theirs.num_blocks)
@@ -152,6 +154,7 @@ class FaultyTransport(Transport):
         write = (self._plan_probe if probes else self._plan_write)(
             agent_id, tuple(local_blocks), tuple(remote_blocks), notification
         )
+        write = replace(write, groups=tuple(group_blocks))
         due_s = self._departure_s(len(write.local) * memory.layout.block_bytes)
         if probes:
             self._hold_or_run(write, due_s)
@@ -263,7 +266,7 @@ class FaultyTransport(Transport):
 
     def _run(self, what: _Write | _Notice) -> None:
         if isinstance(what, _Write):
-            inner = self._inner.write(what.agent_id, what.local, what.remote, what.attached)
+            inner = self._inner.write(what.agent_id, what.local, what.remote, what.attached, what.groups)
             self._open[inner] = what
             return
         self._inner.notify(what.agent_id, what.data)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from engine.core.model_runner import ModelFacts
 from engine.model.attention_interface import AttentionContext
@@ -72,6 +76,29 @@ def model_fingerprint(
     for name, content in contents.items():
         digest.update(f"{name} ".encode() + content)
     return digest.hexdigest()
+
+
+def files_fingerprint(folder: Path, config: Any) -> str:
+    """Returns the fingerprint of the model in `folder`, whose safetensors files `checked_model` has checked.
+
+    `config`: the model's configuration, as `transformers` reads it.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path)  # maps the file: its pages are read when they are needed
+    return model_fingerprint(config.to_dict(), tensors, tied_tensors(config))
+
+
+def tied_tensors(config: Any) -> Mapping[str, str]:
+    """Returns the tied tensors of a `transformers` configuration: the names of tensors that equal another tensor, each
+    with that tensor's name. Empty for a model that `transformers` does not know as a causal language model."""
+    try:
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    except (ValueError, ImportError, TypeError, RuntimeError, AttributeError, KeyError):
+        return {}
+    names: dict[str, str] = module.all_tied_weights_keys
+    return names
 
 
 def _relevant(settings: Mapping[str, Any]) -> bytes:

@@ -7,7 +7,7 @@ the adapter before it gives vLLM the request, and unload it only while no reques
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -84,14 +84,10 @@ def keep_slot_empty(args: Any) -> None:
     args.max_cpu_loras = args.max_loras  # on CPU the slots are in main memory already
 
 
-def check_supported(files: Sequence[AdapterFiles], max_rank: int) -> None:
-    """Checks that vLLM can compute adapters. Raises ConfigError (field `engine.adapters.NAME`)."""
-    for adapter_files in files:
-        name, rank = adapter_files.adapter.name, adapter_files.rank
-        if rank > max_rank:
-            raise bad_adapter(name, f"its rank is {rank}; engine_args allow {max_rank} (--max-lora-rank)")
-        try:
-            helper = PEFTHelper.from_local_dir(str(adapter_files.folder), None)
-            helper.validate_legal(LoRAConfig(max_lora_rank=max_rank))
-        except (TypeError, ValueError) as error:
-            raise bad_adapter(name, f"vLLM refuses it: {error}") from None
+def check_supported(files: AdapterFiles, max_rank: int) -> None:
+    """Checks that vLLM can compute an adapter. Raises ConfigError (field `engine.adapters.NAME`)."""
+    try:
+        helper = PEFTHelper.from_local_dir(str(files.folder), None)
+        helper.validate_legal(LoRAConfig(max_lora_rank=max_rank))
+    except (TypeError, ValueError) as error:
+        raise bad_adapter(files.adapter.name, f"vLLM refuses it: {error}") from None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from engine.core.model_runner import ModelFacts
 from engine.kv_cache.block_pool import KvEventLog
 from engine.model.adapter import AdapterFiles, check_fits_base, folder_shapes, read_adapters
-from engine.vllm.options import FIELD, checked_options, own_arguments, rank_count, read_options, reason_of
+from engine.vllm.options import FIELD, rank_count, read_options, reason_of
 from engine.vllm.processes import VllmProcesses
 from engine.vllm.transport import VllmTransport
 from kv_transfer.layout import KvLayout
@@ -28,8 +28,12 @@ if TYPE_CHECKING:
 
 SUPPORTED = ("0.32",)
 """The minor versions of vLLM with which the tests ran. vLLM marks its connector interface as experimental."""
-FIRST_TOKENS = "engine.vllm.first_token:FirstTokens"
 FIRST_TOKENS_V2 = "engine.vllm.first_token:FirstTokensV2"
+OFFLOADING = {"cuda": {"kv_connector": "SimpleCPUOffloadConnector"}}
+"""vLLM's connector that copies blocks to main memory, by device. It holds references to blocks while it copies them.
+vLLM's `OffloadingConnector` frees them, and ends its copies in the first step in which vLLM uses the blocks again: a
+peer may have written into them before."""
+MAX_OFFLOADED_GIB = 2**16
 FIRST_TOKEN_RANK = "engine.vllm.first_token.FirstTokenRank"
 
 
@@ -80,22 +84,20 @@ def start_vllm(config: EngineConfig, folder: Path, transport: str) -> StartedVll
     Raises UnavailableError (VLLM_MISSING) without a supported vLLM, ConfigError for a refused setting or option,
     UnsupportedModelError for a model that vLLM cannot load or whose KV cannot be handed over.
     """
-    # vLLM's import takes seconds, so these checks come before it.
-    options, ranks = checked_options(config.engine_args), rank_count(config.engine_args)
+    ranks = rank_count(config.engine_args)
     if transport != "nixl":
         raise ConfigError(f"transport: vLLM moves KV by nixl, not {transport}", field="transport")
     threads = config.threads or len(os.sched_getaffinity(0))
     prepare_environment(max(1, threads // ranks))
     on_cpu = _import_vllm()
-    args = read_options(own_arguments(config, str(folder), on_cpu=on_cpu), options)
+    args = read_options(config, str(folder), on_cpu=on_cpu)
     if args.tensor_parallel_size * args.pipeline_parallel_size != ranks:
         message = f"{FIELD}: write --tensor-parallel-size and --pipeline-parallel-size in full"
         raise ConfigError(message, field=FIELD)
     adapters = read_adapters(config.adapters)
-    if adapters:
-        base = folder_shapes(folder)
-        for files in adapters.values():
-            check_fits_base(files, base)
+    if on_cpu and args.enforce_eager:
+        # vLLM would still compile single functions, at the first request for log-probabilities: ten seconds of C++.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     # By default vLLM starts a process for a single rank too, which spins while it is idle.
     if on_cpu and ranks == 1:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -104,7 +106,7 @@ def start_vllm(config: EngineConfig, folder: Path, transport: str) -> StartedVll
     processes = VllmProcesses(ranks)
     try:
         with processes.temporary_files():
-            engine = _load(args, processes, adapters, on_cpu)
+            engine = _load(args, processes, folder, adapters, on_cpu)
         processes.join()
         return _started(engine, processes, folder, adapters)
     except BaseException as error:
@@ -142,22 +144,16 @@ def _import_vllm() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def _load(args: Any, processes: VllmProcesses, adapters: Mapping[str, AdapterFiles], on_cpu: bool) -> Any:
+def _load(
+    args: Any, processes: VllmProcesses, folder: Path, adapters: Mapping[str, AdapterFiles], on_cpu: bool
+) -> Any:
     """Returns vLLM's `LLMEngine` for its `EngineArgs`."""
-    from vllm.config import KVEventsConfig, KVTransferConfig
+    from vllm.config import KVEventsConfig
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from engine.vllm.connector import SOCKET_FIELD, SplitserveConnector
-
-    args.kv_transfer_config = KVTransferConfig(
-        kv_connector=SplitserveConnector.__name__,
-        kv_connector_module_path=SplitserveConnector.__module__,
-        kv_role="kv_both",
-        engine_id=str(uuid.uuid4()),
-        kv_buffer_device="cpu" if on_cpu else "cuda",
-        kv_connector_extra_config={SOCKET_FIELD: processes.socket_path, "num_threads": 0},
-    )
+    args.kv_transfer_config = _transfer_config(args.kv_offloading_size, processes.socket_path, on_cpu)
+    args.kv_offloading_size = None  # vLLM would put its own connector in the place of ours
     args.kv_events_config = KVEventsConfig(
         enable_kv_cache_events=True, publisher="zmq", endpoint=processes.events_address
     )
@@ -165,43 +161,75 @@ def _load(args: Any, processes: VllmProcesses, adapters: Mapping[str, AdapterFil
     if adapters:
         from engine.vllm.adapters import check_supported, keep_slot_empty
 
-        check_supported(list(adapters.values()), args.max_lora_rank)
+        base = folder_shapes(folder)
+        for files in adapters.values():
+            check_fits_base(files, base)
+            check_supported(files, args.max_lora_rank)
         if on_cpu:
             keep_slot_empty(args)
-    args.logits_processors = [FIRST_TOKENS]
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     model = config.model_config
     if model.is_hybrid or model.is_attention_free:
         raise UnsupportedModelError(
             "engine vllm: a model with recurrent state cannot be handed over with its first token"
         )
-    # vLLM chooses one of its two model runners by the settings above. Each takes a logits processor of its own kind.
+    # vLLM chooses one of its two model runners. Beside speculation the first one takes no logits processor from its
+    # settings, so its ranks add it.
     if config.use_v2_model_runner:
         model.logits_processors = [FIRST_TOKENS_V2]
-    speculates = config.speculative_config is not None and not config.use_v2_model_runner
-    if speculates:
-        model.logits_processors = None
+    else:
         config.parallel_config.worker_extension_cls = FIRST_TOKEN_RANK
     engine = LLMEngine.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
-    if speculates:
+    if not config.use_v2_model_runner:
         engine.collective_rpc("take_first_tokens")
     return engine
+
+
+def _transfer_config(offloaded_gib: float | None, socket_path: str, on_cpu: bool) -> Any:
+    """Returns vLLM's `KVTransferConfig`. `offloaded_gib`: GiB of main memory for blocks that leave the device."""
+    from vllm.config import KVTransferConfig
+
+    from engine.vllm.connector import SOCKET_FIELD, SplitserveConnector
+
+    device = "cpu" if on_cpu else "cuda"
+    both: dict[str, Any] = {"kv_role": "kv_both", "kv_buffer_device": device}
+    extra: dict[str, Any] = {SOCKET_FIELD: socket_path, "num_threads": 0}
+    handoff = both | {
+        "kv_connector": SplitserveConnector.__name__,
+        "kv_connector_module_path": SplitserveConnector.__module__,
+        "kv_connector_extra_config": extra,
+    }
+    if offloaded_gib is None:
+        return KVTransferConfig(engine_id=str(uuid.uuid4()), **handoff)
+    why = (
+        ""
+        if 0 < offloaded_gib <= MAX_OFFLOADED_GIB
+        else f"must be above 0 and at most {MAX_OFFLOADED_GIB} GiB"
+    )
+    if device not in OFFLOADING:
+        why = f"is for GPUs: on {device} the KV is in main memory already"
+    if why:
+        raise ConfigError(f"{FIELD}: --kv-offloading-size {why}", field=FIELD)
+    extra = {"cpu_bytes_to_use": int(offloaded_gib * 2**30)}
+    offloading = both | OFFLOADING[device] | {"kv_connector_extra_config": extra}
+    extra = {"connectors": [handoff, offloading]}
+    multi = both | {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+    return KVTransferConfig(engine_id=str(uuid.uuid4()), **multi)
 
 
 def _started(
     engine: Any, processes: VllmProcesses, folder: Path, adapters: Mapping[str, AdapterFiles]
 ) -> StartedVllm:
     import vllm
-    from vllm.platforms import current_platform
 
-    from engine.vllm.model_files import DTYPE_NAMES, fingerprint_of, tied_tensors
+    from engine.model.loaded_model import files_fingerprint
     from engine.vllm.prefix_events import PrefixEvents
 
     config, model, first_rank = engine.vllm_config, engine.model_config, processes.ranks[0]
     kv_dtype = config.cache_config.cache_dtype
     layout = KvLayout(
-        model_fingerprint=fingerprint_of(folder, model.hf_config.to_dict(), tied_tensors(model.hf_config)),
-        dtype=DTYPE_NAMES[model.dtype] if kv_dtype == "auto" else "uint8",
+        model_fingerprint=files_fingerprint(folder, model.hf_config),
+        dtype=str(model.dtype).removeprefix("torch.") if kv_dtype == "auto" else "uint8",
         block_size_tokens=config.cache_config.block_size,
         num_layers=model.get_total_num_hidden_layers(),
         num_kv_heads=model.get_total_num_kv_heads(),
@@ -213,7 +241,7 @@ def _started(
         base_address=first_rank.base_address,
         num_blocks=config.cache_config.num_gpu_blocks,
         layout=layout,
-        memory_kind=DRAM if current_platform.is_cpu() else VRAM,
+        memory_kind=DRAM if config.kv_transfer_config.kv_buffer_device == "cpu" else VRAM,
         device_index=first_rank.device_index,
     )
     tensor_parallel_size = config.parallel_config.tensor_parallel_size

@@ -19,6 +19,7 @@ import os
 import threading
 import time
 from binascii import Error as NoBase64
+from collections import deque
 from collections.abc import Iterable
 from functools import partial
 from itertools import islice, product
@@ -64,8 +65,6 @@ IDLE_POLL_S = 0.1
 SILENT_WRITE = b"-"
 """The notification that NIXL carries with a write that completes nothing. Receivers ignore it."""
 YIELD_S = 0.0001
-OFFSET_STEP = 4
-"""By how much vLLM lowers a generator's offset to take a draw back."""
 _COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 logger = logging.getLogger(__name__)
@@ -107,8 +106,7 @@ class SchedulerSide(NixlPushConnectorScheduler):
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        hello = pb.VllmHello(scheduler=pb.VllmScheduler())
-        self._link = VllmLink.to_worker(_socket_of(vllm_config), hello)
+        self._link = VllmLink.to_worker(_socket_of(vllm_config), pb.VllmHello(scheduler=pb.VllmScheduler()))
 
     @override
     def set_xfer_handshake_metadata(self, metadata: Any) -> None:
@@ -156,11 +154,6 @@ class SchedulerSide(NixlPushConnectorScheduler):
         self._finished_request_blocks[request.request_id] = blocks
         return True, {HELD_FIELD: [list(group) for group in blocks]}
 
-    @override
-    def shutdown(self) -> None:
-        super().shutdown()
-        self._link.close()
-
 
 class RewindingGenerator(torch.Generator):
     """A random generator on CPU with an offset, which PyTorch's generators have on GPUs only.
@@ -171,7 +164,7 @@ class RewindingGenerator(torch.Generator):
 
     @override
     def get_offset(self) -> int:
-        return OFFSET_STEP
+        return 4  # as much as vLLM takes off for a draw
 
     @override
     def set_offset(self, offset: int) -> None:
@@ -200,10 +193,8 @@ class RankSide(NixlPushConnectorWorker):
                 # not call before.
                 torch.cpu._init_amx()
         self._link: VllmLink | None = None
-        self._lock = threading.Lock()
-        """Guards the reports, which the thread of `_serve` adds and vLLM's thread takes."""
-        self._sent: set[str] = set()
-        self._received: set[str] = set()
+        self._reports: deque[pb.VllmReports] = deque()
+        """The thread of `_serve` adds them, and vLLM's thread takes them."""
         self._awaiting = False
         """Whether peers may be writing."""
 
@@ -226,10 +217,12 @@ class RankSide(NixlPushConnectorWorker):
         """Returns the worker's reports since the last step. `finished`: vLLM's ids of requests that have ended."""
         for request_id in finished:
             first_tokens.pop(request_id, None)
-        with self._lock:
-            sent, self._sent = self._sent, set()
-            received, self._received = self._received, set()
-        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received)
+        results = KVConnectorTransferResults()
+        while self._reports:
+            reports = self._reports.popleft()
+            results.finished_sending.update(reports.sent)
+            results.finished_recving.update(received.request_id for received in reports.received)
+        return results
 
     @override
     def shutdown(self) -> None:
@@ -243,8 +236,14 @@ class RankSide(NixlPushConnectorWorker):
         try:
             while True:
                 busy = self._awaiting or bool(self._sending_transfers)
-                if link.poll(BUSY_POLL_S if busy else IDLE_POLL_S):
-                    self._carry_out(link, link.receive(pb.VllmCommand))
+                command = link.receive(pb.VllmCommand, BUSY_POLL_S if busy else IDLE_POLL_S)
+                if command is not None:
+                    try:
+                        self._carry_out(link, command)
+                    except VllmEndedError:
+                        raise
+                    except Exception:
+                        logger.exception("splitserve: a %s has failed", command.WhichOneof("kind"))
                 self._send_ended_writes(link)
                 self._send_notifications(link)
         except VllmEndedError:
@@ -259,8 +258,8 @@ class RankSide(NixlPushConnectorWorker):
                 except Exception as caught:
                     error = f"{type(caught).__name__}: {caught}"
                 link.send(pb.VllmEvent(reply=pb.VllmReply(error=error)))
-            case "disconnect":
-                self._disconnect(command.disconnect)
+            case "disconnect" if command.disconnect in self._remote_agents:
+                self._cleanup_remote_engine(command.disconnect)
             case "write":
                 self._write(link, command.write)
             case "notify":
@@ -288,13 +287,6 @@ class RankSide(NixlPushConnectorWorker):
             else:
                 agents[stage, rank] = self.add_remote_agent(metadata, rank, size, metadata.dcp_size)
         self._remote_agents[peer.engine_id] = agents
-
-    def _disconnect(self, engine_id: str) -> None:
-        if engine_id in self._remote_agents:
-            try:
-                self._cleanup_remote_engine(engine_id)
-            except Exception:
-                logger.exception("splitserve: engine %s cannot be disconnected", engine_id)
 
     def _write(self, link: VllmLink, write: pb.VllmWrite) -> None:
         name, error, in_doubt = str(write.handle), "", False
@@ -333,21 +325,14 @@ class RankSide(NixlPushConnectorWorker):
     def _notify(self, notify: pb.VllmNotify) -> None:
         agents = self._remote_agents.get(notify.engine_id)
         if agents:
-            try:
-                message = (
-                    base64.b64encode(notify.notification) + b":1"
-                )  # as vLLM writes it: id, number of ranks
-                self.nixl_wrapper.send_notif(next(iter(agents.values())), notif_msg=message)
-            except Exception:
-                logger.exception("splitserve: engine %s cannot be notified", notify.engine_id)
+            message = base64.b64encode(notify.notification) + b":1"  # as vLLM writes it: id, number of ranks
+            self.nixl_wrapper.send_notif(next(iter(agents.values())), notif_msg=message)
 
     def _report(self, reports: pb.VllmReports) -> None:
         for received in reports.received:
             if received.HasField("first_token"):
                 first_tokens[received.request_id] = received.first_token
-        with self._lock:
-            self._sent.update(reports.sent)
-            self._received.update(received.request_id for received in reports.received)
+        self._reports.append(reports)
 
     def _send_ended_writes(self, link: VllmLink) -> None:
         if not self._sending_transfers:

@@ -27,7 +27,7 @@ schedules the request; the logits processor removes it after use."""
 class FirstTokens(LogitsProcessor):
     """The logits processor for vLLM's first model runner."""
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(self) -> None:
         self._rows: dict[int, tuple[str, list[int]]] = {}
         """By row of the batch: vLLM's id of the request, and the list to which vLLM appends the request's output."""
 
@@ -57,15 +57,17 @@ class FirstTokens(LogitsProcessor):
 
 
 class FirstTokenRank:
-    """Added to the class of vLLM's ranks (`worker_extension_cls`): beside speculation its first model runner takes no
-    logits processor from the settings; it calls those it has with one row a request, the one behind the drafts."""
+    """Added to the class of vLLM's ranks (`worker_extension_cls`): gives the first model runner its logits processor.
+
+    Beside speculation vLLM calls it with one row a request, the one behind the drafts.
+    """
 
     model_runner: Any
 
     def take_first_tokens(self) -> None:
         """Called in each rank once the model is loaded."""
         batch = self.model_runner.input_batch
-        batch.logitsprocs.non_argmax_invariant.append(FirstTokens(None, batch.device, False))
+        batch.logitsprocs.non_argmax_invariant.append(FirstTokens())
         batch.logitsprocs_need_output_token_ids = True
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -32,9 +32,7 @@ class VllmLink:
     @classmethod
     def to_worker(cls, path: str, hello: pb.VllmHello) -> VllmLink:
         """Connects a process of vLLM to the worker that listens at the Unix socket `path`, and sends `hello`."""
-        end = socket.socket(socket.AF_UNIX)
-        end.connect(path)
-        link = cls(Connection(end.detach()), "the worker")
+        link = cls(Client(path, "AF_UNIX"), "the worker")
         link.send(hello)
         return link
 
@@ -45,21 +43,16 @@ class VllmLink:
         except OSError as error:
             raise VllmEndedError(f"{self._peer} has ended") from error
 
-    def receive(self, kind: type[M]) -> M:
-        """Waits for a message. Raises VllmEndedError, also for bytes that are no message of this kind."""
-        try:
-            return kind.FromString(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
-        except (EOFError, OSError, DecodeError) as error:
-            raise VllmEndedError(f"{self._peer} has ended") from error
+    def receive(self, kind: type[M], timeout_s: float | None = None) -> M | None:
+        """Waits for a message, at most `timeout_s` seconds; returns None if there is none by then.
 
-    def poll(self, timeout_s: float = 0.0) -> bool:
-        """Waits at most `timeout_s` seconds; returns whether `receive` would return or raise at once.
-
-        Raises VllmEndedError.
+        Raises VllmEndedError, also for bytes that are no message of this kind.
         """
         try:
-            return self._connection.poll(timeout_s)
-        except OSError as error:
+            if not self._connection.poll(timeout_s):
+                return None
+            return kind.FromString(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
+        except (EOFError, OSError, DecodeError) as error:
             raise VllmEndedError(f"{self._peer} has ended") from error
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import zmq
+from vllm.distributed import kv_events
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 from engine.kv_cache.block_pool import KvEventLog
@@ -18,16 +19,17 @@ from splitserve.logs import log_event
 class PrefixEvents:
     """Applies the events that vLLM's scheduler publishes.
 
-    If a model's layers form several groups, the first group stands for all. An event that was lost stays missing until
-    its block changes again. So `log` and `cached_blocks` are hints for the router.
+    If a model's layers form several groups, the first group stands for all. Blocks that vLLM has offloaded to main
+    memory are cached, too. An event that was lost stays missing until its block changes again. So `log` and
+    `cached_blocks` are hints for the router.
     """
 
     def __init__(self, log: KvEventLog) -> None:
         self.log = log
         self._hashes: dict[Any, bytes] = {}
         """The hashes of the cached blocks, by vLLM's hashes."""
-        self._cached: set[bytes] = set()
-        """The values of `_hashes`."""
+        self._cached: dict[bytes, set[str | None]] = {}
+        """Where these blocks are, by their hashes: on the device, in main memory, or both."""
         self._next_sequence = 0
 
     def follow(self, address: str) -> None:
@@ -51,14 +53,17 @@ class PrefixEvents:
         self._next_sequence = sequence + 1
         for event in batch.events:
             match event:
+                case BlockStored(medium=kv_events.MEDIUM_CPU):
+                    for vllm_hash in self._hashes.keys() & event.block_hashes:
+                        self._cached[self._hashes[vllm_hash]].add(event.medium)
                 case BlockStored() if not event.group_idx:
                     self._stored(event)
                 case BlockRemoved() if not event.group_idx:
                     for vllm_hash in event.block_hashes:
-                        self._removed(vllm_hash)
+                        self._removed(vllm_hash, event.medium)
                 case AllBlocksCleared():
                     for vllm_hash in list(self._hashes):
-                        self._removed(vllm_hash)
+                        self._removed(vllm_hash, kv_events.MEDIUM_GPU)
 
     def _read(self, subscriber: Any) -> None:
         decoder = msgspec.msgpack.Decoder(KVEventBatch)
@@ -78,11 +83,14 @@ class PrefixEvents:
             keys = event.extra_keys[index] if parent is None and event.extra_keys else None
             parent = block_hash(parent, tokens, [bytes.fromhex(key) for key in (keys or ())[-1:]])
             self._hashes[vllm_hash] = parent
-            self._cached.add(parent)
+            self._cached.setdefault(parent, set()).add(event.medium)
             self.log.stored(parent)
 
-    def _removed(self, vllm_hash: Any) -> None:
-        removed = self._hashes.pop(vllm_hash, None)
-        if removed is not None:
-            self._cached.discard(removed)
-            self.log.removed(removed)
+    def _removed(self, vllm_hash: Any, medium: str | None) -> None:
+        name = self._hashes.get(vllm_hash)
+        if name is None:
+            return
+        self._cached[name].discard(medium)
+        if not self._cached[name]:
+            del self._hashes[vllm_hash], self._cached[name]
+            self.log.removed(name)

@@ -72,6 +72,7 @@ class VllmProcesses:
             end.setblocking(True)
             link = VllmLink(Connection(end.detach()), "a process of vLLM")
             hello = link.receive(pb.VllmHello)
+            assert hello is not None
             index = hello.rank.index if hello.WhichOneof("part") == "rank" else -1
             self._links[index], ranks[index] = link, hello.rank
         self.ranks = tuple(ranks[index] for index in range(self._size))

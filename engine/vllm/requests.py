@@ -41,16 +41,14 @@ class VllmRequest:
     """The blocks that vLLM has allocated for a peer's writes."""
     writer: int | None = None
     """The number of the reservation with which a peer may be writing."""
-    reported_received: bool = False
-    """Whether the ranks were told that the KV has arrived or will not arrive."""
+    owes_received: bool = False
+    """Whether vLLM waits for the report that the KV has arrived or will not arrive."""
     repeated_token: int | None = None
     """The first token of a handoff, until vLLM has put it out too."""
-    held: tuple[tuple[int, ...], ...] | None = None
-    """The blocks that vLLM keeps for a peer, one tuple for each group of layers; from the request's last output."""
-    keeps_blocks: bool = False
+    held: list[list[int]] | None = None
+    """The blocks that vLLM keeps for a peer, one list for each group of layers; from the request's last output."""
+    owes_sent: bool = False
     """Whether vLLM waits for the report that the blocks were sent. This can be known before `held`."""
-    reported_sent: bool = False
-    """Whether the ranks were told that the blocks were sent."""
     ended: bool = False
     """Whether the worker has ended it."""
     ended_at_vllm: bool = False
@@ -59,7 +57,7 @@ class VllmRequest:
 
 
 class VllmRequests:
-    """All requests of one vLLM engine. `request_id in requests`: it is live, or its blocks are held."""
+    """All requests of one vLLM engine."""
 
     def __init__(self, vllm: StartedVllm, max_bypasses: int) -> None:
         """`max_bypasses`: how many later requests may overtake one whose adapter has no room."""
@@ -72,14 +70,9 @@ class VllmRequests:
         """Requests for which vLLM may still send an event or wait for a report, by vLLM's id."""
         self.writers: dict[int, VllmRequest] = {}
         """Requests into whose blocks a peer may be writing, by reservation number."""
-        self._reserved: dict[int, VllmRequest] = {}
-        """Requests whose KV has not been admitted, by reservation number."""
         self._parked: dict[str, VllmRequest] = {}
         """Requests that wait for room for their adapters, by request id, in order of arrival."""
         self._arrivals = 0
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self.live or request_id in self.held
 
     def add(self, request: EngineRequest, *, awaits_kv: bool) -> Sequence:
         """Gives a request to vLLM, now or when there is room for its adapter; returns its sequence.
@@ -120,23 +113,15 @@ class VllmRequests:
         Blocks that a peer may write are freed after `release_writer`, held blocks after `release_held`.
         """
         entry = self.live.pop(sequence.request_id)
-        entry.ended = True
-        if sequence.reservation is not None:
-            del self._reserved[sequence.reservation]
-            sequence.reservation = None
+        entry.ended, sequence.reservation = True, None
         if self._parked.pop(sequence.request_id, None) is None:
             if not entry.ended_at_vllm and entry.held is None:
                 self._vllm.engine.engine_core.abort_requests([entry.vllm_id])
             self._release_adapter(entry)
         if entry.held is not None:
-            sequence.status = SequenceStatus.HELD
             self.held[sequence.request_id] = entry
-            return
-        sequence.status = SequenceStatus.ENDED
-        if entry.keeps_blocks:
-            self._report_sent(entry)
-        self._report_not_coming(entry)
-        self._forget_if_done(entry)
+        sequence.status = SequenceStatus.ENDED if entry.held is None else SequenceStatus.HELD
+        self._settle(entry)
 
     def release_held(self, request_id: str) -> bool:
         """Lets vLLM free the held blocks of a request; returns whether there were any. Idempotent."""
@@ -144,25 +129,26 @@ class VllmRequests:
         if entry is None:
             return False
         entry.sequence.status = SequenceStatus.ENDED
-        self._report_sent(entry)
+        self._settle(entry)
         return True
 
-    def knows_reservation(self, reservation: int) -> bool:
-        """Whether a reservation of this number waits for its KV or has a writer."""
-        return reservation in self._reserved or reservation in self.writers
+    def waiting(self, reservation: int) -> VllmRequest | None:
+        """The live request of a reservation whose KV has not been admitted."""
+        return next((e for e in self.live.values() if e.sequence.reservation == reservation), None)
 
     def grant(self, entry: VllmRequest, reservation: int) -> None:
         """Lets a peer write into a request's blocks, until `release_writer`."""
         entry.sequence.status, entry.sequence.reservation = SequenceStatus.RESERVED, reservation
-        entry.writer = reservation
-        self._reserved[reservation] = self.writers[reservation] = entry
+        if not self.writers:
+            self._send_awaiting(True)
+        entry.writer, self.writers[reservation] = reservation, entry
 
     def admit(self, reservation: int, first_token: int) -> Sequence | None:
         """Reports that the KV of a reservation has arrived, and has vLLM choose `first_token`.
 
         Returns the request's sequence, None for a reservation that is not live.
         """
-        entry = self._reserved.pop(reservation, None)
+        entry = self.waiting(reservation)
         if entry is None:
             return None
         entry.sequence.reservation, entry.repeated_token = None, first_token
@@ -175,16 +161,15 @@ class VllmRequests:
         if entry is None:
             return False
         entry.writer = None
-        self._report_not_coming(entry)
-        self._forget_if_done(entry)
+        if not self.writers:
+            self._send_awaiting(False)
+        self._settle(entry)
         return True
 
     def reserved_blocks(self) -> tuple[int, int]:
         """The number of blocks of live requests that wait for KV, and of ended ones into which peers may write."""
-        waiting = [entry for entry in self.live.values() if not entry.reported_received]
-        quarantined = [
-            entry for entry in self.writers.values() if entry.ended and not entry.reported_received
-        ]
+        waiting = (entry for entry in self.live.values() if entry.owes_received)
+        quarantined = (entry for entry in self.writers.values() if entry.ended and entry.owes_received)
         return _blocks(waiting), _blocks(quarantined)
 
     def on_scheduler(self, event: pb.VllmEvent) -> None:
@@ -192,17 +177,14 @@ class VllmRequests:
         if event.HasField("allocated"):
             allocated = event.allocated
             entry = self.at_vllm[allocated.request_id]
+            entry.owes_received = True
             entry.reserved = ReservedBlocks(
                 tuple(allocated.blocks), allocated.cached_tokens, tuple(allocated.group_blocks)
             )
-            self._report_not_coming(entry)
-            return
-        entry = self.at_vllm[event.ended.request_id]
-        entry.ended_at_vllm, entry.keeps_blocks = True, event.ended.held
-        # The worker had ended the request already: nobody reads the blocks.
-        if entry.keeps_blocks and entry.ended and entry.held is None:
-            self._report_sent(entry)
-        self._forget_if_done(entry)
+        else:
+            entry = self.at_vllm[event.ended.request_id]
+            entry.ended_at_vllm, entry.owes_sent = True, event.ended.held
+        self._settle(entry)
 
     def _give(self, entry: VllmRequest) -> bool:
         """Gives a request to vLLM. Returns False if there is no room for its adapter. Raises like `add`."""
@@ -232,31 +214,31 @@ class VllmRequests:
         self._vllm.engine.engine_core.add_request(core_request)
         return True
 
+    def _send_awaiting(self, awaiting: bool) -> None:
+        """Tells the ranks that peers begin or end to write: in between they poll for notifications often."""
+        self._vllm.processes.command(pb.VllmCommand(awaiting=awaiting))
+
     def _release_adapter(self, entry: VllmRequest) -> None:
         if entry.request.adapter is not None and self._vllm.adapters is not None:
             self._vllm.adapters.release(entry.request.adapter.name)
 
-    def _report_not_coming(self, entry: VllmRequest) -> None:
-        """Reports that an ended request's KV will not arrive, once vLLM waits for it and no peer may write it."""
-        waits = entry.reserved is not None and not entry.reported_received
-        if entry.ended and waits and entry.writer is None:
-            self._report_received(entry, None)
-
     def _report_received(self, entry: VllmRequest, first_token: int | None) -> None:
-        entry.reported_received = True
+        entry.owes_received = False
         received = pb.VllmReceived(request_id=entry.vllm_id, first_token=first_token)
         self._vllm.processes.command(pb.VllmCommand(reports=pb.VllmReports(received=[received])))
 
-    def _report_sent(self, entry: VllmRequest) -> None:
-        entry.reported_sent = True
-        self._vllm.processes.command(pb.VllmCommand(reports=pb.VllmReports(sent=[entry.vllm_id])))
-        self._forget_if_done(entry)
-
-    def _forget_if_done(self, entry: VllmRequest) -> None:
-        """Forgets a request if vLLM sends no more events for it and waits for no report."""
-        owes_received = entry.reserved is not None and not entry.reported_received
-        owes_sent = entry.keeps_blocks and not entry.reported_sent
-        if entry.ended and entry.ended_at_vllm and not owes_received and not owes_sent:
+    def _settle(self, entry: VllmRequest) -> None:
+        """Makes the reports of a request that are due, and forgets it once vLLM sends no more events for it."""
+        if not entry.ended:
+            return
+        # 1. The KV will not arrive, and no peer may write it.
+        if entry.owes_received and entry.writer is None:
+            self._report_received(entry, None)
+        # 2. Nobody reads the blocks, or reads them any more.
+        if entry.owes_sent and self.held.get(entry.request.request_id) is not entry:
+            entry.owes_sent = False
+            self._vllm.processes.command(pb.VllmCommand(reports=pb.VllmReports(sent=[entry.vllm_id])))
+        if entry.ended_at_vllm and not (entry.owes_received or entry.owes_sent):
             self.at_vllm.pop(entry.vllm_id, None)
 
 

@@ -19,31 +19,23 @@ class VllmGrammar:
     """A grammar that vLLM compiles and follows."""
 
     def __init__(self, grammar: generation_pb2.Grammar) -> None:
-        self.grammar = grammar
+        match grammar.WhichOneof("kind"):
+            case "json_schema":
+                self.params = StructuredOutputsParams(json=grammar.json_schema)
+            case "regex":
+                self.params = StructuredOutputsParams(regex=grammar.regex)
+            case "lark":
+                self.params = StructuredOutputsParams(grammar=grammar.lark)
+            case _:
+                self.params = StructuredOutputsParams(json_object=True)
 
     def matcher(self) -> OutputMatcher:
         """Raises BrokenInvariantError: the worker does not follow the grammar."""
         raise BrokenInvariantError("vLLM follows the grammars of its requests")
 
-    def params(self) -> StructuredOutputsParams:
-        """The grammar as vLLM takes it."""
-        grammar = self.grammar
-        match grammar.WhichOneof("kind"):
-            case "json_schema":
-                return StructuredOutputsParams(json=grammar.json_schema)
-            case "regex":
-                return StructuredOutputsParams(regex=grammar.regex)
-            case "lark":
-                return StructuredOutputsParams(grammar=grammar.lark)
-            case _:
-                return StructuredOutputsParams(json_object=True)
-
 
 class VllmGrammars:
     """Makes the grammars of requests. The coordinator has checked them; vLLM compiles them."""
-
-    def prepare(self) -> None:
-        """Does nothing."""
 
     async def compiled(
         self, sampling: generation_pb2.SamplingParams, tenant: object = None
@@ -88,7 +80,7 @@ def vllm_params(request: EngineRequest, *, awaits_kv: bool) -> SamplingParams:
         ignore_eos=stop.ignore_eos,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        structured_outputs=grammar.params() if isinstance(grammar, VllmGrammar) else None,
+        structured_outputs=grammar.params if isinstance(grammar, VllmGrammar) else None,
         extra_args={"kv_transfer_params": transfer},
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -52,8 +51,8 @@ class _Connect:
 
     agent_id: str
     peer: pb.VllmConnect
-    unanswered: int
-    """Ranks that have not answered."""
+    unanswered: set[int]
+    """Indices of the ranks that have not answered."""
     error: str = ""
     wanted: bool = True
     """False once the peer was disconnected."""
@@ -79,8 +78,8 @@ class VllmTransport(Transport):
             handshakes=[rank.handshake for rank in ranks],
         )
         self.endpoint = TransferEndpoint(ranks[0].agent_id, self.kind, connect.SerializeToString(), memory)
-        self._connects: list[deque[_Connect]] = [deque() for _ in ranks]
-        """For each rank, the connects that it has not answered, the earliest first."""
+        self._connects: list[_Connect] = []
+        """Connects that some rank has not answered, the earliest first. A rank answers them in order."""
         self._peers: dict[str, pb.VllmConnect] = {}
         self._refused: set[str] = set()
         self._writes: dict[int, _Write] = {}
@@ -97,21 +96,19 @@ class VllmTransport(Transport):
     @override
     def connect(self, endpoint: TransferEndpoint) -> None:
         """Starts to connect. `connected` has the peer once all ranks have connected to it."""
-        connecting = any(c.agent_id == endpoint.agent_id and c.wanted for c in self._unanswered())
+        connecting = any(c.agent_id == endpoint.agent_id and c.wanted for c in self._connects)
         if connecting or endpoint.agent_id in self._peers:
             return
         check_agent(self.endpoint, endpoint)
         self.endpoint.memory.layout.require_fits(endpoint.memory.layout, who=f"agent {endpoint.agent_id}")
         peer = _peer_of(endpoint)
         self._processes.command(pb.VllmCommand(connect=peer))
-        connect = _Connect(endpoint.agent_id, peer, len(self._connects))
-        for connects in self._connects:
-            connects.append(connect)
+        self._connects.append(_Connect(endpoint.agent_id, peer, set(range(len(self._processes.ranks)))))
         self._refused.discard(endpoint.agent_id)
 
     @override
     def disconnect(self, agent_id: str) -> None:
-        for connect in self._unanswered():
+        for connect in self._connects:
             if connect.agent_id == agent_id:
                 connect.wanted = False
         peer = self._peers.pop(agent_id, None)
@@ -139,17 +136,7 @@ class VllmTransport(Transport):
         local_blocks: Sequence[int],
         remote_blocks: Sequence[int],
         notification: bytes | None = None,
-    ) -> int:
-        return self.write_groups(agent_id, local_blocks, remote_blocks, (), notification)
-
-    @override
-    def write_groups(
-        self,
-        agent_id: str,
-        local_blocks: Sequence[int],
-        remote_blocks: Sequence[int],
-        group_blocks: Sequence[int],
-        notification: bytes | None = None,
+        group_blocks: Sequence[int] = (),
     ) -> int:
         """Has every rank post its part within `POST_S`, or not at all."""
         peer = connected_peer(self._peers, agent_id)
@@ -223,16 +210,14 @@ class VllmTransport(Transport):
         notify = pb.VllmNotify(engine_id=engine_id, notification=notification)
         self._processes.command(pb.VllmCommand(notify=notify), rank=0)
 
-    def _unanswered(self) -> set[_Connect]:
-        return {connect for connects in self._connects for connect in connects}
-
     def _answered(self, rank: int, reply: pb.VllmReply) -> None:
         """Applies a rank's answer to its earliest connect."""
-        connect = self._connects[rank].popleft()
-        connect.unanswered -= 1
+        connect = next(connect for connect in self._connects if rank in connect.unanswered)
+        connect.unanswered.discard(rank)
         connect.error = connect.error or reply.error
         if connect.unanswered:
             return
+        self._connects.remove(connect)
         if connect.error:
             log_event("peer.refused", agent_id=connect.agent_id, reason="CONNECT", error=connect.error)
         if connect.error or not connect.wanted:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any, TypeAlias
 
 from typing_extensions import override
+from vllm.v1.engine import EngineCoreEventType
 
 from engine.core.engine import (
     Engine,
@@ -43,16 +44,14 @@ from splitserve.errors import (
 from splitserve.generation.kv_blocks import blocks_for, extend_block_hashes
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.queues import LazyHeap
-from splitserve.v1 import vllm_pb2 as pb
 
-SCHEDULED = 2
-"""vLLM's `EngineCoreEventType.SCHEDULED`."""
 SILENT_TIMES = 10.0
 """While requests run, vLLM must send a message within this many times `EngineConfig.hung_step_s`."""
 MAX_SPREAD_S = 0.25
 """The tokens of one step are put out within this time."""
 
-_Wave: TypeAlias = dict[Sequence, SampledToken]
+_Wave: TypeAlias = dict[Sequence, SampledToken | None]
+"""Tokens of a step, at most one of each sequence. None: vLLM has ended the request."""
 
 
 class VllmEngine(Engine):
@@ -87,7 +86,7 @@ class VllmEngine(Engine):
         self._requests = VllmRequests(vllm, config.max_bypasses)
         self._token_spread = config.token_spread
         self._late_tokens: deque[tuple[float, _Wave]] = deque()
-        """Tokens of vLLM's last message that are put out later, each wave with its time."""
+        """What vLLM's last message brought and is put out later, each wave with its time."""
         self._message_s = 0.0
         """When vLLM sent its last message."""
         self._deadlines: LazyHeap[float, Sequence] = LazyHeap()
@@ -95,9 +94,7 @@ class VllmEngine(Engine):
         self.step_totals = self._meter.totals
         self._messages: list[Any] = []
         """vLLM's `EngineCoreOutputs` that have not been applied. An exception means that vLLM has ended."""
-        self._awaiting = False
-        """Whether the ranks know that peers may be writing."""
-        self._pending = PendingResult(tokenizer, self._end_if_live, late=False)
+        self._pending = PendingResult(tokenizer, self._end, late=False)
         self._outputs = OutputProcessor(
             self._block_size,
             lambda sequence: None,
@@ -130,10 +127,9 @@ class VllmEngine(Engine):
     def abort(self, request_id: str) -> bool:
         dropped = self._pending.drop(request_id)
         entry = self._requests.live.get(request_id)
-        if entry is None:
-            return dropped
-        self._end(entry.sequence)
-        return True
+        if entry is not None:
+            self._end(entry.sequence)
+        return dropped or entry is not None
 
     @override
     def release_held(self, request_id: str) -> bool:
@@ -151,12 +147,11 @@ class VllmEngine(Engine):
         if entry is not None and entry.request is request and entry.sequence.status is SequenceStatus.WAITING:
             if entry.reserved is not None:
                 self._requests.grant(entry, reservation)
-                self._send_awaiting()
             return entry.reserved
         self._check(request)
         if request.prefill_only:
             raise BrokenInvariantError("a reservation is for decoding")
-        if self._requests.knows_reservation(reservation):
+        if reservation in self._requests.writers or self._requests.waiting(reservation) is not None:
             raise BrokenInvariantError(f"reservation {reservation} is in use")
         if self._has_room(request):
             self._enter(request, awaits_kv=True)
@@ -190,9 +185,7 @@ class VllmEngine(Engine):
 
     @override
     def release_writer(self, reservation: int) -> bool:
-        released = self._requests.release_writer(reservation)
-        self._send_awaiting()
-        return released
+        return self._requests.release_writer(reservation)
 
     @override
     def has_work(self) -> bool:
@@ -276,7 +269,7 @@ class VllmEngine(Engine):
             for entry in self._requests.live.values()
             if entry.awaits_kv or entry.sequence.status is SequenceStatus.RUNNING
         ]
-        reserved = [entry.request for entry in taken if entry.awaits_kv and not entry.reported_received]
+        reserved = [entry.request for entry in taken if entry.sequence.status is not SequenceStatus.RUNNING]
         if len(taken) >= self._max_running - (1 if self._prompt_room and reserved else 0):
             return False
         # 2. Without prompts here, or beside no other reservation, it may have all blocks.
@@ -295,42 +288,37 @@ class VllmEngine(Engine):
     def _apply(self, message: Any, result: StepResult) -> None:
         """Applies one of vLLM's `EngineCoreOutputs`: the tokens of one step."""
         self._put_out_late(float("inf"), result)
-        tokens: dict[Sequence, list[SampledToken]] = {}
-        late: dict[Sequence, list[SampledToken]] = {}
+        waves: list[_Wave] = []
         parts: list[StepPart] = []
         began_s = float("inf")
         for output in message.outputs:
             entry = self._requests.at_vllm.get(output.request_id)
             if entry is None or entry.ended:
                 continue
-            if (held := (output.kv_transfer_params or {}).get(HELD_FIELD)) is not None:
-                entry.held = tuple(map(tuple, held))
-                entry.sequence.block_ids = list(chain(*held))
+            entry.held = (output.kv_transfer_params or {}).get(HELD_FIELD)
             if not entry.sequence.started:
-                scheduled = (event.timestamp for event in output.events or () if event.type == SCHEDULED)
-                began_s = min([began_s, *scheduled])
+                times = [e.timestamp for e in output.events or () if e.type == EngineCoreEventType.SCHEDULED]
+                began_s = min([began_s, *times])
             parts.append(self._part(entry, output, result))
             if (prompt := entry.sequence.prompt_logprobs) is not None:
                 put_prompt_logprobs(output, prompt)
-            sampled = sampled_tokens(output, entry.request.sampling.logprobs)
+            sampled: list[SampledToken | None] = [*sampled_tokens(output, entry.request.sampling.logprobs)]
             # `admit` has put out the first token of a handoff before vLLM repeats it.
             if sampled and entry.repeated_token is not None:
                 entry.repeated_token = None
                 del sampled[0]
-            # Speculation brings several tokens of a sequence at once. An ended sequence takes all of them now.
-            at_once = len(sampled) if output.finished or not self._token_spread else 1
-            tokens[entry.sequence], late[entry.sequence] = sampled[:at_once], sampled[at_once:]
+            if output.finished:
+                sampled.append(None)
+            # Speculation brings several tokens of a sequence at once.
+            for index, token in enumerate(sampled):
+                if index == len(waves):
+                    waves.append({})
+                waves[index][entry.sequence] = token
         self._measure(parts, began_s, message.timestamp, result)
-        self._advance(_waves(tokens), result)
-        waves = _waves(late)
-        step_s, self._message_s = min(MAX_SPREAD_S, message.timestamp - self._message_s), message.timestamp
-        for index, wave in enumerate(waves, 1):
-            due_s = self._clock() + self._token_spread * step_s * index / (len(waves) + 1)
-            self._late_tokens.append((due_s, wave))
-        for output in message.outputs:
-            entry = self._requests.at_vllm.get(output.request_id)
-            if output.finished and entry is not None and not entry.ended:
-                self._outputs.fail(entry.sequence, "INTERNAL", "vLLM ended the request", result)
+        spread_s = self._token_spread * min(MAX_SPREAD_S, message.timestamp - self._message_s)
+        self._message_s, now = message.timestamp, self._clock()
+        self._late_tokens.extend((now + spread_s * n / len(waves), wave) for n, wave in enumerate(waves))
+        self._put_out_late(now, result)
 
     def _part(self, entry: VllmRequest, output: Any, result: StepResult) -> StepPart:
         """Returns what a step computed of a request, and notes that the request has started."""
@@ -355,30 +343,33 @@ class VllmEngine(Engine):
         self._meter.end(ended_s, more=bool(parts))
 
     def _put_out_late(self, now: float, result: StepResult) -> None:
-        """Applies the tokens of earlier messages that are due."""
-        while self._late_tokens and self._late_tokens[0][0] <= now:
-            self._advance([self._late_tokens.popleft()[1]], result)
-
-    def _advance(self, waves: Iterable[_Wave], result: StepResult) -> None:
-        """Applies tokens, at most one of each sequence a wave."""
-        for wave in waves:
-            sampled = {
+        """Applies the waves that are due, and drops the tokens of requests that have ended."""
+        while self._late_tokens:
+            due_s, wave = self._late_tokens[0]
+            running = {
                 sequence: token
                 for sequence, token in wave.items()
                 if sequence.status is SequenceStatus.RUNNING
             }
+            if running and due_s > now:
+                break
+            self._late_tokens.popleft()
+            sampled = {sequence: token for sequence, token in running.items() if token is not None}
             num_new = {sequence: sequence.remaining for sequence in sampled}
             self._outputs.process(BegunStep(0.0, num_new, result, partial(list, sampled.values())))
+            for sequence in running.keys() - sampled:
+                self._outputs.fail(sequence, "INTERNAL", "vLLM ended the request", result)
         for progress in result.progress:
             entry = self._requests.held.get(progress.request_id)
             if entry is not None and entry.held is not None:
-                progress.block_ids = entry.sequence.block_ids
+                progress.block_ids = list(chain(*entry.held))
                 progress.group_blocks = tuple(map(len, entry.held))
 
     def _check(self, request: EngineRequest) -> None:
-        if request.request_id in self._requests or self._pending.holds(request.request_id):
+        name, requests = request.request_id, self._requests
+        if name in requests.live or name in requests.held or self._pending.holds(name):
             raise InvalidArgumentError(
-                f"request {request.request_id} is in progress here",
+                f"request {name} is in progress here",
                 reason="DUPLICATE_REQUEST",
                 field="request_id",
             )
@@ -392,23 +383,3 @@ class VllmEngine(Engine):
     def _end(self, sequence: Sequence) -> None:
         self._deadlines.discard(sequence)
         self._requests.end(sequence)
-
-    def _end_if_live(self, sequence: Sequence) -> None:
-        entry = self._requests.live.get(sequence.request_id)
-        if entry is not None and entry.sequence is sequence:
-            self._end(sequence)
-
-    def _send_awaiting(self) -> None:
-        """Tells the ranks when peers begin and end to write: in between, the ranks poll for notifications often."""
-        awaiting = bool(self._requests.writers)
-        if awaiting != self._awaiting:
-            self._awaiting = awaiting
-            self._vllm.processes.command(pb.VllmCommand(awaiting=awaiting))
-
-
-def _waves(tokens: Mapping[Sequence, Collection[SampledToken]]) -> list[_Wave]:
-    """The first token of each sequence, then the second ones, and so on."""
-    return [
-        {sequence: token for sequence, token in zip(tokens, wave, strict=True) if token is not None}
-        for wave in zip_longest(*tokens.values())
-    ]

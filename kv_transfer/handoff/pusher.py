@@ -374,12 +374,12 @@ class KvPusher:
             return
         ticket, before = push.ticket, self._transport.descriptors_posted
         part = slice(push.posted_blocks, push.ready_blocks)
-        handle = self._transport.write_groups(
+        handle = self._transport.write(
             ticket.decode_agent_id,
             push.block_table[part],
             ticket.block_indices[part],
-            ticket.group_blocks,
             notification,
+            ticket.group_blocks,
         )
         descriptors = self._transport.descriptors_posted - before
         push.descriptors += descriptors

@@ -138,25 +138,16 @@ class Transport(ABC):
         local_blocks: Sequence[int],
         remote_blocks: Sequence[int],
         notification: bytes | None = None,
+        group_blocks: Sequence[int] = (),
     ) -> int:
         """Posts a write of local blocks into a peer's blocks, pairwise; returns a handle for `poll`.
 
-        Both sequences are block indices and have equal length >= 1. Raises InvalidArgumentError for indices out of
-        range, TransferError for an unknown peer; nothing was posted then. A post that fails is reported by `poll`, in
-        doubt.
-        """
+        Both sequences are block indices and have equal length >= 1. `group_blocks`: for an engine whose groups of
+        layers have blocks of their own, the number of blocks of each group, one group after the other.
 
-    def write_groups(
-        self,
-        agent_id: str,
-        local_blocks: Sequence[int],
-        remote_blocks: Sequence[int],
-        group_blocks: Sequence[int],
-        notification: bytes | None = None,
-    ) -> int:
-        """As `write`, for an engine whose groups of layers have blocks of their own: `group_blocks`: number
-        of blocks of each group, one group after the other; empty: there is one group."""
-        return self.write(agent_id, local_blocks, remote_blocks, notification)
+        Raises InvalidArgumentError for indices out of range, TransferError for an unknown peer; nothing was posted
+        then. A post that fails is reported by `poll`, in doubt.
+        """
 
     @abstractmethod
     def notify(self, agent_id: str, notification: bytes) -> None:

@@ -155,6 +155,7 @@ class NixlTransport(Transport):
         local_blocks: Sequence[int],
         remote_blocks: Sequence[int],
         notification: bytes | None = None,
+        group_blocks: Sequence[int] = (),
     ) -> int:
         """Over cma the bytes are copied before this returns.
 

@@ -173,6 +173,7 @@ class UcxTransport(Transport):
         local_blocks: Sequence[int],
         remote_blocks: Sequence[int],
         notification: bytes | None = None,
+        group_blocks: Sequence[int] = (),
     ) -> int:
         """Each contiguous run of blocks is one message."""
         peer, mine = connected_peer(self._peers, agent_id), registered(self._endpoint)

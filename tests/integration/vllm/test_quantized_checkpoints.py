@@ -58,12 +58,9 @@ def require_four_bit_kernels() -> None:
         pytest.skip("vLLM has no kernels for weights of four bits for this processor")
 
 
-IN_SHORT = {"gptq", "int8"}
-
-
 @pytest.mark.parametrize(
     "method",
-    [pytest.param(method, marks=() if method in IN_SHORT else pytest.mark.slow) for method in METHODS],
+    [pytest.param(method, marks=() if method == "gptq" else pytest.mark.slow) for method in METHODS],
 )
 async def test_answers_follow_the_quantized_weights(method: str, tmp_path: Path) -> None:
     if method != "int8":

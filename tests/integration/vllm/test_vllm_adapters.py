@@ -230,12 +230,12 @@ def test_kinds_that_vllm_does_not_compute_are_refused(models: Models, tmp_path: 
     from engine.model.adapter import read_adapter
     from engine.vllm.adapters import check_supported
 
-    check_supported([read_adapter("red", models.adapters["red"])], 16)
+    check_supported(read_adapter("red", models.adapters["red"]), 16)
     large = read_adapter("large", make_adapter(models.base, tmp_path / "large", 1, rank=17))
     dora = read_adapter("dora", make_adapter(models.base, tmp_path / "dora", 1, use_dora=True))
-    for files, named in ((large, "its rank is 17; engine_args allow 16"), (dora, "DoRA")):
+    for files, named in ((large, "rank 17 is greater than max_lora_rank 16"), (dora, "DoRA")):
         with pytest.raises(ConfigError, match=named) as caught:
-            check_supported([files], 16)
+            check_supported(files, 16)
         assert caught.value.field == f"engine.adapters.{files.adapter.name}"
 
 

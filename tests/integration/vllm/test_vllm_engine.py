@@ -236,13 +236,13 @@ def test_preempted_requests_still_give_the_same_tokens(
     rig: VllmRig, text_tokens: list[int], reference: Reference
 ) -> None:
     """More requests than the pool can hold to their ends."""
-    names = {f"crowd {n}": text_tokens[n * 70 : n * 70 + 190] for n in range(5)}
-    stop = StopParams(70)
+    names = {f"crowd {n}": text_tokens[n * 70 : n * 70 + 190] for n in range(6)}
+    stop = StopParams(36)
     for name, prompt in names.items():
         rig.core.add_request(asked(name, prompt, stop=stop))
     rig.run()
     for name, prompt in names.items():
-        assert rig.tokens(name) == reference.greedy(prompt, 70), name
+        assert rig.tokens(name) == reference.greedy(prompt, 36), name
     rig.assert_empty()
 
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 import pytest
 
@@ -79,6 +78,21 @@ async def cluster(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Asy
         decode=2,
         worker_options=[*OPTIONS, "--kv-memory-bytes", "150000000"],
         coordinator_options=[*AT_WORKERS, "--grpc-port", str(free_port())],
+    )
+    async with running(setup) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+async def small(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """A pair with few blocks. The first completion is lost, and every second one comes twice."""
+    setup = Cluster(
+        tmp_path_factory.mktemp("logs"),
+        model=smollm2,
+        engine="vllm",
+        worker_options=[*OPTIONS, "--num-blocks", "20", "--context-tokens", "256", "--no-prefix-cache"],
+        faults={"drop_notification": {"at": [1]}, "duplicate_notification": {"every": 2}, "hold_s": 0.4},
+        coordinator_options=AT_WORKERS,
     )
     async with running(setup) as cluster:
         yield cluster
@@ -262,48 +276,11 @@ async def test_after_sigkill_of_the_coordinator_workers_free_everything(
     assert await asyncio.to_thread(coordinator.process.wait, 30) == 0
 
 
-async def test_aborts_and_a_full_pool_leave_neighbours_alone(
-    smollm2: str, log_dir: Path, text_tokens: list[int], greedy: Answer
-) -> None:
-    """Cases 6 and 16: of twenty requests three have room on decode, and every other client leaves."""
-    options = [*OPTIONS, "--num-blocks", "20", "--context-tokens", "256", "--no-prefix-cache"]
-    setup = Cluster(
-        log_dir, model=smollm2, engine="vllm", worker_options=options, coordinator_options=AT_WORKERS
-    )
-    async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=300) as client:
-        readings = [
-            Reading(client, text_tokens[9 * n : 9 * n + 100 + n], max_tokens=20, temperature=0.0)
-            for n in range(20)
-        ]
-        await until(cluster, lambda info: worker(info, "decode-0").waiting_reservations > 3, "they wait")
-        await asyncio.gather(*(_leave(reading, n) for n, reading in enumerate(readings[::2])))
-        for reading in readings[1::2]:
-            await reading.task
-            assert reading.tokens == greedy(reading.prompt, len(reading.tokens))
-        await cluster.assert_no_leaks()
-
-
-async def _leave(reading: Reading, token: int) -> None:
-    """At another point of its life each: before the first token, and after up to nine."""
-    if token:
-        await reading.got(token)
-    await reading.leave()
-
-
 async def test_lost_and_repeated_notifications_change_no_answer(
-    smollm2: str, log_dir: Path, text_tokens: list[int], greedy: Answer
+    small: Cluster, text_tokens: list[int], greedy: Answer
 ) -> None:
     """Case 9."""
-    faults = {"drop_notification": {"at": [1]}, "duplicate_notification": {"every": 2}, "hold_s": 0.4}
-    setup = Cluster(
-        log_dir,
-        model=smollm2,
-        engine="vllm",
-        worker_options=[*OPTIONS, "--num-blocks", "100"],
-        faults=faults,
-        coordinator_options=AT_WORKERS,
-    )
-    async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=300) as client:
+    async with AsyncClient(small.target, timeout_s=300) as client:
         attempts = 0
         for n in range(6):
             prompt = text_tokens[11 * n : 11 * n + 90]
@@ -312,4 +289,28 @@ async def test_lost_and_repeated_notifications_change_no_answer(
             attempts += answer.served_by.attempts
         assert attempts == 7, "one completion was lost"
         assert worker(await client.server_info(), "decode-0").rejected_handoffs >= 2, "copies are counted"
-        await cluster.assert_no_leaks()
+        await small.assert_no_leaks()
+
+
+async def test_aborts_and_a_full_pool_leave_neighbours_alone(
+    small: Cluster, text_tokens: list[int], greedy: Answer
+) -> None:
+    """Cases 6 and 16: of twenty requests three have room on decode, and every other client leaves."""
+    async with AsyncClient(small.target, timeout_s=300) as client:
+        readings = [
+            Reading(client, text_tokens[9 * n : 9 * n + 100 + n], max_tokens=20, temperature=0.0)
+            for n in range(20)
+        ]
+        await until(small, lambda info: worker(info, "decode-0").waiting_reservations > 3, "they wait")
+        await asyncio.gather(*(_leave(reading, n) for n, reading in enumerate(readings[::2])))
+        for reading in readings[1::2]:
+            await reading.task
+            assert reading.tokens == greedy(reading.prompt, len(reading.tokens))
+        await small.assert_no_leaks()
+
+
+async def _leave(reading: Reading, token: int) -> None:
+    """At another point of its life each: before the first token, and after up to nine."""
+    if token:
+        await reading.got(token)
+    await reading.leave()

@@ -15,7 +15,7 @@ from splitserve.client import AsyncClient
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.cluster.streams import Reading, decoding_worker, prompts_under_way
+from tests.support.cluster.streams import Reading, prompts_under_way
 from tests.support.engine.reference import Reference
 from tests.support.engine.tiny_models import make_tiny_model
 
@@ -63,6 +63,7 @@ async def cluster(model: str, tmp_path: Path) -> AsyncIterator[Cluster]:
             prefill=0,
             decode=0,
             worker_options=options,
+            coordinator_options=["--no-worker-wait", "120", "--admission", "off"],
             environment={"TMPDIR": name},
         )
         before = leftovers(scratch)
@@ -77,18 +78,8 @@ def ranks_of(cluster: Cluster, name: str) -> list[psutil.Process]:
     return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)],
-)
-async def test_greedy_tokens_equal_transformers(
-    cluster: Cluster, text_tokens: list[int], reference: Reference, prefill: int, decode: int
-) -> None:
+async def assert_answers(cluster: Cluster, text_tokens: list[int], reference: Reference) -> None:
     """At the borders of blocks and chunks, once more with what is cached by then, and with seeds."""
-    cluster.add_worker("prefill", "prefill-0", *([TWO_RANKS] if prefill == 2 else []))
-    cluster.add_worker("decode", "decode-0", *([TWO_RANKS] if decode == 2 else []))
-    await cluster.wait_ready(prefill=1, decode=1)
-    assert len(ranks_of(cluster, "decode-0")) == (3 if decode == 2 else 1)
     prompts = {length: text_tokens[length : 2 * length] for length in (1, 31, 32, 33, 64, 65, 97, 130)}
     prompts[95] = prompts[130][:BLOCK] + text_tokens[: 95 - BLOCK]
     async with AsyncClient(cluster.target, timeout_s=300) as client:
@@ -114,6 +105,17 @@ async def test_greedy_tokens_equal_transformers(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("decode", [1, 2])
+async def test_two_ranks_compute_prompts(
+    cluster: Cluster, text_tokens: list[int], reference: Reference, decode: int
+) -> None:
+    cluster.add_worker("prefill", "prefill-0", TWO_RANKS)
+    cluster.add_worker("decode", "decode-0", *([TWO_RANKS] if decode == 2 else []))
+    await cluster.wait_ready(prefill=1, decode=1)
+    await assert_answers(cluster, text_tokens, reference)
+
+
+@pytest.mark.slow
 async def test_prompts_are_computed_in_two_stages(
     cluster: Cluster, text_tokens: list[int], reference: Reference
 ) -> None:
@@ -129,24 +131,24 @@ async def test_prompts_are_computed_in_two_stages(
     await cluster.assert_no_leaks()
 
 
-async def test_a_killed_rank_ends_its_worker_and_the_stream_goes_on(
-    cluster: Cluster, text_tokens: list[int]
+async def test_two_ranks_decode_and_one_that_is_killed_ends_its_worker(
+    cluster: Cluster, text_tokens: list[int], reference: Reference
 ) -> None:
-    greedy = {"max_tokens": 60, "ignore_eos": True, "temperature": 0.0}
+    """The stream goes on at a worker of one rank."""
     cluster.add_worker("prefill", "prefill-0")
-    for name in ("decode-0", "decode-1"):
-        cluster.add_worker("decode", name, TWO_RANKS)
-    await cluster.wait_ready(prefill=1, decode=2)
+    cluster.add_worker("decode", "decode-0", TWO_RANKS)
+    await cluster.wait_ready(prefill=1, decode=1)
+    ranks = ranks_of(cluster, "decode-0")
+    assert len(ranks) == 3
+    await assert_answers(cluster, text_tokens, reference)
     async with AsyncClient(cluster.target, timeout_s=300) as client:
-        undisturbed = await client.generate(text_tokens[50:120], **greedy)
-        await cluster.assert_no_leaks()
-        reading = Reading(client, text_tokens[50:120], **greedy)
+        reading = Reading(client, text_tokens[50:120], max_tokens=400, ignore_eos=True, temperature=0.0)
         await reading.got(5)
-        busy = await decoding_worker(cluster)
-        ranks = ranks_of(cluster, busy)
         ranks[-1].kill()
+        cluster.add_worker("decode", "decode-1")
         answer = await reading.task
-        assert answer.token_ids == undisturbed.token_ids
-        cluster.members[busy].process.wait(timeout=60)
+        assert list(answer.token_ids) == reference.greedy(reading.prompt, 400)
+        assert answer.served_by.decode_worker == "decode-1"
+        cluster.members["decode-0"].process.wait(timeout=60)
         assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
     await cluster.assert_no_leaks()

@@ -41,7 +41,7 @@ def answers(
 
 if __name__ == "__main__":
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 

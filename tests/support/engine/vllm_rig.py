@@ -25,6 +25,8 @@ class VllmRig:
     posted: queue.SimpleQueue[Callable[[Engine], object]]
     outputs: dict[str, list[RequestOutput]] = field(default_factory=dict)
     progress: dict[str, list[ChunkProgress]] = field(default_factory=dict)
+    started: dict[str, int] = field(default_factory=dict)
+    """Cached tokens of each request that has started."""
 
     @classmethod
     def of(cls, model: str, config: EngineConfig) -> VllmRig:
@@ -83,6 +85,7 @@ class VllmRig:
         result = self.core.take_result()
         if result is None:
             return
+        self.started |= result.started
         for output in result.outputs:
             self.outputs.setdefault(output.request_id, []).append(output)
         for progress in result.progress:

@@ -67,6 +67,7 @@ class OpenTransport(Transport):
         local_blocks: Sequence[int],
         remote_blocks: Sequence[int],
         notification: bytes | None = None,
+        group_blocks: Sequence[int] = (),
     ) -> int:
         if agent_id not in self.peers:
             raise TransferError("not connected")

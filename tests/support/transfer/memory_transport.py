@@ -165,6 +165,7 @@ class MemoryTransport(Transport):
         local_blocks: Sequence[int],
         remote_blocks: Sequence[int],
         notification: bytes | None = None,
+        group_blocks: Sequence[int] = (),
     ) -> int:
         own, theirs = connected_peer(self._peers, agent_id)
         check_blocks(local_blocks, own.num_blocks, remote_blocks, theirs.num_blocks)

@@ -71,6 +71,7 @@ class ScriptedTransport(Transport):
         local_blocks: Sequence[int],
         remote_blocks: Sequence[int],
         notification: bytes | None = None,
+        group_blocks: Sequence[int] = (),
     ) -> int:
         if self.refuse_writes is not None:
             raise TransferError(self.refuse_writes)

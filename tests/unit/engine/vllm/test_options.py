@@ -8,96 +8,45 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field, ValidationError
 
-from engine.vllm.options import (
-    MAX_REASON,
-    block_size_of,
-    checked_options,
-    own_arguments,
-    rank_count,
-    reason_of,
-    require_own,
-)
+from engine.vllm.options import MAX_REASON, own_options, rank_count, reason_of, require_own
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 
 
-def pairs(config: EngineConfig, *, on_cpu: bool = True) -> dict[str, str]:
-    words = own_arguments(config, "/models/m", on_cpu=on_cpu)
-    return {
-        word: "" if following.startswith("--") else following
-        for word, following in zip(words, [*words[1:], "--"], strict=True)
-        if word.startswith("--")
-    }
+def options_of(config: EngineConfig, *, on_cpu: bool = True) -> dict[str, Any]:
+    return own_options(config, "/models/m", on_cpu=on_cpu)
 
 
 def test_settings_become_options() -> None:
     config = EngineConfig(
         kind="vllm", context_tokens=512, num_blocks=40, max_step_tokens=32, prefix_cache=False
     )
-    options = pairs(config)
-    assert options["--model"] == "/models/m"
-    assert options["--dtype"] == "bfloat16"
-    assert options["--block-size"] == "32"
-    assert options["--max-model-len"] == "512"
-    assert options["--num-gpu-blocks-override"] == "41"
-    assert options["--max-num-batched-tokens"] == options["--max-num-seqs"] == "32"
-    assert "--no-enable-prefix-caching" in options
-    assert "--enforce-eager" in options
-    assert "--enforce-eager" not in pairs(EngineConfig(kind="vllm", engine_args="--pipeline_parallel_size=2"))
+    options = options_of(config)
+    assert (options["model"], options["dtype"], options["block_size"]) == ("/models/m", "bfloat16", 32)
+    assert (options["max_model_len"], options["num_gpu_blocks_override"]) == (512, 41)
+    assert options["max_num_batched_tokens"] == options["max_num_seqs"] == 32
+    assert (options["enable_prefix_caching"], options["enforce_eager"]) == (False, True)
+    stages = EngineConfig(kind="vllm", engine_args="--pipeline_parallel_size=2")
+    assert not options_of(stages)["enforce_eager"]
 
 
 def test_on_a_gpu_vllm_chooses_memory_and_mode() -> None:
-    options = pairs(EngineConfig(kind="vllm", device_memory_share=0.45), on_cpu=False)
-    assert options["--gpu-memory-utilization"] == "0.45"
-    assert options["--block-size"] == "16"
-    assert options["--max-num-batched-tokens"] == "2048"
-    assert "--enforce-eager" not in options
-    assert "--kv-cache-memory-bytes" not in options
+    options = options_of(EngineConfig(kind="vllm", device_memory_share=0.45), on_cpu=False)
+    assert (options["gpu_memory_utilization"], options["block_size"]) == (0.45, 16)
+    assert options["max_num_batched_tokens"] == 2048
+    assert (options["enforce_eager"], options["kv_cache_memory_bytes"]) == (False, None)
 
 
 @pytest.mark.parametrize(("asked", "taken"), [(16, 32), (32, 32), (33, 64), (128, 128)])
 def test_block_sizes_on_cpu(asked: int, taken: int) -> None:
-    assert block_size_of(EngineConfig(block_size_tokens=asked), on_cpu=True) == taken
+    assert options_of(EngineConfig(block_size_tokens=asked))["block_size"] == taken
 
 
 def test_adapters_switch_lora_on() -> None:
-    assert "--enable-lora" not in pairs(EngineConfig(kind="vllm"))
-    for count, loaded in ((1, "1"), (8, "8"), (9, "8")):
-        options = pairs(EngineConfig(kind="vllm", adapters={f"a{n}": Path("x") for n in range(count)}))
-        assert "--enable-lora" in options
-        assert options["--max-loras"] == loaded
-
-
-def test_options_are_words_of_a_shell() -> None:
-    assert checked_options("--seed 3 --rope-scaling '{\"a\": 1}'") == [
-        "--seed",
-        "3",
-        "--rope-scaling",
-        '{"a": 1}',
-    ]
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ("--block-size 64", "--block-size is set by engine.block_size_tokens"),
-        ("--max_num_seqs=3", "--max-num-seqs is set by engine.max_running_requests"),
-        ("-dp=2", "--data-parallel-size is refused: start more workers;"),
-        ("--prefill-context-parallel-size 2", "--prefill-context-parallel-size is refused"),
-        ("--scheduler_cls x", "--scheduler-cls is refused"),
-        ("-dcp 2", "--decode-context-parallel-size is refused"),
-        ("--kv-offloading-size 1", "--kv-offloading-size is refused: the handoff is splitserve's"),
-        ("--seed 1 --diffusion-config x", "--diffusion-config is refused"),
-        ("--kv-transfer-config.kv_role x", "--kv-transfer-config is refused"),
-        ("--enable-lora", "--enable-lora is set by engine.adapters"),
-        ("--lora-modules a=b", "--lora-modules is set by engine.adapters"),
-        ("--seed 'x", "No closing quotation"),
-    ],
-)
-def test_refused_options_are_named(given: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=named) as raised:
-        checked_options(given)
-    assert raised.value.field == "engine.engine_args"
+    assert not options_of(EngineConfig(kind="vllm"))["enable_lora"]
+    for count, loaded in ((1, 1), (8, 8), (9, 8)):
+        options = options_of(EngineConfig(kind="vllm", adapters={f"a{n}": Path("x") for n in range(count)}))
+        assert (options["enable_lora"], options["max_loras"]) == (True, loaded)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_a_completion_rides_on_the_write_of_a_single_pair(rigs: Callable[[int], 
     rig = rigs(1)
     rig.connect(peer())
     rig.transport.connect(peer())
-    handle = rig.transport.write_groups(PEER_AGENT, [1, 2, 9], [5, 6, 7], (2, 1), b"done")
+    handle = rig.transport.write(PEER_AGENT, [1, 2, 9], [5, 6, 7], b"done", (2, 1))
     write = told(rig.ranks[0], "write").write
     assert (list(write.local_blocks), list(write.remote_blocks)) == ([1, 2, 9], [5, 6, 7])
     assert (list(write.group_blocks), write.notification, write.engine_id) == ([2, 1], b"done", "other")
@@ -183,7 +183,8 @@ def test_notifications_are_passed_on_unless_refused(rigs: Callable[[int], Rig]) 
 
 
 def test_events_of_the_scheduler_go_to_the_engine(rigs: Callable[[int], Rig]) -> None:
-    rig, seen = rigs(1), []
+    rig = rigs(1)
+    seen: list[pb.VllmEvent] = []
     rig.transport.on_scheduler = seen.append
     rig.scheduler.send(pb.VllmEvent(ended=pb.VllmEnded(request_id="r", held=True)))
     rig.polled(lambda _: seen)

@@ -1,4 +1,4 @@
-"""What names a model towards peers; needs no vLLM."""
+"""The fingerprint of files that vLLM loads is that of the loaded model."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
-from engine.model.loaded_model import model_fingerprint
-from engine.vllm.model_files import FileTensors, fingerprint_of, tied_tensors
-from splitserve.errors import UnsupportedModelError
-
-LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 3, 5, 2, 4, 16
+from engine.model.loaded_model import files_fingerprint, model_fingerprint, tied_tensors
 
 
 @pytest.fixture
@@ -24,10 +20,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_fingerprints_follow_weights_and_settings(folder: Path) -> None:
-    before = fingerprint_of(folder, {"layers": 1})
-    assert fingerprint_of(folder, {"layers": 2}) != before
+    config = PretrainedConfig(layers=1)
+    before = files_fingerprint(folder, config)
+    assert files_fingerprint(folder, PretrainedConfig(layers=2)) != before
     save_file({"b": torch.ones(4)}, str(folder / "model-2.safetensors"))
-    assert fingerprint_of(folder, {"layers": 1}) != before
+    assert files_fingerprint(folder, config) != before
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -40,18 +37,13 @@ def test_a_loaded_module_and_its_files_have_one_fingerprint(tmp_path: Path, tied
     module = AutoModelForCausalLM.from_pretrained(tmp_path)
     settings = config.to_dict()
     loaded = model_fingerprint(settings, module.state_dict(), module.all_tied_weights_keys)
-    assert ("lm_head.weight" in FileTensors(tmp_path)) == (not tied)
-    assert fingerprint_of(tmp_path, settings, tied_tensors(config)) == loaded
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) == (not tied)
+    assert files_fingerprint(tmp_path, config) == loaded
     weights = {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
     save_file({name: tensor.clone() for name, tensor in weights.items()}, str(tmp_path / "model.safetensors"))
-    assert fingerprint_of(tmp_path, settings, tied_tensors(config)) == loaded
+    assert files_fingerprint(tmp_path, config) == loaded
     assert config.to_dict() == settings
 
 
 def test_nothing_is_tied_in_a_model_that_transformers_does_not_know() -> None:
     assert tied_tensors(PretrainedConfig()) == {}
-
-
-def test_a_folder_without_safetensors_has_no_tensors(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="needs safetensors files"):
-        FileTensors(tmp_path)
