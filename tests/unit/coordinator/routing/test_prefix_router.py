@@ -22,7 +22,7 @@ from coordinator.routing.router import (
 )
 from coordinator.workers.load import WorkerLoads
 from coordinator.workers.prefix_index import PrefixHits
-from coordinator.workers.snapshot import ChangeLog, Model, PoolSnapshot, Worker
+from coordinator.workers.snapshot import Model, PoolSnapshot, Worker
 from splitserve.latency_model import LatencyModel
 from splitserve.roles import PoolName
 from splitserve.v1 import registry_pb2
@@ -321,16 +321,14 @@ def mean(values: list[float], default: float) -> float:
     st.booleans(),
 )
 def test_a_router_that_saw_other_snapshots_answers_like_a_new_one(
-    prefills: Prefills, decodes: Decodes, changes: list[tuple[int, int]], keeps_log: bool
+    prefills: Prefills, decodes: Decodes, changes: list[tuple[int, int]], has_session: bool
 ) -> None:
     ps, ds, held = pools(prefills, decodes)
     workers, seasoned = [*ds, *ps], PrefixRouter()
-    request = dataclasses.replace(REQUEST, hits=held, session_id="s" if keeps_log else "")
-    log: list[str] = []
+    request = dataclasses.replace(REQUEST, hits=held, session_id="s" if has_session else "")
     loads = WorkerLoads.of(workers)
     for place, amount in [(0, 0), *changes]:
         at = place % len(workers)
-        log.append(workers[at].worker_id)
         changed = worker(
             workers[at].worker_id,
             workers[at].role,
@@ -352,10 +350,10 @@ def test_a_router_that_saw_other_snapshots_answers_like_a_new_one(
             loads.count_prompt(workers[at].key, amount // 2)
             loads.count_stream(workers[at].key, amount // 2)
         if place == 7:
-            workers, log = workers[1:] or workers, []
+            workers = workers[1:] or workers
         if amount % 11 == 0:
             continue  # several changes between two decisions
-        snapshot = PoolSnapshot(tuple(workers), ChangeLog(log, len(log)) if keeps_log else None)
+        snapshot = PoolSnapshot(tuple(workers))
         assert seasoned.choose_pair(snapshot, loads, request, 0.0) == PrefixRouter().choose_pair(
             snapshot, loads, request, 0.0
         )
