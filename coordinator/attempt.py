@@ -19,8 +19,8 @@ from types import MappingProxyType
 
 from coordinator.health.circuit_breakers import NO_FAILURES
 from coordinator.request.inference_request import precedence_of
-from coordinator.request.observer import RequestEvents, RequestObserver
 from coordinator.request.sending import Output
+from coordinator.request_events import RequestEvents
 from coordinator.workers.client import BackgroundTasks, WorkerClient
 from coordinator.workers.output_stream import OutputCollector, WorkerEvent, WorkerFailed
 from splitserve.errors import (
@@ -271,16 +271,16 @@ class Attempt:
         except (ResourceExhaustedError, FailedPreconditionError, InvalidArgumentError) as error:
             self._enter(AttemptEvent.REFUSAL)
             if isinstance(error, ResourceExhaustedError):
-                self._events.emit(RequestObserver.reserve_ended, time.monotonic() - started_s)
+                self._events.reserve_ended(time.monotonic() - started_s)
             raise
         except (asyncio.CancelledError, DeadlineExceededError):
-            self._events.emit(RequestObserver.reserve_ended, time.monotonic() - started_s)
+            self._events.reserve_ended(time.monotonic() - started_s)
             raise
         reserve_s = time.monotonic() - started_s
         report = self._record.report
         report.reserve_ms = reserve_s * 1e3
         # The wait of a local prefill is in its own figure, together with the wait for its first step.
-        self._events.emit(RequestObserver.reserve_ended, reserve_s if response.HasField("ticket") else 0.0)
+        self._events.reserve_ended(reserve_s if response.HasField("ticket") else 0.0)
         if response.HasField("ticket"):
             self._enter(AttemptEvent.TICKET)
             self._ticket = response.ticket

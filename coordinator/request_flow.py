@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -39,13 +38,13 @@ from coordinator.request.inference_request import (
     resolved_targets,
     timeout_s,
 )
-from coordinator.request.observer import RequestControl, RequestEvents, RequestObserver
 from coordinator.request.sending import Output
 from coordinator.request.state import Estimates, RequestState
+from coordinator.request_events import RequestControl, RequestEvents
 from coordinator.routing.pair_selector import PairSelector
 from coordinator.routing.router import RETRY_AFTER_S, Router
 from coordinator.telemetry.record_keeper import RecordKeeper
-from coordinator.telemetry.request_stats import RequestStats, StatsRecorder
+from coordinator.telemetry.request_stats import RequestStats
 from coordinator.tenants.access_control import Quotas, RequestQuota
 from coordinator.workers.client import BackgroundTasks, WorkerClients
 from coordinator.workers.load import WorkerLoads
@@ -66,7 +65,6 @@ class RequestFlow:
     """Serves requests on the registered workers.
 
     `quotas` are checked before a prompt is tokenized and before a request counts as demand, `admission` after that.
-    `observers` are told of every request, after the request's own observers.
     """
 
     config: CoordinatorConfig
@@ -81,13 +79,10 @@ class RequestFlow:
     records: RecordKeeper
     admission: CapacityAdmission
     quotas: Quotas | None = None
-    observers: Sequence[RequestObserver] = ()
 
     def __post_init__(self) -> None:
         self._loads = self.registry.loads
         self._pairs = PairSelector(self.config, self.registry, self.router, self.stats.set_without_pair)
-        if self.records.enabled:
-            self.observers = (self.records, *self.observers)
 
     async def generate(
         self,
@@ -177,15 +172,15 @@ class RequestFlow:
     def _events_of(self, request: InferenceRequest) -> RequestEvents:
         now = time.monotonic()
         state = RequestState.of(request, self.estimates.of(request, now), now)
-        return RequestEvents(state, (StatsRecorder(self.stats), *self.observers))
+        return RequestEvents(state, self.records if self.records.enabled else None)
 
     async def _admit(self, events: RequestEvents, quota: RequestQuota | None) -> None:
         if quota is not None:
             quota.charge_prompt(events.state.request)
         events.control = _Control(events.state, self._loads, self.breakers, self.admission, quota)
-        events.emit(RequestObserver.arrived)  # requests over quota are not demand to scale for
-        await self.admission.admit(events)
-        events.admitted(time.monotonic())
+        events.arrived(self.stats)  # requests over quota are not demand to scale for
+        await self.admission.admit(events.state)
+        events.state.admitted_s = time.monotonic()
 
     async def _next_attempt(self, events: RequestEvents, output: Output) -> Attempt:
         state = events.state

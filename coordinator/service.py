@@ -112,10 +112,11 @@ class Coordinator:
         self.estimates = Estimates(self.registry)
         self.breakers = CircuitBreakerRegistry(self.registry, config.circuit_breaker)
         self.costs = TenantCosts(self.access.tenants) if self.access.tenants else None
-        self.records = RecordKeeper(config.records, spans, self.costs.add if self.costs else None)
         self.request_log = (
             RequestLog(config.request_log, config.request_log_max_bytes) if config.request_log else None
         )
+        on_ended = [reader.add for reader in (self.costs, self.request_log) if reader is not None]
+        self.records = RecordKeeper(config.records, spans, on_ended)
         self.routes = configured_routes(config, self.registry)
         self.files = self._followed_files()
         coalescer = OutputCoalescer(config.max_coalesce_ms / 1e3)
@@ -188,7 +189,6 @@ class Coordinator:
             self.records,
             quotas=self.access.quotas,
             admission=self.admission,
-            observers=[self.request_log] if self.request_log is not None else [],
         )
         return InferenceApi(
             flow,

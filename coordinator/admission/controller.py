@@ -18,7 +18,6 @@ from coordinator.admission.queue import (
     RefusalReason,
 )
 from coordinator.request.inference_request import PriorityClass
-from coordinator.request.observer import RequestEvents
 from coordinator.request.state import RequestState, Waits
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker
@@ -61,13 +60,12 @@ class CapacityAdmission:
         """Models whose queues will be offered, at the end of this turn of the loop, the capacity that became free."""
         registry.subscribe(self._on_registry_change)
 
-    async def admit(self, events: RequestEvents) -> None:
+    async def admit(self, state: RequestState) -> None:
         """Returns once the request is admitted, at once where admission is off. Raises ResourceExhaustedError with a
         retry hint if it is refused."""
         if self._settings.mode == "off":
             return
         # One queue for a model and its adapters: they share the workers.
-        state = events.state
         model = state.request.model.base_name
         entry = state.flight = _entry(state, time.monotonic())
         try:
@@ -77,9 +75,8 @@ class CapacityAdmission:
             raise
         state.from_zero = entry.from_zero
         if entry.started and (entry.from_zero or entry.marks != NOT_HELD):
-            waits = Waits(*entry.marks)
-            events.waited(waits, entry.predicted_ttft_s)
-            log_event("request.admitted", prefill_s=waits.prefill_s, decode_s=waits.decode_s)
+            state.waits, state.predicted_ttft_s = Waits(*entry.marks), entry.predicted_ttft_s
+            log_event("request.admitted", prefill_s=state.waits.prefill_s, decode_s=state.waits.decode_s)
 
     def counts(self) -> dict[str, AdmissionCounts]:
         """Counts so far, by model."""

@@ -15,8 +15,8 @@ from coordinator.request.inference_request import (
     resolved_sampling,
     resolved_stop,
 )
-from coordinator.request.observer import RequestEvents
 from coordinator.request.state import RequestEstimate, RequestState
+from coordinator.request_events import RequestEvents
 from coordinator.workers.client import BackgroundTasks, WorkerClients
 from coordinator.workers.snapshot import Model, Worker
 from splitserve.errors import SplitserveError

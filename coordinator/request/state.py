@@ -1,5 +1,5 @@
-"""The state of one request across its attempts, written by `coordinator.request.observer` only, and the estimates for
-new requests: output length, and the cached part of a prompt.
+"""The state of one request across its attempts, and the estimates for new requests: output length, and the cached part
+of a prompt. Admission writes how the request waited, `coordinator.request_events` what happens afterwards.
 """
 
 from __future__ import annotations
@@ -79,9 +79,6 @@ class Waits:
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
-
-    def __add__(self, other: Waits) -> Waits:
-        return Waits(self.prefill_s + other.prefill_s, self.decode_s + other.decode_s)
 
 
 NO_WAITS = Waits()

@@ -7,6 +7,7 @@ from itertools import islice
 
 from prometheus_client.core import Metric
 
+from coordinator.request.state import RequestState
 from coordinator.telemetry.request_record import NO_COST, CostOfRequest, RequestRecord, cost_of
 from coordinator.tenants.tenants import Tenants
 from splitserve.metrics import counter, counters, gauge, gauges
@@ -22,7 +23,7 @@ class TenantCosts:
         self._tenants = tenants
         self._totals: dict[str, CostOfRequest] = {}
 
-    def add(self, record: RequestRecord) -> None:
+    def add(self, record: RequestRecord, _: RequestState) -> None:
         """Adds an ended request."""
         if record.tenant in self._tenants:
             self._totals[record.tenant] = self._totals.get(record.tenant, NO_COST) + cost_of(record)

@@ -14,9 +14,9 @@ import pytest
 
 from coordinator.admission.controller import CapacityAdmission
 from coordinator.request.inference_request import ANYONE, Caller
-from coordinator.request.observer import RequestEvents
 from coordinator.request.sending import WaitingOutput
 from coordinator.request.state import RequestState
+from coordinator.request_events import RequestEvents
 from coordinator.service import Coordinator
 from splitserve.errors import ResourceExhaustedError
 from splitserve.v1 import scaling_pb2
@@ -236,7 +236,7 @@ async def test_an_idle_gate_takes_no_loop_turn_and_hardly_any_time() -> None:
             asyncio.get_running_loop().call_soon(turn)
             with RequestEvents(RequestState(generation, estimate)) as events:
                 began = time.perf_counter()
-                await admission.admit(events)
+                await admission.admit(events.state)
                 spent.append(time.perf_counter() - began)
                 assert turns == 0
             admission.ended(events.state)

@@ -1,4 +1,4 @@
-"""RequestEvents: every observer gets every event, whatever the others do, with the state written."""
+"""RequestEvents: what is told of a request, and what its state has then."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 
 from coordinator.health.circuit_breakers import CircuitBreakerRegistry
 from coordinator.request.inference_request import InferenceRequest
-from coordinator.request.observer import BATCH_TOKENS, RequestEvents, RequestObserver
-from coordinator.request.state import RequestEstimate, RequestState, Waits
+from coordinator.request.state import RequestEstimate, RequestState
+from coordinator.request_events import BATCH_TOKENS, RequestEvents
+from coordinator.telemetry.record_keeper import RecordKeeper
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Model, Worker
-from splitserve.config.coordinator import CircuitBreakerConfig
+from splitserve.config.coordinator import CircuitBreakerConfig, RecordsConfig
 from splitserve.errors import SplitserveError, UnavailableError
 from splitserve.v1 import generation_pb2, prefill_pb2, registry_pb2
 from tests.support.cluster.registrations import registration
@@ -41,59 +42,32 @@ def delta(position: int = 0, count: int = 1, finish: int = 0) -> generation_pb2.
     return made
 
 
-class Journal(RequestObserver):
-    """Records its events."""
+class Journal:
+    """A RequestControl that records its events."""
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
 
-    def arrived(self, state: RequestState) -> None:
-        self.events.append(("arrived",))
+    def output_sent(self, tokens: int) -> None:
+        self.events.append(("sent", tokens))
 
-    def routed(self, state: RequestState) -> None:
-        self.events.append(("routed", state.attempt.pair))
+    def decoded(self) -> None:
+        self.events.append(("decoded",))
 
-    def sent(self, state: RequestState, output_tokens: int) -> None:
-        self.events.append(("sent", output_tokens, len(state.token_ids)))
-
-    def ended(self, state: RequestState, error: BaseException | None) -> None:
+    def ended(self, error: BaseException | None) -> None:
         self.events.append(("ended", type(error)))
 
 
-class Broken(RequestObserver):
-    """Raises on every event."""
-
-    def arrived(self, state: RequestState) -> None:
-        raise RuntimeError("arrived")
-
-    def sent(self, state: RequestState, output_tokens: int) -> None:
-        raise UnavailableError("sent")
-
-    def ended(self, state: RequestState, error: BaseException | None) -> None:
-        raise RuntimeError("ended")
-
-
-def test_observers_are_notified_in_order_with_the_state_written() -> None:
-    journal, registry = Journal(), Registry(1.0)
-    with RequestEvents(state(), [journal]) as events:
-        events.emit(RequestObserver.arrived)
-        prefill, decode = workers(registry)
-        events.routed(prefill, decode, 0, 1.0)
-        events.emit(RequestObserver.prefilling)
-        events.sent(delta(0, 2), 2.0)
-        events.attempt_ended()
-    assert journal.events == [
-        ("arrived",),
-        ("routed", (prefill.key, decode.key)),
-        ("sent", 2, 2),
-        ("ended", type(None)),
-    ]
+def journaled() -> tuple[RequestEvents, Journal]:
+    events, journal = RequestEvents(state()), Journal()
+    events.control = journal
+    return events, journal
 
 
 def test_tokens_are_told_of_in_batches_and_all_before_the_end() -> None:
-    journal, registry = Journal(), Registry(1.0)
-    with RequestEvents(state(), [journal]) as events:
-        pair = workers(registry)
+    made, journal = journaled()
+    with made as events:
+        pair = workers(Registry(1.0))
         events.routed(*pair, 0, 1.0)
         for position in range(2 + BATCH_TOKENS + 1):
             events.sent(delta(position), 2.0)
@@ -101,46 +75,35 @@ def test_tokens_are_told_of_in_batches_and_all_before_the_end() -> None:
         events.attempt_ended()
         events.routed(*pair, 0, 3.0)
         events.sent(delta(3 + BATCH_TOKENS), 4.0)
-    told = [event[1] for event in journal.events if event[0] == "sent"]
-    assert told == [1, 1, BATCH_TOKENS, 1, 1]
-    assert journal.events[-1][0] == "ended"
+        events.decoded()
+    sent = [("sent", count) for count in (1, 1, BATCH_TOKENS, 1, 1)]
+    assert journal.events == [*sent, ("decoded",), ("ended", type(None))]
 
 
-def test_an_observer_that_raises_affects_neither_the_request_nor_others(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    before, after = Journal(), Journal()
-    with RequestEvents(state(), [before, Broken(), after]) as events:
-        events.emit(RequestObserver.arrived)
+def test_a_record_that_cannot_be_made_does_not_fail_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no room")
+
+    with RequestEvents(state(), RecordKeeper(RecordsConfig(), on_ended=[broken])) as events:
         events.sent(delta(), 1.0)
-    assert before.events == after.events == [("arrived",), ("sent", 1, 1), ("ended", type(None))]
-    failures = [record for record in caplog.records if record.message == "observer.failed"]
-    assert len(failures) == 3
-    assert failures[0].exc_info
+    (failure,) = [record for record in caplog.records if record.message == "record.failed"]
+    assert failure.exc_info
 
 
 @pytest.mark.parametrize("error", [UnavailableError("gone"), asyncio.CancelledError()])
-def test_the_end_is_emitted_however_it_comes(error: BaseException) -> None:
-    journal = Journal()
-    with pytest.raises(type(error)), RequestEvents(state(), [journal]):
+def test_the_end_is_told_however_it_comes(error: BaseException) -> None:
+    made, journal = journaled()
+    with pytest.raises(type(error)), made:
         raise error
     assert journal.events == [("ended", type(error))]
 
 
-def test_a_gap_notifies_no_observer() -> None:
-    journal = Journal()
-    events = RequestEvents(state(), [journal])
+def test_a_gap_is_not_counted() -> None:
+    events, journal = journaled()
     with pytest.raises(SplitserveError) as caught:
         events.sent(delta(position=3), 1.0)
     assert caught.value.reason == "OUTPUT_GAP"
     assert journal.events == []
-
-
-def test_waits_add_up() -> None:
-    events = RequestEvents(state())
-    events.waited(Waits(1.0, 2.0))
-    events.waited(Waits(0.5))
-    assert events.state.waits == Waits(1.5, 2.0)
 
 
 def test_attempts_get_unique_ids_and_their_reports_add_up() -> None:
@@ -191,38 +154,6 @@ def test_circuit_breakers_see_failures_and_output() -> None:
     assert circuit_states(registry) == ["closed", "closed"]
     circuits.attempt_completed(serving.state)
     circuits.attempt_ended(serving.state)
-
-
-def test_control_is_told_before_observers_and_of_the_end_after_all_output() -> None:
-    journal = Journal()
-
-    class Control:
-        def output_sent(self, tokens: int) -> None:
-            journal.events.append(("control", tokens))
-
-        def decoded(self) -> None:
-            journal.events.append(("control decoded",))
-
-        def ended(self, error: BaseException | None) -> None:
-            journal.events.append(("control ended", error))
-
-    with RequestEvents(state(), [journal]) as events:
-        events.control = Control()
-        events.routed(*workers(Registry(1.0)), 0, 1.0)
-        for position in range(3):
-            events.sent(delta(position), 2.0)
-        events.decoded()
-    assert [event for event in journal.events if event[0] != "routed"] == [
-        ("control", 1),
-        ("sent", 1, 1),
-        ("control", 1),
-        ("sent", 1, 2),
-        ("control decoded",),
-        ("control", 1),
-        ("sent", 1, 3),
-        ("control ended", None),
-        ("ended", type(None)),
-    ]
 
 
 def test_a_local_prompt_says_nothing_of_the_prefill_worker() -> None:

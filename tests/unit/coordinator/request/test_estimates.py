@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from coordinator.request.inference_request import Caller, InferenceRequest
-from coordinator.request.observer import RequestEvents
 from coordinator.request.state import DEFAULT_OUTPUT_TOKENS, Estimates, RequestState
+from coordinator.request_events import RequestEvents
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Model
 from splitserve.v1 import generation_pb2, prefill_pb2, registry_pb2

@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 
 from coordinator.request.inference_request import Caller, InferenceRequest
-from coordinator.request.observer import RequestEvents, RequestObserver
 from coordinator.request.state import (
     AttemptReport,
     Candidate,
@@ -20,6 +19,7 @@ from coordinator.request.state import (
     RequestState,
     Waits,
 )
+from coordinator.request_events import RequestEvents
 from coordinator.telemetry.explanation import decisions_of
 from coordinator.telemetry.record_keeper import RecordKeeper
 from coordinator.telemetry.request_record import (
@@ -29,6 +29,7 @@ from coordinator.telemetry.request_record import (
     cost_of,
     phases_of,
 )
+from coordinator.telemetry.request_stats import RequestStats
 from coordinator.workers.registration import checked_worker
 from coordinator.workers.snapshot import Model, Worker
 from splitserve.config.coordinator import RecordsConfig
@@ -80,13 +81,13 @@ def request_of(clock: Clock, name: str = "r", tenant: str = "default", prompt: i
 
 @contextmanager
 def request(
-    clock: Clock, observer: RequestObserver, name: str = "r", tenant: str = "default"
+    clock: Clock, keeper: RecordKeeper, name: str = "r", tenant: str = "default"
 ) -> Iterator[RequestEvents]:
     """A request that was tokenized after 2 ms."""
     inference_request = request_of(clock, name, tenant)
     state = RequestState.of(inference_request, RequestEstimate(8.0, 40.0), clock.at(2))
-    with RequestEvents(state, [observer]) as events:
-        events.emit(RequestObserver.arrived)
+    with RequestEvents(state, keeper) as events:
+        events.arrived(RequestStats())
         yield events
 
 
@@ -102,7 +103,7 @@ def attempt(
     events.reserving(clock.at(from_ms + 1))
     report = events.state.attempt.report
     report.reserve_ms, report.reserved_blocks = 4.0, 3
-    events.emit(RequestObserver.reserve_ended, 0.004)
+    events.reserve_ended(0.004)
     now = clock.at(from_ms + 5)
     report.queue_ms = clock.ms
     events.prefilling(now)
@@ -126,10 +127,10 @@ def decoding(events: RequestEvents, clock: Clock, at_ms: float) -> None:
     events.decode_began(0.5)
 
 
-def serve(clock: Clock, observer: RequestObserver, name: str = "r", tenant: str = "default") -> None:
+def serve(clock: Clock, keeper: RecordKeeper, name: str = "r", tenant: str = "default") -> None:
     """A whole request: admitted after 4 ms, first token after 40, the last one after 70."""
-    with request(clock, observer, name, tenant) as events:
-        events.admitted(clock.at(4))
+    with request(clock, keeper, name, tenant) as events:
+        events.state.admitted_s = clock.at(4)
         attempt(events, clock, 5)
         prefilled(events, clock, 39)
         send(events, clock, 40)
@@ -199,7 +200,7 @@ def test_it_tells_counts_gaps_and_cost(clock: Clock) -> None:
 def test_a_resume_before_the_first_token_keeps_the_sum(clock: Clock) -> None:
     keeper = RecordKeeper(RecordsConfig())
     with request(clock, keeper) as events:
-        events.admitted(clock.at(4))
+        events.state.admitted_s = clock.at(4)
         attempt(events, clock, 5)
         clock.at(30)
         events.state.attempt.suspect = DECODE.key
@@ -231,7 +232,7 @@ def test_a_resume_before_the_first_token_keeps_the_sum(clock: Clock) -> None:
 def test_a_resume_after_the_first_token_shows_both_parts(clock: Clock) -> None:
     keeper = RecordKeeper(RecordsConfig())
     with request(clock, keeper) as events:
-        events.admitted(clock.at(4))
+        events.state.admitted_s = clock.at(4)
         attempt(events, clock, 5)
         prefilled(events, clock, 39)
         send(events, clock, 40)
@@ -257,7 +258,7 @@ def test_a_resume_after_the_first_token_shows_both_parts(clock: Clock) -> None:
 def test_a_local_prefill_is_the_decode_workers(clock: Clock) -> None:
     keeper = RecordKeeper(RecordsConfig())
     with request(clock, keeper) as events:
-        events.admitted(clock.at(4))
+        events.state.admitted_s = clock.at(4)
         events.routed(PREFILL, DECODE, 0, clock.at(5))
         events.reserving(clock.at(6))
         clock.at(8)
@@ -308,8 +309,9 @@ def test_a_refusal_in_admission(clock: Clock) -> None:
 def test_a_wait_in_admission_says_what_for(clock: Clock) -> None:
     keeper = RecordKeeper(RecordsConfig())
     with request(clock, keeper) as events:
-        events.waited(Waits(prefill_s=0.3), 0.42)
-        events.admitted(clock.at(302))
+        state = events.state
+        state.waits, state.predicted_ttft_s = Waits(prefill_s=0.3), 0.42
+        state.admitted_s = clock.at(302)
         running = keeper.find("r", "default")
     assert running is not None
     assert running.outcome == "running"
@@ -331,7 +333,7 @@ def test_a_wait_in_admission_says_what_for(clock: Clock) -> None:
 def test_what_ends_while_prefilling(clock: Clock, error: BaseException, outcome: str, is_kept: bool) -> None:
     keeper = RecordKeeper(RecordsConfig())
     with suppress(type(error)), request(clock, keeper) as events:
-        events.admitted(clock.at(4))
+        events.state.admitted_s = clock.at(4)
         attempt(events, clock, 5)
         clock.at(20)
         events.attempt_ended()
@@ -359,7 +361,7 @@ def test_what_was_not_understood_is_kept_with_its_error(clock: Clock) -> None:
 def test_a_workers_own_times_never_exceed_what_passed(clock: Clock) -> None:
     keeper = RecordKeeper(RecordsConfig())
     with request(clock, keeper) as events:
-        events.admitted(clock.at(4))
+        events.state.admitted_s = clock.at(4)
         attempt(events, clock, 5)
         prefilled(events, clock, 20)  # 23 ms of its own, of the 10 ms that there were
         send(events, clock, 20)
@@ -390,7 +392,7 @@ def test_what_each_other_candidate_would_have_cost(clock: Clock) -> None:
     )
     keeper = RecordKeeper(RecordsConfig())
     with request(clock, keeper) as events:
-        events.admitted(clock.at(4))
+        events.state.admitted_s = clock.at(4)
         attempt(events, clock, 5, candidates=candidates)
         events.attempt_ended()
     record = keeper.find("r", None)

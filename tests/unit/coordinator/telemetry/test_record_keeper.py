@@ -6,10 +6,11 @@ import tracemalloc
 
 import pytest
 
-from coordinator.request.observer import RequestEvents, RequestObserver
 from coordinator.request.state import MAX_PAST_ATTEMPTS, RequestEstimate, RequestState
+from coordinator.request_events import RequestEvents
 from coordinator.telemetry.record_keeper import RecordKeeper
 from coordinator.telemetry.request_record import RequestRecord
+from coordinator.telemetry.request_stats import RequestStats
 from splitserve.config.coordinator import RecordsConfig
 from splitserve.errors import ResourceExhaustedError, UnavailableError
 from tests.unit.coordinator.telemetry.test_record import Clock, attempt, request, request_of, served
@@ -100,8 +101,8 @@ def test_a_running_request_is_found_and_gone_from_there_at_its_end(clock: Clock)
 def test_attempts_are_bounded(clock: Clock) -> None:
     state = RequestState(request_of(clock), RequestEstimate(8.0, 40.0))
     keeper = RecordKeeper(CONFIG)
-    with RequestEvents(state, [keeper]) as events:
-        events.emit(RequestObserver.arrived)
+    with RequestEvents(state, keeper) as events:
+        events.arrived(RequestStats())
         for number in range(50):
             attempt(events, clock, 10.0 * number)
             events.attempt_failed(UnavailableError("x" * 5000, reason="GONE"))

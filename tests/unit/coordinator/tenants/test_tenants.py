@@ -18,8 +18,8 @@ from coordinator.request.inference_request import (
     check_length,
     resolved_stop,
 )
-from coordinator.request.observer import RequestEvents
 from coordinator.request.state import RequestEstimate, RequestState
+from coordinator.request_events import RequestEvents
 from coordinator.telemetry.tenant_metrics import tenant_metrics
 from coordinator.tenants.access_control import CLUSTER, Quotas, RequestQuota
 from coordinator.tenants.policy_file import MAX_TENANTS_BYTES, TenantPolicy, load_tenants
