@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,8 +32,6 @@ from coordinator.request.inference_request import (
     check_request,
     check_resume,
     kept_tokens,
-    random_bits,
-    random_hex,
     resolved_sampling,
     resolved_stop,
     resolved_targets,
@@ -97,7 +96,7 @@ class RequestFlow:
         received_s = time.monotonic()
         state: RequestState | None = None
         check_names(request)
-        request_id = request.request_id or random_hex()
+        request_id = request.request_id or secrets.token_hex(16)
         trace_id = trace.context.trace_id if trace is not None else ""
         with log_context(request_id=request_id, trace_id=trace_id), ExitStack() as stack:
             try:
@@ -311,7 +310,7 @@ class InputProcessor:
         bad: list[list[int]] = []
         if words := request.sampling.bad_words:
             bad = await self.tokenizers.bad_sequences(model.tokenizer_source, words, caller.tenant)
-        sampling = resolved_sampling(request.sampling, random_bits(SEED_BITS), bad)
+        sampling = resolved_sampling(request.sampling, secrets.randbits(SEED_BITS), bad)
         prompt_field = f"prompt.{request.WhichOneof('prompt')}"
         try:
             prompt = await self.tokenizers.encode_named(

@@ -11,7 +11,6 @@ from coordinator.attempt import Attempt
 from coordinator.request.inference_request import (
     Caller,
     InferenceRequest,
-    random_hex,
     resolved_sampling,
     resolved_stop,
 )
@@ -85,7 +84,7 @@ def _request(model: Model, token_ids: tuple[int, ...]) -> InferenceRequest:
     sampling = generation_pb2.SamplingParams(temperature=0.0, logprobs=20)
     stop = generation_pb2.StopParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
     return InferenceRequest(
-        request_id=f"canary-{random_hex(12)}",
+        request_id=f"canary-{secrets.token_hex(6)}",
         model=model,
         prompt=token_ids,
         sampling=resolved_sampling(sampling, seed=0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -18,7 +19,6 @@ from coordinator.request.inference_request import (
     RequestTrace,
     check_highest,
     check_prompt_form,
-    random_bits,
 )
 from coordinator.request.sending import Output
 from coordinator.request_flow import RequestFlow
@@ -74,7 +74,7 @@ class TraceSampler:
         return RequestTrace(own, parent.span_id, operation, resumed)
 
     def _drawn(self) -> bool:
-        return random_bits(DRAW_BITS) < self._ratio * (1 << DRAW_BITS)
+        return secrets.randbits(DRAW_BITS) < self._ratio * (1 << DRAW_BITS)
 
     def _grants(self, now: float) -> bool:
         if self._limit is None or self._bucket is None or wait_s(self._bucket, self._limit, 1.0, now) > 0:

@@ -8,7 +8,6 @@ violation is an InvalidArgumentError naming the field and its bound.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -180,37 +179,8 @@ class RequestTrace:
         return replace(self, context=self.attempt())
 
 
-POOL_BYTES = 4096
 CHAT_PREFIX, COMPLETION_PREFIX, RESPONSE_PREFIX, MESSAGE_PREFIX = "chatcmpl-", "cmpl-", "resp_", "msg_"
 """Prefixes of the id of an answer over HTTP; the request's id follows."""
-
-
-class RandomPool:
-    """A buffer of cryptographic random bytes, each used once. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._bytes = b""
-        self._used = 0
-
-    def take(self, count: int) -> bytes:
-        """`count` random bytes, at most POOL_BYTES."""
-        if self._used + count > len(self._bytes):
-            self._bytes, self._used = os.urandom(POOL_BYTES), 0
-        self._used += count
-        return self._bytes[self._used - count : self._used]
-
-
-_POOL = RandomPool()
-
-
-def random_hex(digits: int = 32) -> str:
-    """A string of random hexadecimal digits; `digits` must be even."""
-    return _POOL.take(digits // 2).hex()
-
-
-def random_bits(count: int) -> int:
-    """A random integer from 0 to 2**count - 1."""
-    return int.from_bytes(_POOL.take((count + 7) // 8)) >> (-count % 8)
 
 
 def names_of(given: str) -> tuple[str, ...]:

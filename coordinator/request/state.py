@@ -5,10 +5,11 @@ of a prompt. Admission writes how the request waited, `coordinator.request_event
 from __future__ import annotations
 
 import enum
+import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from coordinator.request.inference_request import InferenceRequest, random_hex
+from coordinator.request.inference_request import InferenceRequest
 from coordinator.workers.load import Flight
 from coordinator.workers.prefix_index import PrefixHits
 from coordinator.workers.registry import Registry
@@ -315,7 +316,7 @@ class RequestState:
     ) -> None:
         """Begins an attempt on these workers; `cached_tokens` of the prompt are expected in prefill's cache."""
         self.attempts += 1
-        name = f"{self.request.request_id[:LONGEST_NAME]}.{self.attempts}.{random_hex(12)}"
+        name = f"{self.request.request_id[:LONGEST_NAME]}.{self.attempts}.{secrets.token_hex(6)}"
         report, trace = AttemptReport(prefill.worker_id), self.request.trace
         self.current = AttemptRecord(
             attempt_id=name,
