@@ -52,7 +52,7 @@ from splitserve.grammars.processes import GrammarProcesses
 from splitserve.kserve import open_inference_pb2
 from splitserve.kserve.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from splitserve.logs import log_event
-from splitserve.metrics import gauge, reload_metrics, serving_metrics
+from splitserve.metrics import reload_metrics, serving_metrics
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.rpc.server import LISTENERS, RpcServer
@@ -262,9 +262,8 @@ class Coordinator:
         costs = self.costs.metrics() if self.costs else []
         process = [*self.loop_lag.metrics(), self.loops.metric(), *reload_metrics(self.files.files)]
         watches = [*self.canary.metrics(), *self.notice_mover.metrics()]
-        blocks = gauge("splitserve_prefix_index_blocks", "KV blocks known", len(self.registry.prefixes))
         log = self.request_log.metrics() if self.request_log is not None else []
-        return [*requests, *queue, *log, blocks, *process, *tenants, *costs, *watches]
+        return [*requests, *queue, *log, *process, *tenants, *costs, *watches]
 
     async def listen(self) -> None:
         """Binds and starts serving. With TLS, also listens on the cluster port, which requires client certificates."""

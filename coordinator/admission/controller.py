@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coordinator.admission.model_admission import ModelAdmission
@@ -23,7 +23,6 @@ from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.errors import ResourceExhaustedError
-from splitserve.histograms import DurationCounts
 from splitserve.logs import log_event
 
 Waiting = asyncio.Future[None]
@@ -35,10 +34,6 @@ Publish = Callable[[str, Held], None]
 class AdmissionCounts:
     """Metrics of one model's admission. Read on other threads: values are only replaced or increased."""
 
-    waited: Mapping[PriorityClass, DurationCounts] = field(
-        default_factory=lambda: {name: DurationCounts() for name in CLASSES}
-    )
-    """Queueing time of admitted requests, including those that did not wait."""
     refused: dict[RefusalReason, int] = field(default_factory=lambda: dict.fromkeys(REFUSAL_REASONS, 0))
     queued: dict[PriorityClass, int] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0))
     queued_prompt_tokens: int = 0
@@ -101,7 +96,6 @@ class CapacityAdmission:
             )  # free capacity goes to waiting requests first, which makes room in the queue
         arrival = admission.arrive(entry, entry.arrived_s)
         if arrival.started:
-            self._counts[model].waited[entry.priority_class].add(0.0)
             return
         for refusal in arrival.evicted:
             self._refuse(model, refusal)
@@ -112,7 +106,6 @@ class CapacityAdmission:
         self._publish(model, admission)
         try:
             await future
-            self._counts[model].waited[entry.priority_class].add(time.monotonic() - entry.arrived_s)
         except BaseException:
             # Cancelled or refused while waiting, possibly in the same turn of the loop as being admitted.
             self._end(model, entry)

@@ -45,7 +45,7 @@ class RequestLog:
     def __init__(self, path: Path, max_bytes: int) -> None:
         """Raises ConfigError if the file cannot be appended to."""
         self._path, self._max_bytes = path, max_bytes
-        self._lines = self._refused = self._overflowed = 0
+        self._refused = self._overflowed = 0
         self._queue: Queue[dict[str, Any] | None] = Queue(MAX_QUEUED)
         self._paused_until_s = 0.0
         try:
@@ -65,9 +65,8 @@ class RequestLog:
             self._overflowed += 1
 
     def metrics(self) -> list[Metric]:
-        """Numbers of written and of dropped lines."""
+        """The number of dropped lines."""
         return [
-            counter("splitserve_request_log_lines_total", "Lines written to the request log", self._lines),
             counter(
                 "splitserve_request_log_dropped_lines_total",
                 "Lines that the request log lacks because its disk was full or slow",
@@ -119,8 +118,6 @@ class RequestLog:
             self._refused += len(lines)
             self._paused_until_s = monotonic() + _RETRY_S
             log_event("request_log.failed", path=str(self._path), error=error.strerror or str(error))
-        else:
-            self._lines += len(lines)
 
     def _append(self, text: bytes) -> None:
         """Appends all of `text` or nothing. Raises OSError."""

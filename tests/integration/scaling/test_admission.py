@@ -94,7 +94,6 @@ async def test_a_full_decode_pool_holds_requests_back_and_a_freed_slot_needs_no_
         phase = stats_of(cluster.coordinator).phases[scaling_pb2.PHASE_RESERVE]
         assert phase.cold.total + phase.warm.total == 8
         counts = admission_of(cluster).counts()["words"]
-        assert counts.waited["standard"].total == 8
         assert counts.queued["standard"] == 0
 
 
@@ -110,7 +109,6 @@ async def test_time_in_the_queue_is_part_of_the_timings() -> None:
         waited_ms = done.timings.queue_ms - SAID_QUEUE_MS
         assert 200 <= waited_ms <= (time.monotonic() - began) * 1e3
         assert done.timings.ttft_ms >= waited_ms
-        assert admission_of(cluster).counts()["words"].waited["standard"].sum_s >= 0.2
 
 
 async def test_cancelling_and_a_deadline_free_the_place_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
