@@ -44,7 +44,7 @@ from coordinator.routing.pair_selector import PairSelector
 from coordinator.routing.router import RETRY_AFTER_S, Router
 from coordinator.telemetry.record_keeper import RecordKeeper
 from coordinator.telemetry.request_stats import RequestStats
-from coordinator.tenants.access_control import Quotas, RequestQuota
+from coordinator.tenants.tenants import RequestQuota, Tenants
 from coordinator.workers.client import BackgroundTasks, WorkerClients
 from coordinator.workers.load import WorkerLoads
 from coordinator.workers.registry import Registry
@@ -63,7 +63,8 @@ from splitserve.v1 import generation_pb2, inference_pb2
 class RequestFlow:
     """Serves requests on the registered workers.
 
-    `quotas` are checked before a prompt is tokenized and before a request counts as demand, `admission` after that.
+    Quotas of `tenants` are checked before a prompt is tokenized and before a request counts as demand, `admission` after
+    that.
     """
 
     config: CoordinatorConfig
@@ -77,7 +78,7 @@ class RequestFlow:
     breakers: CircuitBreakerRegistry
     records: RecordKeeper
     admission: CapacityAdmission
-    quotas: Quotas | None = None
+    tenants: Tenants | None = None
 
     def __post_init__(self) -> None:
         self._loads = self.registry.loads
@@ -105,8 +106,8 @@ class RequestFlow:
                     deadline_s = received_s + left_s
                     try:
                         quota = None
-                        if self.quotas is not None:
-                            quota = stack.enter_context(self.quotas.entered(request, caller))
+                        if self.tenants is not None:
+                            quota = stack.enter_context(self.tenants.entered(request, caller))
                         if failure is not None:
                             raise failure
                         inference_request = await self.inputs.process(

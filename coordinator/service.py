@@ -187,7 +187,7 @@ class Coordinator:
             self.estimates,
             self.breakers,
             self.records,
-            quotas=self.access.quotas,
+            tenants=self.access.tenants,
             admission=self.admission,
         )
         return InferenceApi(

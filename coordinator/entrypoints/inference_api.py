@@ -276,9 +276,9 @@ class InferenceApi:
     @asynccontextmanager
     async def _counted(self, model: str, caller: Caller) -> AsyncIterator[None]:
         """As `_admitted`, for what generates nothing: the tenant is charged a request, but no tokens."""
-        quotas = self.flow.quotas
+        tenants = self.flow.tenants
         async with self._admitted(model):
-            with quotas.entered(inference_pb2.GenerateRequest(), caller) if quotas else nullcontext():
+            with tenants.entered(inference_pb2.GenerateRequest(), caller) if tenants else nullcontext():
                 yield
 
     @asynccontextmanager

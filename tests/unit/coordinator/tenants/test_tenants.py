@@ -21,9 +21,9 @@ from coordinator.request.inference_request import (
 from coordinator.request.state import RequestEstimate, RequestState
 from coordinator.request_events import RequestEvents
 from coordinator.telemetry.tenant_metrics import tenant_metrics
-from coordinator.tenants.access_control import CLUSTER, Quotas, RequestQuota
+from coordinator.tenants.access_control import CLUSTER
 from coordinator.tenants.policy_file import MAX_TENANTS_BYTES, TenantPolicy, load_tenants
-from coordinator.tenants.tenants import Tenants
+from coordinator.tenants.tenants import RequestQuota, Tenants
 from coordinator.tenants.usage import TenantUsage
 from coordinator.workers.snapshot import Model
 from splitserve.errors import ConfigError, InvalidArgumentError, ResourceExhaustedError, UnauthenticatedError
@@ -262,11 +262,11 @@ def test_what_a_resumed_answer_had_is_charged_as_a_debt() -> None:
 
 def test_a_resumed_request_is_charged_on_admission(tmp_path: Path) -> None:
     tenants = Tenants(write(tmp_path, {"name": "alice", "prompt_tokens_per_second": 10}))
-    quotas, alice = Quotas(tenants), tenants.caller(KEYS["alice"])
+    alice = tenants.caller(KEYS["alice"])
     ask = inference_pb2.GenerateRequest(text="w1 w2 w3")
-    with quotas.entered(ask, alice) as quota:
+    with tenants.entered(ask, alice) as quota:
         quota.charge_prompt(replace(inference_request(alice), resumed=(5,) * 900))
-    with pytest.raises(ResourceExhaustedError) as caught, quotas.entered(ask, alice):
+    with pytest.raises(ResourceExhaustedError) as caught, tenants.entered(ask, alice):
         pytest.fail("it was let in with a debt")
     assert caught.value.field == "prompt_tokens_per_second"
 
@@ -333,24 +333,24 @@ def arriving(caller: Caller, quota: RequestQuota) -> RequestEvents:
 
 def test_quotas_are_released_whatever_happens(tmp_path: Path) -> None:
     tenants = Tenants(write(tmp_path, {"name": "alice", "max_concurrent_requests": 1}))
-    quotas, alice = Quotas(tenants), tenants.caller(KEYS["alice"])
+    alice = tenants.caller(KEYS["alice"])
     ask = inference_pb2.GenerateRequest(text="w1 w2 w3")
-    with suppress(RuntimeError), quotas.entered(ask, alice) as quota, arriving(alice, quota) as events:
+    with suppress(RuntimeError), tenants.entered(ask, alice) as quota, arriving(alice, quota) as events:
         events.sent(generation_pb2.OutputDelta(token_ids=[1] * 4), 0.0)
         raise RuntimeError
     with (
-        quotas.entered(ask, alice) as quota,
+        tenants.entered(ask, alice) as quota,
         arriving(alice, quota),
         pytest.raises(ResourceExhaustedError),
-        quotas.entered(ask, alice),
+        tenants.entered(ask, alice),
     ):
         pytest.fail("a second request was let in")
-    with suppress(ValueError), quotas.entered(ask, alice):
+    with suppress(ValueError), tenants.entered(ask, alice):
         raise ValueError("as an invalid request does")
     usage = tenants.usage_of(alice)
     assert usage.outcomes == {"completed": 1, "failed": 1, "refused": 1}
     assert usage.tokens == {"prompt": 6, "output": 4}
-    with quotas.entered(ask, CLUSTER) as quota, arriving(CLUSTER, quota):
+    with tenants.entered(ask, CLUSTER) as quota, arriving(CLUSTER, quota):
         assert usage.running == 0
 
 
