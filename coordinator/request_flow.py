@@ -63,8 +63,8 @@ from splitserve.v1 import generation_pb2, inference_pb2
 class RequestFlow:
     """Serves requests on the registered workers.
 
-    Quotas of `tenants` are checked before a prompt is tokenized and before a request counts as demand, `admission` after
-    that.
+    Quotas of `tenants` are checked before a prompt is tokenized and before a request counts as demand; `admission`
+    follows.
     """
 
     config: CoordinatorConfig
