@@ -20,6 +20,7 @@ from coordinator.request_events import RequestEvents
 from coordinator.service import Coordinator
 from splitserve.errors import ResourceExhaustedError
 from splitserve.v1 import scaling_pb2
+from tests.support.clients.inference_requests import inference_request
 from tests.support.cluster.fake_cluster import (
     Collected,
     FakeCluster,
@@ -228,7 +229,9 @@ async def test_an_idle_gate_takes_no_loop_turn_and_hardly_any_time() -> None:
             nonlocal turns
             turns += 1
 
-        generation = _generation(cluster)
+        generation = inference_request(
+            max_tokens=6, model=cluster.coordinator.registry.known_models()["words"]
+        )
         estimate = cluster.coordinator.estimates.of(generation, time.monotonic())
         for _ in range(300):
             asyncio.get_running_loop().call_soon(turn)
@@ -242,15 +245,3 @@ async def test_an_idle_gate_takes_no_loop_turn_and_hardly_any_time() -> None:
             turns = 0
         # 8 us on an idle core. The least of them: what the machine does beside it is in the others.
         assert min(spent) < 100e-6
-
-
-def _generation(cluster: FakeCluster) -> Any:
-    from coordinator.request.inference_request import InferenceRequest
-    from splitserve.v1 import generation_pb2
-
-    model = cluster.coordinator.registry.known_models()["words"]
-    now = time.monotonic()
-    return InferenceRequest(
-        "r", model, (1, 2, 3), generation_pb2.SamplingParams(), generation_pb2.StopParams(max_tokens=6), 0,
-        now + 60, now,
-    )  # fmt: skip

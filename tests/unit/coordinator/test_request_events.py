@@ -9,24 +9,20 @@ from typing import Any
 import pytest
 
 from coordinator.health.circuit_breakers import CircuitBreakerRegistry
-from coordinator.request.inference_request import InferenceRequest
 from coordinator.request.state import RequestEstimate, RequestState
 from coordinator.request_events import BATCH_TOKENS, RequestEvents
 from coordinator.telemetry.record_keeper import RecordKeeper
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import Model, Worker
+from coordinator.workers.snapshot import Worker
 from splitserve.config.coordinator import CircuitBreakerConfig, RecordsConfig
 from splitserve.errors import SplitserveError, UnavailableError
 from splitserve.v1 import generation_pb2, prefill_pb2, registry_pb2
+from tests.support.clients.inference_requests import inference_request
 from tests.support.cluster.registrations import registration
 
 
 def state() -> RequestState:
-    request = InferenceRequest(
-        "r", Model("words", "words", 64, 100), (1, 2, 3), generation_pb2.SamplingParams(),
-        generation_pb2.StopParams(max_tokens=8), 0, time.monotonic() + 60, time.monotonic(),
-    )  # fmt: skip
-    return RequestState(request, RequestEstimate(8.0, 3.0))
+    return RequestState(inference_request(), RequestEstimate(8.0, 3.0))
 
 
 def workers(registry: Registry) -> tuple[Worker, Worker]:

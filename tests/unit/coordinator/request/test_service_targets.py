@@ -9,16 +9,15 @@ import pytest
 
 from coordinator.request.inference_request import (
     ANYONE,
-    InferenceRequest,
     PriorityClass,
     RequestTargets,
     resolved_targets,
 )
 from coordinator.request.state import RequestEstimate, RequestState
-from coordinator.workers.snapshot import Model
 from splitserve.config.coordinator import AdmissionConfig, OnLate
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import generation_pb2, inference_pb2
+from tests.support.clients.inference_requests import inference_request
 
 BOTH = AdmissionConfig(ttft_slo_s=1.0, tpot_slo_s=0.05, on_late="refuse")
 SERVED = AdmissionConfig(ttft_slo_s=1.0)
@@ -112,11 +111,7 @@ def test_a_tenant_s_request_cannot_name_what_nobody_else_has(asked: dict[str, fl
 
 def state(targets: RequestTargets | None = RequestTargets(1.0, 0.05), sent: int = 0) -> RequestState:  # noqa: B008
     """A request that was received at 100 s."""
-    request = InferenceRequest(
-        "r", Model("words", "words", 64, 100), (1, 2, 3), generation_pb2.SamplingParams(),
-        generation_pb2.StopParams(max_tokens=8), 0, 160.0, 100.0, targets=targets,
-    )  # fmt: skip
-    made = RequestState(request, RequestEstimate(8.0, 3.0))
+    made = RequestState(inference_request(received_s=100.0, targets=targets), RequestEstimate(8.0, 3.0))
     made.token_ids.extend([7] * sent)
     return made
 

@@ -18,6 +18,7 @@ from coordinator.routing.router import (
     Pair,
     RoutingRequest,
     crowding,
+    no_pair,
     pair_cost,
 )
 from coordinator.workers.load import WorkerLoads
@@ -111,6 +112,60 @@ def test_the_holder_loses_when_its_queue_costs_more_than_the_prefix_saves() -> N
     assert chosen(busy, prefill("p1", "d0"), decode("d0"), hits=hits(p0=50)) == ("p1", "d0")
 
 
+def test_the_shorter_queue_wins() -> None:
+    workers = prefill("p0", "d0", waiting_tokens=5000), prefill("p1", "d0", waiting_tokens=10), decode("d0")
+    assert chosen(*workers) == ("p1", "d0")
+
+
+def test_a_faster_worker_may_have_the_longer_queue() -> None:
+    slow = prefill("p0", "d0", waiting_tokens=1000, tokens_per_s=500)
+    fast = prefill("p1", "d0", waiting_tokens=3000, tokens_per_s=9000)
+    assert chosen(slow, fast, decode("d0")) == ("p1", "d0")
+
+
+def test_what_was_sent_since_the_last_report_counts() -> None:
+    workers = prefill("p0", "d0"), prefill("p1", "d0"), decode("d0")
+    loads = WorkerLoads.of(workers)
+    loads.count_prompt(("p0", 1), 500)
+    pair = PrefixRouter().choose_pair(PoolSnapshot(workers), loads, REQUEST, 0.0)
+    assert pair is not None
+    assert pair.prefill.worker_id == "p1"
+
+
+def test_an_unmeasured_worker_counts_as_average() -> None:
+    fresh = prefill("p0", "d0", tokens_per_s=0)
+    measured = prefill("p1", "d0", tokens_per_s=50_000, waiting_tokens=100)
+    assert chosen(fresh, measured, decode("d0")) == ("p0", "d0")
+
+
+def test_a_full_decode_worker_is_avoided() -> None:
+    full = decode("d0", free_blocks=2, referenced_blocks=98, running_requests=2)
+    busy = decode("d1", running_requests=6)
+    assert chosen(prefill("p0", "d0", "d1"), full, busy) == ("p0", "d1")
+
+
+def test_what_is_missing_is_named() -> None:
+    cases: list[tuple[tuple[Worker, ...], str]] = [
+        ((), "no prefill and no decode"),
+        ((prefill("p0"),), "no decode worker"),
+        ((decode("d0"),), "no prefill worker"),
+        ((prefill("p0"), decode("d0")), "is connected"),
+    ]
+    for workers, expected in cases:
+        error = no_pair(PoolSnapshot(workers), REQUEST, 1.0)
+        assert expected in error.message
+        assert (error.reason, error.retry_after_s) == ("NO_WORKER", 1.0)
+
+
+def test_a_refused_lane_is_named() -> None:
+    problem = "0.30 GB/s over tcp, at least 1 GB/s expected"
+    lane = registry_pb2.LaneReport(agent_id="agent-d0", problem=problem, refused=True)
+    snapshot = PoolSnapshot((decode("d0"), dataclasses.replace(prefill("p0"), lanes=(lane,))))
+    error = no_pair(snapshot, REQUEST, 1.0)
+    assert error.reason == "SLOW_LANE"
+    assert f"p0 to d0: {problem}" in error.message
+
+
 def test_computing_again_counts_more_the_busier_the_pool_is() -> None:
     held, two = hits(p0=50), [prefill("p0", "d0", waiting_tokens=2000), prefill("p1", "d0")]
     idle, busy = ([prefill(f"p{n}", "d0", waiting_tokens=load) for n in range(2, 6)] for load in (0, 5000))
@@ -174,19 +229,10 @@ def test_a_higher_class_weighs_the_queue_less() -> None:
     assert chosen(*workers, hits=hits(p0=50), class_rank=1)[0] == "p0"
 
 
-def test_excluded_draining_and_unconnected_workers_are_never_chosen() -> None:
+def test_excluded_and_draining_workers_are_never_chosen_whatever_they_hold() -> None:
     assert chosen(*TWO, hits=hits(p1=60), exclude=frozenset({("p1", 1)}))[0] == "p0"
     gone = dataclasses.replace(TWO[1], draining=True)
     assert chosen(TWO[0], gone, *TWO[2:], hits=hits(p1=60))[0] == "p0"
-    alone = dataclasses.replace(TWO[1], connected_agents=frozenset())
-    assert chosen(TWO[0], alone, *TWO[2:], hits=hits(p1=60))[0] == "p0"
-    assert choose(alone, decode("d0")) is None
-    assert choose(decode("d0")) is None
-    assert choose(*TWO, model="other") is None
-
-
-def test_one_token_needs_no_decode_worker() -> None:
-    assert chosen(prefill("p0"), prefill("p1"), needs_decode=False, hits=hits(p1=60)) == ("p1", None)
 
 
 def test_prompts_that_wait_on_decode_workers_count_where_those_compute_them() -> None:

@@ -40,6 +40,7 @@ from splitserve.errors import (
     UnavailableError,
 )
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2, registry_pb2
+from tests.support.clients.inference_requests import inference_request
 from tests.support.cluster.registrations import registration
 
 MODEL = Model("words", "words", 64, 100, block_size_tokens=16)
@@ -73,10 +74,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def request_of(clock: Clock, name: str = "r", tenant: str = "default", prompt: int = 40) -> InferenceRequest:
-    return InferenceRequest(
-        name, MODEL, tuple(range(prompt)), generation_pb2.SamplingParams(),
-        generation_pb2.StopParams(max_tokens=8), 0, clock.received_s + 60, clock.received_s, Caller(tenant),
-    )  # fmt: skip
+    return inference_request(
+        prompt, request_id=name, model=MODEL, received_s=clock.received_s, caller=Caller(tenant)
+    )
 
 
 @contextmanager
@@ -84,8 +84,7 @@ def request(
     clock: Clock, keeper: RecordKeeper, name: str = "r", tenant: str = "default"
 ) -> Iterator[RequestEvents]:
     """A request that was tokenized after 2 ms."""
-    inference_request = request_of(clock, name, tenant)
-    state = RequestState.of(inference_request, RequestEstimate(8.0, 40.0), clock.at(2))
+    state = RequestState.of(request_of(clock, name, tenant), RequestEstimate(8.0, 40.0), clock.at(2))
     with RequestEvents(state, keeper) as events:
         events.arrived(RequestStats())
         yield events

@@ -6,6 +6,7 @@ import asyncio
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -30,12 +31,12 @@ from coordinator.telemetry.request_stats import (
 )
 from coordinator.workers.registration import checked_worker
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import Model, Worker
+from coordinator.workers.snapshot import Worker
 from splitserve.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
 from splitserve.v1 import generation_pb2, prefill_pb2, registry_pb2, scaling_pb2
+from tests.support.clients.inference_requests import inference_request
 from tests.support.cluster.registrations import registration
 
-MODEL = Model("words", "words", 64, 100)
 COMPLETED, CANCELLED = scaling_pb2.OUTCOME_COMPLETED, scaling_pb2.OUTCOME_CANCELLED
 
 
@@ -48,11 +49,8 @@ COLD_PREFILL = some_worker(registry_pb2.ROLE_PREFILL, COLD_REQUESTS - 1)
 COLD_DECODE = some_worker(registry_pb2.ROLE_DECODE, 0)
 
 
-def inference_request(prompt: int = 10, max_tokens: int = 5) -> InferenceRequest:
-    return InferenceRequest(
-        "r", MODEL, tuple(range(prompt)), generation_pb2.SamplingParams(),
-        generation_pb2.StopParams(max_tokens=max_tokens), 0, time.monotonic() + 60, time.monotonic(),
-    )  # fmt: skip
+def asked(prompt: int = 10, max_tokens: int = 5, **fields: Any) -> InferenceRequest:
+    return inference_request(prompt, max_tokens, **fields)
 
 
 def first(cached: int = 0) -> prefill_pb2.FirstToken:
@@ -62,7 +60,7 @@ def first(cached: int = 0) -> prefill_pb2.FirstToken:
 def events_of(
     request: InferenceRequest | None = None, estimate: RequestEstimate | None = None
 ) -> RequestEvents:
-    request = request or inference_request()
+    request = request or asked()
     estimate = estimate or RequestEstimate(request.max_tokens, len(request.prompt))
     return RequestEvents(RequestState(request, estimate))
 
@@ -104,7 +102,7 @@ def test_admission_waits_count_in_the_phase_of_the_pool(stats: RequestStats) -> 
         route(events)
         events.reserve_ended(0.1)
         events.prefilled(first())
-    phases = stats.of(MODEL.name).phases
+    phases = stats.of("words").phases
     assert phases[scaling_pb2.PHASE_PREFILL].warm.sum_s > 100
     assert phases[scaling_pb2.PHASE_PREFILL_QUEUE].warm.sum_s > 100
     assert phases[scaling_pb2.PHASE_RESERVE].warm.sum_s > 200
@@ -207,7 +205,7 @@ def test_demand_is_counted_at_arrival_by_what_was_learned() -> None:
 def test_what_decode_workers_compute_is_counted_once(stats: RequestStats) -> None:
 
     def computed_by(decode: Worker, attempts: int = 1, *, relieves_prefill: bool = False) -> None:
-        with events_of(inference_request(prompt=40)) as events:
+        with events_of(asked(prompt=40)) as events:
             events.state.relieves_prefill = relieves_prefill
             events.arrived(stats)
             for _ in range(attempts):
@@ -225,7 +223,7 @@ def test_what_decode_workers_compute_is_counted_once(stats: RequestStats) -> Non
 
 
 def test_the_backlog_is_what_prefill_has_before_it(stats: RequestStats) -> None:
-    with events_of(inference_request(prompt=40)) as events:
+    with events_of(asked(prompt=40)) as events:
         events.arrived(stats)
         route(events)
         events.reserving(time.monotonic())
@@ -287,15 +285,15 @@ def refused_once(stats: RequestStats, *requests: InferenceRequest) -> None:
 
 def test_a_refused_request_that_comes_again_is_no_new_demand(stats: RequestStats) -> None:
     for _ in range(5):
-        refused_once(stats, inference_request(prompt=10))
-    with events_of(inference_request(prompt=10)) as events:
+        refused_once(stats, asked(prompt=10))
+    with events_of(asked(prompt=10)) as events:
         events.arrived(stats)
     of = stats.of("words")
     assert (of.requests, of.prompt_tokens, of.outcomes[scaling_pb2.OUTCOME_REJECTED]) == (1, 10, 5)
 
 
 def test_two_refused_requests_with_one_prompt_are_two(stats: RequestStats) -> None:
-    refused_once(stats, inference_request(), inference_request())
+    refused_once(stats, asked(), asked())
     for _ in range(3):
         with events_of() as events:
             events.arrived(stats)
@@ -303,9 +301,13 @@ def test_two_refused_requests_with_one_prompt_are_two(stats: RequestStats) -> No
 
 
 def test_what_others_ask_for_is_demand(stats: RequestStats) -> None:
-    refused_once(stats, inference_request())
-    elsewhere = replace(inference_request(), caller=replace(ANYONE, tenant="other"))
-    for request in (inference_request(prompt=11), inference_request(max_tokens=6), elsewhere):
+    refused_once(stats, asked())
+    elsewhere = asked(caller=replace(ANYONE, tenant="other"))
+    for request in (
+        asked(prompt=11),
+        asked(max_tokens=6),
+        elsewhere,
+    ):
         with events_of(request) as events:
             events.arrived(stats)
     assert stats.of("words").requests == 4
