@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -34,7 +33,6 @@ from splitserve.errors import (
     UnavailableError,
 )
 from splitserve.generation.output_delta import take_merged
-from splitserve.logs import log_event
 from splitserve.runtime.waiting import wait_own_time
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2
 
@@ -363,15 +361,7 @@ class Attempt:
         }
 
     def _enter(self, event: AttemptEvent) -> None:
-        before, self.state = self.state, after(self.state, event)
-        log_event(
-            "attempt.state",
-            level=logging.DEBUG,
-            attempt_id=self.attempt_id,
-            before=before.value,
-            after=self.state.value,
-            trigger=event.value,
-        )
+        self.state = after(self.state, event)
 
     def _left_s(self) -> float:
         return max(1e-3, self._request.deadline_s - time.monotonic())

@@ -22,7 +22,6 @@ from coordinator.models.tokenizers import PromptTokenizers
 from coordinator.request.inference_request import (
     Caller,
     InferenceRequest,
-    RequestTargets,
     RequestTrace,
     check_highest,
     check_length,
@@ -305,7 +304,7 @@ class InputProcessor:
         resolved = await self.find_model(request.model, key, caller, served)
         model = resolved.model
         check_request(request, model)
-        targets, slo_ttft_s = self._targets(request, caller)
+        targets, slo_ttft_s = resolved_targets(request, caller, self.config.admission)
         if request.sampling.HasField("grammar"):
             await self.grammars.check(request.sampling.grammar, caller.tenant)
         bad: list[list[int]] = []
@@ -358,16 +357,6 @@ class InputProcessor:
             prompt_only=prompt_only,
             returns_prompt=request.return_prompt_token_ids,
         )
-
-    def _targets(
-        self, request: inference_pb2.GenerateRequest, caller: Caller
-    ) -> tuple[RequestTargets | None, float | None]:
-        """As `resolved_targets`; (None, None) if neither request nor tenant nor settings name a target."""
-        settings = self.config.admission
-        has_targets = caller.targets or settings.ttft_slo_s or settings.tpot_slo_s
-        if not (has_targets or request.HasField("ttft_ms") or request.HasField("tpot_ms")):
-            return None, None
-        return resolved_targets(request, caller, settings)
 
     async def find_model(self, name: str, key: str, caller: Caller, served: str = "") -> Found:
         """Resolves a public name; `key` selects among the models of a route. `served`: the one that a request which is

@@ -239,13 +239,13 @@ class RequestState:
 
     def __post_init__(self) -> None:
         request, resumed, targets = self.request, len(self.request.resumed), self.request.targets
-        ttft_s = targets.ttft_s if targets is not None else None
+        ttft_s = targets.ttft_s
         self.flight = Flight(
             prompt_tokens=len(request.prompt) + resumed,
             uncached_tokens=self.estimate.uncached_tokens + resumed,
             expected_output=max(1.0, self.estimate.output_tokens - resumed),
             max_output=request.max_tokens - resumed,
-            tpot_slo_s=targets.tpot_s if targets is not None else None,
+            tpot_slo_s=targets.tpot_s,
             due_s=request.received_s + ttft_s if ttft_s is not None else float("inf"),
         )
 
@@ -358,7 +358,7 @@ class RequestState:
         it does not precede the requests of others: any client may claim to resume an answer.
         """
         targets, received_s = self.request.targets, self.request.received_s
-        if targets is None or (targets.ttft_s is None and targets.tpot_s is None):
+        if targets.ttft_s is None and targets.tpot_s is None:
             return None
         left = generation_pb2.ServiceTargets(tpot_ms=(targets.tpot_s or 0.0) * 1e3)
         if targets.ttft_s is not None:

@@ -1,11 +1,13 @@
-"""Requests as the coordinator has them once they are tokenized."""
+"""Requests as the coordinator has them once they are tokenized, and what caches hold of them."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from coordinator.request.inference_request import InferenceRequest
+from coordinator.workers.prefix_index import PrefixHits
 from coordinator.workers.snapshot import Model
 from splitserve.v1 import generation_pb2
 
@@ -26,3 +28,12 @@ def inference_request(prompt: int = 3, max_tokens: int = 8, **fields: Any) -> In
         "received_s": now,
     }
     return InferenceRequest(**(usual | fields))
+
+
+def hits_of(blocks: Mapping[int, int]) -> PrefixHits:
+    """Hits from leading blocks by slot."""
+    levels: dict[int, int] = {}
+    for slot, depth in blocks.items():
+        if depth > 0:
+            levels[depth] = levels.get(depth, 0) | 1 << slot
+    return PrefixHits(tuple(sorted(levels.items())))

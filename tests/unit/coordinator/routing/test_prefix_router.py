@@ -27,6 +27,7 @@ from coordinator.workers.snapshot import Model, PoolSnapshot, Worker
 from splitserve.latency_model import LatencyModel
 from splitserve.roles import PoolName
 from splitserve.v1 import registry_pb2
+from tests.support.clients.inference_requests import hits_of
 from tests.support.latency import latency as latency_of
 
 MODEL = Model("m", "source", context_tokens=100_000, vocabulary_size=100, block_size_tokens=16)
@@ -93,7 +94,7 @@ def chosen(*workers: Worker, **changed: Any) -> tuple[str, str | None]:
 
 
 def hits(**blocks: int) -> PrefixHits:
-    return PrefixHits.of({SLOTS[name]: count for name, count in blocks.items()})
+    return hits_of({SLOTS[name]: count for name, count in blocks.items()})
 
 
 TWO = prefill("p0", "d0", "d1"), prefill("p1", "d0", "d1"), decode("d0"), decode("d1")
@@ -424,7 +425,7 @@ def test_more_load_on_a_busy_one_or_more_hits_never_turns_the_choice_away(
     else:
         more = {slot: held.blocks(slot) + amount // 100 for slot in [first.prefill.prefix_slot]}
         kept = {w.prefix_slot: held.blocks(w.prefix_slot) for w in (*ps, *ds)}
-        request = dataclasses.replace(request, hits=PrefixHits.of(kept | more))
+        request = dataclasses.replace(request, hits=hits_of(kept | more))
     again = PrefixRouter().choose_pair(snapshot, loads, request, 0.0)
     assert again is not None
     assert again.prefill.key == first.prefill.key
