@@ -10,15 +10,13 @@ from dataclasses import dataclass, field
 from coordinator.admission.model_admission import ModelAdmission
 from coordinator.admission.queue import (
     CLASSES,
-    NOT_HELD,
     REFUSAL_REASONS,
-    Entry,
     Held,
     Refusal,
     RefusalReason,
 )
 from coordinator.request.inference_request import PriorityClass
-from coordinator.request.state import RequestState, Waits
+from coordinator.request.state import NOT_HELD, Entry, RequestState, Waits
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker
 from splitserve.config.coordinator import CoordinatorConfig
@@ -62,7 +60,8 @@ class CapacityAdmission:
             return
         # One queue for a model and its adapters: they share the workers.
         model = state.request.model.base_name
-        entry = state.flight = _entry(state, time.monotonic())
+        entry = state.flight
+        entry.arrived_s = time.monotonic()
         try:
             await self.wait(model, entry)
         except BaseException:
@@ -116,8 +115,8 @@ class CapacityAdmission:
     def output_sent(self, state: RequestState, tokens: int, first: bool) -> None:
         """Counts output tokens of an admitted request, `first`: the first ones among them. The account of work is
         updated before."""
-        if isinstance(state.flight, Entry):
-            self._models[state.request.model.base_name].sent(state.flight, tokens)
+        if (admission := self._models.get(state.request.model.base_name)) is not None:
+            admission.sent(state.flight, tokens)
         if first:
             self.freed(state)
 
@@ -130,8 +129,8 @@ class CapacityAdmission:
 
     def ended(self, state: RequestState) -> None:
         """Takes notice that a request is over, admitted or not. Its capacity is free for the next one."""
-        if isinstance(state.flight, Entry):
-            self._end(state.request.model.base_name, state.flight)
+        if (model := state.request.model.base_name) in self._models:
+            self._end(model, state.flight)
 
     def _on_registry_change(self, worker: Worker | None) -> None:
         """Releases what fits after a load report of `worker`; None: the set of workers has changed."""
@@ -203,29 +202,6 @@ class CapacityAdmission:
     def _on_timer(self, model: str) -> None:
         self._timers.pop(model, None)
         self._release_now(model)
-
-
-def _entry(state: RequestState, now: float) -> Entry:
-    """Admission's view of a request."""
-    request, caller, flight = state.request, state.request.caller, state.flight
-    return Entry(
-        request_id=request.request_id,
-        tenant=caller.tenant,
-        weight=caller.weight,
-        priority_class=caller.priority_class,
-        priority=request.priority,
-        prompt_tokens=flight.prompt_tokens,
-        uncached_tokens=flight.uncached_tokens,
-        expected_output=flight.expected_output,
-        max_output=flight.max_output,
-        tpot_slo_s=flight.tpot_slo_s,
-        due_s=flight.due_s,
-        needs_decode=state.needs_decode,
-        arrived_s=now,
-        deadline_s=request.deadline_s,
-        ttft_slo_s=request.slo_ttft_s,
-        resumed=len(request.resumed) > 0,
-    )
 
 
 def _error(refusal: Refusal) -> ResourceExhaustedError:

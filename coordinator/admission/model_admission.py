@@ -14,18 +14,17 @@ from itertools import islice
 
 from coordinator.admission.capacity import DecodeCapacity, NoCapacity, PrefillCapacity
 from coordinator.admission.queue import (
-    GONE,
     OUTPUT_TOKEN_COST,
     STARTED,
     AdmissionQueue,
     Ahead,
     Arrival,
     Cause,
-    Entry,
     Refusal,
     RefusalReason,
     Release,
 )
+from coordinator.request.state import GONE, Entry
 from coordinator.routing.local_prefill import facts_of, local_prefill_tokens
 from coordinator.workers.load import DecodeLoad, PrefillLoad, WorkerLoads
 from coordinator.workers.snapshot import PoolSnapshot

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from coordinator.admission.model_admission import ModelAdmission
-from coordinator.admission.queue import Entry
+from coordinator.request.state import Entry
 from coordinator.workers.load import WorkerLoads
 from coordinator.workers.snapshot import Model, PoolSnapshot, Worker
 from splitserve.config.coordinator import AdmissionConfig

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.admission.model_admission import MAX_BYPASSES, MOST_RETRY_S, ModelAdmission, retry_after_s
-from coordinator.admission.queue import Entry
+from coordinator.request.state import Entry
 from coordinator.workers.load import WorkerLoads
 from coordinator.workers.snapshot import CircuitStatus, PoolSnapshot
 from splitserve.config.coordinator import AdmissionConfig, LocalPrefill

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from coordinator.admission.controller import CapacityAdmission
-from coordinator.admission.queue import Entry, Held
-from coordinator.request.state import RequestEstimate, RequestState
+from coordinator.admission.queue import Held
+from coordinator.request.state import Entry, RequestEstimate, RequestState
 from coordinator.workers.registry import Registry
 from splitserve.config.coordinator import AdmissionConfig, CoordinatorConfig
 from splitserve.v1 import registry_pb2
