@@ -34,34 +34,18 @@ class LoopLag:
 
     async def watch(self) -> None:
         """Samples until cancelled. Raises the listener's errors."""
-        # A chain of timers: waking a task for each tick would be most of an idle coordinator's work.
-        loop = asyncio.get_running_loop()
-        over: asyncio.Future[None] = loop.create_future()
         since_s, busy_s, worst_s = time.monotonic(), time.thread_time(), 0.0
-        due_s, computed_s = since_s + TICK_S, self.computed_s()
-        timer: asyncio.TimerHandle | None = None
-
-        def tick() -> None:
-            nonlocal timer, since_s, busy_s, worst_s, due_s, computed_s
-            now_s, computed_now_s = time.monotonic(), self.computed_s()
+        while True:
+            due_s, computed_s = time.monotonic() + TICK_S, self.computed_s()
+            await asyncio.sleep(TICK_S)
+            now_s = time.monotonic()
             late_s = max(0.0, now_s - due_s)
-            self.longest_stall_s = max(self.longest_stall_s, min(late_s, computed_now_s - computed_s))
-            worst_s, computed_s, due_s = max(worst_s, late_s), computed_now_s, now_s + TICK_S
+            self.longest_stall_s = max(self.longest_stall_s, min(late_s, self.computed_s() - computed_s))
+            worst_s = max(worst_s, late_s)
             if now_s >= since_s + EVERY_S:
                 self._late.add(worst_s)
-                try:
-                    self._listener((time.thread_time() - busy_s) / (now_s - since_s), worst_s)
-                except Exception as error:
-                    over.set_exception(error)
-                    return
+                self._listener((time.thread_time() - busy_s) / (now_s - since_s), worst_s)
                 since_s, busy_s, worst_s = now_s, time.thread_time(), 0.0
-            timer = loop.call_later(TICK_S, tick)
-
-        timer = loop.call_later(TICK_S, tick)
-        try:
-            await over
-        finally:
-            timer.cancel()
 
     def metrics(self) -> list[Metric]:
         """The histogram so far, and the longest stall since the last call."""
