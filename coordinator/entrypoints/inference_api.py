@@ -24,7 +24,7 @@ from coordinator.request.sending import Output
 from coordinator.request_flow import RequestFlow
 from coordinator.routing.router import RETRY_AFTER_S
 from coordinator.telemetry.request_stats import RequestStats
-from coordinator.tenants.usage import Limit, full, spend, wait_s
+from coordinator.tenants.usage import Bucket, Limit
 from coordinator.workers.client import BackgroundTasks
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Model
@@ -50,8 +50,7 @@ class TraceSampler:
     def __init__(self, config: RequestTracingConfig) -> None:
         self.enabled = config.endpoint is not None
         self._ratio, per_s = config.sample_ratio, config.max_client_traces_per_s
-        self._limit = Limit(per_s, max(1.0, per_s)) if per_s else None
-        self._bucket = full(self._limit, 0.0) if self._limit else None
+        self._bucket = Bucket(Limit(per_s, max(1.0, per_s)), 0.0) if per_s else None
 
     def begin(
         self,
@@ -77,9 +76,9 @@ class TraceSampler:
         return secrets.randbits(DRAW_BITS) < self._ratio * (1 << DRAW_BITS)
 
     def _grants(self, now: float) -> bool:
-        if self._limit is None or self._bucket is None or wait_s(self._bucket, self._limit, 1.0, now) > 0:
+        if self._bucket is None or self._bucket.wait_s(1.0, now) > 0:
             return False
-        self._bucket = spend(self._bucket, self._limit, 1.0, now)
+        self._bucket.spend(1.0, now)
         return True
 
 
