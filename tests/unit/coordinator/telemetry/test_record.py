@@ -68,11 +68,6 @@ class Clock:
         return self.now_s
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
-
-
 def request_of(clock: Clock, name: str = "r", tenant: str = "default", prompt: int = 40) -> InferenceRequest:
     return inference_request(
         prompt, request_id=name, model=MODEL, received_s=clock.received_s, caller=Caller(tenant)
@@ -144,9 +139,13 @@ def serve(clock: Clock, keeper: RecordKeeper, name: str = "r", tenant: str = "de
 def served(clock: Clock, keeper: RecordKeeper, name: str = "r", tenant: str = "default") -> RequestRecord:
     """The record of a whole request."""
     serve(clock, keeper, name, tenant)
-    found = keeper.find(name, tenant)
-    assert found is not None
-    return found
+    return found(keeper, name, tenant)
+
+
+def found(keeper: RecordKeeper, name: str = "r", tenant: str | None = None) -> RequestRecord:
+    record = keeper.find(name, tenant)
+    assert record is not None
+    return record
 
 
 def spans(phases: list[PhaseOfRequest]) -> list[tuple[str, float, float]]:
@@ -210,8 +209,7 @@ def test_a_resume_before_the_first_token_keeps_the_sum(clock: Clock) -> None:
         send(events, clock, 61)
         events.attempt_ended()
         events.completed()
-    record = keeper.find("r", None)
-    assert record is not None
+    record = found(keeper)
     assert spans(phases_of(record))[3:] == [
         ("reserve", 6, 10),
         ("prefill", 10, 30),
@@ -245,8 +243,7 @@ def test_a_resume_after_the_first_token_shows_both_parts(clock: Clock) -> None:
         send(events, clock, 96)
         events.attempt_ended()
         events.completed()
-    record = keeper.find("r", None)
-    assert record is not None
+    record = found(keeper)
     assert adds_up(record)
     assert (record.longest_gap_ms, record.longest_gap_position) == (pytest.approx(46), 2)
     second = [phase for phase in phases_of(record) if phase.attempt == 2]
@@ -268,8 +265,7 @@ def test_a_local_prefill_is_the_decode_workers(clock: Clock) -> None:
         send(events, clock, 40)
         events.attempt_ended()
         events.completed()
-    record = keeper.find("r", None)
-    assert record is not None
+    record = found(keeper)
     assert spans(phases_of(record))[2:] == [
         ("route", 4, 6),
         ("prefill_queue", 6, 7),
@@ -293,8 +289,7 @@ def test_a_refusal_in_admission(clock: Clock) -> None:
     with suppress(ResourceExhaustedError), request(clock, keeper):
         clock.at(12)
         raise ResourceExhaustedError("1024 requests are waiting", reason="QUEUE_FULL")
-    record = keeper.find("r", "default")
-    assert record is not None
+    record = found(keeper, "r", "default")
     assert record.outcome == "rejected"
     assert spans(phases_of(record)) == [("tokenize", 0, 2), ("admission", 2, 12)]
     assert adds_up(record)
@@ -311,8 +306,7 @@ def test_a_wait_in_admission_says_what_for(clock: Clock) -> None:
         state = events.state
         state.waits, state.predicted_ttft_s = Waits(prefill_s=0.3), 0.42
         state.admitted_s = clock.at(302)
-        running = keeper.find("r", "default")
-    assert running is not None
+        running = found(keeper, "r", "default")
     assert running.outcome == "running"
     decision = decisions_of(running)[0]
     assert (decision.chosen, decision.reason) == (
@@ -337,8 +331,7 @@ def test_what_ends_while_prefilling(clock: Clock, error: BaseException, outcome:
         clock.at(20)
         events.attempt_ended()
         raise error
-    record = keeper.find("r", None)
-    assert record is not None
+    record = found(keeper)
     assert (record.outcome, record.first_token_ms) == (outcome, None)
     assert spans(phases_of(record))[-1] == ("prefill", 10, 20)
     assert adds_up(record)
@@ -350,8 +343,7 @@ def test_what_was_not_understood_is_kept_with_its_error(clock: Clock) -> None:
     clock.at(3)
     error = InvalidArgumentError("prompt must be set", field="prompt")
     keeper.refused("bad", "words", "default", clock.received_s, error)
-    record = keeper.find("bad", "default")
-    assert record is not None
+    record = found(keeper, "bad", "default")
     assert spans(phases_of(record)) == [("tokenize", 0, 3)]
     assert decisions_of(record) == []
     assert keeper.why_kept(record) == ["refused: INVALID_ARGUMENT: prompt"]
@@ -366,8 +358,7 @@ def test_a_workers_own_times_never_exceed_what_passed(clock: Clock) -> None:
         send(events, clock, 20)
         events.attempt_ended()
         events.completed()
-    record = keeper.find("r", None)
-    assert record is not None
+    record = found(keeper)
     assert adds_up(record)
 
 
@@ -394,8 +385,7 @@ def test_what_each_other_candidate_would_have_cost(clock: Clock) -> None:
         events.state.admitted_s = clock.at(4)
         attempt(events, clock, 5, candidates=candidates)
         events.attempt_ended()
-    record = keeper.find("r", None)
-    assert record is not None
+    record = found(keeper)
     prefill, decode = decisions_of(record)[1:]
     assert prefill.reason == (
         "predicted 63.0 ms, 32 of 40 prompt tokens held; p1: +310.0 ms prefill, -40.0 ms decode"
@@ -404,7 +394,7 @@ def test_what_each_other_candidate_would_have_cost(clock: Clock) -> None:
         "predicted 63.0 ms, 0 of 40 prompt tokens held; d1: +12.5 ms decode; "
         "d2 was predicted the same; equal workers take turns"
     )
-    assert [one.worker_id for one in decode.candidates] == ["d0", "d1", "d2"]
+    assert [one.worker for one in decode.candidates] == ["d0", "d1", "d2"]
 
 
 def test_a_worker_that_decodes_what_it_computes_hands_nothing_off() -> None:

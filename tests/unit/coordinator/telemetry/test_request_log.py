@@ -23,11 +23,6 @@ from tests.unit.coordinator.telemetry.test_record import Clock, request_of, serv
 MIB = 2**20
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
-
-
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 

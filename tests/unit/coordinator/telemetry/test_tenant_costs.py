@@ -15,11 +15,6 @@ from splitserve.config.coordinator import RecordsConfig
 from tests.unit.coordinator.telemetry.test_record import Clock, served
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
-
-
 def tenants(folder: Path, *names: str) -> Tenants:
     return Tenants(tenants_file(folder, *names))
 
