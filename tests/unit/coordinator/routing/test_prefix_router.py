@@ -27,8 +27,8 @@ from coordinator.workers.snapshot import Model, PoolSnapshot, Worker
 from splitserve.latency_model import LatencyModel
 from splitserve.roles import PoolName
 from splitserve.v1 import registry_pb2
+from tests.support.clients import admission_parts
 from tests.support.clients.inference_requests import hits_of
-from tests.support.latency import latency as latency_of
 
 MODEL = Model("m", "source", context_tokens=100_000, vocabulary_size=100, block_size_tokens=16)
 REQUEST = RoutingRequest("m", prompt_tokens=1000, expected_output_tokens=50)
@@ -37,27 +37,17 @@ SLOTS = {f"{pool}{n}": 10 * (pool == "d") + n for pool in "pd" for n in range(8)
 
 
 def worker(name: str, pool: PoolName, **changed: Any) -> Worker:
-    fields = registry_pb2.WorkerLoad.DESCRIPTOR.fields_by_name
-    load = {key: changed.pop(key) for key in list(changed) if key in fields}
-    measured = latency_of(changed.pop("tokens_per_s", RATE), changed.pop("step_ms", STEP_MS))
-    usual = {"total_blocks": 1000, "free_blocks": 1000, "latency": measured}
-    made = Worker(
-        worker_id=name,
-        epoch=1,
-        role=pool,
-        address="h:1",
-        model=MODEL,
-        agent_id=f"agent-{name}",
-        transport="nixl",
-        block_size_tokens=16,
-        max_running_requests=8,
-        load=registry_pb2.WorkerLoad(**(usual | load)),
-        reported=True,
-        output_open=True,
-        block_bytes=100_000,
-        prefix_slot=SLOTS[name],
-    )
-    return dataclasses.replace(made, **changed)
+    usual: dict[str, Any] = {
+        "model": MODEL,
+        "agent_id": f"agent-{name}",
+        "tokens_per_s": RATE,
+        "step_ms": STEP_MS,
+        "total_blocks": 1000,
+        "free_blocks": 1000,
+        "block_bytes": 100_000,
+        "prefix_slot": SLOTS[name],
+    }
+    return admission_parts.worker(name, pool, 8, **(usual | changed))
 
 
 def prefill(name: str, *peers: str, lanes: dict[str, float] | None = None, **changed: Any) -> Worker:

@@ -19,7 +19,6 @@ from coordinator.request.inference_request import (
 )
 from coordinator.request.state import RequestEstimate, RequestState
 from coordinator.request_events import RequestEvents
-from coordinator.telemetry.tenant_metrics import tenant_metrics
 from coordinator.tenants.access_control import CLUSTER
 from coordinator.tenants.policy_file import MAX_TENANTS_BYTES, TenantPolicy, load_tenants
 from coordinator.tenants.tenants import RequestQuota, Tenants
@@ -346,17 +345,6 @@ def test_quotas_are_released_whatever_happens(tmp_path: Path) -> None:
     assert usage.tokens == {"prompt": 6, "output": 4}
     with tenants.entered(ask, CLUSTER) as quota, arriving(CLUSTER, quota):
         assert usage.running == 0
-
-
-def test_metrics_have_the_tenants_of_the_file(tmp_path: Path) -> None:
-    tenants = Tenants(write(tmp_path, {"name": "alice"}, {"name": "bob"}))
-    labels = {
-        sample.labels["tenant"]
-        for family in tenant_metrics(tenants)
-        for sample in family.samples
-        if "tenant" in sample.labels
-    }
-    assert labels == {"alice", "bob"}
 
 
 def test_bounds_of_a_caller() -> None:

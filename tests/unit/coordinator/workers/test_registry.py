@@ -299,18 +299,6 @@ def test_prefill_workers_get_the_decode_workers_of_their_model_only(registry: Re
     assert registry.peers_of(decode) == []
 
 
-def test_what_was_sent_counts_until_the_next_report(registry: Registry) -> None:
-    registry.loads.count_prompt(("p0", 1), 40)
-    registry.loads.count_prompt(("p0", 1), 2)
-    load = registry.loads.prefill["p0", 1]
-    assert (load.sent_requests, load.sent_tokens, load.queued_tokens) == (2, 42, 42)
-    registry.report(report("p0"), 1.0)
-    assert (load.sent_requests, load.sent_tokens) == (0, 0)
-    registry.loads.count_prompt(("gone", 1), 1)
-    registry.drop(("p0", 1), "test")
-    assert registry.loads.prefill == {}
-
-
 def test_a_model_is_known_after_its_last_worker_and_has_the_least_context() -> None:
     registry = Registry(5.0)
     registry.register(registration("p0", PREFILL, context_tokens=64), 0.0)
