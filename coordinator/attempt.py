@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -16,11 +15,12 @@ from contextlib import ExitStack
 from contextvars import copy_context
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from coordinator.health.circuit_breakers import NO_FAILURES
 from coordinator.request.inference_request import precedence_of
-from coordinator.request.observer import RequestEvents, RequestObserver
 from coordinator.request.sending import Output
+from coordinator.request_events import RequestEvents
 from coordinator.workers.client import BackgroundTasks, WorkerClient
 from coordinator.workers.output_stream import OutputCollector, WorkerEvent, WorkerFailed
 from splitserve.errors import (
@@ -33,7 +33,6 @@ from splitserve.errors import (
     UnavailableError,
 )
 from splitserve.generation.output_delta import take_merged
-from splitserve.logs import log_event
 from splitserve.runtime.waiting import wait_own_time
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2
 
@@ -251,18 +250,9 @@ class Attempt:
         self._enter(AttemptEvent.ASK_DECODE)
         started_s, left_s = time.monotonic(), self._left_s()
         request = decode_pb2.ReserveRequest(
-            request_id=self.attempt_id,
-            token_ids=self._token_ids,
-            prior_output_tokens=self._prior,
-            sampling=self._request.sampling,
-            stop=self._request.stop,
-            precedence=self._precedence(),
-            cache_salt=self._request.caller.cache_salt,
-            trace=self._trace(),
-            adapter=self._adapter(),
             writer_agent_id=self._prefill.worker.agent_id,
             local_prefill_tokens=self._local_prefill_tokens,
-            targets=self._targets,
+            **self._fields(),
         )
         request.timeout.FromNanoseconds(int(left_s * 1e9))
         self._events.reserving(started_s)
@@ -271,16 +261,16 @@ class Attempt:
         except (ResourceExhaustedError, FailedPreconditionError, InvalidArgumentError) as error:
             self._enter(AttemptEvent.REFUSAL)
             if isinstance(error, ResourceExhaustedError):
-                self._events.emit(RequestObserver.reserve_ended, time.monotonic() - started_s)
+                self._events.reserve_ended(time.monotonic() - started_s)
             raise
         except (asyncio.CancelledError, DeadlineExceededError):
-            self._events.emit(RequestObserver.reserve_ended, time.monotonic() - started_s)
+            self._events.reserve_ended(time.monotonic() - started_s)
             raise
         reserve_s = time.monotonic() - started_s
         report = self._record.report
         report.reserve_ms = reserve_s * 1e3
         # The wait of a local prefill is in its own figure, together with the wait for its first step.
-        self._events.emit(RequestObserver.reserve_ended, reserve_s if response.HasField("ticket") else 0.0)
+        self._events.reserve_ended(reserve_s if response.HasField("ticket") else 0.0)
         if response.HasField("ticket"):
             self._enter(AttemptEvent.TICKET)
             self._ticket = response.ticket
@@ -303,19 +293,7 @@ class Attempt:
         self._enter(AttemptEvent.ASK_PREFILL)
         self._events.prefilling(now)
         left_s = self._left_s()
-        request = prefill_pb2.PrefillRequest(
-            request_id=self.attempt_id,
-            token_ids=self._token_ids,
-            prior_output_tokens=self._prior,
-            sampling=self._request.sampling,
-            stop=self._request.stop,
-            ticket=self._ticket,
-            trace=self._trace(),
-            precedence=self._precedence(),
-            cache_salt=self._request.caller.cache_salt,
-            adapter=self._adapter(),
-            targets=self._targets,
-        )
+        request = prefill_pb2.PrefillRequest(ticket=self._ticket, **self._fields())
         if request.targets.ttft_ms:
             request.targets.ttft_left_ms -= report.reserve_ms
         request.timeout.FromNanoseconds(int(left_s * 1e9))
@@ -365,27 +343,25 @@ class Attempt:
             no_writer, deadline_s = release is DecodeRelease.NO_WRITER, self._request.deadline_s
             self._background.start(self._decode.abort(self.attempt_id, no_writer, deadline_s))
 
-    def _precedence(self) -> generation_pb2.Precedence:
-        caller = self._request.caller
-        return precedence_of(caller.tenant, caller.priority_class, self._request.priority)
-
-    def _trace(self) -> generation_pb2.TraceContext | None:
-        return self._record.trace.to_proto() if self._record.trace is not None else None
-
-    def _adapter(self) -> generation_pb2.AdapterRef | None:
-        adapter = self._request.model.adapter
-        return generation_pb2.AdapterRef(**adapter._asdict()) if adapter else None
+    def _fields(self) -> dict[str, Any]:
+        """What both workers are told of the request."""
+        request, trace = self._request, self._record.trace
+        caller, adapter = request.caller, request.model.adapter
+        return {
+            "request_id": self.attempt_id,
+            "token_ids": self._token_ids,
+            "prior_output_tokens": self._prior,
+            "sampling": request.sampling,
+            "stop": request.stop,
+            "precedence": precedence_of(caller.tenant, caller.priority_class, request.priority),
+            "cache_salt": caller.cache_salt,
+            "trace": trace.to_proto() if trace is not None else None,
+            "adapter": generation_pb2.AdapterRef(**adapter._asdict()) if adapter else None,
+            "targets": self._targets,
+        }
 
     def _enter(self, event: AttemptEvent) -> None:
-        before, self.state = self.state, after(self.state, event)
-        log_event(
-            "attempt.state",
-            level=logging.DEBUG,
-            attempt_id=self.attempt_id,
-            before=before.value,
-            after=self.state.value,
-            trigger=event.value,
-        )
+        self.state = after(self.state, event)
 
     def _left_s(self) -> float:
         return max(1e-3, self._request.deadline_s - time.monotonic())

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,6 @@ from coordinator.models.tokenizers import PromptTokenizers
 from coordinator.request.inference_request import (
     Caller,
     InferenceRequest,
-    RequestTargets,
     RequestTrace,
     check_highest,
     check_length,
@@ -32,21 +31,19 @@ from coordinator.request.inference_request import (
     check_request,
     check_resume,
     kept_tokens,
-    random_bits,
-    random_hex,
     resolved_sampling,
     resolved_stop,
     resolved_targets,
     timeout_s,
 )
-from coordinator.request.observer import RequestControl, RequestEvents, RequestObserver
 from coordinator.request.sending import Output
 from coordinator.request.state import Estimates, RequestState
+from coordinator.request_events import RequestControl, RequestEvents
 from coordinator.routing.pair_selector import PairSelector
 from coordinator.routing.router import RETRY_AFTER_S, Router
 from coordinator.telemetry.record_keeper import RecordKeeper
-from coordinator.telemetry.request_stats import RequestStats, StatsRecorder
-from coordinator.tenants.access_control import Quotas, RequestQuota
+from coordinator.telemetry.request_stats import RequestStats
+from coordinator.tenants.tenants import RequestQuota, Tenants
 from coordinator.workers.client import BackgroundTasks, WorkerClients
 from coordinator.workers.load import WorkerLoads
 from coordinator.workers.registry import Registry
@@ -65,8 +62,8 @@ from splitserve.v1 import generation_pb2, inference_pb2
 class RequestFlow:
     """Serves requests on the registered workers.
 
-    `quotas` are checked before a prompt is tokenized and before a request counts as demand, `admission` after that.
-    `observers` are told of every request, after the request's own observers.
+    Quotas of `tenants` are checked before a prompt is tokenized and before a request counts as demand; `admission`
+    follows.
     """
 
     config: CoordinatorConfig
@@ -80,14 +77,11 @@ class RequestFlow:
     breakers: CircuitBreakerRegistry
     records: RecordKeeper
     admission: CapacityAdmission
-    quotas: Quotas | None = None
-    observers: Sequence[RequestObserver] = ()
+    tenants: Tenants | None = None
 
     def __post_init__(self) -> None:
         self._loads = self.registry.loads
         self._pairs = PairSelector(self.config, self.registry, self.router, self.stats.set_without_pair)
-        if self.records.enabled:
-            self.observers = (self.records, *self.observers)
 
     async def generate(
         self,
@@ -102,7 +96,7 @@ class RequestFlow:
         received_s = time.monotonic()
         state: RequestState | None = None
         check_names(request)
-        request_id = request.request_id or random_hex()
+        request_id = request.request_id or secrets.token_hex(16)
         trace_id = trace.context.trace_id if trace is not None else ""
         with log_context(request_id=request_id, trace_id=trace_id), ExitStack() as stack:
             try:
@@ -111,8 +105,8 @@ class RequestFlow:
                     deadline_s = received_s + left_s
                     try:
                         quota = None
-                        if self.quotas is not None:
-                            quota = stack.enter_context(self.quotas.entered(request, caller))
+                        if self.tenants is not None:
+                            quota = stack.enter_context(self.tenants.entered(request, caller))
                         if failure is not None:
                             raise failure
                         inference_request = await self.inputs.process(
@@ -177,15 +171,15 @@ class RequestFlow:
     def _events_of(self, request: InferenceRequest) -> RequestEvents:
         now = time.monotonic()
         state = RequestState.of(request, self.estimates.of(request, now), now)
-        return RequestEvents(state, (StatsRecorder(self.stats), *self.observers))
+        return RequestEvents(state, self.records if self.records.enabled else None)
 
     async def _admit(self, events: RequestEvents, quota: RequestQuota | None) -> None:
         if quota is not None:
             quota.charge_prompt(events.state.request)
         events.control = _Control(events.state, self._loads, self.breakers, self.admission, quota)
-        events.emit(RequestObserver.arrived)  # requests over quota are not demand to scale for
-        await self.admission.admit(events)
-        events.admitted(time.monotonic())
+        events.arrived(self.stats)  # requests over quota are not demand to scale for
+        await self.admission.admit(events.state)
+        events.state.admitted_s = time.monotonic()
 
     async def _next_attempt(self, events: RequestEvents, output: Output) -> Attempt:
         state = events.state
@@ -310,13 +304,13 @@ class InputProcessor:
         resolved = await self.find_model(request.model, key, caller, served)
         model = resolved.model
         check_request(request, model)
-        targets, slo_ttft_s = self._targets(request, caller)
+        targets, slo_ttft_s = resolved_targets(request, caller, self.config.admission)
         if request.sampling.HasField("grammar"):
             await self.grammars.check(request.sampling.grammar, caller.tenant)
         bad: list[list[int]] = []
         if words := request.sampling.bad_words:
             bad = await self.tokenizers.bad_sequences(model.tokenizer_source, words, caller.tenant)
-        sampling = resolved_sampling(request.sampling, random_bits(SEED_BITS), bad)
+        sampling = resolved_sampling(request.sampling, secrets.randbits(SEED_BITS), bad)
         prompt_field = f"prompt.{request.WhichOneof('prompt')}"
         try:
             prompt = await self.tokenizers.encode_named(
@@ -363,16 +357,6 @@ class InputProcessor:
             prompt_only=prompt_only,
             returns_prompt=request.return_prompt_token_ids,
         )
-
-    def _targets(
-        self, request: inference_pb2.GenerateRequest, caller: Caller
-    ) -> tuple[RequestTargets | None, float | None]:
-        """As `resolved_targets`; (None, None) if neither request nor tenant nor settings name a target."""
-        settings = self.config.admission
-        has_targets = caller.targets or settings.ttft_slo_s or settings.tpot_slo_s
-        if not (has_targets or request.HasField("ttft_ms") or request.HasField("tpot_ms")):
-            return None, None
-        return resolved_targets(request, caller, settings)
 
     async def find_model(self, name: str, key: str, caller: Caller, served: str = "") -> Found:
         """Resolves a public name; `key` selects among the models of a route. `served`: the one that a request which is

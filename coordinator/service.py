@@ -52,7 +52,7 @@ from splitserve.grammars.processes import GrammarProcesses
 from splitserve.kserve import open_inference_pb2
 from splitserve.kserve.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from splitserve.logs import log_event
-from splitserve.metrics import gauge, reload_metrics, serving_metrics
+from splitserve.metrics import reload_metrics, serving_metrics
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.rpc.server import LISTENERS, RpcServer
@@ -112,10 +112,11 @@ class Coordinator:
         self.estimates = Estimates(self.registry)
         self.breakers = CircuitBreakerRegistry(self.registry, config.circuit_breaker)
         self.costs = TenantCosts(self.access.tenants) if self.access.tenants else None
-        self.records = RecordKeeper(config.records, spans, self.costs.add if self.costs else None)
         self.request_log = (
             RequestLog(config.request_log, config.request_log_max_bytes) if config.request_log else None
         )
+        on_ended = [reader.add for reader in (self.costs, self.request_log) if reader is not None]
+        self.records = RecordKeeper(config.records, spans, on_ended)
         self.routes = configured_routes(config, self.registry)
         self.files = self._followed_files()
         coalescer = OutputCoalescer(config.max_coalesce_ms / 1e3)
@@ -186,9 +187,8 @@ class Coordinator:
             self.estimates,
             self.breakers,
             self.records,
-            quotas=self.access.quotas,
+            tenants=self.access.tenants,
             admission=self.admission,
-            observers=[self.request_log] if self.request_log is not None else [],
         )
         return InferenceApi(
             flow,
@@ -262,9 +262,8 @@ class Coordinator:
         costs = self.costs.metrics() if self.costs else []
         process = [*self.loop_lag.metrics(), self.loops.metric(), *reload_metrics(self.files.files)]
         watches = [*self.canary.metrics(), *self.notice_mover.metrics()]
-        blocks = gauge("splitserve_prefix_index_blocks", "KV blocks known", len(self.registry.prefixes))
         log = self.request_log.metrics() if self.request_log is not None else []
-        return [*requests, *queue, *log, blocks, *process, *tenants, *costs, *watches]
+        return [*requests, *queue, *log, *process, *tenants, *costs, *watches]
 
     async def listen(self) -> None:
         """Binds and starts serving. With TLS, also listens on the cluster port, which requires client certificates."""

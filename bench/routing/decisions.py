@@ -32,7 +32,7 @@ from coordinator.routing.prefix_router import PrefixRouter
 from coordinator.routing.router import RoutingRequest
 from coordinator.workers.load import WorkerLoads
 from coordinator.workers.prefix_index import PrefixIndex
-from coordinator.workers.snapshot import ChangeLog, Model, PoolSnapshot, Worker
+from coordinator.workers.snapshot import Model, PoolSnapshot, Worker
 from splitserve.generation.kv_blocks import NAME_BYTES
 from splitserve.latency_model import DecodeLatency, LatencyModel, PrefillLatency
 from splitserve.roles import PoolName
@@ -73,7 +73,6 @@ class RoutingPools:
 
     def __init__(self, workers: int, chance: random.Random) -> None:
         self._chance, count = chance, workers // 2
-        self._changes: list[str] = []
         agents = [f"agent-{n}" for n in range(count)]
         lanes = tuple(registry_pb2.LaneReport(agent_id=agent, gb_per_second=20.0) for agent in agents)
         connected = frozenset(agents)
@@ -120,7 +119,6 @@ class RoutingPools:
         """A worker's next report."""
         self.workers[at] = dataclasses.replace(self.workers[at], load=self._load(), prefix_slot=slot)
         self.loads.on_report(self.workers[at].key, self.workers[at].load)
-        self._changes.append(self.workers[at].worker_id)
         self._snapshot = None
 
     def sent(self, worker: Worker, tokens: int) -> None:
@@ -131,8 +129,7 @@ class RoutingPools:
     def snapshot(self) -> PoolSnapshot:
         """A snapshot of the pools, as `Registry.snapshot` gives it."""
         if self._snapshot is None:
-            changes = ChangeLog(self._changes, len(self._changes))
-            self._snapshot = PoolSnapshot(tuple(self.workers), changes)
+            self._snapshot = PoolSnapshot(tuple(self.workers))
         return self._snapshot
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from coordinator.admission.queue import Entry
+from coordinator.request.state import Entry
 from coordinator.workers.load import DecodeLoad, Flight, PrefillLoad
 from coordinator.workers.snapshot import WorkerKey
 from splitserve.generation.kv_blocks import watermark_blocks

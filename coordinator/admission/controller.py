@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coordinator.admission.model_admission import ModelAdmission
 from coordinator.admission.queue import (
     CLASSES,
-    NOT_HELD,
     REFUSAL_REASONS,
-    Entry,
     Held,
     Refusal,
     RefusalReason,
 )
 from coordinator.request.inference_request import PriorityClass
-from coordinator.request.observer import RequestEvents
-from coordinator.request.state import RequestState, Waits
+from coordinator.request.state import NOT_HELD, Entry, RequestState, Waits
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.errors import ResourceExhaustedError
-from splitserve.histograms import DurationCounts
 from splitserve.logs import log_event
 
 Waiting = asyncio.Future[None]
@@ -36,10 +32,6 @@ Publish = Callable[[str, Held], None]
 class AdmissionCounts:
     """Metrics of one model's admission. Read on other threads: values are only replaced or increased."""
 
-    waited: Mapping[PriorityClass, DurationCounts] = field(
-        default_factory=lambda: {name: DurationCounts() for name in CLASSES}
-    )
-    """Queueing time of admitted requests, including those that did not wait."""
     refused: dict[RefusalReason, int] = field(default_factory=lambda: dict.fromkeys(REFUSAL_REASONS, 0))
     queued: dict[PriorityClass, int] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0))
     queued_prompt_tokens: int = 0
@@ -61,15 +53,15 @@ class CapacityAdmission:
         """Models whose queues will be offered, at the end of this turn of the loop, the capacity that became free."""
         registry.subscribe(self._on_registry_change)
 
-    async def admit(self, events: RequestEvents) -> None:
+    async def admit(self, state: RequestState) -> None:
         """Returns once the request is admitted, at once where admission is off. Raises ResourceExhaustedError with a
         retry hint if it is refused."""
         if self._settings.mode == "off":
             return
         # One queue for a model and its adapters: they share the workers.
-        state = events.state
         model = state.request.model.base_name
-        entry = state.flight = _entry(state, time.monotonic())
+        entry = state.flight
+        entry.arrived_s = time.monotonic()
         try:
             await self.wait(model, entry)
         except BaseException:
@@ -77,9 +69,8 @@ class CapacityAdmission:
             raise
         state.from_zero = entry.from_zero
         if entry.started and (entry.from_zero or entry.marks != NOT_HELD):
-            waits = Waits(*entry.marks)
-            events.waited(waits, entry.predicted_ttft_s)
-            log_event("request.admitted", prefill_s=waits.prefill_s, decode_s=waits.decode_s)
+            state.waits, state.predicted_ttft_s = Waits(*entry.marks), entry.predicted_ttft_s
+            log_event("request.admitted", prefill_s=state.waits.prefill_s, decode_s=state.waits.decode_s)
 
     def counts(self) -> dict[str, AdmissionCounts]:
         """Counts so far, by model."""
@@ -104,7 +95,6 @@ class CapacityAdmission:
             )  # free capacity goes to waiting requests first, which makes room in the queue
         arrival = admission.arrive(entry, entry.arrived_s)
         if arrival.started:
-            self._counts[model].waited[entry.priority_class].add(0.0)
             return
         for refusal in arrival.evicted:
             self._refuse(model, refusal)
@@ -115,7 +105,6 @@ class CapacityAdmission:
         self._publish(model, admission)
         try:
             await future
-            self._counts[model].waited[entry.priority_class].add(time.monotonic() - entry.arrived_s)
         except BaseException:
             # Cancelled or refused while waiting, possibly in the same turn of the loop as being admitted.
             self._end(model, entry)
@@ -126,8 +115,8 @@ class CapacityAdmission:
     def output_sent(self, state: RequestState, tokens: int, first: bool) -> None:
         """Counts output tokens of an admitted request, `first`: the first ones among them. The account of work is
         updated before."""
-        if isinstance(state.flight, Entry):
-            self._models[state.request.model.base_name].sent(state.flight, tokens)
+        if (admission := self._models.get(state.request.model.base_name)) is not None:
+            admission.sent(state.flight, tokens)
         if first:
             self.freed(state)
 
@@ -140,8 +129,8 @@ class CapacityAdmission:
 
     def ended(self, state: RequestState) -> None:
         """Takes notice that a request is over, admitted or not. Its capacity is free for the next one."""
-        if isinstance(state.flight, Entry):
-            self._end(state.request.model.base_name, state.flight)
+        if (model := state.request.model.base_name) in self._models:
+            self._end(model, state.flight)
 
     def _on_registry_change(self, worker: Worker | None) -> None:
         """Releases what fits after a load report of `worker`; None: the set of workers has changed."""
@@ -213,29 +202,6 @@ class CapacityAdmission:
     def _on_timer(self, model: str) -> None:
         self._timers.pop(model, None)
         self._release_now(model)
-
-
-def _entry(state: RequestState, now: float) -> Entry:
-    """Admission's view of a request."""
-    request, caller, flight = state.request, state.request.caller, state.flight
-    return Entry(
-        request_id=request.request_id,
-        tenant=caller.tenant,
-        weight=caller.weight,
-        priority_class=caller.priority_class,
-        priority=request.priority,
-        prompt_tokens=flight.prompt_tokens,
-        uncached_tokens=flight.uncached_tokens,
-        expected_output=flight.expected_output,
-        max_output=flight.max_output,
-        tpot_slo_s=flight.tpot_slo_s,
-        due_s=flight.due_s,
-        needs_decode=state.needs_decode,
-        arrived_s=now,
-        deadline_s=request.deadline_s,
-        ttft_slo_s=request.slo_ttft_s,
-        resumed=len(request.resumed) > 0,
-    )
 
 
 def _error(refusal: Refusal) -> ResourceExhaustedError:

@@ -14,19 +14,18 @@ from itertools import islice
 
 from coordinator.admission.capacity import DecodeCapacity, NoCapacity, PrefillCapacity
 from coordinator.admission.queue import (
-    GONE,
     OUTPUT_TOKEN_COST,
     STARTED,
     AdmissionQueue,
     Ahead,
     Arrival,
     Cause,
-    Entry,
     Refusal,
     RefusalReason,
     Release,
 )
-from coordinator.routing.local_prefill import facts_of, local_prefill_tokens
+from coordinator.request.state import GONE, Entry, PairCost
+from coordinator.routing.local_prefill import local_prefill_tokens
 from coordinator.workers.load import DecodeLoad, PrefillLoad, WorkerLoads
 from coordinator.workers.snapshot import PoolSnapshot
 from splitserve.config.coordinator import AdmissionConfig, LocalPrefill
@@ -298,8 +297,9 @@ class ModelAdmission:
         if isinstance(decode, NoCapacity):
             return None
         cached = entry.prompt_tokens - math.ceil(entry.uncached_tokens)
-        facts = facts_of(prefill, decode, entry.prompt_tokens, cached, cached, entry.tpot_slo_s)
-        return decode if local_prefill_tokens(facts) else None
+        cost = PairCost(cached_tokens=cached, decode_cached_tokens=cached)
+        tokens = local_prefill_tokens(prefill, decode, entry.prompt_tokens, cost, entry.tpot_slo_s)
+        return decode if tokens else None
 
     def _start(
         self,

@@ -1,4 +1,4 @@
-"""The waiting requests of one model: admission's view of a request, and the bounded queue. Pure.
+"""The waiting requests of one model: the bounded queue, in order of service. Pure.
 
 Precedence: weighted shares decide which class is next, fair shares which of its tenants. Of this tenant's requests the
 next is the first by priority, then by deadline if it has one, else by arrival.
@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Generic, Literal, TypeVar
 
 from coordinator.request.inference_request import PriorityClass
-from coordinator.workers.load import Flight
+from coordinator.request.state import Entry
 
 CLASSES: tuple[PriorityClass, ...] = ("interactive", "standard", "batch")
 """The most urgent first."""
@@ -27,71 +27,10 @@ PROMPT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0
 """Service is measured in prompt tokens; an output token counts as two (Sheng et al., "Fairness in Serving Large
 Language Models", OSDI 2024)."""
-GONE = -1
-"""`Entry.number` of an entry that is neither queued nor running."""
-NOT_HELD = (0.0, 0.0)
-"""`Entry.marks` of a request that did not wait."""
 
 
 Cause = Literal["prefill", "decode", "workers"]
 """What requests wait for: a pool's capacity, or the first workers of a pool that has none."""
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Entry(Flight):
-    """One request from arrival to end. Times are on the monotonic clock."""
-
-    request_id: str
-    tenant: str
-    weight: float
-    """Weight of the tenant."""
-    priority_class: PriorityClass
-    priority: int
-    """Order among the requests of one tenant and class; higher first."""
-    needs_decode: bool
-    arrived_s: float
-    deadline_s: float
-    """When the request times out."""
-    ttft_slo_s: float | None = None
-    """The request is refused if its first token is predicted later than this, in seconds. None: it is served late."""
-    resumed: bool = False
-    """It continues a stream that broke at another coordinator: its client already has a part of the answer."""
-    number: int = 0
-    """Arrival number; below 0 once the request is over."""
-    bypassed: int = 0
-    """How many later requests bypassed this one because it did not fit."""
-    predicted_ttft_s: float = 0.0
-    """Forecast at arrival; 0 without one."""
-    start_by_s: float = float("inf")
-    """When it is refused if it is still queued."""
-    started: bool = False
-    """Whether it was admitted."""
-    from_zero: bool = False
-    """Whether it arrived while a pool had no worker, and waits for the first ones."""
-    marks: tuple[float, float] = NOT_HELD
-    """While queued: total seconds that the queue had waited for prefill and for decode at arrival. Once admitted:
-    seconds that this request waited for each."""
-
-    @property
-    def order(self) -> tuple[bool, int, float, int]:
-        """Sort key among the requests of its tenant and class: resumed streams first, then by priority, then by the
-        deadline of the first token, or by arrival without one."""
-        by_s = self.due_s if self.due_s < float("inf") else self.arrived_s
-        return not self.resumed, -self.priority, by_s, self.number
-
-    @property
-    def waits(self) -> bool:
-        """Whether it is still to be admitted."""
-        return not self.started and self.number != GONE
-
-    def outranks(self, other: Entry) -> bool:
-        """Whether it is served before another request of its tenant and class that arrived earlier."""
-        return self.order[:-1] < other.order[:-1]
-
-    @property
-    def cost(self) -> float:
-        """Expected service, in prompt tokens."""
-        return PROMPT_TOKEN_COST * self.prompt_tokens + OUTPUT_TOKEN_COST * self.expected_output
 
 
 RefusalReason = Literal["QUEUE_FULL", "WOULD_MISS_DEADLINE", "WOULD_MISS_SLO", "WAITED_TOO_LONG"]
@@ -349,8 +288,8 @@ class AdmissionQueue:
         queue = class_queue.queues.get(newcomer.tenant)
         before = 0.0 if queue is None else queue.cost
         if queue is not None and queue.entries and newcomer.outranks(queue.entries[-1]):
-            before = sum(entry.cost for entry in queue.entries if not newcomer.outranks(entry))
-        own = before + newcomer.cost
+            before = sum(_cost(entry) for entry in queue.entries if not newcomer.outranks(entry))
+        own = before + _cost(newcomer)
         in_class = before
         served = queue.counter.served if queue is not None and queue.counter.waiting else 0.0
         for tenant, other in class_queue.tenants.waiting.items():
@@ -363,7 +302,7 @@ class AdmissionQueue:
         for name in self._shares.waiting:
             if name != newcomer.priority_class:
                 share = CLASS_WEIGHTS[name] / CLASS_WEIGHTS[newcomer.priority_class]
-                total += min(self._classes[name].cost, (in_class + newcomer.cost) * share)
+                total += min(self._classes[name].cost, (in_class + _cost(newcomer)) * share)
         whole = sum(other_class.cost for other_class in self._classes.values())
         part = total / whole if whole else 0.0
         return Ahead(self.requests * part, self.uncached_tokens * part, self.output_tokens * part)
@@ -389,7 +328,7 @@ class AdmissionQueue:
                 return max(queues, key=_holding).entries[-1]
         class_queue = self._classes[newcomer.priority_class]
         own = class_queue.queues.get(newcomer.tenant)
-        would_hold = ((own.cost if own else 0.0) + newcomer.cost) / newcomer.weight
+        would_hold = ((own.cost if own else 0.0) + _cost(newcomer)) / newcomer.weight
         others = [
             queue
             for tenant, queue in class_queue.queues.items()
@@ -410,13 +349,18 @@ class AdmissionQueue:
         self.uncached_tokens += sign * entry.uncached_tokens
         self.output_tokens += sign * entry.expected_output
         # Reset at empty, so that rounding errors do not accumulate.
-        queue.cost = queue.cost + sign * entry.cost if queue.entries else 0.0
-        class_queue.cost = class_queue.cost + sign * entry.cost if class_queue.requests else 0.0
+        queue.cost = queue.cost + sign * _cost(entry) if queue.entries else 0.0
+        class_queue.cost = class_queue.cost + sign * _cost(entry) if class_queue.requests else 0.0
         if not self.requests:
             self.uncached_tokens = self.output_tokens = 0.0
 
 
 _ORDER = attrgetter("order")
+
+
+def _cost(entry: Entry) -> float:
+    """Expected service, in prompt tokens."""
+    return PROMPT_TOKEN_COST * entry.prompt_tokens + OUTPUT_TOKEN_COST * entry.expected_output
 
 
 def _holding(queue: _TenantQueue) -> float:

@@ -11,12 +11,11 @@ from coordinator.attempt import Attempt
 from coordinator.request.inference_request import (
     Caller,
     InferenceRequest,
-    random_hex,
     resolved_sampling,
     resolved_stop,
 )
-from coordinator.request.observer import RequestEvents
 from coordinator.request.state import RequestEstimate, RequestState
+from coordinator.request_events import RequestEvents
 from coordinator.workers.client import BackgroundTasks, WorkerClients
 from coordinator.workers.snapshot import Model, Worker
 from splitserve.errors import SplitserveError
@@ -85,7 +84,7 @@ def _request(model: Model, token_ids: tuple[int, ...]) -> InferenceRequest:
     sampling = generation_pb2.SamplingParams(temperature=0.0, logprobs=20)
     stop = generation_pb2.StopParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
     return InferenceRequest(
-        request_id=f"canary-{random_hex(12)}",
+        request_id=f"canary-{secrets.token_hex(6)}",
         model=model,
         prompt=token_ids,
         sampling=resolved_sampling(sampling, seed=0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -18,13 +19,12 @@ from coordinator.request.inference_request import (
     RequestTrace,
     check_highest,
     check_prompt_form,
-    random_bits,
 )
 from coordinator.request.sending import Output
 from coordinator.request_flow import RequestFlow
 from coordinator.routing.router import RETRY_AFTER_S
 from coordinator.telemetry.request_stats import RequestStats
-from coordinator.tenants.usage import Limit, full, spend, wait_s
+from coordinator.tenants.usage import Bucket, Limit
 from coordinator.workers.client import BackgroundTasks
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Model
@@ -50,8 +50,7 @@ class TraceSampler:
     def __init__(self, config: RequestTracingConfig) -> None:
         self.enabled = config.endpoint is not None
         self._ratio, per_s = config.sample_ratio, config.max_client_traces_per_s
-        self._limit = Limit(per_s, max(1.0, per_s)) if per_s else None
-        self._bucket = full(self._limit, 0.0) if self._limit else None
+        self._bucket = Bucket(Limit(per_s, max(1.0, per_s)), 0.0) if per_s else None
 
     def begin(
         self,
@@ -74,12 +73,12 @@ class TraceSampler:
         return RequestTrace(own, parent.span_id, operation, resumed)
 
     def _drawn(self) -> bool:
-        return random_bits(DRAW_BITS) < self._ratio * (1 << DRAW_BITS)
+        return secrets.randbits(DRAW_BITS) < self._ratio * (1 << DRAW_BITS)
 
     def _grants(self, now: float) -> bool:
-        if self._limit is None or self._bucket is None or wait_s(self._bucket, self._limit, 1.0, now) > 0:
+        if self._bucket is None or self._bucket.wait_s(1.0, now) > 0:
             return False
-        self._bucket = spend(self._bucket, self._limit, 1.0, now)
+        self._bucket.spend(1.0, now)
         return True
 
 
@@ -276,9 +275,9 @@ class InferenceApi:
     @asynccontextmanager
     async def _counted(self, model: str, caller: Caller) -> AsyncIterator[None]:
         """As `_admitted`, for what generates nothing: the tenant is charged a request, but no tokens."""
-        quotas = self.flow.quotas
+        tenants = self.flow.tenants
         async with self._admitted(model):
-            with quotas.entered(inference_pb2.GenerateRequest(), caller) if quotas else nullcontext():
+            with tenants.entered(inference_pb2.GenerateRequest(), caller) if tenants else nullcontext():
                 yield
 
     @asynccontextmanager

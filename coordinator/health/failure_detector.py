@@ -17,8 +17,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 from coordinator.workers.registry import Registry
@@ -32,16 +30,6 @@ FIRST_PAUSE_S = 0.1
 LAST_PAUSE_S = 5.0
 GIVE_UP_S = 600.0
 """How long a departed worker is probed. All its tickets have expired by then."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Departed:
-    """A worker as it was when it left the registry, and until when it is probed (monotonic time)."""
-
-    worker: Worker
-    give_up_s: float
-    again: asyncio.Event
-    """Set when the worker comes back and leaves again."""
 
 
 class FailureDetector:
@@ -58,14 +46,13 @@ class FailureDetector:
         self._registry, self._refused = registry, refused or is_refused
         self._loops = loops or LoopRunner()
         self._known: dict[WorkerKey, Worker] = {}
-        self._departed: dict[WorkerKey, _Departed] = {}
-        """Workers being probed, by one task each. A worker that comes back and leaves again keeps its task."""
+        self._departed: dict[WorkerKey, tuple[Worker, asyncio.Task[None]]] = {}
+        """Workers that are probed, as they were when they left the registry, and the tasks that probe them."""
 
     def report_ended(self, boots: Iterable[WorkerKey]) -> None:
         """Takes a runtime's report that the processes of these boots have ended. Unknown boots are ignored."""
         for key in boots:
-            departed = self._departed.get(key)
-            worker = departed.worker if departed is not None else self._registry.get(key)
+            worker = self._departed[key][0] if key in self._departed else self._registry.get(key)
             if worker is None:
                 continue
             self._registry.drop(key, "its runtime says that it has ended")
@@ -81,31 +68,23 @@ class FailureDetector:
                 workers = self._registry.snapshot().workers
                 present = {worker.key: worker for worker in workers if worker.sends_kv}
                 for key in self._known.keys() - present.keys():
-                    probed = self._departed.get(key)
-                    again = asyncio.Event() if probed is None else probed.again
-                    self._departed[key] = _Departed(self._known[key], time.monotonic() + GIVE_UP_S, again)
-                    if probed is None:
-                        probe = partial(self._probe_until_ended, key)
-                        group.create_task(self._loops.run("probe", probe))
-                    else:
-                        again.set()
+                    worker = self._known[key]
+                    probe = partial(self._probe_until_ended, worker)
+                    self._departed[key] = worker, group.create_task(self._loops.run("probe", probe))
+                for key in self._departed.keys() & present.keys():
+                    _, task = self._departed.pop(key)
+                    task.cancel()
                 self._known = present
 
-    async def _probe_until_ended(self, key: WorkerKey) -> None:
-        pause_s, again = FIRST_PAUSE_S, self._departed[key].again
-        while not await self._is_over(self._departed[key]):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await again.wait()
-            pause_s = FIRST_PAUSE_S if again.is_set() else min(2 * pause_s, LAST_PAUSE_S)
-            again.clear()
-        del self._departed[key]
+    async def _probe_until_ended(self, worker: Worker) -> None:
+        give_up_s, pause_s = time.monotonic() + GIVE_UP_S, FIRST_PAUSE_S
+        while time.monotonic() < give_up_s and not await self._is_over(worker):
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+        del self._departed[worker.key]
 
-    async def _is_over(self, departed: _Departed) -> bool:
+    async def _is_over(self, worker: Worker) -> bool:
         """Whether probing may end. Reports proof that the process has ended."""
-        worker = departed.worker
-        if time.monotonic() >= departed.give_up_s or self._registry.get(worker.key) is not None:
-            return True
         if self._registry.has_ended(worker):
             return True
         if self._replaced(worker):

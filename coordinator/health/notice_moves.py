@@ -14,7 +14,7 @@ from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker, WorkerKey
 from splitserve.errors import UnavailableError
 from splitserve.logs import log_event
-from splitserve.metrics import counter, gauge
+from splitserve.metrics import gauge
 
 LOOK_EVERY_S = 0.1
 MARGIN_S = 3.0
@@ -27,7 +27,6 @@ class NoticeMover:
 
     def __init__(self, registry: Registry, clients: WorkerClients) -> None:
         self._registry, self._clients = registry, clients
-        self._moves = 0
         self._left: set[WorkerKey] = set()
         """Workers whose requests have left."""
         self._stuck: set[WorkerKey] = set()
@@ -53,14 +52,9 @@ class NoticeMover:
         return bool(preempted)
 
     def metrics(self) -> list[Metric]:
-        """How many workers have a notice, and how many attempts were moved."""
-        preempted = len(self._registry.snapshot().preempted)
-        workers = "Registered workers whose machines are being taken away"
-        moves = "Attempts moved away from workers with a notice"
-        return [
-            gauge("splitserve_preempted_workers", workers, preempted),
-            counter("splitserve_notice_moves", moves, self._moves),
-        ]
+        """How many workers have a notice."""
+        text = "Registered workers whose machines are being taken away"
+        return [gauge("splitserve_preempted_workers", text, len(self._registry.snapshot().preempted))]
 
     def _move_all(self, worker: Worker) -> None:
         if worker.model.name not in self._registry.snapshot().ready_models():
@@ -70,7 +64,7 @@ class NoticeMover:
             return
         error = UnavailableError(f"the machine of {worker.name} is taken away", reason=MOVED)
         try:
-            self._moves += self._clients.client_for(worker).fail_all(error)
+            self._clients.client_for(worker).fail_all(error)
         except UnavailableError:
             return  # the worker has just gone, and its requests resume for that reason
         self._left.add(worker.key)

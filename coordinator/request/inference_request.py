@@ -8,7 +8,6 @@ violation is an InvalidArgumentError naming the field and its bound.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +47,9 @@ class RequestTargets:
     tpot_s: float | None = None
 
 
+NO_TARGETS = RequestTargets()
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """The tenant behind a request. Without configured tenants, every caller is `ANYONE`."""
@@ -69,7 +71,7 @@ class Caller:
     max_output_tokens: int | None = None
     """Most output tokens of a request, and the default; None: limited by the context only."""
 
-    targets: RequestTargets | None = None
+    targets: RequestTargets = NO_TARGETS
     """The tenant's targets. The settings' targets apply where the tenant has none."""
     on_late: OnLate | None = None
     """What happens to its requests that would miss their TTFT target; None: as in the settings."""
@@ -126,8 +128,7 @@ def resolved_targets(
     InvalidArgumentError for a target that is out of range, is stricter than that of the tenant or the settings, or has
     no such counterpart: it would put the request before others.
     """
-    own = caller.targets or RequestTargets()
-    batch = caller.priority_class == "batch"
+    own, batch = caller.targets, caller.priority_class == "batch"
     least_ttft_s = own.ttft_s or settings.ttft_slo_s
     ttft_s = own.ttft_s if batch else least_ttft_s
     tpot_s = own.tpot_s or settings.tpot_slo_s
@@ -180,37 +181,8 @@ class RequestTrace:
         return replace(self, context=self.attempt())
 
 
-POOL_BYTES = 4096
 CHAT_PREFIX, COMPLETION_PREFIX, RESPONSE_PREFIX, MESSAGE_PREFIX = "chatcmpl-", "cmpl-", "resp_", "msg_"
 """Prefixes of the id of an answer over HTTP; the request's id follows."""
-
-
-class RandomPool:
-    """A buffer of cryptographic random bytes, each used once. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._bytes = b""
-        self._used = 0
-
-    def take(self, count: int) -> bytes:
-        """`count` random bytes, at most POOL_BYTES."""
-        if self._used + count > len(self._bytes):
-            self._bytes, self._used = os.urandom(POOL_BYTES), 0
-        self._used += count
-        return self._bytes[self._used - count : self._used]
-
-
-_POOL = RandomPool()
-
-
-def random_hex(digits: int = 32) -> str:
-    """A string of random hexadecimal digits; `digits` must be even."""
-    return _POOL.take(digits // 2).hex()
-
-
-def random_bits(count: int) -> int:
-    """A random integer from 0 to 2**count - 1."""
-    return int.from_bytes(_POOL.take((count + 7) // 8)) >> (-count % 8)
 
 
 def names_of(given: str) -> tuple[str, ...]:
@@ -261,8 +233,8 @@ class InferenceRequest:
     resumed_finish: generation_pb2.FinishReason.ValueType = generation_pb2.FINISH_REASON_UNSPECIFIED
     """How the answer ended, if the client has all of it but the final message."""
     trace: RequestTrace | None = None
-    targets: RequestTargets | None = None
-    """Its own targets, its tenant's or those of the settings; None: no targets."""
+    targets: RequestTargets = NO_TARGETS
+    """Its own targets, its tenant's or those of the settings."""
     slo_ttft_s: float | None = None
     """Predicted time to the first token beyond which admission refuses the request, in seconds; None: never."""
     prompt_only: bool = False

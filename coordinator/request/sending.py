@@ -19,9 +19,11 @@ class Output(Protocol):
 
     def takes_now(self) -> bool:
         """Whether `send_now` may be called: the answer has begun, and its client reads."""
+        return False
 
     def send_now(self, delta: generation_pb2.OutputDelta) -> None:
         """Takes the next delta without a wait."""
+        raise AssertionError("it takes nothing without a wait")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +35,3 @@ class WaitingOutput(Output):
     @override
     async def send(self, response: inference_pb2.GenerateResponse) -> None:
         await self.write(response)
-
-    @override
-    def takes_now(self) -> bool:
-        return False
-
-    @override
-    def send_now(self, delta: generation_pb2.OutputDelta) -> None:
-        raise AssertionError("it takes nothing without a wait")

@@ -1,14 +1,15 @@
-"""The state of one request across its attempts, written by `coordinator.request.observer` only, and the estimates for
-new requests: output length, and the cached part of a prompt.
+"""The state of one request across its attempts, and the estimates for new requests: output length, and the cached part
+of a prompt. Admission writes how the request waited, `coordinator.request_events` what happens afterwards.
 """
 
 from __future__ import annotations
 
 import enum
+import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from coordinator.request.inference_request import InferenceRequest, random_hex
+from coordinator.request.inference_request import InferenceRequest, PriorityClass
 from coordinator.workers.load import Flight
 from coordinator.workers.prefix_index import PrefixHits
 from coordinator.workers.registry import Registry
@@ -79,9 +80,6 @@ class Waits:
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
-
-    def __add__(self, other: Waits) -> Waits:
-        return Waits(self.prefill_s + other.prefill_s, self.decode_s + other.decode_s)
 
 
 NO_WAITS = Waits()
@@ -194,6 +192,64 @@ class AttemptRecord:
         return [*prefill, *decode, *([self.pair] if prefill and decode else [])]
 
 
+GONE = -1
+"""`Entry.number` of an entry that is neither queued nor running."""
+NOT_HELD = (0.0, 0.0)
+"""`Entry.marks` of a request that did not wait."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Entry(Flight):
+    """Admission's view of a request, from arrival to end. Times are on the monotonic clock."""
+
+    request_id: str
+    tenant: str
+    weight: float
+    """Weight of the tenant."""
+    priority_class: PriorityClass
+    priority: int
+    """Order among the requests of one tenant and class; higher first."""
+    needs_decode: bool
+    arrived_s: float
+    deadline_s: float
+    """When the request times out."""
+    ttft_slo_s: float | None = None
+    """The request is refused if its first token is predicted later than this, in seconds. None: it is served late."""
+    resumed: bool = False
+    """It continues a stream that broke at another coordinator: its client already has a part of the answer."""
+    number: int = 0
+    """Arrival number; below 0 once the request is over."""
+    bypassed: int = 0
+    """How many later requests bypassed this one because it did not fit."""
+    predicted_ttft_s: float = 0.0
+    """Forecast at arrival; 0 without one."""
+    start_by_s: float = float("inf")
+    """When it is refused if it is still queued."""
+    started: bool = False
+    """Whether it was admitted."""
+    from_zero: bool = False
+    """Whether it arrived while a pool had no worker, and waits for the first ones."""
+    marks: tuple[float, float] = NOT_HELD
+    """While queued: total seconds that the queue had waited for prefill and for decode at arrival. Once admitted:
+    seconds that this request waited for each."""
+
+    @property
+    def order(self) -> tuple[bool, int, float, int]:
+        """Sort key among the requests of its tenant and class: resumed streams first, then by priority, then by the
+        deadline of the first token, or by arrival without one."""
+        by_s = self.due_s if self.due_s < float("inf") else self.arrived_s
+        return not self.resumed, -self.priority, by_s, self.number
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is still to be admitted."""
+        return not self.started and self.number != GONE
+
+    def outranks(self, other: Entry) -> bool:
+        """Whether it is served before another request of its tenant and class that arrived earlier."""
+        return self.order[:-1] < other.order[:-1]
+
+
 @dataclass(slots=True)
 class RequestState:
     """One request. Its output grows only by `append`, which accepts neither gaps nor duplicates."""
@@ -201,8 +257,8 @@ class RequestState:
     request: InferenceRequest
     estimate: RequestEstimate
     """Made once, at arrival."""
-    flight: Flight = field(init=False)
-    """The request's entry in the account of work; admission replaces it by an `Entry`."""
+    flight: Entry = field(init=False)
+    """The request in the account of work and in admission."""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: generation_pb2.FinishReason.ValueType = generation_pb2.FINISH_REASON_UNSPECIFIED
     attempts: int = 0
@@ -241,14 +297,24 @@ class RequestState:
 
     def __post_init__(self) -> None:
         request, resumed, targets = self.request, len(self.request.resumed), self.request.targets
-        ttft_s = targets.ttft_s if targets is not None else None
-        self.flight = Flight(
+        ttft_s = targets.ttft_s
+        self.flight = Entry(
+            request_id=request.request_id,
+            tenant=request.caller.tenant,
+            weight=request.caller.weight,
+            priority_class=request.caller.priority_class,
+            priority=request.priority,
             prompt_tokens=len(request.prompt) + resumed,
             uncached_tokens=self.estimate.uncached_tokens + resumed,
             expected_output=max(1.0, self.estimate.output_tokens - resumed),
             max_output=request.max_tokens - resumed,
-            tpot_slo_s=targets.tpot_s if targets is not None else None,
+            tpot_slo_s=targets.tpot_s,
             due_s=request.received_s + ttft_s if ttft_s is not None else float("inf"),
+            needs_decode=request.max_tokens - resumed > 1,
+            arrived_s=self.tokenized_s,
+            deadline_s=request.deadline_s,
+            ttft_slo_s=request.slo_ttft_s,
+            resumed=resumed > 0,
         )
 
     @property
@@ -318,7 +384,7 @@ class RequestState:
     ) -> None:
         """Begins an attempt on these workers; `cached_tokens` of the prompt are expected in prefill's cache."""
         self.attempts += 1
-        name = f"{self.request.request_id[:LONGEST_NAME]}.{self.attempts}.{random_hex(12)}"
+        name = f"{self.request.request_id[:LONGEST_NAME]}.{self.attempts}.{secrets.token_hex(6)}"
         report, trace = AttemptReport(prefill.worker_id), self.request.trace
         self.current = AttemptRecord(
             attempt_id=name,
@@ -360,7 +426,7 @@ class RequestState:
         it does not precede the requests of others: any client may claim to resume an answer.
         """
         targets, received_s = self.request.targets, self.request.received_s
-        if targets is None or (targets.ttft_s is None and targets.tpot_s is None):
+        if targets.ttft_s is None and targets.tpot_s is None:
             return None
         left = generation_pb2.ServiceTargets(tpot_ms=(targets.tpot_s or 0.0) * 1e3)
         if targets.ttft_s is not None:

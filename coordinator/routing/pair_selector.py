@@ -70,8 +70,8 @@ class PairSelector:
 
     def place(self, state: RequestState, pair: Pair) -> int:
         """Prompt tokens that the decode worker of the pair may compute itself; 0: the prompt is handed off."""
-        tpot_s = state.request.targets.tpot_s if state.request.targets is not None else None
-        choice = self._config.local_prefill, pair, state.context_tokens, self._registry.loads, tpot_s
+        loads, tpot_s = self._registry.loads, state.request.targets.tpot_s
+        choice = self._config.local_prefill, pair, state.context_tokens, loads, tpot_s
         tokens = local_tokens_of_pair(*choice)
         state.relieves_prefill = tokens > 0 and not local_tokens_of_pair(*choice, behind_queue=False)
         return tokens

@@ -30,7 +30,6 @@ from coordinator.routing.worker_columns import (
     DecodeColumns,
     ModelColumns,
     PrefillColumns,
-    Transfers,
     WorkerColumns,
 )
 from coordinator.workers.load import WorkerLoads
@@ -86,15 +85,16 @@ class PrefixRouter(Router):
             if p_score[first] == np.inf:
                 return None
             return _pair(loads, prefill, first, None, 0, request, p_kept, None)
-        d_score, transfers = _decode_scores(decode, request), Transfers(decode, request.prompt_tokens, depths)
-        best = _least_pair(p_score, d_score, transfers, prefill, request.turn)
+        d_score = _decode_scores(decode, request)
+        lacking = decode.bytes_lacking(request.prompt_tokens, depths)
+        best = _least_pair(p_score, d_score, lacking, prefill, request.turn)
         row, column = best.prefill, best.decode
         if row < 0:
             return None
         d_total: Column | None = None
         if p_kept is not None:
-            d_total = transfers.seconds(prefill.byte_s[row]) + d_score + prefill.unreached[row]
-            p_kept += transfers.seconds_to(column, prefill.byte_s[:, column]) + prefill.unreached[:, column]
+            d_total = prefill.byte_s[row] * lacking + d_score + prefill.unreached[row]
+            p_kept += prefill.byte_s[:, column] * lacking[column] + prefill.unreached[:, column]
         return _pair(loads, prefill, row, decode, column, request, p_kept, d_total)
 
     def _columns(self, model: str) -> ModelColumns:
@@ -111,17 +111,12 @@ def _prefill_scores(pool: PrefillColumns, request: RoutingRequest, depths: Colum
 
     Infinite for workers that must not be used. `depths` are cached leading blocks by slot, float64 [slots + 1].
     """
-    scores: Column = pool.token_s * request.prompt_tokens
-    scores += pool.queue_s if not request.class_rank else pool.queue_s * queue_weight(request.class_rank)
+    scores: Column = pool.token_s * request.prompt_tokens + pool.queue_s * queue_weight(request.class_rank)
     if depths is not None:
-        size = pool.block_size
         blocks = depths.take(pool.slots, mode="wrap")
-        np.minimum(blocks, (request.prompt_tokens - 1) / size, out=blocks)
+        held = np.minimum(blocks * pool.block_size, request.prompt_tokens - 1)
         # Others' delay is counted as a saving relative to the whole prompt, which shifts all scores alike.
-        saved_s = pool.token_s + _others_token_s(pool)
-        saved_s *= size
-        saved_s *= blocks
-        scores -= saved_s
+        scores -= held * (pool.token_s + _others_token_s(pool))
     if request.session_id:
         home = pool.home(request.session_id)
         scores[home] -= HOME_SHARE * request.prompt_tokens * pool.token_s[home]
@@ -135,16 +130,8 @@ def _others_token_s(pool: PrefillColumns) -> float:
 
 def _decode_scores(pool: DecodeColumns, request: RoutingRequest) -> Column:
     """Wait and step cost of each decode worker, in seconds, float64 [workers]; infinite for those not to be used."""
-    needed = needed_blocks(request, pool.block_size)
-    scores: Column
-    if needed <= pool.free[pool.free.argmin()]:
-        scores = pool.batch_s.copy()
-    else:
-        scores = needed - pool.free
-        np.maximum(scores, 0.0, out=scores)
-        scores *= pool.block_s
-        scores *= request.expected_output_tokens
-        scores += pool.batch_s
+    missing = np.maximum(needed_blocks(request, pool.block_size) - pool.free, 0.0)
+    scores: Column = missing * pool.block_s * request.expected_output_tokens + pool.batch_s
     if request.is_local:
         scores += pool.prompts_s
     if request.session_id:
@@ -161,15 +148,14 @@ def _without_excluded(scores: Column, pool: WorkerColumns, request: RoutingReque
 
 
 def _least_pair(
-    p_score: Column, d_score: Column, transfers: Transfers, prefill: PrefillColumns, turn: int
+    p_score: Column, d_score: Column, lacking: Column, prefill: PrefillColumns, turn: int
 ) -> _Best:
     """The pair of least total: examines prefill workers from the best score on until no other can do better.
 
-    `p_score` is float64 [prefill workers] and is overwritten; `d_score` is [decode workers].
+    `p_score` is float64 [prefill workers] and is overwritten; `d_score` and `lacking`, the bytes of KV to transfer, are
+    [decode workers].
     """
-    bounds = transfers.seconds(prefill.least_byte_s)
-    bounds += d_score
-    least_decode_s = float(bounds[bounds.argmin()])
+    least_decode_s = float((prefill.least_byte_s * lacking + d_score).min())
     best = _Best()
     for looked_at in range(len(p_score)):
         row = _first_least(p_score, turn)
@@ -178,10 +164,7 @@ def _least_pair(
             break
         if looked_at >= MAX_PREFILL_CANDIDATES and best.prefill >= 0:
             break
-        totals = transfers.seconds(prefill.byte_s[row])
-        totals += d_score
-        if not prefill.reaches_all[row]:
-            totals += prefill.unreached[row]
+        totals = prefill.byte_s[row] * lacking + d_score + prefill.unreached[row]
         column = _first_least(totals, turn)
         total_s = p_s + float(totals[column])
         if total_s < best.total_s:

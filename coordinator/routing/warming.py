@@ -8,11 +8,12 @@ no request: workers are warmed only while others serve their model.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from coordinator.request.inference_request import precedence_of, random_hex
+from coordinator.request.inference_request import precedence_of
 from coordinator.workers.client import WorkerClients
 from coordinator.workers.output_stream import OutputCollector, WorkerFailed
 from coordinator.workers.prefix_index import RecentPrompt
@@ -78,7 +79,7 @@ class Warmer:
 
     async def _compute(self, worker: Worker, prefix: RecentPrompt) -> None:
         request = prefill_pb2.PrefillRequest(
-            request_id=f"warm-{random_hex(12)}",
+            request_id=f"warm-{secrets.token_hex(6)}",
             token_ids=prefix.token_ids,
             sampling=generation_pb2.SamplingParams(temperature=0.0, top_p=1.0, repetition_penalty=1.0),
             stop=generation_pb2.StopParams(max_tokens=1),

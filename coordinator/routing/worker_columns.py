@@ -1,7 +1,7 @@
 """The workers of one model as columns, so that a routing decision is a few vector operations per pool.
 
-Columns cache a snapshot and the account of work. `refresh` updates only the rows of workers that have changed since the
-previous snapshot, or whose load has changed, according to the change logs of both.
+Columns cache a snapshot and the account of work. `refresh` reads only the workers that have changed since the previous
+snapshot, or whose load has changed, and derives the columns anew.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from typing_extensions import override
 
 from coordinator.routing.router import crowding
 from coordinator.workers.load import (
@@ -24,7 +25,7 @@ from coordinator.workers.load import (
     PrefillLoad,
     WorkerLoads,
 )
-from coordinator.workers.snapshot import ChangeLog, PoolSnapshot, Worker, WorkerKey
+from coordinator.workers.snapshot import PoolSnapshot, Worker, WorkerKey
 from splitserve.roles import PoolName
 
 Column = npt.NDArray[np.float64]
@@ -44,13 +45,7 @@ class WorkerColumns:
         self.workers = list(workers)
         self.row_of: dict[WorkerKey, int] = {worker.key: row for row, worker in enumerate(workers)}
         self.ready = np.zeros(count, np.bool_)
-        self.ready_count = 0
-        self.unmeasured = count
-        """Number of workers without a measured speed, which get the mean of the others."""
-        self.mean_stale = True
         self.slots = np.full(count, -1, np.int64)
-        # Lists mirror the arrays: reading one element of an array is slower.
-        self._slots, self._accepts = [-1] * count, [False] * count
         self.width = 0
         """One more than the highest slot."""
         # Workers of one model have one layout: registration refuses another one.
@@ -59,8 +54,6 @@ class WorkerColumns:
         self.name_hashes = np.array(
             [xxhash.xxh3_64_intdigest(worker.worker_id.encode()) for worker in workers], np.uint64
         )
-        self._speeds = [0.0] * count
-        self._mixed = np.empty_like(self.name_hashes)
 
     def home(self, session_id: str) -> int:
         """Row of the session's home among the workers that accept requests.
@@ -68,37 +61,28 @@ class WorkerColumns:
         Highest random weight (Thaler and Ravishankar, 1998): when a worker joins or leaves, only sessions move whose
         home it becomes or was.
         """
-        session, mixed = np.uint64(xxhash.xxh3_64_intdigest(session_id.encode())), self._mixed
-        np.bitwise_xor(self.name_hashes, session, out=mixed)
+        mixed = self.name_hashes ^ np.uint64(xxhash.xxh3_64_intdigest(session_id.encode()))
         # Both operands are hashes: one multiplication makes the order independent between sessions.
-        np.multiply(mixed, _MIX, out=mixed)
-        if self.ready_count < len(mixed):
-            np.multiply(mixed, self.ready, out=mixed)
+        mixed *= _MIX
+        mixed *= self.ready
         return int(mixed.argmax())
 
-    def _write(self, row: int, worker: Worker) -> bool:
-        """Updates the common columns. Returns whether the worker takes new requests."""
+    def read_row(self, row: int, worker: Worker) -> None:
+        """Takes a worker's new state. Columns that are derived of several rows follow with `derive`."""
         self.workers[row] = worker
-        if worker.prefix_slot != self._slots[row]:
-            self.slots[row] = self._slots[row] = worker.prefix_slot
-            self.width = int(self.slots.max()) + 1
-        accepts = worker.accepts
-        if accepts != self._accepts[row]:
-            self.ready[row] = self._accepts[row] = accepts
-            self.ready_count += 1 if accepts else -1
-            self.mean_stale = True
-        return accepts
+        self.slots[row] = worker.prefix_slot
+        self.ready[row] = worker.accepts
 
-    def _write_speed(self, row: int, speed: float, column: Column) -> None:
-        if speed != (before := self._speeds[row]):
-            column[row] = self._speeds[row] = speed
-            self.unmeasured += (not speed) - (not before)
-            self.mean_stale = True
+    def derive(self) -> None:
+        """Computes the derived columns."""
+        self.width = int(self.slots.max(initial=-1)) + 1
 
-    def _mean(self, speeds: Column, default: float) -> float:
-        """The mean of the measured speeds."""
-        known = len(speeds) - self.unmeasured
-        return float(np.add.reduce(speeds)) / known if known else default
+
+def _with_mean(measured: Column, default: float) -> tuple[Column, float]:
+    """The measured values, with their mean for those that are 0, and the mean."""
+    known = np.count_nonzero(measured)
+    mean = float(np.add.reduce(measured)) / known if known else default
+    return measured if known == len(measured) else np.where(measured > 0, measured, mean), mean
 
 
 class PrefillColumns(WorkerColumns):
@@ -116,76 +100,56 @@ class PrefillColumns(WorkerColumns):
         self._loads = loads
         shape = len(workers), len(decodes)
         self._queued, self._rate = np.zeros(shape[0]), np.zeros(shape[0])
-        self.queue_s, self.token_s = np.zeros(shape[0]), np.zeros(shape[0])
+        self.queue_s = self.token_s = np.zeros(shape[0])
+        self.mean_token_s = 0.0
+        self.crowded = 0.0
+        """Weight of a second of prefill for the requests behind it."""
         self._agents = [worker.agent_id for worker in decodes]
-        self._own = [(row, self._agents.index(w.agent_id)) for row, w in enumerate(workers) if w.decodes]
-        """(row, column) of each worker of role `both`, whose pair with itself has no handoff."""
         self._measured = np.zeros(shape)
+        """[prefill, decode]: GB/s of the lane; 0: not measured; infinite between both ends of one worker."""
         self._lane_keys: list[tuple[frozenset[str], int] | None] = [None] * shape[0]
         self.unreached = np.full(shape, np.inf)
         """[prefill, decode]: 0 for connected pairs, else infinite."""
-        self.reaches_all = [False] * shape[0]
         self.byte_s = np.zeros(shape)
         """[prefill, decode]: seconds per byte of KV on the lane; the mean where nothing was measured."""
         self.least_byte_s = np.zeros(shape[1])
         self._lanes_stale = True
-        self.mean_token_s = 0.0
-        self._is_busy, self._busy = [False] * shape[0], 0
         for row, worker in enumerate(workers):
-            self.update_row(row, worker)
+            self.read_row(row, worker)
 
-    def update_row(self, row: int, worker: Worker) -> None:
-        """Takes a worker's new state."""
-        accepts, load = self._write(row, worker), self._loads[worker.key]
+    @override
+    def read_row(self, row: int, worker: Worker) -> None:
+        super().read_row(row, worker)
+        load = self._loads[worker.key]
+        self._queued[row], self._rate[row] = load.queued_tokens, load.measured_rate
         lane_key = worker.reached_agents, len(worker.lanes)
         if lane_key != self._lane_keys[row]:
             self._lane_keys[row] = lane_key
-            self._write_lanes(row, worker)
-        rate, queued = load.measured_rate, load.queued_tokens
-        self._write_speed(row, rate, self._rate)
-        self._queued[row] = queued
-        is_busy = accepts and queued > 0
-        self._busy += is_busy - self._is_busy[row]
-        self._is_busy[row] = is_busy
-        if rate:
-            # The same expression as in `finish_update`, so that both paths give bit-identical rows.
-            self.token_s[row] = token_s = 1 / rate
-            self.queue_s[row] = queued * token_s if accepts else np.inf
+            self._read_lanes(row, worker)
 
-    def _write_lanes(self, row: int, worker: Worker) -> None:
+    def _read_lanes(self, row: int, worker: Worker) -> None:
         reached = worker.reached_agents | ({worker.agent_id} if worker.role == "both" else frozenset())
         self.unreached[row] = [0.0 if agent in reached else np.inf for agent in self._agents]
-        self.reaches_all[row] = reached.issuperset(self._agents)
-        speeds = {lane.agent_id: lane.gb_per_second for lane in worker.lanes}
         # A pair of one worker transfers nothing.
-        speeds[worker.agent_id] = np.inf
+        speeds = {lane.agent_id: lane.gb_per_second for lane in worker.lanes} | {worker.agent_id: np.inf}
         self._measured[row] = [speeds.get(agent, 0.0) for agent in self._agents]
         self._lanes_stale = True
 
-    def finish_update(self) -> None:
-        """Recomputes the values that depend on all rows, if stale."""
+    @override
+    def derive(self) -> None:
+        super().derive()
         if self._lanes_stale:
             known = self._measured[(self._measured > 0) & (self._measured < np.inf)]
             # Without any measurement transfers cost 0: they cannot distinguish pairs.
-            default = 1 / float(known.mean()) if len(known) else 0.0
-            self.byte_s = np.full(self._measured.shape, default)
-            np.divide(1, self._measured, out=self.byte_s, where=self._measured > 0)
-            self.byte_s /= _GB
-            for row, column in self._own:
-                self.byte_s[row, column] = 0.0
+            mean = float(known.mean()) if len(known) else np.inf
+            self.byte_s = 1 / (np.where(self._measured > 0, self._measured, mean) * _GB)
             self.least_byte_s = self.byte_s.min(0) if len(self.byte_s) else self.least_byte_s
             self._lanes_stale = False
-        if self.mean_stale:
-            self.mean_token_s = 1 / self._mean(self._rate, DEFAULT_PREFILL_TOKENS_PER_S)
-            self.mean_stale = False
-        if self.unmeasured:
-            self.token_s[self._rate == 0] = self.mean_token_s
-            self.queue_s = np.where(self.ready, self._queued * self.token_s, np.inf)
-
-    @property
-    def crowded(self) -> float:
-        """Weight of a second of prefill for the requests behind it."""
-        return crowding(self._busy, self.ready_count)
+        rate, mean_rate = _with_mean(self._rate, DEFAULT_PREFILL_TOKENS_PER_S)
+        self.token_s, self.mean_token_s = 1 / rate, 1 / mean_rate
+        self.queue_s = np.where(self.ready, self._queued * self.token_s, np.inf)
+        busy = np.count_nonzero(self.ready & (self._queued > 0))
+        self.crowded = crowding(int(busy), int(np.count_nonzero(self.ready)))
 
 
 class DecodeColumns(WorkerColumns):
@@ -201,54 +165,37 @@ class DecodeColumns(WorkerColumns):
         super().__init__(workers)
         self._loads = loads
         count = len(workers)
-        self.free, self.block_s, self.batch_s = np.zeros(count), np.zeros(count), np.zeros(count)
-        self.step_s, self.prompts_s = np.zeros(count), np.zeros(count)
+        self.free, self.prompts_s = np.zeros(count), np.zeros(count)
+        self.step_s = self.block_s = self.batch_s = np.zeros(count)
         self._own_step, self._held, self._fill = np.zeros(count), np.ones(count), np.zeros(count)
         for row, worker in enumerate(workers):
-            self.update_row(row, worker)
+            self.read_row(row, worker)
 
-    def update_row(self, row: int, worker: Worker) -> None:
-        """Takes a worker's new state."""
-        accepts, load = self._write(row, worker), self._loads[worker.key]
-        self.free[row] = load.free_blocks
-        self.prompts_s[row] = load.prompts_s
-        self._fill[row] = fill = 1 + load.batch_requests / load.slots
-        self._held[row] = held = max(1, load.held_blocks)
-        step_s = load.measured_step_s
-        self._write_speed(row, step_s, self._own_step)
-        if step_s:
-            self.step_s[row], self.block_s[row] = step_s, step_s / held
-            self.batch_s[row] = step_s * fill if accepts else np.inf
+    @override
+    def read_row(self, row: int, worker: Worker) -> None:
+        super().read_row(row, worker)
+        load = self._loads[worker.key]
+        self.free[row], self.prompts_s[row] = load.free_blocks, load.prompts_s
+        self._fill[row] = 1 + load.batch_requests / load.slots
+        self._held[row] = max(1, load.held_blocks)
+        self._own_step[row] = load.measured_step_s
 
-    def finish_update(self) -> None:
-        """Fills in the mean for workers without a measurement."""
-        if self.unmeasured:
-            self.step_s[self._own_step == 0] = self._mean(self._own_step, DEFAULT_STEP_S)
-            self.block_s = self.step_s / self._held
-            self.batch_s = np.where(self.ready, self.step_s * self._fill, np.inf)
+    @override
+    def derive(self) -> None:
+        super().derive()
+        self.step_s, _ = _with_mean(self._own_step, DEFAULT_STEP_S)
+        self.block_s = self.step_s / self._held
+        self.batch_s = np.where(self.ready, self.step_s * self._fill, np.inf)
 
-
-class Transfers:
-    """The KV of a prompt that each decode worker lacks."""
-
-    def __init__(self, pool: DecodeColumns, prompt_tokens: int, depths: Column | None) -> None:
-        """`depths`: cached leading blocks by slot, float64 [slots + 1]; None: no worker caches any."""
-        blocks = -(-prompt_tokens // pool.block_size)
-        self._bytes_lacking: Column | float = blocks * pool.block_bytes
-        """A scalar if no worker caches any."""
-        if depths is not None:
-            held = np.minimum(depths.take(pool.slots, mode="wrap"), blocks)
-            self._bytes_lacking = (blocks - held) * pool.block_bytes
-
-    def seconds(self, byte_s: Column) -> Column:
-        """Seconds until each worker has the KV, float64 [workers]. `byte_s`: seconds per byte of each lane."""
-        transfer_s: Column = byte_s * self._bytes_lacking
-        return transfer_s
-
-    def seconds_to(self, row: int, byte_s: Column) -> Column:
-        """Seconds to one of the workers over several lanes, float64 [lanes]."""
-        lacking = self._bytes_lacking
-        return byte_s * (lacking if isinstance(lacking, float) else lacking[row])
+    def bytes_lacking(self, prompt_tokens: int, depths: Column | None) -> Column:
+        """Bytes of a prompt's KV that each worker lacks, float64 [workers]. `depths`: cached leading blocks by slot,
+        float64 [slots + 1]; None: no worker caches any."""
+        blocks = -(-prompt_tokens // self.block_size)
+        if depths is None:
+            return np.full(len(self.workers), blocks * self.block_bytes)
+        held = np.minimum(depths.take(self.slots, mode="wrap"), blocks)
+        lacking: Column = (blocks - held) * self.block_bytes
+        return lacking
 
 
 class ModelColumns:
@@ -257,34 +204,29 @@ class ModelColumns:
     def __init__(self, model: str) -> None:
         self._model = model
         self._seen: tuple[Worker, ...] = ()
-        self._log: ChangeLog | None = None
         self._loads: WorkerLoads | None = None
         self._load_changes: list[WorkerKey] = []
         self._load_changes_seen = 0
         self._position: dict[str, int] = {}
-        self._locations: list[list[tuple[PrefillColumns | DecodeColumns, int]]] = []
-        """The rows of each worker of the snapshot; a worker of role `both` has two."""
         self.prefill, self.decode = PrefillColumns(), DecodeColumns()
 
     def refresh(self, snapshot: PoolSnapshot, loads: WorkerLoads) -> None:
         """Brings the columns up to date with the snapshot's workers, in their order, and their loads."""
-        if loads is not self._loads or not self._update(snapshot, loads):
+        if loads is not self._loads or not self._update(snapshot.workers, loads):
             self._build(snapshot.workers, loads)
-        self._seen, self._log = snapshot.workers, snapshot.changes
-        self._loads, self._load_changes = loads, loads.changes
-        self._load_changes_seen = len(loads.changes)
-        self.prefill.finish_update()
-        self.decode.finish_update()
+        self._seen, self._loads = snapshot.workers, loads
+        self._load_changes, self._load_changes_seen = loads.changes, len(loads.changes)
+        self.prefill.derive()
+        self.decode.derive()
 
-    def _update(self, snapshot: PoolSnapshot, loads: WorkerLoads) -> bool:
-        """Updates the changed rows. False if the set of workers changed, so that the columns must be rebuilt."""
-        seen, rows, workers = self._seen, self._locations, snapshot.workers
-        if len(workers) != len(seen):
+    def _update(self, workers: tuple[Worker, ...], loads: WorkerLoads) -> bool:
+        """Reads the changed rows. False if the set of workers changed, so that the columns must be rebuilt."""
+        seen = self._seen
+        if len(workers) != len(seen) or loads.changes is not self._load_changes:
             return False
-        if loads.changes is self._load_changes:
-            changed = self._changed(snapshot)
-        else:
-            changed, self._load_changes_seen = set(range(len(workers))), 0
+        changed = set[int]()
+        if workers is not seen:
+            changed.update(compress(range(len(workers)), map(is_not, workers, seen)))
         for worker_id, _ in loads.changes[self._load_changes_seen :]:
             if (index := self._position.get(worker_id)) is not None:
                 changed.add(index)
@@ -292,29 +234,15 @@ class ModelColumns:
             worker, before = workers[index], seen[index]
             if worker.key != before.key or worker.role != before.role:
                 return False
-            for columns, row in rows[index]:
-                columns.update_row(row, worker)
+            for columns in (self.prefill, self.decode):  # a worker of role `both` has a row in each
+                if (row := columns.row_of.get(worker.key)) is not None:
+                    columns.read_row(row, worker)
         return True
-
-    def _changed(self, snapshot: PoolSnapshot) -> set[int]:
-        """Positions in the snapshot of workers that may have changed."""
-        log, before, workers = snapshot.changes, self._log, snapshot.workers
-        if workers is self._seen:
-            return set()
-        if log is None or before is None or log.worker_ids is not before.worker_ids:
-            return set(compress(range(len(workers)), map(is_not, workers, self._seen)))
-        changed = log.worker_ids[min(log.length, before.length) : max(log.length, before.length)]
-        return {self._position[worker_id] for worker_id in changed}
 
     def _build(self, workers: tuple[Worker, ...], loads: WorkerLoads) -> None:
         ours = [worker for worker in workers if worker.serves(self._model)]
-        prefills = [worker for worker in ours if worker.computes_prompts]
         decodes = [worker for worker in ours if worker.decodes]
+        prefills = [worker for worker in ours if worker.computes_prompts]
         self.prefill = PrefillColumns(prefills, decodes, loads.prefill)
         self.decode = DecodeColumns(decodes, loads.decode)
-        both = (self.prefill, self.decode)
-        self._locations = [
-            [(columns, columns.row_of[worker.key]) for columns in both if worker.key in columns.row_of]
-            for worker in workers
-        ]
         self._position = {worker.worker_id: index for index, worker in enumerate(workers)}

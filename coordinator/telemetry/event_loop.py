@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 
 from prometheus_client.core import HistogramMetricFamily, Metric
 
-from splitserve.metrics import bucket_label, gauge
+from splitserve.histograms import DurationCounts
+from splitserve.metrics import add_durations, gauge
 
-LAG_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 EVERY_S = 0.05
 TICK_S = 0.01
 """The shortest stall that is certainly noticed."""
@@ -28,57 +27,34 @@ class LoopLag:
         self._listener = listener
         self.computed_s: Callable[[], float] = time.process_time
         """CPU time in seconds of this process, or of the threads that may cause stalls."""
-        self._counts = [0] * (len(LAG_BOUNDS_S) + 1)
-        self._sum_s = 0.0
+        self._late = DurationCounts()
         self.longest_stall_s = 0.0
         """The longest time since the last `metrics` for which the loop stood still while this process computed. Time in
         which the process had no core does not count."""
 
     async def watch(self) -> None:
         """Samples until cancelled. Raises the listener's errors."""
-        # A chain of timers: waking a task for each tick would be most of an idle coordinator's work.
-        loop = asyncio.get_running_loop()
-        over: asyncio.Future[None] = loop.create_future()
         since_s, busy_s, worst_s = time.monotonic(), time.thread_time(), 0.0
-        due_s, computed_s = since_s + TICK_S, self.computed_s()
-        timer: asyncio.TimerHandle | None = None
-
-        def tick() -> None:
-            nonlocal timer, since_s, busy_s, worst_s, due_s, computed_s
-            now_s, computed_now_s = time.monotonic(), self.computed_s()
+        while True:
+            due_s, computed_s = time.monotonic() + TICK_S, self.computed_s()
+            await asyncio.sleep(TICK_S)
+            now_s = time.monotonic()
             late_s = max(0.0, now_s - due_s)
-            self.longest_stall_s = max(self.longest_stall_s, min(late_s, computed_now_s - computed_s))
-            worst_s, computed_s, due_s = max(worst_s, late_s), computed_now_s, now_s + TICK_S
+            self.longest_stall_s = max(self.longest_stall_s, min(late_s, self.computed_s() - computed_s))
+            worst_s = max(worst_s, late_s)
             if now_s >= since_s + EVERY_S:
-                try:
-                    self._sample((time.thread_time() - busy_s) / (now_s - since_s), worst_s)
-                except Exception as error:
-                    over.set_exception(error)
-                    return
+                self._late.add(worst_s)
+                self._listener((time.thread_time() - busy_s) / (now_s - since_s), worst_s)
                 since_s, busy_s, worst_s = now_s, time.thread_time(), 0.0
-            timer = loop.call_later(TICK_S, tick)
-
-        timer = loop.call_later(TICK_S, tick)
-        try:
-            await over
-        finally:
-            timer.cancel()
-
-    def _sample(self, busy: float, late_s: float) -> None:
-        self._counts[bisect_left(LAG_BOUNDS_S, late_s)] += 1
-        self._sum_s += late_s
-        self._listener(busy, late_s)
 
     def metrics(self) -> list[Metric]:
         """The histogram so far, and the longest stall since the last call."""
         longest_s, self.longest_stall_s = self.longest_stall_s, 0.0
-        buckets, reached = [], 0
-        for bound, count in zip((*map(bucket_label, LAG_BOUNDS_S), "+Inf"), self._counts, strict=True):
-            reached += count
-            buckets.append((bound, float(reached)))
         family = HistogramMetricFamily(
-            "splitserve_event_loop_lag_seconds", "How late timers fire on the coordinator's event loop"
+            "splitserve_event_loop_lag_seconds",
+            "How late timers fire on the coordinator's event loop",
+            labels=(),
         )
-        family.add_metric([], buckets, sum_value=self._sum_s)
+        add_durations(family, [], self._late)
         text = "Longest time since the previous scrape that computation kept the coordinator's event loop from running"
         return [family, gauge("splitserve_event_loop_longest_stall_seconds", text, longest_s)]

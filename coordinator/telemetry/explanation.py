@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -22,6 +21,7 @@ from splitserve.errors import NotFoundError
 from splitserve.generation.bounds import between, require
 from splitserve.roles import PoolName
 from splitserve.v1 import records_pb2
+from splitserve.v1.records_pb2 import RequestDecision
 
 LEAST_MS = 0.05
 """Smaller differences between predictions are not mentioned."""
@@ -37,25 +37,12 @@ TERMS: Mapping[str, str] = MappingProxyType(
 """Names of the terms of a cost, by field of `PairCost`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The choice at one stage, the candidates, and the reason."""
-
-    stage: str
-    chosen: str
-    candidates: tuple[Candidate, ...]
-    """The chosen one first; empty if the candidates are not known."""
-    reason: str
-    attempt: int = 0
-    """The attempt's number from 1; 0 before the first attempt."""
-
-
-def decisions_of(record: RequestRecord) -> list[Decision]:
+def decisions_of(record: RequestRecord) -> list[RequestDecision]:
     """The decisions about a request, in order."""
-    decisions = []
+    decisions: list[RequestDecision] = []
     if record.served_model and record.model != record.served_model:
         reason = f"the route {record.model} led there"
-        decisions.append(Decision("model", record.served_model, (), reason))
+        decisions.append(RequestDecision(stage="model", chosen=record.served_model, reason=reason))
     if record.served_model:
         decisions.append(_admission(record))
     for number, attempt in enumerate(record.attempts):
@@ -69,37 +56,52 @@ def decisions_of(record: RequestRecord) -> list[Decision]:
             reason = "computing the prompt there was expected to be sooner than a handoff, or in time as well"
             if attempt.prefill_worker == attempt.decode_worker:
                 reason = "the worker that computes it keeps the answer, without a handoff"
-            decisions.append(Decision("local_prefill", attempt.decode_worker, (), reason, attempt.number))
+            decisions.append(
+                RequestDecision(
+                    stage="local_prefill", chosen=attempt.decode_worker, reason=reason, attempt=attempt.number
+                )
+            )
     return decisions
 
 
-def _admission(record: RequestRecord) -> Decision:
+def _admission(record: RequestRecord) -> RequestDecision:
+    chosen, reason = _admitted(record)
+    return RequestDecision(stage="admission", chosen=chosen, reason=reason)
+
+
+def _admitted(record: RequestRecord) -> tuple[str, str]:
     waits = [
         f"{seconds * 1e3:.0f} ms because {pool} had no capacity"
         for pool, seconds in (("prefill", record.waits.prefill_s), ("decode", record.waits.decode_s))
         if seconds > 0
     ]
     if record.admitted_ms is None and record.failure and not record.attempts:
-        return Decision("admission", "refused", (), record.failure)
+        return "refused", record.failure
     if record.admitted_ms is None:
-        return Decision("admission", "queued", (), "it ended, or still is, in the queue")
+        return "queued", "it ended, or still is, in the queue"
     if not waits:
-        return Decision("admission", "at once", (), "workers had capacity for it")
+        return "at once", "workers had capacity for it"
     forecast = f"; TTFT forecast {record.predicted_ttft_s * 1e3:.0f} ms" if record.predicted_ttft_s else ""
-    return Decision("admission", "queued", (), " and ".join(waits) + forecast)
+    return "queued", " and ".join(waits) + forecast
 
 
-def _resume(failed: AttemptFacts, attempt: AttemptFacts) -> Decision:
+def _resume(failed: AttemptFacts, attempt: AttemptFacts) -> RequestDecision:
     workers = "+".join(filter(None, (attempt.prefill_worker, attempt.decode_worker)))
     reason = (
         f"{failed.failed_worker} failed ({failed.failure}); {attempt.first_position} tokens had been sent"
     )
-    return Decision("resume", workers, (), reason, attempt.number)
+    return RequestDecision(stage="resume", chosen=workers, reason=reason, attempt=attempt.number)
 
 
-def _choice(pool: PoolName, chosen: str, attempt: AttemptFacts, prompt_tokens: int) -> Decision:
+def _choice(pool: PoolName, chosen: str, attempt: AttemptFacts, prompt_tokens: int) -> RequestDecision:
     candidates = tuple(candidate for candidate in attempt.candidates if candidate.pool == pool)
-    return Decision(pool, chosen, candidates, _why(pool, candidates, prompt_tokens), attempt.number)
+    return RequestDecision(
+        stage=pool,
+        chosen=chosen,
+        candidates=map(_candidate, candidates),
+        reason=_why(pool, candidates, prompt_tokens),
+        attempt=attempt.number,
+    )
 
 
 def _why(pool: PoolName, candidates: Sequence[Candidate], prompt_tokens: int) -> str:
@@ -199,16 +201,7 @@ class Explainer:
                 )
                 for phase in phases_of(record)
             ],
-            decisions=[
-                records_pb2.RequestDecision(
-                    stage=decision.stage,
-                    chosen=decision.chosen,
-                    candidates=[_candidate(candidate) for candidate in decision.candidates],
-                    reason=decision.reason,
-                    attempt=decision.attempt,
-                )
-                for decision in decisions_of(record)
-            ],
+            decisions=decisions_of(record),
             attempts=[self._attempt(attempt) for attempt in record.attempts],
             attempt_count=record.attempt_count,
             prompt_tokens=record.prompt_tokens,

@@ -5,8 +5,9 @@ Runs on the scraping thread: values are copied once, without locks and without i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from prometheus_client.core import HistogramMetricFamily, Metric
 
@@ -28,6 +29,7 @@ PHASE_LABELS: Mapping[Phase, str] = {
     scaling_pb2.PHASE_DECODE_ADMIT: "decode_admit",
 }
 StatsByModel = Mapping[str, ModelStats]
+T = TypeVar("T")
 
 
 def coordinator_metrics(snapshot: PoolSnapshot, running_requests: int, stats: StatsByModel) -> list[Metric]:
@@ -59,26 +61,19 @@ def _circuits(snapshot: PoolSnapshot) -> Metric:
 
 
 def _demand(stats: StatsByModel) -> Iterable[Metric]:
-    ended = {
-        (model, outcome_label(outcome)): count
-        for model, counts in stats.items()
-        for outcome, count in counts.outcomes.items()
-    }
+    ended = _by(stats, lambda counts: {outcome_label(key): count for key, count in counts.outcomes.items()})
+    tokens = _by(
+        stats,
+        lambda counts: {
+            "prompt": counts.prompt_tokens,
+            "uncached": counts.uncached_tokens,
+            "local": counts.local_tokens,
+            "expected_output": counts.output_tokens,
+        },
+    )
     requests = {model: counts.requests for model, counts in stats.items()}
-    tokens = {
-        (model, kind): value
-        for model, counts in stats.items()
-        for kind, value in (
-            ("prompt", counts.prompt_tokens),
-            ("uncached", counts.uncached_tokens),
-            ("local", counts.local_tokens),
-            ("expected_output", counts.output_tokens),
-        )
-    }
     looked_up = {model: counts.looked_up_tokens for model, counts in stats.items()}
-    hits = {
-        (model, pool): count for model, counts in stats.items() for pool, count in counts.hit_tokens.items()
-    }
+    hits = _by(stats, lambda counts: counts.hit_tokens)
     yield counters("splitserve_requests_ended", "Generations by how they ended", ("model", "outcome"), ended)
     yield counters("splitserve_arrived_requests", "Generations that arrived", "model", requests)
     text = "Tokens of the generations that arrived"
@@ -89,12 +84,13 @@ def _demand(stats: StatsByModel) -> Iterable[Metric]:
     yield counters("splitserve_prefix_hit_tokens", text, ("model", "pool"), hits)
 
 
+def _by(stats: Mapping[str, T], values: Callable[[T], Mapping[Any, float]]) -> dict[tuple[str, str], float]:
+    """Some values of each model by (model, name of the value)."""
+    return {(model, name): value for model, counts in stats.items() for name, value in values(counts).items()}
+
+
 def _progress(snapshot: PoolSnapshot, stats: StatsByModel) -> Iterable[Metric]:
-    stages = {
-        (model, stage.value): count
-        for model, counts in stats.items()
-        for stage, count in counts.stages.items()
-    }
+    stages = _by(stats, lambda counts: {stage.value: count for stage, count in counts.stages.items()})
     backlog = {model: counts.backlog_tokens for model, counts in stats.items()}
     waiting = {model: counts.waiting_for_workers for model, counts in stats.items()}
     used: dict[str, float] = {}
@@ -143,28 +139,11 @@ def _latencies(stats: StatsByModel) -> Iterable[Metric]:
 
 def admission_metrics(counts: Mapping[str, AdmissionCounts]) -> list[Metric]:
     """All admission metrics; `counts` are by model. Classes and reasons are fixed sets."""
-    waited = HistogramMetricFamily(
-        "splitserve_admission_queue_seconds",
-        "Time in the coordinator's queue of requests that went on",
-        labels=["model", "class"],
-    )
-    for model, admission in counts.items():
-        for name, durations in admission.waited.items():
-            add_durations(waited, [model, name], durations)
-    queued = {
-        (model, name): count
-        for model, admission in counts.items()
-        for name, count in admission.queued.items()
-    }
+    queued = _by(counts, lambda admission: admission.queued)
     tokens = {model: admission.queued_prompt_tokens for model, admission in counts.items()}
-    refused = {
-        (model, reason.lower()): count
-        for model, admission in counts.items()
-        for reason, count in admission.refused.items()
-    }
+    refused = _by(counts, lambda admission: {key.lower(): count for key, count in admission.refused.items()})
     text = "Requests that were not let in"
     return [
-        waited,
         gauges("splitserve_admission_queued_requests", "Requests in the queue", ("model", "class"), queued),
         gauges("splitserve_admission_queued_prompt_tokens", "Their prompt tokens", "model", tokens),
         counters("splitserve_admission_refused", text, ("model", "reason"), refused),

@@ -5,17 +5,15 @@ A request passes here at its arrival and its end, never per token. No other modu
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from typing_extensions import override
-
 from coordinator.request.inference_request import RequestTrace, names_of
-from coordinator.request.observer import RequestObserver, failure_text
 from coordinator.request.state import AttemptRecord, RequestState
 from coordinator.telemetry.request_record import AttemptFacts, RequestRecord
 from coordinator.telemetry.request_stats import outcome_label, outcome_of
@@ -26,6 +24,7 @@ from splitserve.errors import (
     NotFoundError,
     PermissionDeniedError,
     ResourceExhaustedError,
+    SplitserveError,
 )
 from splitserve.tracing.context import SpanSink
 from splitserve.v1 import prefill_pb2
@@ -57,26 +56,29 @@ MAX_MODEL_CHARACTERS = 128
 """Characters kept of the model name that the client wrote."""
 REFUSALS = (InvalidArgumentError, NotFoundError, PermissionDeniedError, ResourceExhaustedError)
 
+MAX_FAILURE_CHARACTERS = 300
+"""Most characters of an error in an attempt's record."""
+OnEnded = Callable[[RequestRecord, RequestState], None]
 Kind = Literal["recent", "slow", "failed"]
 """Why a record is kept. Refused requests are among the failed ones."""
 
 
-class RecordKeeper(RequestObserver):
-    """Observes all requests. Each kind has its own bound, so that many records of one kind do not displace another.
+class RecordKeeper:
+    """Keeps records. Each kind has its own bound, so that many records of one kind do not displace another.
 
-    `spans` takes the spans of traced requests; None: spans are not exported. `on_ended` gets the record of each valid
-    request, also when no records are kept.
+    `spans` takes the spans of traced requests; None: spans are not exported. The functions in `on_ended` get the record
+    and the state of each valid request, also when no records are kept.
     """
 
     def __init__(
         self,
         config: RecordsConfig,
         spans: SpanSink | None = None,
-        on_ended: Callable[[RequestRecord], None] | None = None,
+        on_ended: Sequence[OnEnded] = (),
     ) -> None:
         self._config, self._spans, self._on_ended = config, spans, on_ended
-        self.enabled = config.enabled or spans is not None or on_ended is not None
-        """Whether it has to observe requests."""
+        self.enabled = config.enabled or spans is not None or bool(on_ended)
+        """Whether records are needed."""
         self._running: dict[int, RequestState] = {}
         """By identity: two clients may choose the same id."""
         self._recent: deque[RequestRecord] = deque(maxlen=config.max_recent_records)
@@ -85,24 +87,27 @@ class RecordKeeper(RequestObserver):
         self._refused: deque[RequestRecord] = deque(maxlen=config.max_notable_records)
         self._handoffs: deque[_Handoff] = deque(maxlen=MAX_HANDOFFS)
 
-    @override
     def arrived(self, state: RequestState) -> None:
+        """Remembers a running request."""
         self._running[id(state)] = state
 
-    @override
     def transferred(self, state: RequestState, handoff: prefill_pb2.HandoffDone) -> None:
+        """Remembers a handoff for `kv_flows`."""
         prefill, decode = state.attempt.prefill, state.attempt.decode
         if decode is not None and handoff.written_bytes:
             pair = prefill.worker_id, decode.worker_id
             self._handoffs.append(_Handoff(time.monotonic(), *pair, handoff.written_bytes))
 
-    @override
     def ended(self, state: RequestState, error: BaseException | None) -> None:
+        """Makes the record of a request that has ended, with this error unless it has completed."""
         self._running.pop(id(state), None)
-        record = record_of(state, error)
+        if state.completed:
+            record = _record_of(state, COMPLETED, None)
+        else:
+            record = _record_of(state, outcome_label(outcome_of(error)), error)
         self._keep(record)
-        if self._on_ended is not None:
-            self._on_ended(record)
+        for listener in self._on_ended:
+            listener(record, state)
 
     def refused(
         self,
@@ -207,11 +212,17 @@ def _why_failed(record: RequestRecord) -> list[str]:
     return [f"resumed: {failed.failed_worker}: {failed.failure}"] if failed is not None else []
 
 
-def record_of(state: RequestState, error: BaseException | None) -> RequestRecord:
-    """The record of a request that has ended, with this error unless it has completed."""
-    if state.completed:
-        return _record_of(state, COMPLETED, None)
-    return _record_of(state, outcome_label(outcome_of(error)), error)
+def failure_text(error: BaseException | None) -> str:
+    """Reason and message of an error, for a record; empty if the client has left. An invalid field is named instead of
+    the message, which may repeat the field's content."""
+    match error:
+        case None | asyncio.CancelledError():
+            return ""
+        case InvalidArgumentError():
+            return f"{error.reason}: {error.field or 'the request'}"[:MAX_FAILURE_CHARACTERS]
+        case SplitserveError():
+            return f"{error.reason}: {error.message}"[:MAX_FAILURE_CHARACTERS]
+    return type(error).__name__
 
 
 def _record_of(state: RequestState, outcome: str, error: BaseException | None) -> RequestRecord:

@@ -17,11 +17,8 @@ from time import monotonic
 from typing import Any
 
 from prometheus_client import Metric
-from typing_extensions import override
 
-from coordinator.request.observer import RequestObserver
 from coordinator.request.state import RequestState
-from coordinator.telemetry.record_keeper import record_of
 from coordinator.telemetry.request_record import RequestRecord, phases_of
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
@@ -39,8 +36,8 @@ _CLOSE_S = 2.0
 """How long the end of the coordinator waits for lines that are still queued."""
 
 
-class RequestLog(RequestObserver):
-    """Observes all requests and appends a line for each one at its end.
+class RequestLog:
+    """Appends a line for each request at its end.
 
     A file that would grow beyond `max_bytes` is renamed to FILE.1, which replaces the earlier FILE.1.
     """
@@ -48,7 +45,7 @@ class RequestLog(RequestObserver):
     def __init__(self, path: Path, max_bytes: int) -> None:
         """Raises ConfigError if the file cannot be appended to."""
         self._path, self._max_bytes = path, max_bytes
-        self._lines = self._refused = self._overflowed = 0
+        self._refused = self._overflowed = 0
         self._queue: Queue[dict[str, Any] | None] = Queue(MAX_QUEUED)
         self._paused_until_s = 0.0
         try:
@@ -59,18 +56,17 @@ class RequestLog(RequestObserver):
         self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
         self._thread.start()
 
-    @override
-    def ended(self, state: RequestState, error: BaseException | None) -> None:
-        line = line_of(record_of(state, error), state.request.block_keys, state.request.max_tokens)
+    def add(self, record: RequestRecord, state: RequestState) -> None:
+        """Queues the line of a request that has ended."""
+        line = line_of(record, state.request.block_keys, state.request.max_tokens)
         try:
             self._queue.put_nowait(line)
         except Full:
             self._overflowed += 1
 
     def metrics(self) -> list[Metric]:
-        """Numbers of written and of dropped lines."""
+        """The number of dropped lines."""
         return [
-            counter("splitserve_request_log_lines_total", "Lines written to the request log", self._lines),
             counter(
                 "splitserve_request_log_dropped_lines_total",
                 "Lines that the request log lacks because its disk was full or slow",
@@ -122,8 +118,6 @@ class RequestLog(RequestObserver):
             self._refused += len(lines)
             self._paused_until_s = monotonic() + _RETRY_S
             log_event("request_log.failed", path=str(self._path), error=error.strerror or str(error))
-        else:
-            self._lines += len(lines)
 
     def _append(self, text: bytes) -> None:
         """Appends all of `text` or nothing. Raises OSError."""

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import islice
+from types import MappingProxyType
 
 from prometheus_client.core import Metric
 
+from coordinator.request.state import RequestState
 from coordinator.telemetry.request_record import NO_COST, CostOfRequest, RequestRecord, cost_of
 from coordinator.tenants.tenants import Tenants
 from splitserve.metrics import counter, counters, gauge, gauges
 
 MAX_TENANTS = 500
 """Only this many tenants, the first of the tenants file, have series: 6,500 series in all."""
+
+
+COST_METRICS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "prefill_seconds": ("prefill_s", "Time in which prompts were computed"),
+        "decode_seconds": ("decode_s", "Time from the first decode step to the end"),
+        "kv_block_seconds": ("kv_block_s", "KV blocks held, times seconds"),
+        "kv_written_bytes": ("written_bytes", "KV bytes that handoffs wrote"),
+    }
+)
+"""By name of the metric: the field of `CostOfRequest`, and what it is."""
 
 
 class TenantCosts:
@@ -22,7 +35,7 @@ class TenantCosts:
         self._tenants = tenants
         self._totals: dict[str, CostOfRequest] = {}
 
-    def add(self, record: RequestRecord) -> None:
+    def add(self, record: RequestRecord, _: RequestState) -> None:
         """Adds an ended request."""
         if record.tenant in self._tenants:
             self._totals[record.tenant] = self._totals.get(record.tenant, NO_COST) + cost_of(record)
@@ -30,15 +43,14 @@ class TenantCosts:
     def metrics(self) -> list[Metric]:
         """The totals of the tenants that have series; see `MAX_TENANTS`. For the scraping thread."""
         totals = {name: self._totals.get(name, NO_COST) for name in islice(self._tenants.usages, MAX_TENANTS)}
-        prefill_s = {name: cost.prefill_s for name, cost in totals.items()}
-        decode_s = {name: cost.decode_s for name, cost in totals.items()}
-        kv_block_s = {name: cost.kv_block_s for name, cost in totals.items()}
-        written_bytes = {name: cost.written_bytes for name, cost in totals.items()}
         return [
-            _by_tenant("prefill_seconds", "Time in which prompts were computed", prefill_s),
-            _by_tenant("decode_seconds", "Time from the first decode step to the end", decode_s),
-            _by_tenant("kv_block_seconds", "KV blocks held, times seconds", kv_block_s),
-            _by_tenant("kv_written_bytes", "KV bytes that handoffs wrote", written_bytes),
+            counters(
+                f"splitserve_tenant_{name}",
+                text,
+                "tenant",
+                {tenant: getattr(cost, field) for tenant, cost in totals.items()},
+            )
+            for name, (field, text) in COST_METRICS.items()
         ]
 
 
@@ -62,7 +74,3 @@ def tenant_metrics(tenants: Tenants) -> list[Metric]:
         counter("splitserve_unauthenticated_calls", unknown, tenants.unauthenticated),
         gauge("splitserve_tenants_without_series", hidden, without_series),
     ]
-
-
-def _by_tenant(name: str, text: str, samples: Mapping[str, float]) -> Metric:
-    return counters(f"splitserve_tenant_{name}", text, "tenant", samples)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -15,16 +11,14 @@ from coordinator.request.inference_request import (
     AnonymousAuthenticator,
     Authenticator,
     Caller,
-    InferenceRequest,
 )
 from coordinator.tenants.tenants import Tenants
-from coordinator.tenants.usage import TenantUsage
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.errors import PermissionDeniedError
 from splitserve.logs import log_event
 from splitserve.rpc.credentials import cluster_credentials, is_loopback, warn_if_open
 from splitserve.security.tls import Role
-from splitserve.v1 import inference_pb2, registry_pb2
+from splitserve.v1 import registry_pb2
 
 WORKERS: frozenset[Role] = frozenset({"worker"})
 OPERATORS: frozenset[Role] = frozenset({"autoscaler", "admin"})
@@ -44,11 +38,6 @@ class AccessControl:
         self.tenants = Tenants(config.tenants) if config.tenants else None
         """None: no tenants are configured."""
         self.authenticator: Authenticator = self.tenants or AnonymousAuthenticator()
-
-    @property
-    def quotas(self) -> Quotas | None:
-        """The tenants' quotas; None without tenants."""
-        return Quotas(self.tenants) if self.tenants else None
 
     def caller(self, context: Context) -> Caller:
         """The caller of a gRPC call. Raises UnauthenticatedError."""
@@ -98,57 +87,3 @@ def credential_of(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
         if name == "x-api-key":
             key = text
     return key
-
-
-MOST_BYTES_PER_TOKEN = 32
-"""Prompts average fewer bytes per token, so a prompt's size gives a lower bound of its tokens."""
-
-
-def least_prompt_tokens(request: inference_pb2.GenerateRequest) -> int:
-    """A lower bound of the prompt's tokens, before it is tokenized."""
-    match request.WhichOneof("prompt"):
-        case "token_ids":
-            return len(request.token_ids.ids)
-        case "text":
-            return len(request.text) // MOST_BYTES_PER_TOKEN
-    return request.chat.ByteSize() // MOST_BYTES_PER_TOKEN
-
-
-@dataclass(frozen=True, slots=True)
-class Quotas:
-    """The tenants' quotas. Never waits: a request over its tenant's quota is refused with a retry hint."""
-
-    tenants: Tenants
-
-    @contextmanager
-    def entered(self, request: inference_pb2.GenerateRequest, caller: Caller) -> Iterator[RequestQuota]:
-        """Counts a request as in progress while the context is open. Call it before any work for the request. Raises
-        ResourceExhaustedError with a retry hint."""
-        usage, least = self.tenants.usage_of(caller), least_prompt_tokens(request)
-        usage.enter(least, time.monotonic())
-        try:
-            yield RequestQuota(usage, least)
-        finally:
-            usage.leave()
-
-
-@dataclass(frozen=True, slots=True)
-class RequestQuota:
-    """Charges one request to its tenant. `charged` tokens of its prompt were charged when it entered."""
-
-    usage: TenantUsage
-    charged: int
-
-    def charge_prompt(self, request: InferenceRequest) -> None:
-        """Charges the prompt, once it is tokenized. Raises ResourceExhaustedError with a retry hint."""
-        now = time.monotonic()
-        self.usage.charge_prompt(len(request.prompt), self.charged, now)
-        self.usage.charge_resumed(len(request.resumed), now)
-
-    def output_sent(self, tokens: int) -> None:
-        """Charges output."""
-        self.usage.sent(tokens, time.monotonic())
-
-    def ended(self, error: BaseException | None) -> None:
-        """Counts the end of a request whose prompt was charged."""
-        self.usage.count("completed" if error is None else "failed")

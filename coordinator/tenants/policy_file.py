@@ -120,9 +120,7 @@ class TenantsConfig:
             models=policy.models,
             max_prompt_tokens=policy.max_prompt_tokens,
             max_output_tokens=policy.max_output_tokens,
-            targets=RequestTargets(policy.ttft_slo_s, policy.tpot_slo_s)
-            if policy.ttft_slo_s or policy.tpot_slo_s
-            else None,
+            targets=RequestTargets(policy.ttft_slo_s, policy.tpot_slo_s),
             on_late=policy.on_late,
         )
 

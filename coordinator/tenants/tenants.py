@@ -1,4 +1,4 @@
-"""The tenants in force: authenticates API keys, keeps each tenant's usage, reloads the tenants file."""
+"""The tenants in force: authenticates API keys, charges requests to their tenants, reloads the tenants file."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from typing_extensions import override
 
-from coordinator.request.inference_request import Authenticator, Caller
+from coordinator.request.inference_request import Authenticator, Caller, InferenceRequest
 from coordinator.tenants.policy_file import TenantPolicy, TenantsConfig, load_tenants, new_secret
 from coordinator.tenants.usage import TenantUsage
 from splitserve.errors import UnauthenticatedError
 from splitserve.runtime.reload import ReloadedFiles
 from splitserve.security.api_keys import HASH_PREFIX, MAX_KEY_CHARACTERS
+from splitserve.v1 import inference_pb2
 
 
 class Tenants(Authenticator):
@@ -58,6 +61,17 @@ class Tenants(Authenticator):
         if usage is None:
             usage = TenantUsage(TenantPolicy(name=caller.tenant), time.monotonic())
         return usage
+
+    @contextmanager
+    def entered(self, request: inference_pb2.GenerateRequest, caller: Caller) -> Iterator[RequestQuota]:
+        """Counts a request as in progress while the context is open, and charges it to its tenant. Call it before any
+        work for the request. Never waits: raises ResourceExhaustedError with a retry hint for a tenant over quota."""
+        usage, least = self.usage_of(caller), least_prompt_tokens(request)
+        usage.enter(least, time.monotonic())
+        try:
+            yield RequestQuota(usage, least)
+        finally:
+            usage.leave()
 
     def __contains__(self, name: str) -> bool:
         """Whether the file has a tenant of this name."""
@@ -106,3 +120,39 @@ class KeyRing:
 
     def _blinded(self, digest: bytes) -> bytes:
         return hmac.digest(self._blind, digest, "sha256")
+
+
+MOST_BYTES_PER_TOKEN = 32
+"""Prompts average fewer bytes per token, so a prompt's size gives a lower bound of its tokens."""
+
+
+def least_prompt_tokens(request: inference_pb2.GenerateRequest) -> int:
+    """A lower bound of the prompt's tokens, before it is tokenized."""
+    match request.WhichOneof("prompt"):
+        case "token_ids":
+            return len(request.token_ids.ids)
+        case "text":
+            return len(request.text) // MOST_BYTES_PER_TOKEN
+    return request.chat.ByteSize() // MOST_BYTES_PER_TOKEN
+
+
+@dataclass(frozen=True, slots=True)
+class RequestQuota:
+    """Charges one request to its tenant. `charged` tokens of its prompt were charged when it entered."""
+
+    usage: TenantUsage
+    charged: int
+
+    def charge_prompt(self, request: InferenceRequest) -> None:
+        """Charges the prompt, once it is tokenized. Raises ResourceExhaustedError with a retry hint."""
+        now = time.monotonic()
+        self.usage.charge_prompt(len(request.prompt), self.charged, now)
+        self.usage.charge_resumed(len(request.resumed), now)
+
+    def output_sent(self, tokens: int) -> None:
+        """Charges output."""
+        self.usage.sent(tokens, time.monotonic())
+
+    def ended(self, error: BaseException | None) -> None:
+        """Counts the end of a request whose prompt was charged."""
+        self.usage.count("completed" if error is None else "failed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,11 +29,11 @@ class TenantUsage:
 
     def adopt(self, policy: TenantPolicy, now: float) -> None:
         """Applies a new policy. Spent amounts, debts included, stay spent."""
-        self.policy = policy
-        self._limits = limits_of(policy)
-        self._buckets = {
-            measure: self._buckets.get(measure) or full(limit, now) for measure, limit in self._limits.items()
-        }
+        self.policy, before = policy, self._buckets
+        self._buckets = {}
+        for measure, limit in limits_of(policy).items():
+            bucket = self._buckets[measure] = before.get(measure) or Bucket(limit, now)
+            bucket.limit = limit
 
     def enter(self, least_prompt_tokens: int, now: float) -> None:
         """Charges a request before any work for it, and the `least_prompt_tokens` that its prompt certainly has.
@@ -59,67 +59,63 @@ class TenantUsage:
     def charge_prompt(self, tokens: int, charged: int, now: float) -> None:
         """Charges a prompt of which `charged` tokens were charged on entry. Raises ResourceExhaustedError, and charges
         nothing more, if over quota."""
-        metered = "prompt_tokens" in self._limits
-        if metered:
-            # The tokens charged on entry are returned first: the prompt is charged as a whole or not at all.
-            self._spend("prompt_tokens", -charged, now)
+        # The tokens charged on entry are returned first: the prompt is charged as a whole or not at all.
+        self._spend("prompt_tokens", -charged, now)
         try:
             self._charge({"prompt_tokens": tokens}, now)
         except ResourceExhaustedError:
-            if metered:
-                self._spend("prompt_tokens", charged, now)
+            self._spend("prompt_tokens", charged, now)
             raise
         self.tokens["prompt"] += tokens
 
     def charge_resumed(self, tokens: int, now: float) -> None:
         """Charges the tokens of a resumed answer, which are computed again. May leave a debt for later requests."""
-        if "prompt_tokens" in self._limits:
-            self._spend("prompt_tokens", tokens, now)
+        self._spend("prompt_tokens", tokens, now)
 
     def sent(self, output_tokens: int, now: float) -> None:
         """Charges output tokens that were sent."""
         self.tokens["output"] += output_tokens
-        if "output_tokens" in self._limits:
-            self._spend("output_tokens", output_tokens, now)
+        self._spend("output_tokens", output_tokens, now)
 
     def count(self, outcome: Outcome) -> None:
         """Counts the end of a request whose prompt was charged."""
         self.outcomes[outcome] += 1
 
     def _charge(self, cost: Mapping[Measure, float], now: float) -> None:
-        limits = {measure: limit for measure, limit in self._limits.items() if measure in cost}
         waits = {
-            measure: wait_s(self._buckets[measure], limit, cost[measure], now)
-            for measure, limit in limits.items()
+            measure: bucket.wait_s(cost[measure], now)
+            for measure, bucket in self._buckets.items()
+            if measure in cost
         }
         longest = max(waits, key=lambda measure: waits[measure], default=None)
         if longest is not None and waits[longest] > 0:
             self.outcomes["refused"] += 1
             raise self._over(longest, waits[longest])
-        for measure in limits:
-            self._spend(measure, cost[measure], now)
+        for measure, amount in cost.items():
+            self._spend(measure, amount, now)
 
     def _spend(self, measure: Measure, amount: float, now: float) -> None:
-        self._buckets[measure] = spend(self._buckets[measure], self._limits[measure], amount, now)
+        if (bucket := self._buckets.get(measure)) is not None:
+            bucket.spend(amount, now)
 
-    def _over(self, measure: Measure, wait: float) -> ResourceExhaustedError:
-        rate = self._limits[measure].rate_per_s
-        what = measure.replace("_", " ")
+    def _over(self, measure: Measure, wait_s: float) -> ResourceExhaustedError:
+        rate, what = self._buckets[measure].limit.rate_per_s, measure.replace("_", " ")
         message = f"tenant {self.policy.name} is over its quota of {rate:g} {what} a second"
         field = f"{measure}_per_second"
-        return ResourceExhaustedError(message, reason="TENANT_QUOTA", field=field, retry_after_s=hint_s(wait))
+        hint = hint_s(wait_s)
+        return ResourceExhaustedError(message, reason="TENANT_QUOTA", field=field, retry_after_s=hint)
 
 
 def limits_of(policy: TenantPolicy) -> dict[Measure, Limit]:
     """A tenant's rates as limits. A bucket holds at least one request or token."""
-    rates: Iterable[tuple[Measure, float | None]] = (
-        ("requests", policy.requests_per_second),
-        ("prompt_tokens", policy.prompt_tokens_per_second),
-        ("output_tokens", policy.output_tokens_per_second),
-    )
+    rates: Mapping[Measure, float | None] = {
+        "requests": policy.requests_per_second,
+        "prompt_tokens": policy.prompt_tokens_per_second,
+        "output_tokens": policy.output_tokens_per_second,
+    }
     return {
         measure: Limit(rate, max(1.0, rate * policy.burst_seconds))
-        for measure, rate in rates
+        for measure, rate in rates.items()
         if rate is not None
     }
 
@@ -136,36 +132,29 @@ class Limit:
     burst: float
 
 
-def level(bucket: Bucket, limit: Limit, now: float) -> float:
-    """Units in the bucket now. Time running backwards adds nothing."""
-    return min(limit.burst, bucket.level + max(0.0, now - bucket.at_s) * limit.rate_per_s)
-
-
-@dataclass(frozen=True, slots=True)
 class Bucket:
-    """Token bucket: `level` units at time `at_s` on the monotonic clock. Negative: a debt."""
+    """A token bucket, full at first. Times are on the monotonic clock; one that runs backwards adds nothing."""
 
-    level: float
-    at_s: float
+    def __init__(self, limit: Limit, now: float) -> None:
+        self.limit = limit
+        """May be replaced; what was spent, debts included, stays spent."""
+        self._level, self._at_s = limit.burst, now
 
+    def level(self, now: float) -> float:
+        """Units in the bucket; negative: a debt."""
+        return min(self.limit.burst, self._level + max(0.0, now - self._at_s) * self.limit.rate_per_s)
 
-def full(limit: Limit, now: float) -> Bucket:
-    """A full bucket."""
-    return Bucket(limit.burst, now)
+    def spend(self, amount: float, now: float) -> None:
+        """Takes `amount`, even if that leaves a debt."""
+        self._level, self._at_s = self.level(now) - amount, max(now, self._at_s)
 
+    def wait_s(self, amount: float, now: float) -> float:
+        """Seconds until `amount` may be spent if nothing else is spent meanwhile; 0: now.
 
-def spend(bucket: Bucket, limit: Limit, amount: float, now: float) -> Bucket:
-    """The bucket after taking `amount`, even if that leaves a debt."""
-    return Bucket(level(bucket, limit, now) - amount, max(now, bucket.at_s))
-
-
-def wait_s(bucket: Bucket, limit: Limit, amount: float, now: float) -> float:
-    """Seconds until `amount` may be spent if nothing else is spent meanwhile; 0: now.
-
-    An amount above the burst can never accumulate: it may be spent from a full bucket and leaves a debt.
-    """
-    missing = min(amount, limit.burst) - level(bucket, limit, now)
-    return missing / limit.rate_per_s if missing > TOLERANCE else 0.0
+        An amount above the burst can never accumulate: it may be spent from a full bucket and leaves a debt.
+        """
+        missing = min(amount, self.limit.burst) - self.level(now)
+        return missing / self.limit.rate_per_s if missing > TOLERANCE else 0.0
 
 
 def hint_s(seconds: float) -> float:

@@ -208,12 +208,11 @@ class WorkerClient:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
 
-    def fail_all(self, error: SplitserveError) -> int:
-        """Fails all attempts on this worker, which then resume elsewhere. Returns their number."""
+    def fail_all(self, error: SplitserveError) -> None:
+        """Fails all attempts on this worker, which then resume elsewhere."""
         for attempt_id, collector in self._collectors.items():
             if not self._calls.fail_reservation(attempt_id, error):
                 collector.put(WorkerFailed(self.worker.key, error))
-        return len(self._collectors)
 
     def connect(self) -> None:
         """Starts connecting, so that the first request does not wait for the connection."""

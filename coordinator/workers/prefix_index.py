@@ -12,7 +12,7 @@ same worker. `RecentPrompts` has the tokens of the latest prompts, for `coordina
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -27,8 +27,6 @@ from splitserve.v1 import registry_pb2
 
 MAX_LEVELS = 48
 """Most distinct depths kept per query."""
-_FEW = 8
-"""Up to this many bits are set one by one instead of unpacking the whole set."""
 
 Depths = npt.NDArray[np.float64]
 
@@ -41,15 +39,6 @@ class PrefixHits:
     """
 
     levels: tuple[tuple[int, int], ...] = ()
-
-    @classmethod
-    def of(cls, blocks: Mapping[int, int]) -> PrefixHits:
-        """Hits from leading blocks by slot, for tests and simulations."""
-        levels: dict[int, int] = {}
-        for slot, depth in blocks.items():
-            if depth > 0:
-                levels[depth] = levels.get(depth, 0) | 1 << slot
-        return cls(tuple(sorted(levels.items())))
 
     def __bool__(self) -> bool:
         return bool(self.levels)
@@ -64,11 +53,6 @@ class PrefixHits:
         """Leading blocks of the slots 0..count-1 as float64 [count + 1]; the last element is 0, so slot -1 reads 0."""
         depths = np.zeros(count + 1)
         for depth, slots in self.levels:
-            if slots.bit_count() <= _FEW:
-                for slot in bits(slots):
-                    if slot < count:
-                        depths[slot] = depth
-                continue
             width = min(slots.bit_length(), count)
             raw = np.frombuffer(slots.to_bytes(slots.bit_length() // 8 + 1, "little"), np.uint8)
             held = np.unpackbits(raw, count=width, bitorder="little").view(np.bool_)
@@ -88,14 +72,6 @@ def limited(levels: list[tuple[int, int]]) -> PrefixHits:
             slots |= more
         levels = [(levels[0][0], slots), *levels[spare + 1 :]]
     return PrefixHits(tuple(levels))
-
-
-def bits(slots: int) -> Iterator[int]:
-    """The slots of a bit set, from the last."""
-    while slots:
-        highest = slots.bit_length() - 1
-        yield highest
-        slots ^= 1 << highest
 
 
 LIFETIME_S = 10.0

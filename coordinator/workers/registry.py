@@ -18,7 +18,6 @@ from coordinator.workers.rotation import NO_PLAN, Joining, RotationPlan, after_p
 from coordinator.workers.snapshot import (
     CLOSED_CIRCUIT,
     COUNTED_REQUESTS,
-    ChangeLog,
     CircuitStatus,
     Model,
     ModelCatalog,
@@ -33,8 +32,6 @@ from splitserve.v1 import kv_transfer_pb2, registry_pb2
 
 MAX_ENDED = 256
 """Ended boots announced to workers that take KV. A worker that misses one waits until the ticket expires."""
-MAX_CHANGES = 2**14
-"""Length at which the change log is replaced by an empty one."""
 SWEPT_SHARDS = 64
 """Shards of the prefix index swept per call of `expire`."""
 
@@ -57,7 +54,6 @@ class Registry:
         self._workers: dict[str, Worker] = {}
         """Sorted by id, so that a snapshot is a plain copy."""
         self._snapshot: PoolSnapshot | None = None
-        self._changes: list[str] = []
         self._joining = Joining()
         self._silent: set[WorkerKey] = set()
         """Workers without a report stream whose output stream is open."""
@@ -251,8 +247,7 @@ class Registry:
     def snapshot(self) -> PoolSnapshot:
         """All workers as they are now. The same object until one of them changes."""
         if self._snapshot is None:
-            changes = ChangeLog(self._changes, len(self._changes))
-            self._snapshot = PoolSnapshot(tuple(self._workers.values()), changes)
+            self._snapshot = PoolSnapshot(tuple(self._workers.values()))
         return self._snapshot
 
     def known_models(self) -> Mapping[str, Model]:
@@ -314,13 +309,10 @@ class Registry:
     def _put(self, worker: Worker) -> None:
         self._workers[worker.worker_id] = worker
         self._snapshot = None
-        if len(self._changes) >= MAX_CHANGES:
-            self._changes = []
-        self._changes.append(worker.worker_id)
 
     def _bump_version(self) -> None:
         self.version += 1
-        self._snapshot, self._changes = None, []
+        self._snapshot = None
         self._catalog.update(self.snapshot().models())
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

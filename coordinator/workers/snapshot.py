@@ -258,23 +258,10 @@ def has_pair(workers: Sequence[Worker]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class ChangeLog:
-    """Ids of workers that changed: the first `length` of `worker_ids`, an append-only list shared by snapshots.
-
-    Two snapshots with the same list differ at most in the workers listed between their lengths.
-    """
-
-    worker_ids: Sequence[str]
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
 class PoolSnapshot:
     """All registered workers, in order of their ids."""
 
     workers: tuple[Worker, ...] = ()
-    changes: ChangeLog | None = field(default=None, compare=False)
-    """Lets readers that compare snapshots skip unchanged workers."""
 
     @property
     def preempted(self) -> list[Worker]:

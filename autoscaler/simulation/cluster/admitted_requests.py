@@ -13,8 +13,9 @@ from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.cluster.simulated_coordinator import MODEL, REPORT_S, SimulatedCoordinator
 from autoscaler.simulation.scenario import Scenario
 from coordinator.admission.model_admission import ModelAdmission
-from coordinator.admission.queue import Entry, Held
+from coordinator.admission.queue import Held
 from coordinator.request.inference_request import ANYONE
+from coordinator.request.state import Entry
 from splitserve.config.coordinator import CoordinatorConfig
 
 TIMEOUT_S: float = CoordinatorConfig.model_fields["request_timeout_s"].default

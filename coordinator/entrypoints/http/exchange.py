@@ -11,6 +11,7 @@ import asyncio
 import json
 import math
 import re
+import secrets
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -22,7 +23,7 @@ import grpc
 from starlette.types import Message, Receive, Scope, Send
 
 from coordinator.entrypoints.inference_api import InputLimits
-from coordinator.request.inference_request import REQUEST_ID, Authenticator, Caller, random_hex
+from coordinator.request.inference_request import REQUEST_ID, Authenticator, Caller
 from coordinator.tenants.access_control import BEARER
 from splitserve.errors import InvalidArgumentError, PermissionDeniedError, SplitserveError
 from splitserve.logs import log_exception
@@ -216,7 +217,7 @@ class HttpExchange:
         self._receive, self._send = receive, send
         requested_id = self.header(b"x-request-id") or ""
         fits = len(requested_id) < 128 - CHOICE_DIGITS and REQUEST_ID.match(requested_id)
-        self.request_id = requested_id if fits else random_hex()
+        self.request_id = requested_id if fits else secrets.token_hex(16)
         self.response_headers.append((b"x-request-id", self.request_id.encode()))
 
     def header(self, name: bytes) -> str | None:

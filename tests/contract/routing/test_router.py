@@ -14,7 +14,7 @@ from coordinator.routing.router import Pair, RoutingRequest
 from coordinator.workers.load import WorkerLoads
 from coordinator.workers.snapshot import Model, PoolSnapshot, Worker
 from splitserve.roles import PoolName
-from splitserve.v1 import registry_pb2
+from tests.support.clients import admission_parts
 
 MODEL = Model("m", "source", context_tokens=100_000, vocabulary_size=100, block_size_tokens=16)
 REQUEST = RoutingRequest("m", prompt_tokens=1000, expected_output_tokens=50)
@@ -23,26 +23,18 @@ pytestmark = pytest.mark.parametrize("kind", routers())
 
 
 def worker(name: str, pool: PoolName, number: int, **changed: Any) -> Worker:
-    load = registry_pb2.WorkerLoad(
-        total_blocks=1000, free_blocks=1000, waiting_tokens=changed.pop("waiting_tokens", 0)
-    )
-    made = Worker(
-        worker_id=name,
-        epoch=1,
-        role=pool,
-        address="h:1",
-        model=MODEL,
-        agent_id=f"agent-{name}",
-        transport="nixl",
-        block_size_tokens=16,
-        max_running_requests=8,
-        load=load,
-        reported=True,
-        output_open=pool == "decode",
-        block_bytes=100_000,
-        prefix_slot=number,
-    )
-    return dataclasses.replace(made, **changed)
+    usual: dict[str, Any] = {
+        "model": MODEL,
+        "agent_id": f"agent-{name}",
+        "tokens_per_s": 0,
+        "step_ms": 0,
+        "total_blocks": 1000,
+        "free_blocks": 1000,
+        "output_open": pool == "decode",
+        "block_bytes": 100_000,
+        "prefix_slot": number,
+    }
+    return admission_parts.worker(name, pool, 8, **(usual | changed))
 
 
 def prefill(number: int, *peers: int, **changed: Any) -> Worker:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
 from coordinator.admission.model_admission import ModelAdmission
-from coordinator.admission.queue import Entry
+from coordinator.request.state import Entry
 from coordinator.workers.load import WorkerLoads
 from coordinator.workers.snapshot import Model, PoolSnapshot, Worker
 from splitserve.config.coordinator import AdmissionConfig
@@ -43,7 +44,10 @@ def load(**changes: Any) -> registry_pb2.WorkerLoad:
 
 
 def worker(name: str, pool: PoolName, slots: int = 64, **changes: Any) -> Worker:
-    return Worker(
+    """A worker that serves; `changes` are of its load, by the names of `load`, or of the worker itself."""
+    names = {*registry_pb2.WorkerLoad.DESCRIPTOR.fields_by_name, "tokens_per_s", "step_ms"}
+    figures = {key: changes.pop(key) for key in names & changes.keys()}
+    made = Worker(
         name,
         1,
         pool,
@@ -53,10 +57,11 @@ def worker(name: str, pool: PoolName, slots: int = 64, **changes: Any) -> Worker
         "nixl",
         16,
         slots,
-        load=load(**changes),
+        load=load(**figures),
         reported=True,
         output_open=True,
     )
+    return dataclasses.replace(made, **changes)
 
 
 def admission(

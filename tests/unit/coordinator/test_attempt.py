@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 
 from coordinator.attempt import Attempt, AttemptState
-from coordinator.request.inference_request import InferenceRequest
-from coordinator.request.observer import RequestEvents, RequestObserver
 from coordinator.request.state import RequestEstimate, RequestState
+from coordinator.request_events import RequestEvents
+from coordinator.telemetry.request_stats import RequestStats
 from coordinator.workers.client import BackgroundTasks
 from coordinator.workers.output_stream import OutputCollector, WorkerEvent, WorkerFailed
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import Model, Worker
+from coordinator.workers.snapshot import Worker
 from splitserve.errors import ResourceExhaustedError, SplitserveError, UnavailableError
-from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2, registry_pb2
+from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2, registry_pb2, scaling_pb2
+from tests.support.clients.inference_requests import inference_request
 from tests.support.cluster.registrations import registration
 from tests.support.journal import settled
 from tests.support.waiting import PATIENCE_S
@@ -70,14 +71,9 @@ class Rig:
         registry = Registry(1.0)
         prefill = registry.register(registration("p", registry_pb2.ROLE_PREFILL), 0.0)
         decode = registry.register(registration("d", registry_pb2.ROLE_DECODE), 0.0)
-        request = InferenceRequest(
-            "r", Model("words", "words", 64, 100), (1, 2, 3), generation_pb2.SamplingParams(),
-            generation_pb2.StopParams(max_tokens=8), 0, time.monotonic() + 60, time.monotonic(),
-        )  # fmt: skip
-        self.events_seen, self.waits_seen = list[str](), list[float]()
-        self.events = RequestEvents(
-            RequestState(request, RequestEstimate(8.0, 3.0)), [Reserved(self.waits_seen)]
-        )
+        self.events_seen, self.stats = list[str](), RequestStats()
+        self.events = RequestEvents(RequestState(inference_request(), RequestEstimate(8.0, 3.0)))
+        self.events.arrived(self.stats)
         self.events.control = Decoded(self.events_seen)
         self.events.routed(prefill, decode if with_decode else None, 0, time.monotonic())
         self.prefill, self.decode = ScriptedClient(prefill), ScriptedClient(decode)
@@ -97,16 +93,6 @@ class Rig:
     @property
     def state(self) -> AttemptState:
         return self.attempt.state
-
-
-class Reserved(RequestObserver):
-    """Records what reservations are said to have waited."""
-
-    def __init__(self, waits_seen: list[float]) -> None:
-        self._waits_seen = waits_seen
-
-    def reserve_ended(self, state: RequestState, waited_s: float) -> None:
-        self._waits_seen.append(waited_s)
 
 
 class Decoded:
@@ -265,7 +251,8 @@ async def test_decode_computes_the_prompt_itself() -> None:
         one.decode.reserve_answer = decode_pb2.ReserveResponse(wait_ms=4.0)
         await one.start()
         assert one.state is AttemptState.LOCAL
-        assert one.waits_seen == [0.0], "its wait is part of the local prefill's"
+        waited = one.stats.of("words").phases[scaling_pb2.PHASE_RESERVE].cold
+        assert (waited.total, waited.sum_s) == (1, 0.0), "its wait is part of the local prefill's"
         assert one.events.state.attempt.report.reserve_ms == 0.0
         one.prefill.say(WorkerFailed(one.prefill.worker.key, LOST))
         one.decode.say(output(0, local_prefill=decode_pb2.LocalPrefill(compute_ms=5.0)))

@@ -12,8 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from coordinator.attempt import Attempt, AttemptState
-from coordinator.request.observer import RequestEvents, RequestObserver
-from coordinator.request.state import RequestState
+from coordinator.request_events import RequestEvents
 from coordinator.workers.client import BackgroundTasks
 from coordinator.workers.output_stream import WorkerFailed
 from splitserve.errors import SplitserveError
@@ -44,15 +43,21 @@ class Client:
         self.got += range(delta.first_position, delta.first_position + len(delta.token_ids))
 
 
-class Sent(RequestObserver):
-    """Counts tokens, and logs each delta."""
+class Sent:
+    """A RequestControl that counts tokens, and logs each report of them."""
 
     def __init__(self) -> None:
         self.tokens = 0
 
-    def sent(self, state: RequestState, output_tokens: int) -> None:
-        self.tokens += output_tokens
+    def output_sent(self, tokens: int) -> None:
+        self.tokens += tokens
         log_event("observed")
+
+    def decoded(self) -> None:
+        """The end of decode's part is not recorded."""
+
+    def ended(self, error: BaseException | None) -> None:
+        """The end is not recorded."""
 
 
 class Streaming:
@@ -60,7 +65,8 @@ class Streaming:
 
     def __init__(self, rig: Rig) -> None:
         self.rig, self.client, self.sent = rig, Client(), Sent()
-        rig.events = RequestEvents(rig.events.state, (self.sent,))
+        rig.events = RequestEvents(rig.events.state)
+        rig.events.control = self.sent
         workers = rig.attempt._prefill, rig.attempt._decode
         rig.attempt.close()
         self.attempt = rig.attempt = Attempt(

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.admission.capacity import DecodeCapacity, NoCapacity, PrefillCapacity, _peak_tokens
-from coordinator.admission.queue import Entry
+from coordinator.request.state import Entry
 from coordinator.workers.load import DecodeLoad, PrefillLoad, WorkerLoads
 from splitserve.v1 import registry_pb2
 from tests.support.clients.admission_parts import entry, worker

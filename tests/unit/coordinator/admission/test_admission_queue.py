@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.admission.queue import AdmissionQueue, Entry
+from coordinator.admission.queue import AdmissionQueue
+from coordinator.request.state import Entry
 from tests.support.clients.admission_parts import entry
 
 

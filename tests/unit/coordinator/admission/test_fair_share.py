@@ -7,7 +7,8 @@ from collections import defaultdict, deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.admission.queue import CLASS_WEIGHTS, OUTPUT_TOKEN_COST, AdmissionQueue, Entry
+from coordinator.admission.queue import CLASS_WEIGHTS, OUTPUT_TOKEN_COST, AdmissionQueue
+from coordinator.request.state import Entry
 from tests.support.clients.admission_parts import entry
 
 LONGEST_PROMPT, LONGEST_OUTPUT = 500, 60

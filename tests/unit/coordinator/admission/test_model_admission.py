@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.admission.model_admission import MAX_BYPASSES, MOST_RETRY_S, ModelAdmission, retry_after_s
-from coordinator.admission.queue import Entry
+from coordinator.request.state import Entry
 from coordinator.workers.load import WorkerLoads
 from coordinator.workers.snapshot import CircuitStatus, PoolSnapshot
 from splitserve.config.coordinator import AdmissionConfig, LocalPrefill
@@ -274,24 +274,6 @@ def test_a_new_worker_releases_the_queue() -> None:
     model.set_workers(PoolSnapshot((prefill, decode, later)), MODEL.name)
     assert model.release(0.1).started == (waiting,)
     assert waiting.decode == ("d1", 1)
-
-
-def test_routing_elsewhere_moves_what_is_counted() -> None:
-    workers = tuple(
-        worker(name, pool) for name, pool in (("p0", "prefill"), ("p1", "prefill"), ("d0", "decode"))
-    )
-    model = admission(workers)
-    one = entry()
-    model.arrive(one, 0.0)
-    model.loads.route(one, ("p1", 1), ("d0", 1), 100)
-    assert {key[0]: load.requests for key, load in model.prefill.workers.items()} == {"p0": 0, "p1": 1}
-    sent(model, one, 3)
-    model.loads.route(one, ("p0", 1), ("d0", 1), 100)  # resumed: the prompt is computed again
-    assert {key[0]: load.requests for key, load in model.prefill.workers.items()} == {"p0": 1, "p1": 0}
-    (load,) = model.decode.workers.values()
-    assert (load.context_tokens, load.computed) == (103, 0)
-    finish(model, one)
-    assert (load.context_tokens, load.requests) == (0, 0)
 
 
 @settings(max_examples=60, deadline=None)

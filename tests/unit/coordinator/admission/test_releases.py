@@ -8,14 +8,13 @@ import time
 import pytest
 
 from coordinator.admission.controller import CapacityAdmission
-from coordinator.admission.queue import Entry, Held
-from coordinator.request.inference_request import InferenceRequest
-from coordinator.request.state import RequestEstimate, RequestState
+from coordinator.admission.queue import Held
+from coordinator.request.state import Entry, RequestEstimate, RequestState
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import Model
 from splitserve.config.coordinator import AdmissionConfig, CoordinatorConfig
-from splitserve.v1 import generation_pb2, registry_pb2
+from splitserve.v1 import registry_pb2
 from tests.support.clients.admission_parts import entry, load
+from tests.support.clients.inference_requests import inference_request
 from tests.support.cluster.registrations import registration
 
 pytestmark = pytest.mark.timeout(10)
@@ -33,17 +32,7 @@ def one_worker() -> Registry:
 
 def state_of(one: Entry) -> RequestState:
     """A request as the flow has it once it was admitted."""
-    request = InferenceRequest(
-        request_id=one.request_id,
-        model=Model("words", "words", 65536, 1000),
-        prompt=(1,),
-        sampling=generation_pb2.SamplingParams(),
-        stop=generation_pb2.StopParams(max_tokens=9),
-        priority=0,
-        deadline_s=1e9,
-        received_s=0.0,
-    )
-    state = RequestState(request, RequestEstimate(9.0, 1.0))
+    state = RequestState(inference_request(request_id=one.request_id), RequestEstimate(9.0, 1.0))
     state.flight = one
     return state
 

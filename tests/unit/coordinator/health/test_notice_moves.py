@@ -14,7 +14,6 @@ from splitserve.v1 import registry_pb2
 from tests.support.cluster.registrations import registration
 
 NOW = 100.0
-RUNNING = 5
 
 
 class FailingClients:
@@ -27,9 +26,8 @@ class FailingClients:
         clients = self
 
         class Client:
-            def fail_all(self, error: SplitserveError) -> int:
+            def fail_all(self, error: SplitserveError) -> None:
                 clients.failed.append((worker.worker_id, error.reason))
-                return RUNNING
 
         return Client()
 
@@ -62,10 +60,6 @@ class Rig:
             message.preemption.time_left.FromNanoseconds(round(left_s * 1e9))
         self.registry.report(message, NOW)
 
-    def moves(self) -> float:
-        metrics = {metric.name: metric for metric in self.mover.metrics()}
-        return metrics["splitserve_notice_moves"].samples[0].value
-
 
 def test_without_a_notice_nothing_moves() -> None:
     rig = Rig()
@@ -81,7 +75,6 @@ def test_all_leave_once_the_end_is_near() -> None:
     for _ in range(3):
         assert rig.mover.look(NOW + 10.1)
     assert rig.clients.failed == [("d0", "WORKER_PREEMPTED")]
-    assert rig.moves() == RUNNING
 
 
 def test_prompts_leave_a_prefill_worker() -> None:

@@ -164,22 +164,27 @@ async def test_one_load_for_many_callers(tokenizers: PromptTokenizers, loader: L
     assert loader.loads == 1
 
 
-async def test_a_failed_load_is_tried_again() -> None:
+async def test_an_early_load_is_the_only_one_and_one_that_fails_is_logged_and_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for failures in (0, 1):
+        loader = Loader(failures)
+        tokenizers = PromptTokenizers(loader, threads=1, early=["s"])
+        with caplog.at_level("WARNING", "splitserve"):
+            await asyncio.wait(tokenizers._loading.values())
+            await asyncio.sleep(0)
+        assert ("tokenizer.failed" in caplog.text) == bool(failures)
+        assert await tokenizers.tokenizer("s") is loader.tokenizer
+        assert loader.loads == 1 + failures
+        tokenizers.close()
+
+
+async def test_a_failed_load_fails_its_request_and_is_tried_again() -> None:
     tokenizers = PromptTokenizers(Loader(failures=1), threads=1)
     with pytest.raises(NotFoundError):
         await tokenizers.tokenizer("s")
     assert isinstance(await tokenizers.tokenizer("s"), Witness)
     tokenizers.close()
-
-
-async def test_an_early_one_is_loaded_once_and_tried_again_after_a_failure() -> None:
-    for failures in (0, 1):
-        loader = Loader(failures)
-        tokenizers = PromptTokenizers(loader, threads=1, early=["s"])
-        await asyncio.wait(tokenizers._loading.values())
-        assert await tokenizers.tokenizer("s") is loader.tokenizer
-        assert loader.loads == 1 + failures
-        tokenizers.close()
 
 
 async def test_chat_without_a_template() -> None:
@@ -266,18 +271,6 @@ async def test_broken_fields(request_: inference_pb2.GenerateRequest, field: str
         await tokenizers.encode("words", request_)
     assert caught.value.field == field
     tokenizers.close()
-
-
-async def test_an_early_load_that_fails_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    loader = Loader(failures=1)
-    made = PromptTokenizers(loader, threads=1, early=["tiny"])
-    with caplog.at_level("WARNING", "splitserve"):
-        with pytest.raises(NotFoundError):
-            await made.tokenizer("tiny")
-        await asyncio.sleep(0)
-    assert "tokenizer.failed" in caplog.text
-    assert await made.tokenizer("tiny") is loader.tokenizer
-    made.close()
 
 
 async def test_tenants_take_turns_small_prompts_first_and_long_ones_stop_no_others() -> None:

@@ -7,31 +7,22 @@ from dataclasses import replace
 import pytest
 
 from coordinator.request.inference_request import Caller, InferenceRequest
-from coordinator.request.observer import RequestEvents
 from coordinator.request.state import DEFAULT_OUTPUT_TOKENS, Estimates, RequestState
+from coordinator.request_events import RequestEvents
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Model
 from splitserve.v1 import generation_pb2, prefill_pb2, registry_pb2
+from tests.support.clients.inference_requests import inference_request
 from tests.support.cluster.registrations import registration
 
 BLOCK = 16
 
 
-def inference_request(
+def request_of(
     tenant: str = "a", session: str = "", max_tokens: int = 1000, prompt: int = 1
 ) -> InferenceRequest:
-    return InferenceRequest(
-        request_id="r",
-        model=Model("m", "m", 4096, 100, (BLOCK,)),
-        prompt=(1,) * prompt,
-        sampling=generation_pb2.SamplingParams(),
-        stop=generation_pb2.StopParams(max_tokens=max_tokens),
-        priority=0,
-        deadline_s=1.0,
-        received_s=0.0,
-        caller=Caller(tenant),
-        session_id=session,
-    )
+    model = Model("m", "m", 4096, 100, (BLOCK,))
+    return inference_request(prompt, max_tokens, model=model, caller=Caller(tenant), session_id=session)
 
 
 @pytest.fixture
@@ -59,31 +50,29 @@ def expected(estimates: Estimates, request: InferenceRequest) -> float:
 
 
 def test_the_narrowest_known_key_counts(estimates: Estimates) -> None:
-    assert expected(estimates, inference_request()) == DEFAULT_OUTPUT_TOKENS
-    complete(estimates, inference_request("a"), 10)
-    complete(estimates, inference_request("b", session="s"), 400)
-    assert expected(estimates, inference_request("a")) == 10
-    assert expected(estimates, inference_request("b", session="s")) == 400
-    assert expected(estimates, inference_request("b")) == 400
-    assert expected(estimates, inference_request("c", session="s")) == 205
+    assert expected(estimates, request_of()) == DEFAULT_OUTPUT_TOKENS
+    complete(estimates, request_of("a"), 10)
+    complete(estimates, request_of("b", session="s"), 400)
+    assert expected(estimates, request_of("a")) == 10
+    assert expected(estimates, request_of("b", session="s")) == 400
+    assert expected(estimates, request_of("b")) == 400
+    assert expected(estimates, request_of("c", session="s")) == 205
 
 
 def test_no_more_than_was_asked_for(estimates: Estimates) -> None:
-    assert expected(estimates, inference_request(max_tokens=5)) == 5
+    assert expected(estimates, request_of(max_tokens=5)) == 5
 
 
 def test_the_table_is_bounded_and_keeps_what_is_used(registry: Registry) -> None:
     estimates = Estimates(registry, max_length_keys=10)
     for number in range(1, 101):
-        complete(estimates, inference_request("a", session=f"s{number}"), number)
-    assert expected(estimates, inference_request("a", session="s100")) == 100
-    assert expected(estimates, inference_request("a", session="s1")) == expected(
-        estimates, inference_request("a")
-    )
+        complete(estimates, request_of("a", session=f"s{number}"), number)
+    assert expected(estimates, request_of("a", session="s100")) == 100
+    assert expected(estimates, request_of("a", session="s1")) == expected(estimates, request_of("a"))
 
 
 def prefilled(estimates: Estimates, prompt: int, cached: int, attempts: int = 1) -> None:
-    events = events_of(estimates, inference_request(prompt=prompt))
+    events = events_of(estimates, request_of(prompt=prompt))
     worker = Registry(1.0).register(registration("p", registry_pb2.ROLE_PREFILL), 0.0)
     for _ in range(attempts):
         events.routed(worker, None, 0, 0.0)
@@ -93,7 +82,7 @@ def prefilled(estimates: Estimates, prompt: int, cached: int, attempts: int = 1)
 
 
 def test_without_an_index_the_cached_share_is_learned(estimates: Estimates) -> None:
-    request = inference_request(prompt=100)
+    request = request_of(prompt=100)
     assert estimates.of(request, 0.0).uncached_tokens == 100
     prefilled(estimates, 10, 5)
     assert estimates.of(request, 0.0).uncached_tokens == pytest.approx(50)
@@ -115,7 +104,7 @@ def join(registry: Registry, name: str, pool: registry_pb2.Role.ValueType, keys:
 
 def test_the_index_gives_what_prefill_workers_hold(registry: Registry, estimates: Estimates) -> None:
     keys = list(range(1, 7))
-    request = inference_request(prompt=6 * BLOCK)
+    request = request_of(prompt=6 * BLOCK)
     model = replace(request.model, block_size_tokens=BLOCK)
     request = replace(request, model=model, block_keys=tuple(keys))
     prefilled(estimates, 10, 5)

@@ -9,16 +9,16 @@ import pytest
 
 from coordinator.request.inference_request import (
     ANYONE,
-    InferenceRequest,
+    NO_TARGETS,
     PriorityClass,
     RequestTargets,
     resolved_targets,
 )
 from coordinator.request.state import RequestEstimate, RequestState
-from coordinator.workers.snapshot import Model
 from splitserve.config.coordinator import AdmissionConfig, OnLate
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import generation_pb2, inference_pb2
+from tests.support.clients.inference_requests import inference_request
 
 BOTH = AdmissionConfig(ttft_slo_s=1.0, tpot_slo_s=0.05, on_late="refuse")
 SERVED = AdmissionConfig(ttft_slo_s=1.0)
@@ -28,7 +28,7 @@ NONE = AdmissionConfig()
 def resolved(
     settings: AdmissionConfig,
     priority_class: PriorityClass = "standard",
-    tenant: RequestTargets | None = None,
+    tenant: RequestTargets = NO_TARGETS,
     any_target: bool = True,
     on_late: OnLate | None = None,
     **asked: Any,
@@ -79,17 +79,17 @@ def test_the_target_itself_may_be_asked_for(slo_s: float) -> None:
 @pytest.mark.parametrize(
     ("settings", "tenant", "asked", "text"),
     [
-        (BOTH, None, {"ttft_ms": 999}, "ttft_ms must be at least 1000"),
-        (BOTH, None, {"tpot_ms": 49.9}, "tpot_ms must be at least 50"),
+        (BOTH, NO_TARGETS, {"ttft_ms": 999}, "ttft_ms must be at least 1000"),
+        (BOTH, NO_TARGETS, {"tpot_ms": 49.9}, "tpot_ms must be at least 50"),
         (NONE, RequestTargets(2.0, None), {"ttft_ms": 1000}, "ttft_ms must be at least 2000"),
-        (NONE, None, {"ttft_ms": 0}, "ttft_ms must be 0.001..86400000"),
-        (NONE, None, {"ttft_ms": float("nan")}, "ttft_ms must be 0.001..86400000"),
-        (NONE, None, {"tpot_ms": 5e-324}, "tpot_ms must be 0.001"),
-        (NONE, None, {"tpot_ms": 3.7e6}, "tpot_ms must be 0.001..3600000"),
+        (NONE, NO_TARGETS, {"ttft_ms": 0}, "ttft_ms must be 0.001..86400000"),
+        (NONE, NO_TARGETS, {"ttft_ms": float("nan")}, "ttft_ms must be 0.001..86400000"),
+        (NONE, NO_TARGETS, {"tpot_ms": 5e-324}, "tpot_ms must be 0.001"),
+        (NONE, NO_TARGETS, {"tpot_ms": 3.7e6}, "tpot_ms must be 0.001..3600000"),
     ],
 )
 def test_more_than_that_is_refused_by_name(
-    settings: AdmissionConfig, tenant: RequestTargets | None, asked: dict[str, float], text: str
+    settings: AdmissionConfig, tenant: RequestTargets, asked: dict[str, float], text: str
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=text) as caught:
         resolved(settings, tenant=tenant, **asked)
@@ -110,13 +110,9 @@ def test_a_tenant_s_request_cannot_name_what_nobody_else_has(asked: dict[str, fl
     assert resolved(NONE, tenant=RequestTargets(1.0), any_target=False, ttft_ms=2000)[0] == (2.0, None)
 
 
-def state(targets: RequestTargets | None = RequestTargets(1.0, 0.05), sent: int = 0) -> RequestState:  # noqa: B008
+def state(targets: RequestTargets = RequestTargets(1.0, 0.05), sent: int = 0) -> RequestState:  # noqa: B008
     """A request that was received at 100 s."""
-    request = InferenceRequest(
-        "r", Model("words", "words", 64, 100), (1, 2, 3), generation_pb2.SamplingParams(),
-        generation_pb2.StopParams(max_tokens=8), 0, 160.0, 100.0, targets=targets,
-    )  # fmt: skip
-    made = RequestState(request, RequestEstimate(8.0, 3.0))
+    made = RequestState(inference_request(received_s=100.0, targets=targets), RequestEstimate(8.0, 3.0))
     made.token_ids.extend([7] * sent)
     return made
 
@@ -133,5 +129,4 @@ def test_an_answer_that_goes_on_is_due_anew() -> None:
 
 
 def test_without_targets_nothing_is_said() -> None:
-    assert state(None).targets_left(100.0) is None
     assert state(RequestTargets()).targets_left(100.0) is None

@@ -18,15 +18,17 @@ from coordinator.routing.router import (
     Pair,
     RoutingRequest,
     crowding,
+    no_pair,
     pair_cost,
 )
 from coordinator.workers.load import WorkerLoads
 from coordinator.workers.prefix_index import PrefixHits
-from coordinator.workers.snapshot import ChangeLog, Model, PoolSnapshot, Worker
+from coordinator.workers.snapshot import Model, PoolSnapshot, Worker
 from splitserve.latency_model import LatencyModel
 from splitserve.roles import PoolName
 from splitserve.v1 import registry_pb2
-from tests.support.latency import latency as latency_of
+from tests.support.clients import admission_parts
+from tests.support.clients.inference_requests import hits_of
 
 MODEL = Model("m", "source", context_tokens=100_000, vocabulary_size=100, block_size_tokens=16)
 REQUEST = RoutingRequest("m", prompt_tokens=1000, expected_output_tokens=50)
@@ -35,27 +37,17 @@ SLOTS = {f"{pool}{n}": 10 * (pool == "d") + n for pool in "pd" for n in range(8)
 
 
 def worker(name: str, pool: PoolName, **changed: Any) -> Worker:
-    fields = registry_pb2.WorkerLoad.DESCRIPTOR.fields_by_name
-    load = {key: changed.pop(key) for key in list(changed) if key in fields}
-    measured = latency_of(changed.pop("tokens_per_s", RATE), changed.pop("step_ms", STEP_MS))
-    usual = {"total_blocks": 1000, "free_blocks": 1000, "latency": measured}
-    made = Worker(
-        worker_id=name,
-        epoch=1,
-        role=pool,
-        address="h:1",
-        model=MODEL,
-        agent_id=f"agent-{name}",
-        transport="nixl",
-        block_size_tokens=16,
-        max_running_requests=8,
-        load=registry_pb2.WorkerLoad(**(usual | load)),
-        reported=True,
-        output_open=True,
-        block_bytes=100_000,
-        prefix_slot=SLOTS[name],
-    )
-    return dataclasses.replace(made, **changed)
+    usual: dict[str, Any] = {
+        "model": MODEL,
+        "agent_id": f"agent-{name}",
+        "tokens_per_s": RATE,
+        "step_ms": STEP_MS,
+        "total_blocks": 1000,
+        "free_blocks": 1000,
+        "block_bytes": 100_000,
+        "prefix_slot": SLOTS[name],
+    }
+    return admission_parts.worker(name, pool, 8, **(usual | changed))
 
 
 def prefill(name: str, *peers: str, lanes: dict[str, float] | None = None, **changed: Any) -> Worker:
@@ -92,7 +84,7 @@ def chosen(*workers: Worker, **changed: Any) -> tuple[str, str | None]:
 
 
 def hits(**blocks: int) -> PrefixHits:
-    return PrefixHits.of({SLOTS[name]: count for name, count in blocks.items()})
+    return hits_of({SLOTS[name]: count for name, count in blocks.items()})
 
 
 TWO = prefill("p0", "d0", "d1"), prefill("p1", "d0", "d1"), decode("d0"), decode("d1")
@@ -109,6 +101,60 @@ def test_the_holder_loses_when_its_queue_costs_more_than_the_prefix_saves() -> N
     assert chosen(busy, prefill("p1", "d0"), decode("d0"), hits=hits(p0=50)) == ("p0", "d0")
     busy = prefill("p0", "d0", waiting_tokens=3300)
     assert chosen(busy, prefill("p1", "d0"), decode("d0"), hits=hits(p0=50)) == ("p1", "d0")
+
+
+def test_the_shorter_queue_wins() -> None:
+    workers = prefill("p0", "d0", waiting_tokens=5000), prefill("p1", "d0", waiting_tokens=10), decode("d0")
+    assert chosen(*workers) == ("p1", "d0")
+
+
+def test_a_faster_worker_may_have_the_longer_queue() -> None:
+    slow = prefill("p0", "d0", waiting_tokens=1000, tokens_per_s=500)
+    fast = prefill("p1", "d0", waiting_tokens=3000, tokens_per_s=9000)
+    assert chosen(slow, fast, decode("d0")) == ("p1", "d0")
+
+
+def test_what_was_sent_since_the_last_report_counts() -> None:
+    workers = prefill("p0", "d0"), prefill("p1", "d0"), decode("d0")
+    loads = WorkerLoads.of(workers)
+    loads.count_prompt(("p0", 1), 500)
+    pair = PrefixRouter().choose_pair(PoolSnapshot(workers), loads, REQUEST, 0.0)
+    assert pair is not None
+    assert pair.prefill.worker_id == "p1"
+
+
+def test_an_unmeasured_worker_counts_as_average() -> None:
+    fresh = prefill("p0", "d0", tokens_per_s=0)
+    measured = prefill("p1", "d0", tokens_per_s=50_000, waiting_tokens=100)
+    assert chosen(fresh, measured, decode("d0")) == ("p0", "d0")
+
+
+def test_a_full_decode_worker_is_avoided() -> None:
+    full = decode("d0", free_blocks=2, referenced_blocks=98, running_requests=2)
+    busy = decode("d1", running_requests=6)
+    assert chosen(prefill("p0", "d0", "d1"), full, busy) == ("p0", "d1")
+
+
+def test_what_is_missing_is_named() -> None:
+    cases: list[tuple[tuple[Worker, ...], str]] = [
+        ((), "no prefill and no decode"),
+        ((prefill("p0"),), "no decode worker"),
+        ((decode("d0"),), "no prefill worker"),
+        ((prefill("p0"), decode("d0")), "is connected"),
+    ]
+    for workers, expected in cases:
+        error = no_pair(PoolSnapshot(workers), REQUEST, 1.0)
+        assert expected in error.message
+        assert (error.reason, error.retry_after_s) == ("NO_WORKER", 1.0)
+
+
+def test_a_refused_lane_is_named() -> None:
+    problem = "0.30 GB/s over tcp, at least 1 GB/s expected"
+    lane = registry_pb2.LaneReport(agent_id="agent-d0", problem=problem, refused=True)
+    snapshot = PoolSnapshot((decode("d0"), dataclasses.replace(prefill("p0"), lanes=(lane,))))
+    error = no_pair(snapshot, REQUEST, 1.0)
+    assert error.reason == "SLOW_LANE"
+    assert f"p0 to d0: {problem}" in error.message
 
 
 def test_computing_again_counts_more_the_busier_the_pool_is() -> None:
@@ -174,19 +220,10 @@ def test_a_higher_class_weighs_the_queue_less() -> None:
     assert chosen(*workers, hits=hits(p0=50), class_rank=1)[0] == "p0"
 
 
-def test_excluded_draining_and_unconnected_workers_are_never_chosen() -> None:
+def test_excluded_and_draining_workers_are_never_chosen_whatever_they_hold() -> None:
     assert chosen(*TWO, hits=hits(p1=60), exclude=frozenset({("p1", 1)}))[0] == "p0"
     gone = dataclasses.replace(TWO[1], draining=True)
     assert chosen(TWO[0], gone, *TWO[2:], hits=hits(p1=60))[0] == "p0"
-    alone = dataclasses.replace(TWO[1], connected_agents=frozenset())
-    assert chosen(TWO[0], alone, *TWO[2:], hits=hits(p1=60))[0] == "p0"
-    assert choose(alone, decode("d0")) is None
-    assert choose(decode("d0")) is None
-    assert choose(*TWO, model="other") is None
-
-
-def test_one_token_needs_no_decode_worker() -> None:
-    assert chosen(prefill("p0"), prefill("p1"), needs_decode=False, hits=hits(p1=60)) == ("p1", None)
 
 
 def test_prompts_that_wait_on_decode_workers_count_where_those_compute_them() -> None:
@@ -321,16 +358,14 @@ def mean(values: list[float], default: float) -> float:
     st.booleans(),
 )
 def test_a_router_that_saw_other_snapshots_answers_like_a_new_one(
-    prefills: Prefills, decodes: Decodes, changes: list[tuple[int, int]], keeps_log: bool
+    prefills: Prefills, decodes: Decodes, changes: list[tuple[int, int]], has_session: bool
 ) -> None:
     ps, ds, held = pools(prefills, decodes)
     workers, seasoned = [*ds, *ps], PrefixRouter()
-    request = dataclasses.replace(REQUEST, hits=held, session_id="s" if keeps_log else "")
-    log: list[str] = []
+    request = dataclasses.replace(REQUEST, hits=held, session_id="s" if has_session else "")
     loads = WorkerLoads.of(workers)
     for place, amount in [(0, 0), *changes]:
         at = place % len(workers)
-        log.append(workers[at].worker_id)
         changed = worker(
             workers[at].worker_id,
             workers[at].role,
@@ -352,10 +387,10 @@ def test_a_router_that_saw_other_snapshots_answers_like_a_new_one(
             loads.count_prompt(workers[at].key, amount // 2)
             loads.count_stream(workers[at].key, amount // 2)
         if place == 7:
-            workers, log = workers[1:] or workers, []
+            workers = workers[1:] or workers
         if amount % 11 == 0:
             continue  # several changes between two decisions
-        snapshot = PoolSnapshot(tuple(workers), ChangeLog(log, len(log)) if keeps_log else None)
+        snapshot = PoolSnapshot(tuple(workers))
         assert seasoned.choose_pair(snapshot, loads, request, 0.0) == PrefixRouter().choose_pair(
             snapshot, loads, request, 0.0
         )
@@ -380,7 +415,7 @@ def test_more_load_on_a_busy_one_or_more_hits_never_turns_the_choice_away(
     else:
         more = {slot: held.blocks(slot) + amount // 100 for slot in [first.prefill.prefix_slot]}
         kept = {w.prefix_slot: held.blocks(w.prefix_slot) for w in (*ps, *ds)}
-        request = dataclasses.replace(request, hits=PrefixHits.of(kept | more))
+        request = dataclasses.replace(request, hits=hits_of(kept | more))
     again = PrefixRouter().choose_pair(snapshot, loads, request, 0.0)
     assert again is not None
     assert again.prefill.key == first.prefill.key

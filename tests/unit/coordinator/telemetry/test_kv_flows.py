@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from coordinator.telemetry.record_keeper import KvFlow, RecordKeeper
 from splitserve.config.coordinator import RecordsConfig
 from splitserve.v1 import prefill_pb2
@@ -13,11 +11,6 @@ from tests.unit.coordinator.telemetry.test_record import DECODE, Clock, attempt,
 
 OTHER = replace(DECODE, worker_id="d1")
 WINDOW_S = 5.0
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
 
 
 def hand_off(

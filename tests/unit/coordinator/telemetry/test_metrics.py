@@ -8,7 +8,7 @@ import urllib.request
 import pytest
 
 from coordinator.telemetry.prometheus import coordinator_metrics
-from coordinator.telemetry.request_stats import ModelStats, RequestStats
+from coordinator.telemetry.request_stats import RequestStats
 from coordinator.workers.snapshot import PoolSnapshot
 from engine.core.engine import EngineLoad
 from kv_transfer.lanes import JudgedLane, Lane
@@ -67,29 +67,6 @@ def test_the_number_of_series_does_not_grow_with_the_peers() -> None:
         return sum(len(metric.samples) for metric in read)
 
     assert series(1) == series(200)
-
-
-def test_a_coordinator_s_metrics() -> None:
-    names = {metric.name for metric in coordinator_metrics(PoolSnapshot(), 3, {"m": ModelStats()})}
-    assert names == {
-        "splitserve_requests",
-        "splitserve_ready_workers",
-        "splitserve_kv_slow_lanes",
-        "splitserve_circuits",
-        "splitserve_replicas",
-        "splitserve_requests_ended",
-        "splitserve_arrived_requests",
-        "splitserve_arrived_tokens",
-        "splitserve_prefix_looked_up_tokens",
-        "splitserve_prefix_hit_tokens",
-        "splitserve_request_stages",
-        "splitserve_requests_waiting_for_workers",
-        "splitserve_prefill_backlog_tokens",
-        "splitserve_decode_kv_usage_ratio",
-        "splitserve_request_phase_seconds",
-        "splitserve_time_to_first_token_seconds",
-        "splitserve_time_per_output_token_seconds",
-    }
 
 
 def test_long_prompts_are_apart_and_both_sum_up() -> None:

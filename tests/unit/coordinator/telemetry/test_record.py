@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 
 from coordinator.request.inference_request import Caller, InferenceRequest
-from coordinator.request.observer import RequestEvents, RequestObserver
 from coordinator.request.state import (
     AttemptReport,
     Candidate,
@@ -20,6 +19,7 @@ from coordinator.request.state import (
     RequestState,
     Waits,
 )
+from coordinator.request_events import RequestEvents
 from coordinator.telemetry.explanation import decisions_of
 from coordinator.telemetry.record_keeper import RecordKeeper
 from coordinator.telemetry.request_record import (
@@ -29,6 +29,7 @@ from coordinator.telemetry.request_record import (
     cost_of,
     phases_of,
 )
+from coordinator.telemetry.request_stats import RequestStats
 from coordinator.workers.registration import checked_worker
 from coordinator.workers.snapshot import Model, Worker
 from splitserve.config.coordinator import RecordsConfig
@@ -39,6 +40,7 @@ from splitserve.errors import (
     UnavailableError,
 )
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2, registry_pb2
+from tests.support.clients.inference_requests import inference_request
 from tests.support.cluster.registrations import registration
 
 MODEL = Model("words", "words", 64, 100, block_size_tokens=16)
@@ -66,27 +68,20 @@ class Clock:
         return self.now_s
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
-
-
 def request_of(clock: Clock, name: str = "r", tenant: str = "default", prompt: int = 40) -> InferenceRequest:
-    return InferenceRequest(
-        name, MODEL, tuple(range(prompt)), generation_pb2.SamplingParams(),
-        generation_pb2.StopParams(max_tokens=8), 0, clock.received_s + 60, clock.received_s, Caller(tenant),
-    )  # fmt: skip
+    return inference_request(
+        prompt, request_id=name, model=MODEL, received_s=clock.received_s, caller=Caller(tenant)
+    )
 
 
 @contextmanager
 def request(
-    clock: Clock, observer: RequestObserver, name: str = "r", tenant: str = "default"
+    clock: Clock, keeper: RecordKeeper, name: str = "r", tenant: str = "default"
 ) -> Iterator[RequestEvents]:
     """A request that was tokenized after 2 ms."""
-    inference_request = request_of(clock, name, tenant)
-    state = RequestState.of(inference_request, RequestEstimate(8.0, 40.0), clock.at(2))
-    with RequestEvents(state, [observer]) as events:
-        events.emit(RequestObserver.arrived)
+    state = RequestState.of(request_of(clock, name, tenant), RequestEstimate(8.0, 40.0), clock.at(2))
+    with RequestEvents(state, keeper) as events:
+        events.arrived(RequestStats())
         yield events
 
 
@@ -102,7 +97,7 @@ def attempt(
     events.reserving(clock.at(from_ms + 1))
     report = events.state.attempt.report
     report.reserve_ms, report.reserved_blocks = 4.0, 3
-    events.emit(RequestObserver.reserve_ended, 0.004)
+    events.reserve_ended(0.004)
     now = clock.at(from_ms + 5)
     report.queue_ms = clock.ms
     events.prefilling(now)
@@ -126,10 +121,10 @@ def decoding(events: RequestEvents, clock: Clock, at_ms: float) -> None:
     events.decode_began(0.5)
 
 
-def serve(clock: Clock, observer: RequestObserver, name: str = "r", tenant: str = "default") -> None:
+def serve(clock: Clock, keeper: RecordKeeper, name: str = "r", tenant: str = "default") -> None:
     """A whole request: admitted after 4 ms, first token after 40, the last one after 70."""
-    with request(clock, observer, name, tenant) as events:
-        events.admitted(clock.at(4))
+    with request(clock, keeper, name, tenant) as events:
+        events.state.admitted_s = clock.at(4)
         attempt(events, clock, 5)
         prefilled(events, clock, 39)
         send(events, clock, 40)
@@ -144,9 +139,13 @@ def serve(clock: Clock, observer: RequestObserver, name: str = "r", tenant: str 
 def served(clock: Clock, keeper: RecordKeeper, name: str = "r", tenant: str = "default") -> RequestRecord:
     """The record of a whole request."""
     serve(clock, keeper, name, tenant)
-    found = keeper.find(name, tenant)
-    assert found is not None
-    return found
+    return found(keeper, name, tenant)
+
+
+def found(keeper: RecordKeeper, name: str = "r", tenant: str | None = None) -> RequestRecord:
+    record = keeper.find(name, tenant)
+    assert record is not None
+    return record
 
 
 def spans(phases: list[PhaseOfRequest]) -> list[tuple[str, float, float]]:
@@ -199,7 +198,7 @@ def test_it_tells_counts_gaps_and_cost(clock: Clock) -> None:
 def test_a_resume_before_the_first_token_keeps_the_sum(clock: Clock) -> None:
     keeper = RecordKeeper(RecordsConfig())
     with request(clock, keeper) as events:
-        events.admitted(clock.at(4))
+        events.state.admitted_s = clock.at(4)
         attempt(events, clock, 5)
         clock.at(30)
         events.state.attempt.suspect = DECODE.key
@@ -210,8 +209,7 @@ def test_a_resume_before_the_first_token_keeps_the_sum(clock: Clock) -> None:
         send(events, clock, 61)
         events.attempt_ended()
         events.completed()
-    record = keeper.find("r", None)
-    assert record is not None
+    record = found(keeper)
     assert spans(phases_of(record))[3:] == [
         ("reserve", 6, 10),
         ("prefill", 10, 30),
@@ -231,7 +229,7 @@ def test_a_resume_before_the_first_token_keeps_the_sum(clock: Clock) -> None:
 def test_a_resume_after_the_first_token_shows_both_parts(clock: Clock) -> None:
     keeper = RecordKeeper(RecordsConfig())
     with request(clock, keeper) as events:
-        events.admitted(clock.at(4))
+        events.state.admitted_s = clock.at(4)
         attempt(events, clock, 5)
         prefilled(events, clock, 39)
         send(events, clock, 40)
@@ -245,8 +243,7 @@ def test_a_resume_after_the_first_token_shows_both_parts(clock: Clock) -> None:
         send(events, clock, 96)
         events.attempt_ended()
         events.completed()
-    record = keeper.find("r", None)
-    assert record is not None
+    record = found(keeper)
     assert adds_up(record)
     assert (record.longest_gap_ms, record.longest_gap_position) == (pytest.approx(46), 2)
     second = [phase for phase in phases_of(record) if phase.attempt == 2]
@@ -257,7 +254,7 @@ def test_a_resume_after_the_first_token_shows_both_parts(clock: Clock) -> None:
 def test_a_local_prefill_is_the_decode_workers(clock: Clock) -> None:
     keeper = RecordKeeper(RecordsConfig())
     with request(clock, keeper) as events:
-        events.admitted(clock.at(4))
+        events.state.admitted_s = clock.at(4)
         events.routed(PREFILL, DECODE, 0, clock.at(5))
         events.reserving(clock.at(6))
         clock.at(8)
@@ -268,8 +265,7 @@ def test_a_local_prefill_is_the_decode_workers(clock: Clock) -> None:
         send(events, clock, 40)
         events.attempt_ended()
         events.completed()
-    record = keeper.find("r", None)
-    assert record is not None
+    record = found(keeper)
     assert spans(phases_of(record))[2:] == [
         ("route", 4, 6),
         ("prefill_queue", 6, 7),
@@ -293,8 +289,7 @@ def test_a_refusal_in_admission(clock: Clock) -> None:
     with suppress(ResourceExhaustedError), request(clock, keeper):
         clock.at(12)
         raise ResourceExhaustedError("1024 requests are waiting", reason="QUEUE_FULL")
-    record = keeper.find("r", "default")
-    assert record is not None
+    record = found(keeper, "r", "default")
     assert record.outcome == "rejected"
     assert spans(phases_of(record)) == [("tokenize", 0, 2), ("admission", 2, 12)]
     assert adds_up(record)
@@ -308,10 +303,10 @@ def test_a_refusal_in_admission(clock: Clock) -> None:
 def test_a_wait_in_admission_says_what_for(clock: Clock) -> None:
     keeper = RecordKeeper(RecordsConfig())
     with request(clock, keeper) as events:
-        events.waited(Waits(prefill_s=0.3), 0.42)
-        events.admitted(clock.at(302))
-        running = keeper.find("r", "default")
-    assert running is not None
+        state = events.state
+        state.waits, state.predicted_ttft_s = Waits(prefill_s=0.3), 0.42
+        state.admitted_s = clock.at(302)
+        running = found(keeper, "r", "default")
     assert running.outcome == "running"
     decision = decisions_of(running)[0]
     assert (decision.chosen, decision.reason) == (
@@ -331,13 +326,12 @@ def test_a_wait_in_admission_says_what_for(clock: Clock) -> None:
 def test_what_ends_while_prefilling(clock: Clock, error: BaseException, outcome: str, is_kept: bool) -> None:
     keeper = RecordKeeper(RecordsConfig())
     with suppress(type(error)), request(clock, keeper) as events:
-        events.admitted(clock.at(4))
+        events.state.admitted_s = clock.at(4)
         attempt(events, clock, 5)
         clock.at(20)
         events.attempt_ended()
         raise error
-    record = keeper.find("r", None)
-    assert record is not None
+    record = found(keeper)
     assert (record.outcome, record.first_token_ms) == (outcome, None)
     assert spans(phases_of(record))[-1] == ("prefill", 10, 20)
     assert adds_up(record)
@@ -349,8 +343,7 @@ def test_what_was_not_understood_is_kept_with_its_error(clock: Clock) -> None:
     clock.at(3)
     error = InvalidArgumentError("prompt must be set", field="prompt")
     keeper.refused("bad", "words", "default", clock.received_s, error)
-    record = keeper.find("bad", "default")
-    assert record is not None
+    record = found(keeper, "bad", "default")
     assert spans(phases_of(record)) == [("tokenize", 0, 3)]
     assert decisions_of(record) == []
     assert keeper.why_kept(record) == ["refused: INVALID_ARGUMENT: prompt"]
@@ -359,14 +352,13 @@ def test_what_was_not_understood_is_kept_with_its_error(clock: Clock) -> None:
 def test_a_workers_own_times_never_exceed_what_passed(clock: Clock) -> None:
     keeper = RecordKeeper(RecordsConfig())
     with request(clock, keeper) as events:
-        events.admitted(clock.at(4))
+        events.state.admitted_s = clock.at(4)
         attempt(events, clock, 5)
         prefilled(events, clock, 20)  # 23 ms of its own, of the 10 ms that there were
         send(events, clock, 20)
         events.attempt_ended()
         events.completed()
-    record = keeper.find("r", None)
-    assert record is not None
+    record = found(keeper)
     assert adds_up(record)
 
 
@@ -390,11 +382,10 @@ def test_what_each_other_candidate_would_have_cost(clock: Clock) -> None:
     )
     keeper = RecordKeeper(RecordsConfig())
     with request(clock, keeper) as events:
-        events.admitted(clock.at(4))
+        events.state.admitted_s = clock.at(4)
         attempt(events, clock, 5, candidates=candidates)
         events.attempt_ended()
-    record = keeper.find("r", None)
-    assert record is not None
+    record = found(keeper)
     prefill, decode = decisions_of(record)[1:]
     assert prefill.reason == (
         "predicted 63.0 ms, 32 of 40 prompt tokens held; p1: +310.0 ms prefill, -40.0 ms decode"
@@ -403,7 +394,7 @@ def test_what_each_other_candidate_would_have_cost(clock: Clock) -> None:
         "predicted 63.0 ms, 0 of 40 prompt tokens held; d1: +12.5 ms decode; "
         "d2 was predicted the same; equal workers take turns"
     )
-    assert [one.worker_id for one in decode.candidates] == ["d0", "d1", "d2"]
+    assert [one.worker for one in decode.candidates] == ["d0", "d1", "d2"]
 
 
 def test_a_worker_that_decodes_what_it_computes_hands_nothing_off() -> None:

@@ -6,21 +6,17 @@ import tracemalloc
 
 import pytest
 
-from coordinator.request.observer import RequestEvents, RequestObserver
 from coordinator.request.state import MAX_PAST_ATTEMPTS, RequestEstimate, RequestState
+from coordinator.request_events import RequestEvents
 from coordinator.telemetry.record_keeper import RecordKeeper
 from coordinator.telemetry.request_record import RequestRecord
+from coordinator.telemetry.request_stats import RequestStats
 from splitserve.config.coordinator import RecordsConfig
 from splitserve.errors import ResourceExhaustedError, UnavailableError
-from tests.unit.coordinator.telemetry.test_record import Clock, attempt, request, request_of, served
+from tests.unit.coordinator.telemetry.test_record import Clock, attempt, found, request, request_of, served
 
 CONFIG = RecordsConfig(max_recent_records=3, max_notable_records=2, slow_ttft_s=0.039, slow_gap_s=10)
 BYTES_PER_RECORD = 4096
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
 
 
 def names(records: list[RequestRecord]) -> list[str]:
@@ -69,9 +65,7 @@ def test_records_belong_to_their_tenant(clock: Clock) -> None:
     assert keeper.find("mine", "bob") is None
     assert keeper.find("mine", None) is not None
     for tenant in ("alice", "bob"):
-        found = keeper.find("both", tenant)
-        assert found is not None
-        assert found.tenant == tenant
+        assert found(keeper, "both", tenant).tenant == tenant
     assert names(keeper.kept(["recent"], "bob")) == ["both"]
 
 
@@ -88,8 +82,7 @@ def test_a_running_request_is_found_and_gone_from_there_at_its_end(clock: Clock)
     keeper = RecordKeeper(RecordsConfig(max_recent_records=0, max_notable_records=1))
     with request(clock, keeper) as events:
         attempt(events, clock, 5)
-        running = keeper.find("r", "default")
-        assert running is not None
+        running = found(keeper, "r", "default")
         assert (running.outcome, running.attempt_count) == ("running", 1)
         assert keeper.find("r", "other") is None
         events.attempt_ended()
@@ -100,14 +93,13 @@ def test_a_running_request_is_found_and_gone_from_there_at_its_end(clock: Clock)
 def test_attempts_are_bounded(clock: Clock) -> None:
     state = RequestState(request_of(clock), RequestEstimate(8.0, 40.0))
     keeper = RecordKeeper(CONFIG)
-    with RequestEvents(state, [keeper]) as events:
-        events.emit(RequestObserver.arrived)
+    with RequestEvents(state, keeper) as events:
+        events.arrived(RequestStats())
         for number in range(50):
             attempt(events, clock, 10.0 * number)
             events.attempt_failed(UnavailableError("x" * 5000, reason="GONE"))
             events.attempt_ended()
-    record = keeper.find("r", None)
-    assert record is not None
+    record = found(keeper)
     assert [one.number for one in record.attempts] == [1, 2, 3, 4, 47, 48, 49, 50]
     assert len(record.attempts) == MAX_PAST_ATTEMPTS
     assert record.attempt_count == 50

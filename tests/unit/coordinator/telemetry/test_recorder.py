@@ -6,12 +6,12 @@ import asyncio
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from coordinator.admission.queue import Held
 from coordinator.request.inference_request import ANYONE, InferenceRequest
-from coordinator.request.observer import RequestEvents, RequestObserver
 from coordinator.request.state import (
     DEFAULT_OUTPUT_TOKENS,
     Estimates,
@@ -20,24 +20,23 @@ from coordinator.request.state import (
     Stage,
     Waits,
 )
+from coordinator.request_events import COLD_REQUESTS, RequestEvents
 from coordinator.telemetry.request_stats import (
-    COLD_REQUESTS,
     PHASES,
     REFUSALS_KEPT_S,
     ModelStats,
     RefusedRequests,
     RequestStats,
-    StatsRecorder,
     summed,
 )
 from coordinator.workers.registration import checked_worker
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import Model, Worker
+from coordinator.workers.snapshot import Worker
 from splitserve.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
 from splitserve.v1 import generation_pb2, prefill_pb2, registry_pb2, scaling_pb2
+from tests.support.clients.inference_requests import inference_request
 from tests.support.cluster.registrations import registration
 
-MODEL = Model("words", "words", 64, 100)
 COMPLETED, CANCELLED = scaling_pb2.OUTCOME_COMPLETED, scaling_pb2.OUTCOME_CANCELLED
 
 
@@ -50,11 +49,8 @@ COLD_PREFILL = some_worker(registry_pb2.ROLE_PREFILL, COLD_REQUESTS - 1)
 COLD_DECODE = some_worker(registry_pb2.ROLE_DECODE, 0)
 
 
-def inference_request(prompt: int = 10, max_tokens: int = 5) -> InferenceRequest:
-    return InferenceRequest(
-        "r", MODEL, tuple(range(prompt)), generation_pb2.SamplingParams(),
-        generation_pb2.StopParams(max_tokens=max_tokens), 0, time.monotonic() + 60, time.monotonic(),
-    )  # fmt: skip
+def asked(prompt: int = 10, max_tokens: int = 5, **fields: Any) -> InferenceRequest:
+    return inference_request(prompt, max_tokens, **fields)
 
 
 def first(cached: int = 0) -> prefill_pb2.FirstToken:
@@ -62,11 +58,11 @@ def first(cached: int = 0) -> prefill_pb2.FirstToken:
 
 
 def events_of(
-    stats: RequestStats, request: InferenceRequest | None = None, estimate: RequestEstimate | None = None
+    request: InferenceRequest | None = None, estimate: RequestEstimate | None = None
 ) -> RequestEvents:
-    request = request or inference_request()
+    request = request or asked()
     estimate = estimate or RequestEstimate(request.max_tokens, len(request.prompt))
-    return RequestEvents(RequestState(request, estimate), (StatsRecorder(stats),))
+    return RequestEvents(RequestState(request, estimate))
 
 
 def route(events: RequestEvents, prefill: Worker = PREFILL, decode: Worker = DECODE) -> None:
@@ -77,20 +73,20 @@ def run(
     stats: RequestStats, prefill: Worker = PREFILL, decode: Worker = DECODE, attempts: int = 1
 ) -> RequestEvents:
     """A whole request of two tokens."""
-    with events_of(stats) as events:
-        events.emit(RequestObserver.arrived)
+    with events_of() as events:
+        events.arrived(stats)
         for _ in range(attempts):
             route(events, prefill, decode)
-            events.emit(RequestObserver.reserving)
-            events.emit(RequestObserver.reserve_ended, 0.2)
-            events.emit(RequestObserver.prefilling)
+            events.reserving(time.monotonic())
+            events.reserve_ended(0.2)
+            events.prefilling(time.monotonic())
         events.prefilled(first())
         events.transferred(prefill_pb2.HandoffDone(written_bytes=1, transfer_ms=5))
         events.decode_began(2.0)
         for position in range(2):
             delta = generation_pb2.OutputDelta(first_position=position, token_ids=[1])
             events.sent(delta, events.state.request.received_s + 0.1 + position * 0.02)
-        events.emit(RequestObserver.completed)
+        events.completed()
     return events
 
 
@@ -100,13 +96,13 @@ def stats() -> RequestStats:
 
 
 def test_admission_waits_count_in_the_phase_of_the_pool(stats: RequestStats) -> None:
-    with events_of(stats) as events:
-        events.emit(RequestObserver.arrived)
-        events.waited(Waits(prefill_s=100.0, decode_s=200.0))
+    with events_of() as events:
+        events.arrived(stats)
+        events.state.waits = Waits(prefill_s=100.0, decode_s=200.0)
         route(events)
-        events.emit(RequestObserver.reserve_ended, 0.1)
+        events.reserve_ended(0.1)
         events.prefilled(first())
-    phases = stats.of(MODEL.name).phases
+    phases = stats.of("words").phases
     assert phases[scaling_pb2.PHASE_PREFILL].warm.sum_s > 100
     assert phases[scaling_pb2.PHASE_PREFILL_QUEUE].warm.sum_s > 100
     assert phases[scaling_pb2.PHASE_RESERVE].warm.sum_s > 200
@@ -187,11 +183,11 @@ def test_demand_is_counted_at_arrival_by_what_was_learned() -> None:
 
     def arriving(prompt: int, max_tokens: int) -> RequestEvents:
         request = inference_request(prompt, max_tokens)
-        return events_of(stats, request, estimate=estimates.of(request, 0.0))
+        return events_of(request, estimate=estimates.of(request, 0.0))
 
     for _ in range(3):
         with arriving(prompt=100, max_tokens=1000) as events:
-            events.emit(RequestObserver.arrived)
+            events.arrived(stats)
             route(events)
             events.prefilled(first(cached=50))
         estimates.of_model("words").cached_share.add(0.5)
@@ -202,16 +198,16 @@ def test_demand_is_counted_at_arrival_by_what_was_learned() -> None:
     estimates.learn(run(stats).state)
     assert estimates.of_model("words").output_tokens.value == 2
     with arriving(prompt=1, max_tokens=1) as events:
-        events.emit(RequestObserver.arrived)
+        events.arrived(stats)
     assert model.output_tokens == pytest.approx(3 * DEFAULT_OUTPUT_TOKENS + 5 + 1), "max_tokens at most"
 
 
 def test_what_decode_workers_compute_is_counted_once(stats: RequestStats) -> None:
 
     def computed_by(decode: Worker, attempts: int = 1, *, relieves_prefill: bool = False) -> None:
-        with events_of(stats, inference_request(prompt=40)) as events:
+        with events_of(asked(prompt=40)) as events:
             events.state.relieves_prefill = relieves_prefill
-            events.emit(RequestObserver.arrived)
+            events.arrived(stats)
             for _ in range(attempts):
                 route(events, PREFILL, decode)
                 events.prefilling_locally()
@@ -227,13 +223,13 @@ def test_what_decode_workers_compute_is_counted_once(stats: RequestStats) -> Non
 
 
 def test_the_backlog_is_what_prefill_has_before_it(stats: RequestStats) -> None:
-    with events_of(stats, inference_request(prompt=40)) as events:
-        events.emit(RequestObserver.arrived)
+    with events_of(asked(prompt=40)) as events:
+        events.arrived(stats)
         route(events)
-        events.emit(RequestObserver.reserving)
+        events.reserving(time.monotonic())
         model = stats.of("words")
         assert model.prefilling_tokens == 0, "what waits for KV blocks is not the prefill pool's"
-        events.emit(RequestObserver.prefilling)
+        events.prefilling(time.monotonic())
         assert (model.in_stage[Stage.PREFILLING], model.prefilling_tokens) == (1, 40)
         events.prefilled(first())
         assert (model.in_stage[Stage.DECODING], model.prefilling_tokens) == (1, 0)
@@ -254,8 +250,8 @@ def test_outcomes_are_counted_by_kind(
 ) -> None:
 
     def failing() -> None:
-        with events_of(stats) as events:
-            events.emit(RequestObserver.arrived)
+        with events_of() as events:
+            events.arrived(stats)
             route(events)
             raise error
 
@@ -267,7 +263,7 @@ def test_outcomes_are_counted_by_kind(
 
 
 def test_clients_cannot_create_series(stats: RequestStats) -> None:
-    with pytest.raises(UnavailableError), events_of(stats):
+    with pytest.raises(UnavailableError), events_of():
         raise UnavailableError("before it had arrived")
     stats.count_rejected("made up")
     assert stats.models() == {}
@@ -283,33 +279,37 @@ def refused_once(stats: RequestStats, *requests: InferenceRequest) -> None:
     """These requests arrive together, and all of them are refused."""
     with suppress(ResourceExhaustedError), ExitStack() as stack:
         for request in requests:
-            stack.enter_context(events_of(stats, request)).emit(RequestObserver.arrived)
+            stack.enter_context(events_of(request)).arrived(stats)
         raise ResourceExhaustedError("full", reason="QUEUE_FULL", retry_after_s=1.0)
 
 
 def test_a_refused_request_that_comes_again_is_no_new_demand(stats: RequestStats) -> None:
     for _ in range(5):
-        refused_once(stats, inference_request(prompt=10))
-    with events_of(stats, inference_request(prompt=10)) as events:
-        events.emit(RequestObserver.arrived)
+        refused_once(stats, asked(prompt=10))
+    with events_of(asked(prompt=10)) as events:
+        events.arrived(stats)
     of = stats.of("words")
     assert (of.requests, of.prompt_tokens, of.outcomes[scaling_pb2.OUTCOME_REJECTED]) == (1, 10, 5)
 
 
 def test_two_refused_requests_with_one_prompt_are_two(stats: RequestStats) -> None:
-    refused_once(stats, inference_request(), inference_request())
+    refused_once(stats, asked(), asked())
     for _ in range(3):
-        with events_of(stats) as events:
-            events.emit(RequestObserver.arrived)
+        with events_of() as events:
+            events.arrived(stats)
     assert stats.of("words").requests == 3, "two that repeat, and one more"
 
 
 def test_what_others_ask_for_is_demand(stats: RequestStats) -> None:
-    refused_once(stats, inference_request())
-    elsewhere = replace(inference_request(), caller=replace(ANYONE, tenant="other"))
-    for request in (inference_request(prompt=11), inference_request(max_tokens=6), elsewhere):
-        with events_of(stats, request) as events:
-            events.emit(RequestObserver.arrived)
+    refused_once(stats, asked())
+    elsewhere = asked(caller=replace(ANYONE, tenant="other"))
+    for request in (
+        asked(prompt=11),
+        asked(max_tokens=6),
+        elsewhere,
+    ):
+        with events_of(request) as events:
+            events.arrived(stats)
     assert stats.of("words").requests == 4
 
 

@@ -14,26 +14,22 @@ import pytest
 from autoscaler.simulation.traces.trace import load_trace
 from coordinator.request.state import RequestEstimate, RequestState
 from coordinator.telemetry import request_log
+from coordinator.telemetry.record_keeper import RecordKeeper
 from coordinator.telemetry.request_log import MAX_PREFIX_HASHES, RequestLog, prefix_hashes
+from splitserve.config.coordinator import RecordsConfig
 from splitserve.errors import ConfigError, ResourceExhaustedError
 from tests.unit.coordinator.telemetry.test_record import Clock, request_of, serve
 
 MIB = 2**20
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
-
-
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def counted(log: RequestLog) -> tuple[float, float]:
-    """Lines written, and dropped."""
-    written, dropped = (metric.samples[0].value for metric in log.metrics())
-    return written, dropped
+def dropped(log: RequestLog) -> float:
+    (metric,) = log.metrics()
+    return metric.samples[0].value
 
 
 class States:
@@ -46,6 +42,10 @@ class States:
         return RequestState.of(request_of(self._clock, name), RequestEstimate(8.0, 40.0), self._clock.at(2))
 
 
+def end(log: RequestLog, state: RequestState, error: Exception | None) -> None:
+    RecordKeeper(RecordsConfig(), on_ended=[log.add]).ended(state, error)
+
+
 @pytest.fixture
 def state_of(clock: Clock) -> States:
     return States(clock)
@@ -54,8 +54,8 @@ def state_of(clock: Clock) -> States:
 def test_a_line_a_request_and_no_content(tmp_path: Path, clock: Clock, state_of: States) -> None:
     path = tmp_path / "requests.jsonl"
     log = RequestLog(path, MIB)
-    serve(clock, log, "first")
-    log.ended(state_of("second"), ResourceExhaustedError("full", reason="QUEUE_FULL"))
+    serve(clock, RecordKeeper(RecordsConfig(), on_ended=[log.add]), "first")
+    end(log, state_of("second"), ResourceExhaustedError("full", reason="QUEUE_FULL"))
     log.close()
     first, second = lines(path)
     assert first["request_id"] == "first"
@@ -68,7 +68,7 @@ def test_a_line_a_request_and_no_content(tmp_path: Path, clock: Clock, state_of:
     assert (second["prefill_at"], second["ttft_s"]) == (None, None)
     assert first["time"] > 1e9
     assert not {"prompt", "text", "token_ids", "messages"} & first.keys()
-    assert counted(log) == (2, 0)
+    assert dropped(log) == 0
     assert path.stat().st_mode & 0o077 == 0
     trace = load_trace(path)
     assert [one.prompt_tokens for one in trace.requests] == [first["prompt_tokens"], second["prompt_tokens"]]
@@ -78,7 +78,7 @@ def test_a_log_is_continued_and_rotated_by_size(tmp_path: Path, state_of: States
     path = tmp_path / "requests.jsonl"
     for number in range(3):
         log = RequestLog(path, 1)
-        log.ended(state_of(f"r{number}"), None)
+        end(log, state_of(f"r{number}"), None)
         log.close()
     assert [one["request_id"] for one in lines(path)] == ["r2"]
     assert [one["request_id"] for one in lines(tmp_path / "requests.jsonl.1")] == ["r1"]
@@ -97,10 +97,10 @@ def test_a_full_disk_drops_whole_lines_and_counts_them(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(request_log.os, "write", torn)
-    log.ended(state_of("lost"), None)
+    end(log, state_of("lost"), None)
     log.close()
     assert path.read_bytes() == b""
-    assert counted(log) == (0, 1)
+    assert dropped(log) == 1
 
 
 def test_a_slow_disk_never_holds_up_a_request(
@@ -116,14 +116,11 @@ def test_a_slow_disk_never_holds_up_a_request(
 
     monkeypatch.setattr(request_log.os, "write", slow)
     for number in range(20):
-        log.ended(state_of(f"r{number}"), None)
-    _, dropped = counted(log)
-    assert 10 <= dropped < 20
+        end(log, state_of(f"r{number}"), None)
+    assert 10 <= dropped(log) < 20
     released.set()
     log.close()
-    written, dropped = counted(log)
-    assert written + dropped == 20
-    assert len(lines(tmp_path / "requests.jsonl")) == written
+    assert len(lines(tmp_path / "requests.jsonl")) + dropped(log) == 20
 
 
 @pytest.mark.parametrize("name", [".", "none/requests.jsonl", "/dev/full"])

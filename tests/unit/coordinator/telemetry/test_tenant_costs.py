@@ -15,11 +15,6 @@ from splitserve.config.coordinator import RecordsConfig
 from tests.unit.coordinator.telemetry.test_record import Clock, served
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
-
-
 def tenants(folder: Path, *names: str) -> Tenants:
     return Tenants(tenants_file(folder, *names))
 
@@ -42,7 +37,7 @@ def samples(costs: TenantCosts) -> dict[tuple[str, ...], float]:
 
 def test_totals_are_the_sums_of_records(tmp_path: Path, clock: Clock) -> None:
     costs = TenantCosts(tenants(tmp_path, "alice", "bob"))
-    keeper = RecordKeeper(RecordsConfig(), on_ended=costs.add)
+    keeper = RecordKeeper(RecordsConfig(), on_ended=[costs.add])
     of_alice = [cost_of(served(clock, keeper, f"r{number}", "alice")) for number in range(3)]
     served(clock, keeper, "other", "nobody")
     found = samples(costs)
@@ -59,7 +54,7 @@ def test_totals_are_the_sums_of_records(tmp_path: Path, clock: Clock) -> None:
 
 def test_costs_are_counted_where_no_records_are_kept(tmp_path: Path, clock: Clock) -> None:
     costs = TenantCosts(tenants(tmp_path, "alice"))
-    keeper = RecordKeeper(RecordsConfig(max_recent_records=0, max_notable_records=0), on_ended=costs.add)
+    keeper = RecordKeeper(RecordsConfig(max_recent_records=0, max_notable_records=0), on_ended=[costs.add])
     assert keeper.enabled
     kept = RecordKeeper(RecordsConfig())
     with pytest.raises(AssertionError):
@@ -70,7 +65,7 @@ def test_costs_are_counted_where_no_records_are_kept(tmp_path: Path, clock: Cloc
 def test_a_tenant_that_is_gone_has_no_series(tmp_path: Path, clock: Clock) -> None:
     file = tenants(tmp_path, "alice", "bob")
     costs = TenantCosts(file)
-    served(clock, RecordKeeper(RecordsConfig(), on_ended=costs.add), "r", "bob")
+    served(clock, RecordKeeper(RecordsConfig(), on_ended=[costs.add]), "r", "bob")
     tenants_file(tmp_path, "alice")
     assert file.file.reload()
     assert {labels[1] for labels in samples(costs)} == {"alice"}

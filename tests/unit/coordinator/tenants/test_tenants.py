@@ -11,24 +11,23 @@ import pytest
 import yaml
 
 from coordinator.request.inference_request import (
-    ANYONE,
     Caller,
     InferenceRequest,
     RequestTargets,
     check_length,
     resolved_stop,
 )
-from coordinator.request.observer import RequestEvents
 from coordinator.request.state import RequestEstimate, RequestState
-from coordinator.telemetry.tenant_metrics import tenant_metrics
-from coordinator.tenants.access_control import CLUSTER, Quotas, RequestQuota
+from coordinator.request_events import RequestEvents
+from coordinator.tenants.access_control import CLUSTER
 from coordinator.tenants.policy_file import MAX_TENANTS_BYTES, TenantPolicy, load_tenants
-from coordinator.tenants.tenants import Tenants
+from coordinator.tenants.tenants import RequestQuota, Tenants
 from coordinator.tenants.usage import TenantUsage
 from coordinator.workers.snapshot import Model
 from splitserve.errors import ConfigError, InvalidArgumentError, ResourceExhaustedError, UnauthenticatedError
 from splitserve.security.api_keys import checked_key, key_hash, new_key
 from splitserve.v1 import generation_pb2, inference_pb2
+from tests.support.clients.inference_requests import inference_request
 
 SECRET = b"s" * 32
 KEYS = {name: new_key() for name in ("alice", "bob", "carol")}
@@ -40,12 +39,6 @@ def write(folder: Path, *tenants: dict[str, Any], **top: Any) -> Path:
     listed = [{"key_hashes": [key_hash(KEYS[one["name"]])]} | one for one in tenants]
     path.write_text(yaml.safe_dump({"tenants": listed} | top))
     return path
-
-
-def inference_request(caller: Caller, prompt: int = 3) -> InferenceRequest:
-    stop = generation_pb2.StopParams(max_tokens=5)
-    sampling = generation_pb2.SamplingParams()
-    return InferenceRequest("r", MODEL, tuple(range(prompt)), sampling, stop, 0, 100.0, 0.0, caller)
 
 
 def test_a_file_becomes_callers(tmp_path: Path) -> None:
@@ -197,7 +190,7 @@ def test_a_reload_takes_keys_away_and_keeps_debts(tmp_path: Path) -> None:
     path = write(tmp_path, {"name": "alice", "requests_per_second": 1, "burst_seconds": 1}, {"name": "bob"})
     tenants = Tenants(path)
     alice = tenants.caller(KEYS["alice"])
-    begin(tenants.usage_of(alice), inference_request(alice), 0.0)
+    begin(tenants.usage_of(alice), inference_request(caller=alice), 0.0)
     write(tmp_path, {"name": "alice", "requests_per_second": 0.1, "burst_seconds": 1})
     assert tenants.file.reload()
     with pytest.raises(UnauthenticatedError):
@@ -205,7 +198,7 @@ def test_a_reload_takes_keys_away_and_keeps_debts(tmp_path: Path) -> None:
     assert tenants.usage_of(alice).running == 1
     assert list(tenants.usages) == ["alice"]
     with pytest.raises(ResourceExhaustedError):
-        begin(tenants.usage_of(alice), inference_request(alice), 0.0)
+        begin(tenants.usage_of(alice), inference_request(caller=alice), 0.0)
 
 
 def begin(usage: TenantUsage, request: InferenceRequest, now: float) -> None:
@@ -262,11 +255,11 @@ def test_what_a_resumed_answer_had_is_charged_as_a_debt() -> None:
 
 def test_a_resumed_request_is_charged_on_admission(tmp_path: Path) -> None:
     tenants = Tenants(write(tmp_path, {"name": "alice", "prompt_tokens_per_second": 10}))
-    quotas, alice = Quotas(tenants), tenants.caller(KEYS["alice"])
+    alice = tenants.caller(KEYS["alice"])
     ask = inference_pb2.GenerateRequest(text="w1 w2 w3")
-    with quotas.entered(ask, alice) as quota:
-        quota.charge_prompt(replace(inference_request(alice), resumed=(5,) * 900))
-    with pytest.raises(ResourceExhaustedError) as caught, quotas.entered(ask, alice):
+    with tenants.entered(ask, alice) as quota:
+        quota.charge_prompt(replace(inference_request(caller=alice), resumed=(5,) * 900))
+    with pytest.raises(ResourceExhaustedError) as caught, tenants.entered(ask, alice):
         pytest.fail("it was let in with a debt")
     assert caught.value.field == "prompt_tokens_per_second"
 
@@ -279,33 +272,33 @@ def test_requests_prompts_and_concurrency_are_charged() -> None:
         burst_seconds=2,
         max_concurrent_requests=3,
     )
-    usage, ask = TenantUsage(policy, 0.0), inference_request(ANYONE, prompt=20)
+    usage, ask = TenantUsage(policy, 0.0), inference_request(prompt=20)
     begin(usage, ask, 0.0)
     with pytest.raises(ResourceExhaustedError) as caught:
         begin(usage, ask, 0.0)
     assert (caught.value.reason, caught.value.field) == ("TENANT_QUOTA", "prompt_tokens_per_second")
     assert caught.value.retry_after_s == 2.0
     begin(usage, ask, 2.0)
-    begin(usage, inference_request(ANYONE, prompt=1), 4.0)
+    begin(usage, inference_request(prompt=1), 4.0)
     with pytest.raises(ResourceExhaustedError) as caught:
-        begin(usage, inference_request(ANYONE, prompt=1), 10.0)
+        begin(usage, inference_request(prompt=1), 10.0)
     assert caught.value.reason == "TENANT_CONCURRENCY"
     usage.leave()
     usage.count("completed")
-    begin(usage, inference_request(ANYONE, prompt=1), 10.0)
+    begin(usage, inference_request(prompt=1), 10.0)
     assert usage.outcomes == {"completed": 1, "failed": 0, "refused": 2}
     assert usage.tokens == {"prompt": 42, "output": 0}
 
 
 def test_output_may_leave_a_debt_that_the_next_request_waits_out() -> None:
     usage = TenantUsage(TenantPolicy(name="alice", output_tokens_per_second=10, burst_seconds=1), 0.0)
-    begin(usage, inference_request(ANYONE), 0.0)
+    begin(usage, inference_request(), 0.0)
     usage.sent(40, 0.0)
     with pytest.raises(ResourceExhaustedError) as caught:
-        begin(usage, inference_request(ANYONE), 0.0)
+        begin(usage, inference_request(), 0.0)
     assert caught.value.field == "output_tokens_per_second"
     assert caught.value.retry_after_s == 3.0
-    begin(usage, inference_request(ANYONE), 3.0)
+    begin(usage, inference_request(), 3.0)
 
 
 @dataclass
@@ -325,7 +318,7 @@ class Charged:
 
 
 def arriving(caller: Caller, quota: RequestQuota) -> RequestEvents:
-    events = RequestEvents(RequestState(inference_request(caller), RequestEstimate(10.0, 3.0)))
+    events = RequestEvents(RequestState(inference_request(caller=caller), RequestEstimate(10.0, 3.0)))
     quota.charge_prompt(events.state.request)
     events.control = Charged(quota)
     return events
@@ -333,36 +326,25 @@ def arriving(caller: Caller, quota: RequestQuota) -> RequestEvents:
 
 def test_quotas_are_released_whatever_happens(tmp_path: Path) -> None:
     tenants = Tenants(write(tmp_path, {"name": "alice", "max_concurrent_requests": 1}))
-    quotas, alice = Quotas(tenants), tenants.caller(KEYS["alice"])
+    alice = tenants.caller(KEYS["alice"])
     ask = inference_pb2.GenerateRequest(text="w1 w2 w3")
-    with suppress(RuntimeError), quotas.entered(ask, alice) as quota, arriving(alice, quota) as events:
+    with suppress(RuntimeError), tenants.entered(ask, alice) as quota, arriving(alice, quota) as events:
         events.sent(generation_pb2.OutputDelta(token_ids=[1] * 4), 0.0)
         raise RuntimeError
     with (
-        quotas.entered(ask, alice) as quota,
+        tenants.entered(ask, alice) as quota,
         arriving(alice, quota),
         pytest.raises(ResourceExhaustedError),
-        quotas.entered(ask, alice),
+        tenants.entered(ask, alice),
     ):
         pytest.fail("a second request was let in")
-    with suppress(ValueError), quotas.entered(ask, alice):
+    with suppress(ValueError), tenants.entered(ask, alice):
         raise ValueError("as an invalid request does")
     usage = tenants.usage_of(alice)
     assert usage.outcomes == {"completed": 1, "failed": 1, "refused": 1}
     assert usage.tokens == {"prompt": 6, "output": 4}
-    with quotas.entered(ask, CLUSTER) as quota, arriving(CLUSTER, quota):
+    with tenants.entered(ask, CLUSTER) as quota, arriving(CLUSTER, quota):
         assert usage.running == 0
-
-
-def test_metrics_have_the_tenants_of_the_file(tmp_path: Path) -> None:
-    tenants = Tenants(write(tmp_path, {"name": "alice"}, {"name": "bob"}))
-    labels = {
-        sample.labels["tenant"]
-        for family in tenant_metrics(tenants)
-        for sample in family.samples
-        if "tenant" in sample.labels
-    }
-    assert labels == {"alice", "bob"}
 
 
 def test_bounds_of_a_caller() -> None:

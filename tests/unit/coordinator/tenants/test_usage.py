@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.tenants.usage import Bucket, Limit, full, hint_s, level, spend, wait_s
+from coordinator.tenants.usage import Bucket, Limit, hint_s
 
 rates = st.floats(0.01, 1e6)
 bursts = st.floats(1, 1e6)
@@ -15,64 +15,61 @@ amounts = st.floats(0, 1e6)
 times = st.floats(0, 1e6)
 
 
+def spent(limit: Limit, amount: float, now: float = 0.0) -> Bucket:
+    bucket = Bucket(limit, now)
+    bucket.spend(amount, now)
+    return bucket
+
+
 def test_a_full_bucket_gives_its_burst_and_then_its_rate() -> None:
     limit = Limit(2.0, 10.0)
-    bucket = full(limit, 100.0)
-    assert wait_s(bucket, limit, 10, 100.0) == 0
-    bucket = spend(bucket, limit, 10, 100.0)
-    assert wait_s(bucket, limit, 1, 100.0) == pytest.approx(0.5)
-    assert level(bucket, limit, 101.0) == pytest.approx(2)
-    assert level(bucket, limit, 1000.0) == 10
+    assert Bucket(limit, 100.0).wait_s(10, 100.0) == 0
+    bucket = spent(limit, 10, 100.0)
+    assert bucket.wait_s(1, 100.0) == pytest.approx(0.5)
+    assert bucket.level(101.0) == pytest.approx(2)
+    assert bucket.level(1000.0) == 10
 
 
 def test_a_debt_is_waited_out() -> None:
-    limit = Limit(10.0, 20.0)
-    bucket = spend(full(limit, 0.0), limit, 70, 0.0)
-    assert level(bucket, limit, 0.0) == -50
-    assert wait_s(bucket, limit, 0, 0.0) == pytest.approx(5)
-    assert wait_s(bucket, limit, 0, 5.0) == 0
+    bucket = spent(Limit(10.0, 20.0), 70)
+    assert bucket.level(0.0) == -50
+    assert bucket.wait_s(0, 0.0) == pytest.approx(5)
+    assert bucket.wait_s(0, 5.0) == 0
 
 
 def test_more_than_the_burst_goes_from_a_full_bucket() -> None:
     limit = Limit(10.0, 20.0)
-    assert wait_s(full(limit, 0.0), limit, 500, 0.0) == 0
-    half = spend(full(limit, 0.0), limit, 10, 0.0)
-    assert wait_s(half, limit, 500, 0.0) == pytest.approx(1)
+    assert Bucket(limit, 0.0).wait_s(500, 0.0) == 0
+    assert spent(limit, 10).wait_s(500, 0.0) == pytest.approx(1)
 
 
 def test_time_that_runs_backwards_changes_nothing() -> None:
-    limit = Limit(1.0, 5.0)
-    bucket = Bucket(2.0, 50.0)
-    assert level(bucket, limit, 40.0) == 2
-    assert spend(bucket, limit, 1, 40.0) == Bucket(1.0, 50.0)
+    bucket = spent(Limit(1.0, 5.0), 3, 50.0)
+    assert bucket.level(40.0) == 2
+    bucket.spend(1, 40.0)
+    assert (bucket.level(50.0), bucket.level(51.0)) == (1, 2)
 
 
 @given(limits, amounts, amounts, times)
-def test_a_client_that_waits_as_hinted_is_admitted(
-    limit: Limit, spent: float, wanted: float, now: float
+def test_a_client_that_waits_as_hinted_is_admitted_and_waits_no_longer_than_needed(
+    limit: Limit, taken: float, wanted: float, now: float
 ) -> None:
-    bucket = spend(full(limit, now), limit, spent, now)
-    hint = hint_s(wait_s(bucket, limit, wanted, now))
+    bucket = spent(limit, taken, now)
+    wait_s = bucket.wait_s(wanted, now)
     # A clock at 1e6 s has steps of 1e-10 s; what they hide is far below a request or token at these rates.
-    assert wait_s(bucket, limit, wanted, now + hint) * limit.rate_per_s < 1e-3
-
-
-@given(limits, amounts, amounts, times)
-def test_the_wait_is_not_longer_than_needed(limit: Limit, spent: float, wanted: float, now: float) -> None:
-    bucket = spend(full(limit, now), limit, spent, now)
-    hint = wait_s(bucket, limit, wanted, now)
-    if hint > 0.01:
-        assert wait_s(bucket, limit, wanted, now + 0.9 * hint) > 0
+    assert bucket.wait_s(wanted, now + hint_s(wait_s)) * limit.rate_per_s < 1e-3
+    if wait_s > 0.01:
+        assert bucket.wait_s(wanted, now + 0.9 * wait_s) > 0
 
 
 @given(limits, st.lists(st.tuples(st.floats(0, 5), amounts), max_size=30))
 def test_burst_and_rate_bound_what_is_admitted(limit: Limit, asks: list[tuple[float, float]]) -> None:
-    bucket, now, passed = full(limit, 0.0), 0.0, 0.0
+    bucket, now, passed = Bucket(limit, 0.0), 0.0, 0.0
     for pause, amount in asks:
         now += pause
         asked = min(amount, limit.burst)
-        if wait_s(bucket, limit, asked, now) == 0:
-            bucket = spend(bucket, limit, asked, now)
+        if bucket.wait_s(asked, now) == 0:
+            bucket.spend(asked, now)
             passed += asked
     assert passed <= limit.burst + limit.rate_per_s * now + 1e-3 * (1 + passed)
 

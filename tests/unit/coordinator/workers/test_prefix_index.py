@@ -10,11 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from coordinator.workers.prefix_index import LIFETIME_S, MAX_LEVELS, PrefixHits, PrefixIndex, limited
+from coordinator.workers.prefix_index import LIFETIME_S, MAX_LEVELS, PrefixIndex, limited
 from coordinator.workers.snapshot import WorkerKey
 from splitserve.errors import InvalidArgumentError
 from splitserve.generation.kv_blocks import block_keys
 from splitserve.v1 import registry_pb2
+from tests.support.clients.inference_requests import hits_of
 
 A, B = ("a", 1), ("b", 1)
 
@@ -142,13 +143,13 @@ def test_bad_names_are_refused_by_field(bad: bytes) -> None:
 
 def test_as_many_holders_as_there_are_levels_keep_their_depths() -> None:
     held = {slot: slot + 1 for slot in range(48)}
-    assert [limited(list(PrefixHits.of(held).levels)).blocks(slot) for slot in held] == list(held.values())
+    assert [limited(list(hits_of(held).levels)).blocks(slot) for slot in held] == list(held.values())
 
 
 @given(st.dictionaries(st.integers(0, 300), st.integers(1, 40), max_size=60), st.integers(1, 310))
 @example(held={slot: slot + 2 for slot in range(16)} | {16: 1}, count=1)
-def test_hits_by_slot_say_the_same_in_both_forms(held: dict[int, int], count: int) -> None:
-    hits = PrefixHits.of(held)
+def test_hits_by_slot_are_those_of_each_slot(held: dict[int, int], count: int) -> None:
+    hits = hits_of(held)
     column = hits.by_slot(count)
     assert len(column) == count + 1
     assert column[-1] == 0

@@ -9,7 +9,6 @@ import pytest
 
 from coordinator.workers.registration import MAX_REPLACED
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import CircuitStatus
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from splitserve.v1 import registry_pb2
 from tests.support.cluster.registrations import BLOCK_SIZE, registration
@@ -80,32 +79,6 @@ def test_snapshots_do_not_change(registry: Registry) -> None:
     registry.drop(("d0", 1), "test")
     assert [worker.worker_id for worker in before.workers] == ["d0", "p0"]
     assert not before.workers[1].draining
-
-
-def test_a_change_log_names_all_changed_workers(registry: Registry) -> None:
-    tripped = CircuitStatus(state="open", tripped=True)
-    steps: list[Callable[[], object]] = [
-        lambda: registry.report(report("d0"), 1.0),
-        lambda: registry.count_request(("d0", 1)),
-        lambda: registry.set_circuit_statuses({("p0", 1): tripped}),
-        lambda: registry.report(report("p0", draining=True), 1.0),
-        lambda: registry.count_request(("d0", 1)),
-        lambda: registry.set_output_open(("d0", 1), False),
-        lambda: registry.drop(("d0", 1), "test"),
-    ]
-    compared = 0
-    for step in steps:
-        before = registry.snapshot()
-        step()
-        after = registry.snapshot()
-        old, new = before.changes, after.changes
-        assert old is not None
-        assert new is not None
-        if new.worker_ids is old.worker_ids:
-            compared += 1
-            differ = [b.worker_id for a, b in zip(before.workers, after.workers, strict=True) if a is not b]
-            assert set(differ) == set(new.worker_ids[old.length : new.length])
-    assert compared == 3
 
 
 @pytest.mark.parametrize(
@@ -324,18 +297,6 @@ def test_prefill_workers_get_the_decode_workers_of_their_model_only(registry: Re
     known = {worker.worker_id: worker.agent_id for worker in registry.snapshot().workers}
     assert agents == [known["d0"], known["d1"]]
     assert registry.peers_of(decode) == []
-
-
-def test_what_was_sent_counts_until_the_next_report(registry: Registry) -> None:
-    registry.loads.count_prompt(("p0", 1), 40)
-    registry.loads.count_prompt(("p0", 1), 2)
-    load = registry.loads.prefill["p0", 1]
-    assert (load.sent_requests, load.sent_tokens, load.queued_tokens) == (2, 42, 42)
-    registry.report(report("p0"), 1.0)
-    assert (load.sent_requests, load.sent_tokens) == (0, 0)
-    registry.loads.count_prompt(("gone", 1), 1)
-    registry.drop(("p0", 1), "test")
-    assert registry.loads.prefill == {}
 
 
 def test_a_model_is_known_after_its_last_worker_and_has_the_least_context() -> None:
