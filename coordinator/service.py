@@ -291,8 +291,8 @@ class Coordinator:
             for endpoints in (TokenizationEndpoints, ResponsesEndpoints, MessagesEndpoints)
             for path in endpoints(self.api, chats).paths
         ]
-        page = self.page.paths if self.page is not None else ()
-        app = make_app(self.api, self.metrics, chats, page, others, frozenset(config.allowed_origins))
+        others += self.page.paths if self.page is not None else ()
+        app = make_app(self.api, self.metrics, chats, others, frozenset(config.allowed_origins))
         most = connections_that_fit(config.max_connections, LISTENERS)
         tls = self.access.security.server_tls
         async with serving_http(app, config.host, config.http_port, tls, most) as port:

@@ -10,7 +10,7 @@ import grpc
 from typing_extensions import override
 
 from coordinator.entrypoints.inference_api import InferenceApi
-from coordinator.request.inference_request import Operation
+from coordinator.request.inference_request import Operation, RequestTrace
 from coordinator.request.sending import Output
 from coordinator.telemetry.explanation import Explainer
 from coordinator.tenants.access_control import AccessControl
@@ -36,6 +36,16 @@ def trace_headers(context: grpc.aio.ServicerContext[Any, Any]) -> TraceHeaders:
     return parents[-1] if parents else None, ",".join(states) or None
 
 
+async def begin_trace(
+    api: InferenceApi, context: Any, operation: Operation, resumed: str = ""
+) -> RequestTrace | None:
+    """The trace of a call, of which its client is told. `resumed`: as of `InferenceApi.begin_trace`."""
+    trace = api.begin_trace(*trace_headers(context), operation, resumed)
+    if trace is not None and api.traces:
+        await context.send_initial_metadata(((TRACEPARENT, trace.context.traceparent),))
+    return trace
+
+
 @dataclass(eq=False)
 class InferenceService(InferenceServiceServicer):
     """The servicer, on top of InferenceApi."""
@@ -50,9 +60,7 @@ class InferenceService(InferenceServiceServicer):
     ) -> None:
         caller = self.access.caller(context)
         operation: Operation = "chat" if request.HasField("chat") else "text_completion"
-        trace = self.api.begin_trace(*trace_headers(context), operation, request.resume.traceparent)
-        if trace is not None and self.api.traces:
-            await context.send_initial_metadata(((TRACEPARENT, trace.context.traceparent),))
+        trace = await begin_trace(self.api, context, operation, request.resume.traceparent)
         writer = StreamWriter(context.write)
         try:
             await self.api.generate(request, caller, _Stream(writer), context.time_remaining(), trace)

@@ -41,6 +41,8 @@ _GRAMMARS = ("json_schema", "json_object", "regex", "lark")
 _TARGETS: Mapping[str, float] = {"ttft_ms": MAX_TTFT_MS, "tpot_ms": MAX_TPOT_MS}
 _UNSIGNED = {FieldDescriptor.CPPTYPE_UINT32: 2**32 - 1, FieldDescriptor.CPPTYPE_UINT64: 2**64 - 1}
 """The largest number of each unsigned type."""
+_SLICE_TOKENS = 2**16
+"""Tokens of a prompt that one call converts: one call for a million would hold the interpreter's lock for 30 ms."""
 _MOST_TOKENS = 2**32 - 1
 """Upper bound of a vocabulary and of a context, from the type of the message's fields. The server knows the model's."""
 
@@ -87,9 +89,11 @@ def _set_items(request: inference_pb2.GenerateRequest, prompt: Sequence[int] | S
     token_ids = [item for item in prompt if isinstance(item, int)]
     turns = [item for item in prompt if isinstance(item, ChatMessage)]
     if len(token_ids) == len(prompt):
-        for token_id in token_ids:
-            between("prompt.token_ids", token_id, 0, _MOST_TOKENS)
-        request.token_ids.ids.extend(token_ids)
+        for start in range(0, len(token_ids), _SLICE_TOKENS):
+            part = token_ids[start : start + _SLICE_TOKENS]
+            for token_id in (min(part), max(part)):
+                between("prompt.token_ids", token_id, 0, _MOST_TOKENS)
+            request.token_ids.ids.extend(part)
     elif len(turns) == len(prompt):
         for turn in turns:
             request.chat.messages.add(role=turn.role, content=turn.content)

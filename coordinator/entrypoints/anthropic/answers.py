@@ -10,8 +10,9 @@ from pydantic_core import from_json
 from typing_extensions import override
 
 from coordinator.entrypoints.http.exchange import ErrorResponse, json_bytes
-from coordinator.entrypoints.openai.bodies import compact_json, quoted
+from coordinator.entrypoints.openai.bodies import compact_json
 from coordinator.entrypoints.openai.formats.answer import AnswerParser
+from coordinator.entrypoints.openai.formats.arguments import quoted
 from coordinator.entrypoints.openai.items import AnswerItem, ItemAnswer, event
 from coordinator.request.inference_request import MESSAGE_PREFIX
 from splitserve.generation.bounds import MAX_STOP_STRING_CHARACTERS
@@ -90,10 +91,10 @@ class MessageAnswer(ItemAnswer):
         }
 
     @override
-    def delta(self, delta: generation_pb2.OutputDelta, prompt_tokens: int = 0) -> bytes:
+    def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
         if self._stops is not None:
             self._stops.add(delta.token_ids)
-        return super().delta(delta, prompt_tokens)
+        return super().delta(delta)
 
     @override
     def whole(self) -> bytes:

@@ -125,7 +125,7 @@ ErrorBody = Callable[[ErrorResponse], bytes]
 
 def json_bytes(value: Any) -> bytes:
     """A short value as JSON."""
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def error_response(error: Exception, names: FieldNames = NO_NAMES) -> ErrorResponse:
@@ -430,42 +430,45 @@ async def _is_preflight(exchange: HttpExchange, origins: Collection[str], method
 Serve = Callable[[HttpExchange], Awaitable[None]]
 
 
+READS = ("GET", "HEAD")
+
+
 class ApiPath(NamedTuple):
-    """A path of an API, with the methods that it takes."""
+    """A path of an API, with the methods that it takes. Others get status 405."""
 
     methods: tuple[str, ...]
+    """Empty: all."""
     path: str
     serve: Serve
     error_body: ErrorBody | None = None
     """None: OpenAI's form."""
+    is_shared: bool = True
+    """Whether pages of `allowed_origins` may read the responses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The ASGI application of a path: passes requests to `serve` and turns its exceptions into responses."""
+    """The ASGI application of a path: passes requests to its handler and turns exceptions into responses."""
 
-    serve: Serve
+    path: ApiPath
     authenticator: Authenticator
     limits: InputLimits
-    methods: tuple[str, ...] = ()
-    """The methods that the path takes; others get status 405. Empty: all."""
-    error_body: ErrorBody | None = None
-    """None: OpenAI's form."""
     origins: Collection[str] = ()
     """Origins whose pages browsers let read the responses; ANY_ORIGIN is all. Empty: those of this server alone."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        exchange = HttpExchange(self.authenticator, self.limits, scope, receive, send)
-        exchange.error_body = self.error_body or exchange.error_body
+        exchange, path = HttpExchange(self.authenticator, self.limits, scope, receive, send), self.path
+        exchange.error_body = path.error_body or exchange.error_body
         try:
-            if self.origins and await _is_preflight(exchange, self.origins, scope["method"]):
+            origins = self.origins if path.is_shared else ()
+            if origins and await _is_preflight(exchange, origins, scope["method"]):
                 return
-            if self.methods and scope["method"] not in self.methods:
-                allowed = ", ".join(self.methods)
+            if path.methods and scope["method"] not in path.methods:
+                allowed = ", ".join(path.methods)
                 headers = [(b"allow", allowed.encode())]
                 raise HttpError(405, f"this path takes {allowed} only", "METHOD_NOT_ALLOWED", headers)
-            await self.serve(exchange)
+            await path.serve(exchange)
         except ClientGoneError:
             return
         except Exception as error:

@@ -8,22 +8,23 @@ replaced by the default.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_core import from_json
 
 from coordinator.entrypoints.kserve.tensors import (
-    SLICE_ELEMENTS,
-    as_biases,
-    as_bool,
-    as_float,
-    as_int,
-    as_ints,
-    as_name,
-    as_stops,
-    as_text,
+    MAX_TEXT,
     parameter_value,
     read_inputs,
     refuse,
@@ -32,73 +33,144 @@ from coordinator.entrypoints.kserve.tensors import (
 from coordinator.request.inference_request import REQUEST_ID
 from splitserve.client.request_builder import build_request
 from splitserve.client.types import GenerateOptions
-from splitserve.generation.bounds import MAX_PRIORITY
+from splitserve.generation.bounds import MAX_LOGIT_BIASES, MAX_PRIORITY
 from splitserve.kserve import open_inference_pb2 as pb
 from splitserve.v1 import inference_pb2
 
-Reader = Callable[[str, Any], Any]
 
-PROMPTS = ("text_input", "prompt", "input_ids")
-SAMPLING: Mapping[str, Reader] = {
-    "max_tokens": as_int,
-    "min_tokens": as_int,
-    "temperature": as_float,
-    "top_k": as_int,
-    "top_p": as_float,
-    "min_p": as_float,
-    "repetition_penalty": as_float,
-    "presence_penalty": as_float,
-    "frequency_penalty": as_float,
-    "seed": as_int,
-    "stop": as_stops,
-    "stop_token_ids": as_ints,
-    "ignore_eos": as_bool,
-    "logprobs": as_int,
-    "logit_bias": as_biases,
-    "allowed_token_ids": as_ints,
-    "bad_words": as_stops,
-}
+def _single(value: Any) -> Any:
+    if isinstance(value, list):
+        if len(value) != 1:
+            raise ValueError(f"must have one element, not {len(value)}")
+        value = value[0]
+    return value
+
+
+def _number(value: Any) -> Any:
+    value = _single(value)
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not a boolean")
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        raise ValueError(f"must have at most {MAX_TEXT} characters")
+    return value
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+def _texts(value: Any) -> Any:
+    # As in Triton's `stop_words`, it may be a list in a list. Empty strings are padding.
+    texts = _listed(value[0] if isinstance(value, list) and len(value) == 1 else value)
+    return [text for text in texts if text != ""]
+
+
+def _fast_ints(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    value = _listed(value)
+    # In Python, so that other threads may run meanwhile: a prompt may have a million tokens.
+    return value if all(type(item) is int for item in value) else validate(value)
+
+
+Int = Annotated[int, Field(ge=-(2**63), lt=2**64), BeforeValidator(_number)]
+Float = Annotated[float, BeforeValidator(_number)]
+Bool = Annotated[bool, BeforeValidator(_single)]
+Text = Annotated[str, BeforeValidator(_single)]
+Texts = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_texts)]
+Ints = Annotated[list[Int], Field(fail_fast=True), WrapValidator(_fast_ints)]
+Biases = Annotated[dict[Int, Float], Field(max_length=MAX_LOGIT_BIASES)]
+Name = Annotated[str, Field(coerce_numbers_to_str=True), BeforeValidator(_single)]
+
+
+class KserveSampling(BaseModel):
+    """The entries of `sampling_parameters`. Clients of Triton send numbers as numbers, as tensors with one element and
+    as text: all of these are accepted, but only if they convert exactly."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    temperature: Float | None = None
+    top_k: Int | None = None
+    top_p: Float | None = None
+    min_p: Float | None = None
+    repetition_penalty: Float | None = None
+    presence_penalty: Float | None = None
+    frequency_penalty: Float | None = None
+    seed: Int | None = None
+    stop: Texts | None = None
+    stop_token_ids: Ints | None = None
+    ignore_eos: Bool | None = None
+    logprobs: Int | None = None
+    logit_bias: Biases | None = None
+    allowed_token_ids: Ints | None = None
+    bad_words: Texts | None = None
+
+
+class KserveSettings(KserveSampling):
+    """All that a tensor or a parameter may set."""
+
+    text_input: Text | None = None
+    prompt: Text | None = None
+    input_ids: Ints | None = None
+    stream: Bool = False
+    exclude_input_in_output: Bool = True
+    return_finish_reason: Bool = False
+    return_num_input_tokens: Bool = False
+    return_num_output_tokens: Bool = False
+    json_schema: Text | None = None
+    json_object: Bool | None = None
+    regex: Text | None = None
+    lark: Text | None = None
+    priority: Annotated[Int, Field(ge=0)] = 0
+    """A level from 1, the highest; 0: none."""
+    ttft_ms: Float | None = None
+    tpot_ms: Float | None = None
+    timeout: Annotated[Int, Field(ge=0, le=10**15)] = 0
+    """Microseconds; 0: the server's."""
+    session_id: Text = ""
+    sequence_id: Name = ""
+    sequence_start: Bool = False
+    sequence_end: Bool = False
+    triton_enable_empty_final_response: Bool = False
+
+
 ALIASES: Mapping[str, str] = {
     "request_output_len": "max_tokens",
     "min_length": "min_tokens",
     "random_seed": "seed",
     "stop_words": "stop",
 }
-GRAMMARS: Mapping[str, Reader] = {
-    "json_schema": as_text,
-    "json_object": as_bool,
-    "regex": as_text,
-    "lark": as_text,
+PROMPTS = ("text_input", "prompt", "input_ids")
+GRAMMARS = ("json_schema", "json_object", "regex", "lark")
+OPTIONS = {*KserveSampling.model_fields, *GRAMMARS, "ttft_ms", "tpot_ms"}
+"""Settings with the same name as an option of our client."""
+RETURNS = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
+"""Settings that each ask for an output, which they name."""
+ANY_LENGTH = -1
+Shape = tuple[str, int]
+"""(datatype, length)."""
+INPUTS: Mapping[Shape, tuple[str, ...]] = {
+    ("BYTES", 1): ("text_input", "sampling_parameters"),
+    ("BYTES", ANY_LENGTH): ("stop",),
+    ("INT32", ANY_LENGTH): ("input_ids", "stop_token_ids"),
+    ("INT32", 1): ("max_tokens", "min_tokens", "top_k", "logprobs"),
+    ("UINT64", 1): ("seed",),
+    ("FP32", 1): (
+        *("temperature", "top_p", "min_p"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    ),
+    ("BOOL", 1): ("stream", "ignore_eos", "exclude_input_in_output", *RETURNS),
 }
-RETURNS: Mapping[str, str] = {
-    "return_finish_reason": "finish_reason",
-    "return_num_input_tokens": "num_input_tokens",
-    "return_num_output_tokens": "num_output_tokens",
+"""The tensors that metadata name, by their shapes. A tensor of any other setting is taken, too."""
+OUTPUTS: Mapping[str, Shape] = {
+    "text_output": ("BYTES", 1),
+    "output_ids": ("INT32", ANY_LENGTH),
+    "finish_reason": ("BYTES", 1),
+    "num_input_tokens": ("UINT32", 1),
+    "num_output_tokens": ("UINT32", 1),
+    "logprobs": ("BYTES", 1),
 }
-"""Boolean settings, each with the output that it requests."""
-READERS: Mapping[str, Reader] = {
-    **SAMPLING,
-    **GRAMMARS,
-    **dict.fromkeys(RETURNS, as_bool),
-    "text_input": as_text,
-    "prompt": as_text,
-    "input_ids": as_ints,
-    "stream": as_bool,
-    "exclude_input_in_output": as_bool,
-    "sampling_parameters": as_text,
-    "priority": as_int,
-    "ttft_ms": as_float,
-    "tpot_ms": as_float,
-    "timeout": as_int,
-    "sequence_id": as_name,
-    "sequence_start": as_bool,
-    "sequence_end": as_bool,
-    "session_id": as_text,
-    "triton_enable_empty_final_response": as_bool,
-}
-
 USUAL_OUTPUTS = ("text_output", "output_ids", "finish_reason")
-OUTPUTS = (*USUAL_OUTPUTS, "num_input_tokens", "num_output_tokens", "logprobs")
 MAX_ID = 1024
 """Most characters of a request's id, which each response repeats."""
 MAX_SETTINGS = 64 * 2**10
@@ -129,67 +201,64 @@ def read_request(request: pb.ModelInferRequest) -> ParsedRequest:
     if len(request.id) > MAX_ID:
         refuse("id", f"must have at most {MAX_ID} characters, not {len(request.id)}")
     settings = _read_settings(request)
-    prompts = [name for name in PROMPTS if name in settings]
+    prompts = [value for name in PROMPTS if (value := getattr(settings, name)) is not None]
     if len(prompts) != 1:
         refuse(
             "text_input", f"or one of {', '.join(PROMPTS[1:])} must be given, once; there are {len(prompts)}"
         )
-    prompt: str | list[int] = settings[prompts[0]]
-    options = GenerateOptions(model=request.model_name)
-    for name in (*SAMPLING, "ttft_ms", "tpot_ms"):
-        if name in settings:
-            options[name] = settings[name]  # type: ignore[literal-required]
-    if "priority" in settings:
-        options["priority"] = _priority(settings["priority"])
+    prompt: str | list[int] = prompts[0]
+    options = GenerateOptions(model=request.model_name, priority=_priority(settings.priority))
+    options.update(settings.model_dump(include=OPTIONS))  # type: ignore[typeddict-item]
     if REQUEST_ID.match(request.id):
         options["request_id"] = request.id
-    generate = build_request(prompt if isinstance(prompt, str) else prompt[:1], options)
-    if not isinstance(prompt, str):
-        # The same result as from build_request, but fast for a million tokens.
-        del generate.token_ids.ids[:]
-        for start in range(0, len(prompt), SLICE_ELEMENTS):
-            part = prompt[start : start + SLICE_ELEMENTS]
-            if not 0 <= min(part) <= max(part) < 2**32:
-                refuse("prompt.token_ids", f"must be 0..{2**32 - 1} each")
-            generate.token_ids.ids.extend(part)
-    _set_others(generate, settings)
-    stream = settings.get("stream", False)
+    generate = build_request(prompt, options)
+    if settings.timeout:
+        generate.timeout.FromMicroseconds(settings.timeout)
+    session = settings.session_id or settings.sequence_id
+    generate.session_id = NOT_A_SESSION.sub("-", session[:MAX_SESSION])
     return ParsedRequest(
         generate,
         _outputs(request, settings),
         raw=bool(request.raw_input_contents),
-        stream=stream,
-        empty_final=settings.get("triton_enable_empty_final_response", False),
-        prefix=_prefix(prompt, settings, stream),
+        stream=settings.stream,
+        empty_final=settings.triton_enable_empty_final_response,
+        prefix=_prefix(prompt, settings),
     )
 
 
-def _read_settings(request: pb.ModelInferRequest) -> dict[str, Any]:
-    """All settings by name, parsed. Each may be given once."""
-    settings: dict[str, Any] = {}
+def _read_settings(request: pb.ModelInferRequest) -> KserveSettings:
+    """All settings. Each may be given once."""
+    given: dict[str, Any] = {}
     for name, tensor in read_inputs(request).items():
-        _put(settings, name, tensor_value(tensor))
+        _put(given, name, tensor_value(tensor))
     for name, parameter in request.parameters.items():
-        _put(settings, name, parameter_value(name, parameter))
-    if "sampling_parameters" in settings:
-        for name, value in _json_object(settings.pop("sampling_parameters")).items():
-            if ALIASES.get(name, name) not in SAMPLING:
+        _put(given, name, parameter_value(name, parameter))
+    if "sampling_parameters" in given:
+        for name, value in _json_object(given.pop("sampling_parameters")).items():
+            if ALIASES.get(name, name) not in KserveSampling.model_fields:
                 refuse(f"sampling_parameters.{name}", "is not known")
             if value is not None:
-                _put(settings, name, value)
-    return settings
+                _put(given, name, value)
+    try:
+        return KserveSettings.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        refuse(str(first["loc"][0]), first["msg"].removeprefix("Value error, "))
 
 
-def _put(settings: dict[str, Any], name: str, value: Any) -> None:
+def _put(given: dict[str, Any], name: str, value: Any) -> None:
     setting = ALIASES.get(name, name)
-    if setting not in READERS:
+    if setting not in KserveSettings.model_fields and setting != "sampling_parameters":
         refuse(name, "is not known; see ModelMetadata")
-    if setting in settings:
+    if setting in given:
         refuse(name, "is given twice")
-    settings[setting] = READERS[setting](name, value)
+    given[setting] = value
 
 
-def _json_object(text: str) -> Mapping[str, Any]:
+def _json_object(text: Any) -> Mapping[str, Any]:
+    text = text[0] if isinstance(text, list) and len(text) == 1 else text
+    if not isinstance(text, str):
+        refuse("sampling_parameters", "must be a text")
     if len(text) > MAX_SETTINGS:
         refuse("sampling_parameters", f"must have at most {MAX_SETTINGS} characters, not {len(text)}")
     try:
@@ -201,42 +270,26 @@ def _json_object(text: str) -> Mapping[str, Any]:
     return value
 
 
-def _set_others(generate: inference_pb2.GenerateRequest, settings: Mapping[str, Any]) -> None:
-    if timeout_us := settings.get("timeout", 0):
-        if not 0 < timeout_us <= 10**15:
-            refuse("timeout", "must be 1..10^15 microseconds")
-        generate.timeout.FromMicroseconds(timeout_us)
-    session = settings.get("session_id") or settings.get("sequence_id", "")
-    generate.session_id = NOT_A_SESSION.sub("-", session[:MAX_SESSION])
-    grammars = [name for name in GRAMMARS if settings.get(name)]
-    if len(grammars) > 1:
-        refuse(grammars[1], f"cannot be given together with {grammars[0]}")
-    for name in grammars:
-        setattr(generate.sampling.grammar, name, settings[name])
-
-
 def _priority(level: int) -> int:
-    """The priority, which grows with urgency, for a level of Triton: 1 is the highest level, 0 the default."""
-    if level < 0:
-        refuse("priority", "must be 0 (default) or a level from 1, the highest")
+    """The priority, which grows with urgency, for a level of Triton."""
     return max(-MAX_PRIORITY, MAX_PRIORITY + 1 - level) if level else 0
 
 
-def _prefix(prompt: str | list[int], settings: Mapping[str, Any], stream: bool) -> str:
-    if settings.get("exclude_input_in_output", True) or not isinstance(prompt, str):
+def _prefix(prompt: str | list[int], settings: KserveSettings) -> str:
+    if settings.exclude_input_in_output or not isinstance(prompt, str):
         return ""
-    if stream:
+    if settings.stream:
         refuse("exclude_input_in_output", "cannot be false on a stream")
     return prompt
 
 
-def _outputs(request: pb.ModelInferRequest, settings: Mapping[str, Any]) -> tuple[str, ...]:
+def _outputs(request: pb.ModelInferRequest, settings: KserveSettings) -> tuple[str, ...]:
     for output in request.outputs:
         if output.name not in OUTPUTS:
             refuse(f"outputs.{output.name}", f"is not known; there are {', '.join(OUTPUTS)}")
         if any(key.startswith("shared_memory") or key == "classification" for key in output.parameters):
             refuse(f"outputs.{output.name}", "can come neither in shared memory nor as classes")
     requested = [output.name for output in request.outputs] or list(USUAL_OUTPUTS)
-    requested += [name for flag, name in RETURNS.items() if settings.get(flag)]
-    requested += ["logprobs"] if "logprobs" in settings else []
+    requested += [name.removeprefix("return_") for name in RETURNS if getattr(settings, name)]
+    requested += ["logprobs"] if settings.logprobs is not None else []
     return tuple(name for name in OUTPUTS if name in requested)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from coordinator.entrypoints.kserve.requests import ParsedRequest
+from coordinator.entrypoints.kserve.requests import INPUTS, OUTPUTS, ParsedRequest
 from coordinator.entrypoints.kserve.tensors import Tensor, add_output
 from splitserve import __version__
 from splitserve.client.types import FINISH_REASONS
@@ -126,50 +126,6 @@ def _logprobs(delta: generation_pb2.OutputDelta) -> Iterable[dict[str, object]]:
 
 
 PLATFORM = "splitserve"
-ANY_LENGTH = -1
-Shape = tuple[str, int]
-"""(datatype, length)."""
-
-INPUTS: Mapping[str, Shape] = {
-    "text_input": ("BYTES", 1),
-    "input_ids": ("INT32", ANY_LENGTH),
-    "stream": ("BOOL", 1),
-    "max_tokens": ("INT32", 1),
-    "min_tokens": ("INT32", 1),
-    "temperature": ("FP32", 1),
-    "top_k": ("INT32", 1),
-    "top_p": ("FP32", 1),
-    "min_p": ("FP32", 1),
-    "repetition_penalty": ("FP32", 1),
-    "presence_penalty": ("FP32", 1),
-    "frequency_penalty": ("FP32", 1),
-    "seed": ("UINT64", 1),
-    "stop": ("BYTES", ANY_LENGTH),
-    "stop_token_ids": ("INT32", ANY_LENGTH),
-    "ignore_eos": ("BOOL", 1),
-    "logprobs": ("INT32", 1),
-    "sampling_parameters": ("BYTES", 1),
-    "exclude_input_in_output": ("BOOL", 1),
-    "return_finish_reason": ("BOOL", 1),
-    "return_num_input_tokens": ("BOOL", 1),
-    "return_num_output_tokens": ("BOOL", 1),
-}
-OUTPUTS: Mapping[str, Shape] = {
-    "text_output": ("BYTES", 1),
-    "output_ids": ("INT32", ANY_LENGTH),
-    "finish_reason": ("BYTES", 1),
-    "num_input_tokens": ("UINT32", 1),
-    "num_output_tokens": ("UINT32", 1),
-    "logprobs": ("BYTES", 1),
-}
-_DATA_TYPES: Mapping[str, pb.DataType.ValueType] = {
-    "BOOL": pb.TYPE_BOOL,
-    "INT32": pb.TYPE_INT32,
-    "UINT32": pb.TYPE_UINT32,
-    "UINT64": pb.TYPE_UINT64,
-    "FP32": pb.TYPE_FP32,
-    "BYTES": pb.TYPE_STRING,
-}
 
 
 def server_metadata() -> pb.ServerMetadataResponse:
@@ -181,9 +137,11 @@ def server_metadata() -> pb.ServerMetadataResponse:
 def model_metadata(model: inference_pb2.ModelInfo) -> pb.ModelMetadataResponse:
     """A model's input and output tensors."""
     response = pb.ModelMetadataResponse(name=model.name, versions=versions_of(model), platform=PLATFORM)
-    for tensors, shapes in ((response.inputs, INPUTS), (response.outputs, OUTPUTS)):
-        for name, (datatype, length) in shapes.items():
-            tensors.add(name=name, datatype=datatype, shape=[length])
+    for (datatype, length), names in INPUTS.items():
+        for name in names:
+            response.inputs.add(name=name, datatype=datatype, shape=[length])
+    for name, (datatype, length) in OUTPUTS.items():
+        response.outputs.add(name=name, datatype=datatype, shape=[length])
     return response
 
 
@@ -191,11 +149,16 @@ def model_config(model: inference_pb2.ModelInfo) -> pb.ModelConfigResponse:
     """A model's configuration: decoupled, that is, with any number of responses per request."""
     config = pb.ModelConfig(name=model.name, platform=PLATFORM, backend=PLATFORM, max_batch_size=0)
     config.model_transaction_policy.decoupled = True
-    for name, (kind, length) in INPUTS.items():
-        config.input.add(name=name, data_type=_DATA_TYPES[kind], dims=[length], optional=True)
+    for (kind, length), names in INPUTS.items():
+        for name in names:
+            config.input.add(name=name, data_type=_data_type(kind), dims=[length], optional=True)
     for name, (kind, length) in OUTPUTS.items():
-        config.output.add(name=name, data_type=_DATA_TYPES[kind], dims=[length])
+        config.output.add(name=name, data_type=_data_type(kind), dims=[length])
     return pb.ModelConfigResponse(config=config)
+
+
+def _data_type(datatype: str) -> pb.DataType.ValueType:
+    return pb.DataType.Value("TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}")
 
 
 def repository_index(

@@ -11,7 +11,7 @@ import grpc
 from typing_extensions import override
 
 from coordinator.entrypoints.inference_api import InferenceApi
-from coordinator.entrypoints.inference_service import TRACEPARENT, TraceHeaders, trace_headers
+from coordinator.entrypoints.inference_service import begin_trace, trace_headers
 from coordinator.entrypoints.kserve.requests import MAX_ID, ParsedRequest, read_request
 from coordinator.entrypoints.kserve.responses import (
     ONLY_VERSION,
@@ -92,10 +92,9 @@ class KserveService(GRPCInferenceServiceServicer):
 
     @override
     async def ModelInfer(self, request: pb.ModelInferRequest, context: InferContext) -> pb.ModelInferResponse:
-        call = await self._read(request, self.access.caller(context), trace_headers(context))
-        if call.trace is not None and self.api.traces:
-            await context.send_initial_metadata(((TRACEPARENT, call.trace.context.traceparent),))
-        return await call.whole(context.time_remaining())
+        caller, parsed = self.access.caller(context), await self._read(request)
+        trace = await begin_trace(self.api, context, "text_completion")
+        return await _Call(self.api, request, parsed, caller, trace).whole(context.time_remaining())
 
     @override
     async def ModelStreamInfer(  # type: ignore[override]
@@ -115,7 +114,9 @@ class KserveService(GRPCInferenceServiceServicer):
         async def answer(request: pb.ModelInferRequest) -> None:
             left_s = context.time_remaining()
             try:
-                call = await self._read(request, caller, headers)
+                parsed = await self._read(request)
+                trace = self.api.begin_trace(*headers, "text_completion")
+                call = _Call(self.api, request, parsed, caller, trace)
                 if call.parsed.stream:
                     await call.pieces(put, left_s)
                 else:
@@ -131,9 +132,8 @@ class KserveService(GRPCInferenceServiceServicer):
                 group.create_task(answer(request))
                 await room.acquire()
 
-    async def _read(self, request: pb.ModelInferRequest, caller: Caller, headers: TraceHeaders) -> _Call:
-        parsed = await self.api.parser.run(request.ByteSize(), read_request, request)
-        return _Call(self.api, request, parsed, caller, self.api.begin_trace(*headers, "text_completion"))
+    async def _read(self, request: pb.ModelInferRequest) -> ParsedRequest:
+        return await self.api.parser.run(request.ByteSize(), read_request, request)
 
     async def _model(
         self,

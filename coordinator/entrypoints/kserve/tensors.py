@@ -1,9 +1,7 @@
-"""Converts tensors and settings of the Open Inference Protocol from and to Python values. Pure.
+"""Converts tensors of the Open Inference Protocol from and to Python values. Pure.
 
 Elements of tensors are typed (`contents`) or raw: little-endian in row-major order, BYTES elements with a length prefix
-of 4 bytes. A setting is given as a tensor, as a request parameter or in JSON. Clients of Triton send numbers as
-numbers, as tensors with one element and as text: all of these are accepted, but only if they convert exactly. Every
-violation raises InvalidArgumentError, which names the tensor or the setting.
+of 4 bytes. Every violation raises InvalidArgumentError, which names the tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from typing import Any, Never
 import numpy as np
 
 from splitserve.errors import InvalidArgumentError
-from splitserve.generation.bounds import MAX_LOGIT_BIASES
 from splitserve.kserve import open_inference_pb2 as pb
 
 MAX_INPUTS = 64
@@ -29,37 +26,22 @@ SLICE_ELEMENTS = 2**16
 """Elements that one call converts: one call for MAX_ELEMENTS would hold the interpreter's lock for 30 ms."""
 LENGTH = struct.Struct("<I")
 
-_RAW_TYPES: Mapping[str, np.dtype[Any]] = {
-    name: np.dtype(code)
-    for name, code in {
-        "BOOL": "?",
-        "UINT8": "<u1",
-        "UINT16": "<u2",
-        "UINT32": "<u4",
-        "UINT64": "<u8",
-        "INT8": "<i1",
-        "INT16": "<i2",
-        "INT32": "<i4",
-        "INT64": "<i8",
-        "FP16": "<f2",
-        "FP32": "<f4",
-        "FP64": "<f8",
-    }.items()
+_DATATYPES: Mapping[str, tuple[str, str]] = {
+    "BOOL": ("?", "bool_contents"),
+    "UINT8": ("<u1", "uint_contents"),
+    "UINT16": ("<u2", "uint_contents"),
+    "UINT32": ("<u4", "uint_contents"),
+    "UINT64": ("<u8", "uint64_contents"),
+    "INT8": ("<i1", "int_contents"),
+    "INT16": ("<i2", "int_contents"),
+    "INT32": ("<i4", "int_contents"),
+    "INT64": ("<i8", "int64_contents"),
+    "FP16": ("<f2", ""),
+    "FP32": ("<f4", "fp32_contents"),
+    "FP64": ("<f8", "fp64_contents"),
+    "BYTES": ("", "bytes_contents"),
 }
-_CONTENTS: Mapping[str, str] = {
-    "BOOL": "bool_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
+"""By datatype, numpy's code of raw elements and the field of typed ones; empty: there is no such form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +73,12 @@ def add_output(response: pb.ModelInferResponse, tensor: Tensor, raw: bool) -> No
     """Appends a tensor to a response. All outputs of a response must be raw, or all typed."""
     output = response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
     if not raw:
-        contents = getattr(output.contents, _CONTENTS[tensor.datatype])
+        contents = getattr(output.contents, _DATATYPES[tensor.datatype][1])
         contents.extend(tensor.values)
     elif tensor.datatype == "BYTES":
         response.raw_output_contents.append(_packed(tensor.values))
     else:
-        elements = np.array(tensor.values, dtype=_RAW_TYPES[tensor.datatype])
+        elements = np.array(tensor.values, dtype=_DATATYPES[tensor.datatype][0])
         response.raw_output_contents.append(elements.tobytes())
 
 
@@ -105,7 +87,7 @@ def _read(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> T
     if len(tensor.shape) > MAX_RANK:
         _fail(name, f"input {name[:64]!r} must have a shape of at most {MAX_RANK} dimensions")
     shape, claimed = tuple(tensor.shape), math.prod(tensor.shape)
-    if datatype not in _RAW_TYPES and datatype != "BYTES":
+    if datatype not in _DATATYPES:
         _fail(name, f"input {name[:64]!r} has an unknown datatype: {datatype[:16]!r}")
     if any(key.startswith("shared_memory") for key in tensor.parameters):
         _fail(name, f"input {name[:64]!r}: shared memory is not supported")
@@ -118,8 +100,8 @@ def _read(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> T
 
 
 def _typed(tensor: pb.ModelInferRequest.InferInputTensor, claimed: int) -> Sequence[Any]:
-    field = _CONTENTS.get(tensor.datatype)
-    if field is None:
+    field = _DATATYPES[tensor.datatype][1]
+    if not field:
         _fail(tensor.name, f"input {tensor.name[:64]!r}: {tensor.datatype} must come in raw_input_contents")
     elements = getattr(tensor.contents, field)
     _require_count(tensor.name, len(elements), claimed)
@@ -134,7 +116,7 @@ def _unpacked(name: str, datatype: str, raw: bytes, claimed: int) -> Sequence[An
         strings = list(itertools.islice(_strings(name, raw), claimed + 1))
         _require_count(name, len(strings), claimed)
         return strings
-    kind = _RAW_TYPES[datatype]
+    kind = np.dtype(_DATATYPES[datatype][0])
     if len(raw) % kind.itemsize:
         _fail(name, f"input {name[:64]!r}: {len(raw)} bytes are no whole number of {datatype}")
     elements = np.frombuffer(raw, dtype=kind)
@@ -169,9 +151,8 @@ def _fail(field: str, message: str) -> Never:
     raise InvalidArgumentError(message, reason="BAD_TENSOR", field=field[:64])
 
 
-WORDS = {"true": True, "1": True, "false": False, "0": False}
 MAX_TEXT = 64
-"""Most characters of an invalid value in an error."""
+"""Most characters of a number as text, and of a name in an error."""
 
 
 def parameter_value(name: str, parameter: pb.InferParameter) -> Any:
@@ -194,104 +175,6 @@ def tensor_value(tensor: Tensor) -> list[Any]:
         refuse(tensor.name, "is not valid UTF-8")
 
 
-def as_int(name: str, value: Any) -> int:
-    """An integer."""
-    value = _single(name, value)
-    if isinstance(value, str):
-        value = _parsed(name, value, int)
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        refuse(name, f"must be a whole number, not {_shown(value)}")
-    return value
-
-
-def as_float(name: str, value: Any) -> float:
-    """A number."""
-    value = _single(name, value)
-    if isinstance(value, str):
-        value = _parsed(name, value, float)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        refuse(name, f"must be a number, not {_shown(value)}")
-    try:
-        return float(value)
-    except OverflowError:
-        refuse(name, "must be a number of at most 308 digits")
-
-
-def as_bool(name: str, value: Any) -> bool:
-    """A boolean."""
-    value = _single(name, value)
-    known = WORDS.get(str(value).lower()) if isinstance(value, str | int) else None
-    if known is None:
-        refuse(name, f"must be true or false, not {_shown(value)}")
-    return known
-
-
-def as_text(name: str, value: Any) -> str:
-    """A string."""
-    value = _single(name, value)
-    if not isinstance(value, str):
-        refuse(name, f"must be a text, not {_shown(value)}")
-    return value
-
-
-def as_name(name: str, value: Any) -> str:
-    """A name, which may be a number."""
-    return str(_single(name, value))
-
-
-def as_stops(name: str, value: Any) -> list[str]:
-    """Stop strings: one, a list, or a list in a list, as in Triton's `stop_words`. Empty strings are padding."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
-        value = value[0]
-    texts = [as_text(name, item) for item in (value if isinstance(value, list) else [value])]
-    return [text for text in texts if text]
-
-
-def as_ints(name: str, value: Any) -> list[int]:
-    """A list of integers; a single one may be given without a list."""
-    if isinstance(value, list) and all(type(item) is int for item in value):
-        return value  # as `as_int` of each, but fast for long prompts
-    return [as_int(name, item) for item in (value if isinstance(value, list) else [value])]
-
-
-def as_biases(name: str, value: Any) -> dict[int, float]:
-    """Logit biases by token id."""
-    if not isinstance(value, Mapping):
-        refuse(name, "must be an object of token ids and biases, in sampling_parameters")
-    if len(value) > MAX_LOGIT_BIASES:
-        refuse(name, f"must have at most {MAX_LOGIT_BIASES} entries, not {len(value)}")
-    return {as_int(name, key): as_float(name, bias) for key, bias in value.items()}
-
-
 def refuse(name: str, problem: str) -> Never:
     """Raises InvalidArgumentError for a setting, with its name before the problem, such as "must be a number"."""
     raise InvalidArgumentError(f"{name[:MAX_TEXT]} {problem}", field=name[:MAX_TEXT])
-
-
-def _single(name: str, value: Any) -> Any:
-    if not isinstance(value, list):
-        return value
-    if len(value) != 1:
-        refuse(name, f"must have one element, not {len(value)}")
-    return value[0]
-
-
-def _parsed(name: str, text: str, kind: type[int] | type[float]) -> int | float:
-    if len(text) > MAX_TEXT:
-        refuse(name, f"must be a number, not {_shown(text)}")
-    try:
-        return kind(text)
-    except ValueError:
-        refuse(name, f"must be a number, not {_shown(text)}")
-
-
-def _shown(value: Any) -> str:
-    # The value is cut first: a large one takes long to render, and Python renders no integer of thousands of digits.
-    if isinstance(value, int) and value.bit_length() > MAX_TEXT:
-        return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, dict | list):
-        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
-    text = repr(value[:MAX_TEXT] if isinstance(value, str | bytes) else value)
-    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"

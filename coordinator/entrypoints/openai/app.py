@@ -13,10 +13,18 @@ from prometheus_client.exposition import choose_encoder
 from starlette.routing import Route, Router
 from typing_extensions import override
 
-from coordinator.entrypoints.http.exchange import ApiPath, Endpoint, HttpError, HttpExchange, Serve
+from coordinator.entrypoints.http.exchange import (
+    READS,
+    ApiPath,
+    Endpoint,
+    HttpError,
+    HttpExchange,
+    json_bytes,
+)
 from coordinator.entrypoints.inference_api import InferenceApi, require_admin, shutting_down
 from coordinator.entrypoints.openai.bodies import (
     DONE_EVENT,
+    Choice,
     ChoiceBuilder,
     ChoiceStream,
     Extras,
@@ -26,7 +34,6 @@ from coordinator.entrypoints.openai.bodies import (
     Unsupported,
     UsageSum,
     check_copies,
-    compact_json,
     dumped,
     parsed,
     usage_event,
@@ -172,22 +179,13 @@ class OpenAIServing:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         frame = self._frame(exchange, caller, request, CHAT_PREFIX, kind)
         choice_requests, parsers = await self.prepared(exchange, caller, request, len(body))
-        as_ids = request.return_tokens_as_token_ids
-        texts = await self._texts(request, caller, as_ids=as_ids) if request.logprobs else None
-        prompt_texts = await self._prompt_texts(request, caller)
-        extras = Extras.of(request)
-        if not request.stream:
-            bodies = [
-                ChatResponse(index, texts=texts, prompt_texts=prompt_texts, parser=parser, extras=extras)
-                for index, parser in enumerate(parsers)
-            ]
-            await respond(exchange, self._api, choice_requests, frame, bodies)
-            return
-        chunks = [
-            ChatStream(frame, index, extras=extras, texts=texts, parser=parser)
-            for index, parser in enumerate(parsers)
-        ]
-        await stream(exchange, self._api, choice_requests, frame, chunks, has_usage=extras.has_usage)
+        extras = await self._extras(request, caller, has_logprobs=bool(request.logprobs))
+        if request.stream:
+            chunks = [ChatStream(frame, index, extras, parser) for index, parser in enumerate(parsers)]
+            await stream(exchange, self._api, choice_requests, chunks)
+        else:
+            bodies = [ChatResponse(frame, index, extras, parser) for index, parser in enumerate(parsers)]
+            await respond(exchange, self._api, choice_requests, bodies)
 
     async def prepared(
         self, exchange: HttpExchange, caller: Caller, request: ChatRequest, size: int
@@ -214,23 +212,14 @@ class OpenAIServing:
         frame = self._frame(exchange, caller, request, COMPLETION_PREFIX, "text_completion")
         requests = await self._api.parser.run(len(body), request.generate_requests)
         choice_requests = self._choice_requests(exchange, caller, request, requests)
-        as_ids = request.return_tokens_as_token_ids
-        texts = None if request.logprobs is None else await self._texts(request, caller, as_ids=as_ids)
-        prompt_texts = await self._prompt_texts(request, caller)
-        extras = Extras.of(request)
+        extras = await self._extras(request, caller, has_logprobs=request.logprobs is not None)
         echoes = await self._echoes(request, choice_requests)
-        if not request.stream:
-            bodies = [
-                CompletionResponse(index, echo=echo, texts=texts, prompt_texts=prompt_texts, extras=extras)
-                for index, echo in enumerate(echoes)
-            ]
-            await respond(exchange, self._api, choice_requests, frame, bodies)
-            return
-        chunks = [
-            CompletionStream(frame, index, extras=extras, echo=echo, texts=texts)
-            for index, echo in enumerate(echoes)
-        ]
-        await stream(exchange, self._api, choice_requests, frame, chunks, has_usage=extras.has_usage)
+        if request.stream:
+            chunks = [CompletionStream(frame, index, extras, echo) for index, echo in enumerate(echoes)]
+            await stream(exchange, self._api, choice_requests, chunks)
+        else:
+            bodies = [CompletionResponse(frame, index, extras, echo) for index, echo in enumerate(echoes)]
+            await respond(exchange, self._api, choice_requests, bodies)
 
     async def parsed(self, kind: type[F], body: bytes, unsupported: Unsupported) -> F:
         """The fields of a request's body. Raises InvalidArgumentError."""
@@ -255,23 +244,24 @@ class OpenAIServing:
             request.request_id = (
                 exchange.request_id if len(requests) == 1 else choice_id(exchange.request_id, index)
             )
-        has_logprobs = requests[0].sampling.HasField("logprobs")
         operation: Operation = "chat" if requests[0].HasField("chat") else "text_completion"
         parent = exchange.header(b"traceparent")
         trace = self._api.begin_trace(parent, exchange.joined(b"tracestate") if parent else None, operation)
         if trace is not None and self._api.traces:
             exchange.response_headers.append((b"traceparent", trace.context.traceparent.encode()))
-        choices, kept = fields.choices, fields.kept_choices
-        return ChoiceRequests(requests, caller, choices, kept, has_logprobs, trace, failure)
+        return ChoiceRequests(requests, caller, fields, trace, failure)
 
-    async def _texts(
-        self, fields: GenerationFields, caller: Caller, *, as_ids: bool | None = None
-    ) -> TokenTexts:
-        tokenizer = await self._api.tokenizer(fields.model or "", caller)
-        return TokenTexts(tokenizer, as_ids=bool(as_ids), keep_special=fields.keeps_special)
-
-    async def _prompt_texts(self, request: GenerationFields, caller: Caller) -> TokenTexts | None:
-        return None if request.prompt_logprobs is None else await self._texts(request, caller)
+    async def _extras(self, request: GenerationFields, caller: Caller, *, has_logprobs: bool) -> Extras:
+        texts = prompt_texts = None
+        if has_logprobs or request.prompt_logprobs is not None:
+            tokenizer = await self._api.tokenizer(request.model or "", caller)
+            as_ids, keep_special = bool(request.return_tokens_as_token_ids), request.keeps_special
+            if has_logprobs:
+                texts = TokenTexts(tokenizer, as_ids=as_ids, keep_special=keep_special)
+            if request.prompt_logprobs is not None:
+                prompt_texts = TokenTexts(tokenizer, keep_special=keep_special)
+        has_ids = bool(request.return_token_ids)
+        return Extras(request.include_usage, request.counts_continuously, has_ids, texts, prompt_texts)
 
     async def _echoes(self, request: CompletionRequest, choice_requests: ChoiceRequests) -> list[str | None]:
         """The prompt text that each choice begins with; None without `echo`."""
@@ -301,13 +291,10 @@ class ChoiceRequests:
     requests: list[inference_pb2.GenerateRequest]
     """In order of the choices' indices. Each is removed when it begins."""
     caller: Caller
-    choices_per_prompt: int
-    kept_per_prompt: int
-    """Choices per prompt in the response: those with the highest mean log-probability."""
-    has_logprobs: bool
-    trace: RequestTrace | None = None
+    fields: GenerationFields
+    trace: RequestTrace | None
     """The trace of the first choice; the traces of the others are its siblings."""
-    failure: SplitserveError | None = None
+    failure: SplitserveError | None
     """Why the requests cannot be served, where preparing them has shown it."""
 
 
@@ -315,17 +302,13 @@ async def stream(
     exchange: HttpExchange,
     api: InferenceApi,
     choice_requests: ChoiceRequests,
-    frame: Frame,
     choices: Sequence[ChoiceStream],
-    *,
-    has_usage: bool,
 ) -> None:
     """Sends events as deltas arrive. Nothing is sent before the first delta: an earlier error gets an HTTP status."""
-    usage = UsageSum(choice_requests.choices_per_prompt)
-    outputs = [_Events(exchange, api.parser, choice, usage, index) for index, choice in enumerate(choices)]
     async with exchange.while_connected():
-        await _run(api, choice_requests, outputs)
-        last = usage_event(frame, usage.to_json()) if has_usage else b""
+        usage = await run_choices(exchange, api, choice_requests, choices)
+        first = choices[0]
+        last = usage_event(first.frame, usage.to_json()) if first.extras.has_usage else b""
         await exchange.end_events(last + DONE_EVENT)
 
 
@@ -333,65 +316,63 @@ async def respond(
     exchange: HttpExchange,
     api: InferenceApi,
     choice_requests: ChoiceRequests,
-    frame: Frame,
     choices: Sequence[ChoiceBuilder],
 ) -> None:
     """Sends one JSON object when all choices are complete."""
-    usage = UsageSum(choice_requests.choices_per_prompt)
-    ended: dict[int, inference_pb2.GenerationDone] = {}
 
     def rendered() -> bytes:
-        made, kept = choice_requests.choices_per_prompt, choice_requests.kept_per_prompt
+        made, kept = choice_requests.fields.choices, choice_requests.fields.kept_choices
         order = list(range(len(choices)))
         for index in order:
             choices[index].share_prompt(choices[index - index % made])
-        if kept < made:
+        if kept < made:  # those with the highest mean log-probability
             groups = [order[start : start + made] for start in range(0, len(order), made)]
             best = [sorted(group, key=lambda index: -choices[index].mean_logprob)[:kept] for group in groups]
             order = [index for group in best for index in group]
         bodies = ",".join(
-            dumped(choices[index].to_json(ended[index]) | {"index": place})
-            for place, index in enumerate(order)
+            dumped(choices[index].to_json() | {"index": place}) for place, index in enumerate(order)
         )
-        head = dumped(frame.head() | choices[0].beside_choices())[:-1]
+        head = dumped(choices[0].frame.head() | choices[0].beside_choices())[:-1]
         return f'{head}, "choices": [{bodies}], "usage": {dumped(usage.to_json())}}}'.encode()
 
     async with exchange.while_connected():
-        outputs = [_Pieces(choice, usage, index, ended) for index, choice in enumerate(choices)]
-        await _run(api, choice_requests, outputs)
-        size = usage.completion_tokens * (LOGPROBS_BYTES if choice_requests.has_logprobs else TEXT_BYTES)
+        usage = await run_choices(exchange, api, choice_requests, choices)
+        extras = choices[0].extras
+        size = usage.completion_tokens * (TEXT_BYTES if extras.texts is None else LOGPROBS_BYTES)
         size += usage.prompt_values * PROMPT_VALUE_BYTES
-        if choices[0].extras.token_ids:
+        if extras.token_ids:
             size += usage.prompt_tokens * TEXT_BYTES
         await exchange.respond(200, await api.parser.run(size, rendered))
 
 
 @dataclass(frozen=True, slots=True)
-class _Events(Output):
-    """The output of a streamed choice."""
+class _ChoiceOutput(Output):
+    """The output of one choice. The first events may be long."""
 
     exchange: HttpExchange
     parser: ParserThread
-    choice: ChoiceStream
+    choice: Choice
     usage: UsageSum
     index: int
 
     @override
     async def send(self, response: inference_pb2.GenerateResponse) -> None:
+        choice, delta, events = self.choice, response.delta, b""
         if response.HasField("done"):
-            self.usage.add(self.index, response.done, self.choice.reasoning_tokens)
-            events = self.choice.done(response.done)
+            self.usage.add(self.index, response.done, choice.reasoning_tokens)
+            events = choice.done(response.done)
         else:
             if response.HasField("started"):
-                size = TEXT_BYTES * len(response.started.prompt_token_ids)
-                await self.parser.run(size, self.choice.begin, response.started)
-            events = self.choice.delta(response.delta)
+                size = choice.size + TEXT_BYTES * len(response.started.prompt_token_ids)
+                events = await self.parser.run(size, choice.begin, response.started)
+            self.usage.add_prompt_logprobs(delta.prompt_logprobs)
+            events += choice.delta(delta)
         if events:
             await self.exchange.event(events)
 
     @override
     def takes_now(self) -> bool:
-        return self.exchange.takes_events
+        return self.exchange.takes_events if self.choice.streams else True
 
     @override
     def send_now(self, delta: generation_pb2.OutputDelta) -> None:
@@ -399,44 +380,20 @@ class _Events(Output):
             self.exchange.event_now(events)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pieces(Output):
-    """The output of a choice that is sent whole."""
-
-    choice: ChoiceBuilder
-    usage: UsageSum
-    index: int
-    ended: dict[int, inference_pb2.GenerationDone]
-    """By the choices' indices."""
-
-    @override
-    async def send(self, response: inference_pb2.GenerateResponse) -> None:
-        if response.HasField("done"):
-            self.usage.add(self.index, response.done, self.choice.reasoning_tokens)
-            self.ended[self.index] = response.done
-        else:
-            if response.HasField("started"):
-                self.choice.begin(response.started)
-            self.usage.add_prompt_logprobs(response.delta.prompt_logprobs)
-            self.choice.delta(response.delta)
-
-    @override
-    def takes_now(self) -> bool:
-        return True
-
-    @override
-    def send_now(self, delta: generation_pb2.OutputDelta) -> None:
-        self.choice.delta(delta)
-
-
-async def _run(api: InferenceApi, choice_requests: ChoiceRequests, outputs: Sequence[Output]) -> None:
+async def run_choices(
+    exchange: HttpExchange, api: InferenceApi, choice_requests: ChoiceRequests, choices: Sequence[Choice]
+) -> UsageSum:
     """Runs all choices concurrently; the first failure cancels the others. The event loop serves others between the
-    beginnings of two choices."""
+    beginnings of two choices. Sends the events of choices that stream, and returns the token counts."""
+    usage = UsageSum(choice_requests.fields.choices)
+    outputs = [
+        _ChoiceOutput(exchange, api.parser, choice, usage, index) for index, choice in enumerate(choices)
+    ]
     caller, trace, failure = choice_requests.caller, choice_requests.trace, choice_requests.failure
     if len(outputs) == 1:
         request = choice_requests.requests[0]
         await api.generate(request, caller, outputs[0], trace=trace, failure=failure)
-        return
+        return usage
     async with asyncio.TaskGroup() as group:
         for output in outputs:
             # A request is freed when it ends: freeing a hundred long ones at once would stall the event loop.
@@ -444,51 +401,37 @@ async def _run(api: InferenceApi, choice_requests: ChoiceRequests, outputs: Sequ
             group.create_task(api.generate(request, caller, output, trace=trace, failure=failure))
             trace = trace.sibling() if trace is not None else None
             await asyncio.sleep(0)
+    return usage
 
 
 def make_app(
     api: InferenceApi,
     read_metrics: Read,
     completions: OpenAIServing,
-    further: Sequence[tuple[str, Serve]] = (),
     others: Sequence[ApiPath] = (),
     origins: Collection[str] = (),
 ) -> Router:
-    """The ASGI application of the API. `read_metrics` returns the metrics that `/metrics` shows. `further` paths are
-    served under GET, and `others` belong to other APIs. `origins`: whose pages may read the responses of all paths but
-    `further` ones."""
+    """The ASGI application of the API. `read_metrics` returns the metrics that `/metrics` shows. `others`: paths of
+    other APIs and of the page. `origins`: whose pages may read the responses of shared paths."""
     info = InfoEndpoints(api, read_metrics)
-    posts = [
-        ("/v1/chat/completions", completions.chat),
-        ("/v1/completions", completions.completion),
+    paths = [
+        ApiPath(("POST",), "/v1/chat/completions", completions.chat),
+        ApiPath(("POST",), "/v1/completions", completions.completion),
+        ApiPath(READS, "/v1/models", info.models),
+        ApiPath(READS, "/v1/models/{model:path}", info.model),
+        ApiPath(READS, "/health", info.health),
+        ApiPath(READS, "/ready", info.ready),
+        ApiPath(READS, "/metrics", info.metrics),
+        ApiPath(READS, "/version", info.version),
+        *others,
     ]
-    gets = [
-        ("/v1/models", info.models),
-        ("/v1/models/{model:path}", info.model),
-        ("/health", info.health),
-        ("/ready", info.ready),
-        ("/metrics", info.metrics),
-        ("/version", info.version),
-    ]
-    reads = ("GET", "HEAD")
-    routes = [
-        Route(path, Endpoint(serve, api.authenticator, api.limits, methods, origins=shared_with))
-        for methods, paths, shared_with in (
-            (("POST",), posts, origins),
-            (reads, gets, origins),
-            (reads, further, ()),
-        )
-        for path, serve in paths
-    ]
-    routes += [
-        Route(
-            other.path,
-            Endpoint(other.serve, api.authenticator, api.limits, other.methods, other.error_body, origins),
-        )
-        for other in others
-    ]
+
+    def endpoint(path: ApiPath) -> Endpoint:
+        return Endpoint(path, api.authenticator, api.limits, origins)
+
     # A bare Router: Starlette's application class would wrap every `send` twice, and Endpoint handles errors already.
-    unknown = Endpoint(_unknown, api.authenticator, api.limits, origins=origins)
+    unknown = endpoint(ApiPath((), "", _unknown))
+    routes = [Route(path.path, endpoint(path)) for path in paths]
     return Router(routes, redirect_slashes=False, default=unknown)
 
 
@@ -508,21 +451,23 @@ class InfoEndpoints:
     async def models(self, exchange: HttpExchange) -> None:
         """GET /v1/models."""
         models = await self._api.models(exchange.caller())
-        await _respond_json(exchange, {"object": "list", "data": [self._shown(model) for model in models]})
+        await exchange.respond(
+            200, json_bytes({"object": "list", "data": [self._shown(model) for model in models]})
+        )
 
     async def model(self, exchange: HttpExchange) -> None:
         """GET /v1/models/{model}."""
         name = exchange.path_params["model"]
         for model in await self._api.models(exchange.caller()):
             if model.name == name:
-                await _respond_json(exchange, self._shown(model))
+                await exchange.respond(200, json_bytes(self._shown(model)))
                 return
         message = f"model {name[:128]!r} is not served here"
         raise NotFoundError(message, reason="MODEL_NOT_FOUND", field="model")
 
     async def health(self, exchange: HttpExchange) -> None:
         """GET /health: the process is alive."""
-        await _respond_json(exchange, {"status": "ok"})
+        await exchange.respond(200, json_bytes({"status": "ok"}))
 
     async def ready(self, exchange: HttpExchange) -> None:
         """GET /ready: at least one model has a complete pair of workers, or workers that are started on demand."""
@@ -531,12 +476,12 @@ class InfoEndpoints:
         if not self._api.is_ready:
             message = "no model has a prefill and a decode worker that are ready"
             raise UnavailableError(message, reason="NO_WORKER")
-        await _respond_json(exchange, {"status": "ready"})
+        await exchange.respond(200, json_bytes({"status": "ready"}))
 
     async def version(self, exchange: HttpExchange) -> None:
         """GET /version."""
         exchange.caller()
-        await _respond_json(exchange, {"version": __version__})
+        await exchange.respond(200, json_bytes({"version": __version__}))
 
     async def metrics(self, exchange: HttpExchange) -> None:
         """GET /metrics, for admins."""
@@ -556,7 +501,3 @@ class InfoEndpoints:
             "parent": model.parent or None,
             "max_model_len": model.context_tokens,
         }
-
-
-async def _respond_json(exchange: HttpExchange, value: dict[str, Any]) -> None:
-    await exchange.respond(200, compact_json(value).encode())

@@ -14,7 +14,10 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
+from typing_extensions import override
 
+from coordinator.entrypoints.openai.formats.answer import AnswerParser
+from coordinator.entrypoints.openai.formats.arguments import quoted
 from coordinator.entrypoints.openai.logprobs import TokenTexts, prompt_logprobs
 from coordinator.request.inference_request import MAX_MESSAGES, REQUEST_ID
 from coordinator.request.json_bounds import check_structure
@@ -51,18 +54,6 @@ MAX_ITEMS: Mapping[str, int] = {
 """Most items of a field; their number is checked before pydantic looks at the items."""
 MAX_ID_DIGITS = 10
 """Most digits of a token id: `int` raises for thousands of digits."""
-
-FORM_FIELDS = frozenset(
-    {
-        "response_format",
-        "structured_outputs",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-    }
-)
-"""Fields that may give the answer a form, see `coordinator.entrypoints.openai.tools`."""
 
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 
@@ -183,13 +174,8 @@ class GenerationFields(Fields):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
-    def asks_for_form(self) -> bool:
-        """Whether one of FORM_FIELDS is given."""
-        return not self.model_fields_set.isdisjoint(FORM_FIELDS)
-
-    @property
     def narrowing_field(self) -> str:
-        """The field to blame if no token can be chosen, where none of FORM_FIELDS is given."""
+        """The field to blame if no token can be chosen in an answer that need not have a form."""
         if self.allowed_token_ids is not None:
             return "allowed_token_ids"
         return "bad_words" if self.bad_words else "tools"
@@ -290,7 +276,7 @@ WITHOUT_EFFECT = frozenset(
 
 def parsed(kind: type[F], body: bytes, unsupported: Unsupported, most_values: int = 0) -> F:
     """Parses a request's JSON. Raises InvalidArgumentError that names the wrong field, or the exceeded bound of the
-    whole body. `most_values` is handed to `check_structure`."""
+    whole body. `most_values`: as of `check_structure`."""
     if len(body) > SHORT_BYTES:
         check_structure(body, most_values)
     try:
@@ -361,9 +347,6 @@ def _biases(biases: Mapping[str, float]) -> Iterable[generation_pb2.LogitBias]:
         yield generation_pb2.LogitBias(token_id=int(key), bias=bias)
 
 
-quoted = json.encoder.encode_basestring
-"""Encodes a text as a JSON string without ASCII escapes: the C function below `json.dumps`, 20 times faster."""
-
 SLICE_ITEMS = 64
 """Items of a list that are rendered at once. An item may hold the logprobs of 21 tokens."""
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -386,7 +369,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a response has beside texts."""
+    """What a response shows beside texts."""
 
     has_usage: bool = False
     """Whether a stream ends with the token counts."""
@@ -394,45 +377,74 @@ class Extras:
     """Whether each event has them."""
     token_ids: bool = False
     """Whether the tokens of prompt and output are in it."""
-
-    @classmethod
-    def of(cls, request: GenerationFields) -> Extras:
-        """What a request asks for."""
-        return cls(request.include_usage, request.counts_continuously, bool(request.return_token_ids))
+    texts: TokenTexts | None = None
+    """Renders log-probabilities; None: the request asks for none."""
+    prompt_texts: TokenTexts | None = None
+    """Renders log-probabilities of the prompt as vLLM does; None: the request asks for none."""
 
 
 NO_EXTRAS = Extras()
 
 
-class ChoiceStream(ABC):
+class Choice(ABC):
+    """One answer to a request, as the client sees it."""
+
+    streams: bool
+    """Whether the client sees the answer grow."""
+    size = 0
+    """Characters that the first events repeat."""
+
+    def __init__(self, parser: AnswerParser | None) -> None:
+        """`parser`: finds reasoning and calls; None: the answer has neither."""
+        self._parser = parser
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of the reasoning so far; None if they cannot be told from others."""
+        return self._parser.reasoning_tokens if self._parser is not None else None
+
+    @abstractmethod
+    def begin(self, started: inference_pb2.GenerationStart) -> bytes:
+        """Takes what is known of the prompt, before the first delta. Returns events, as the next two do: none unless
+        the choice `streams`."""
+
+    @abstractmethod
+    def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
+        """Takes the next delta."""
+
+    @abstractmethod
+    def done(self, done: inference_pb2.GenerationDone) -> bytes:
+        """Takes the end."""
+
+
+class ChoiceStream(Choice):
     """One choice of a streamed response, rendered as server-sent events delta by delta.
 
     `_head` and `_tail` are an event's text before and after the fields of its choice.
     """
 
-    def __init__(self, frame: Frame, index: int, extras: Extras) -> None:
+    streams = True
+
+    def __init__(self, frame: Frame, index: int, extras: Extras, parser: AnswerParser | None = None) -> None:
+        super().__init__(parser)
         fields = compact_json(frame.head())[1:-1]
         self._head = f'data: {{{fields},"choices":[{{"index":{index},'
         self._tail = '}],"usage":null}\n\n' if extras.has_usage else "}]}\n\n"
         self._ended = False
-        self.extras = extras
+        self.frame, self.extras = frame, extras
         self._prompt_tokens = self._tokens = 0
         self._prompt_json = ""
         """The tokens of the prompt, until an event has them."""
 
-    def begin(self, started: inference_pb2.GenerationStart) -> None:
-        """Takes what is known of the prompt, before the first delta."""
+    @override
+    def begin(self, started: inference_pb2.GenerationStart) -> bytes:
         self._prompt_tokens = started.prompt_tokens
         if self.extras.token_ids:
             self._prompt_json = dumped(list(started.prompt_token_ids))
+        return b""
 
-    @property
-    def reasoning_tokens(self) -> int | None:
-        """Tokens of the reasoning so far; None if they cannot be told from others."""
-        return None
-
+    @override
     def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
-        """The events of this delta; may be empty."""
         if self.extras.counts_continuously:
             self._tokens += len(delta.token_ids)
             usage = compact_json(token_counts(self._prompt_tokens, self._tokens))
@@ -443,8 +455,9 @@ class ChoiceStream(ABC):
             events += self._end(FINISH_REASONS[delta.finish_reason])
         return events.encode()
 
+    @override
     def done(self, done: inference_pb2.GenerationDone) -> bytes:
-        """The last event, unless a delta has ended the choice; then empty."""
+        # A delta may have ended the choice.
         return b"" if self._ended else self._end(FINISH_REASONS[done.finish_reason]).encode()
 
     @abstractmethod
@@ -465,52 +478,49 @@ class ChoiceStream(ABC):
         return f"{self._head}{compact_json(fields)[1:-1]}{self._tail}"
 
 
-class ChoiceBuilder(ABC):
-    """One choice of a response that is sent whole. Its text begins with `echo`. `texts` renders logprobs, and
-    `prompt_texts` those of the prompt as vLLM does; None: the request asks for none."""
+class ChoiceBuilder(Choice):
+    """One choice of a response that is sent whole."""
 
-    def __init__(
-        self,
-        index: int,
-        *,
-        echo: str | None = None,
-        texts: TokenTexts | None = None,
-        prompt_texts: TokenTexts | None = None,
-        extras: Extras = NO_EXTRAS,
-    ) -> None:
-        self._index, self._texts, self._prompt_texts = index, texts, prompt_texts
-        self._echo, self._pieces = echo, [echo or ""]
+    streams = False
+
+    def __init__(self, frame: Frame, index: int, extras: Extras, parser: AnswerParser | None = None) -> None:
+        super().__init__(parser)
+        self.frame, self.extras = frame, extras
+        self._index = index
+        self._pieces: list[str] = []
         self._logprobs: list[generation_pb2.TokenLogprob] = []
         self._prompt = generation_pb2.PromptLogprobs()
-        self.extras = extras
         self._token_ids: list[int] = []
         self._logprob_sum, self._logprob_count = 0.0, 0
         self._started = inference_pb2.GenerationStart()
+        self._finish_reason = ""
 
-    def begin(self, started: inference_pb2.GenerationStart) -> None:
-        """Takes what is known of the prompt, before the first delta."""
+    @override
+    def begin(self, started: inference_pb2.GenerationStart) -> bytes:
         self._started = started
+        return b""
 
-    @property
-    def reasoning_tokens(self) -> int | None:
-        """Tokens of the reasoning so far; None if they cannot be told from others."""
-        return None
-
-    def delta(self, delta: generation_pb2.OutputDelta) -> None:
-        """Appends a delta."""
-        self._pieces.append(delta.text)
-        self._keep(delta)
-
-    def _keep(self, delta: generation_pb2.OutputDelta) -> None:
-        """Keeps what the response has beside the delta's text."""
+    @override
+    def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
+        self._read(delta)
         self._logprob_sum += sum(token.logprob for token in delta.logprobs)
         self._logprob_count += len(delta.logprobs)
-        if self._texts is not None:
+        if self.extras.texts is not None:
             self._logprobs.extend(delta.logprobs)
         if delta.HasField("prompt_logprobs"):
             self._prompt = delta.prompt_logprobs
         if self.extras.token_ids:
             self._token_ids.extend(delta.token_ids)
+        return b""
+
+    @override
+    def done(self, done: inference_pb2.GenerationDone) -> bytes:
+        self._finish_reason = FINISH_REASONS[done.finish_reason]
+        return b""
+
+    def _read(self, delta: generation_pb2.OutputDelta) -> None:
+        """Appends the delta's text."""
+        self._pieces.append(delta.text)
 
     def _extra_fields(self) -> dict[str, Any]:
         """Further fields of the choice."""
@@ -525,18 +535,22 @@ class ChoiceBuilder(ABC):
         """The mean log-probability of a token, of an answer with log-probabilities."""
         return self._logprob_sum / max(1, self._logprob_count)
 
-    def _prompt_json(self) -> dict[str, Any]:
-        """vLLM's field `prompt_logprobs`, if the request asks for it."""
-        texts = self._prompt_texts
-        return {} if texts is None else {"prompt_logprobs": prompt_logprobs(texts, self._prompt)}
+    def _prompt_fields(self) -> dict[str, Any]:
+        """vLLM's fields about the prompt that the request asks for."""
+        fields: dict[str, Any] = {}
+        if self.extras.prompt_texts is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(self.extras.prompt_texts, self._prompt)
+        if self.extras.token_ids:
+            fields["prompt_token_ids"] = list(self._started.prompt_token_ids)
+        return fields
 
     def beside_choices(self) -> dict[str, Any]:
         """Fields of the response to which this is the first choice."""
         return {}
 
     @abstractmethod
-    def to_json(self, done: inference_pb2.GenerationDone) -> dict[str, Any]:
-        """The choice as a JSON object."""
+    def to_json(self) -> dict[str, Any]:
+        """The choice as a JSON object. Call it after `done`."""
 
 
 def usage_event(frame: Frame, usage: Mapping[str, Any]) -> bytes:

@@ -9,52 +9,44 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from coordinator.entrypoints.openai.bodies import compact_json
 from coordinator.entrypoints.openai.formats.arguments import kinds_of
 from coordinator.entrypoints.openai.formats.table import AnswerFormat
 from coordinator.entrypoints.openai.formats.tool_format import KEY, KIND, NAME, NUMBER, CallForm, ToolFormat
-from coordinator.entrypoints.openai.tools import AnswerForm, Function
-from splitserve.v1 import generation_pb2
+from coordinator.entrypoints.openai.tools import Function
+from splitserve.v1.generation_pb2 import Grammar
 
 _SHARED = ("$defs", "definitions", "x-guidance")
 """Keys of a function's schema that the schema of a single argument needs too."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerTerms:
-    """What a request asks of its answer."""
-
-    functions: Sequence[Function] = ()
-    """The functions that may be called."""
-    must_call: bool = False
-    """Whether the answer is calls and nothing else."""
-    parallel: bool = True
-    """Whether the answer may have several calls."""
-    form: AnswerForm | None = None
-    """The form of an answer without calls; None: any text."""
-
-
-def answer_grammar(terms: AnswerTerms, answer: AnswerFormat) -> generation_pb2.Grammar | None:
-    """The grammar of an answer; None if it may be any text."""
-    form = terms.form
-    tools = answer.tools if terms.functions else None
+def answer_grammar(
+    answer: AnswerFormat,
+    functions: Sequence[Function] = (),
+    *,
+    must_call: bool = False,
+    parallel: bool = True,
+    form: Grammar | None = None,
+) -> Grammar | None:
+    """The grammar of an answer; None if it may be any text. `functions` may be called, several times if `parallel`, and
+    nothing but calls is said if `must_call`. `form`: of an answer without calls; None: any text."""
+    tools = answer.tools if functions else None
     # 1. No calls, or calls that no grammar can write: at most the form holds.
     if tools is None or tools.form is None:
         if form is None or answer.reasoning is None:
-            return form.grammar if form is not None else None
-        return _lark([*_thought_rules(answer), form.rule, "start: thinking response_format"])
+            return form
+        return _lark([*_thought_rules(answer), _form_rule(form), "start: thinking response_format"])
     # 2. Text or calls without tags: the beginning of a call cannot be told from text.
-    if tools.is_bare and not terms.must_call and form is None:
+    if tools.is_bare and not must_call and form is None:
         return None
-    rules = [*_call_rules(terms, tools.form), *_thought_rules(answer)]
+    rules = [*_call_rules(functions, tools.form, parallel=parallel), *_thought_rules(answer)]
     # 3. Calls alone.
-    if terms.must_call:
+    if must_call:
         rules.append("start: thinking calls")
     # 4. Calls, or content of the form.
     elif form is not None:
-        rules += [form.rule, "start: thinking (calls | response_format)"]
+        rules += [_form_rule(form), "start: thinking (calls | response_format)"]
     # 5. Text, which may go on with calls.
     else:
         rules += _free_rules(tools, tools.form, answer)
@@ -88,8 +80,24 @@ def arguments_rule(number: int, argument: int | None = None) -> str:
     return f"arguments_{number}" if argument is None else f"arguments_{number}_{argument}"
 
 
-def _lark(rules: list[str]) -> generation_pb2.Grammar:
-    return generation_pb2.Grammar(lark="\n".join(["%llguidance {}", *rules, r"TEXT: /(.|\n)*/", ""]))
+def _lark(rules: list[str]) -> Grammar:
+    return Grammar(lark="\n".join(["%llguidance {}", *rules, r"TEXT: /(.|\n)*/", ""]))
+
+
+def _form_rule(form: Grammar) -> str:
+    """The form as the rule `response_format`, which errors of an answer name."""
+    match form.WhichOneof("kind"):
+        case "regex":
+            # A slash or the end of a line would end the expression in Lark.
+            return f"response_format: /{_SPECIAL.sub(lambda found: _SPELLED.get(found[0], found[0]), form.regex)}/"
+        case "lark":
+            return f"response_format: %lark {{\n{form.lark}\n}}"
+    return f"response_format[capture]: %json {form.json_schema or _OBJECT}"
+
+
+_OBJECT = '{"type":"object"}'
+_SPECIAL = re.compile(r"\\.|/|\n", flags=re.DOTALL)
+_SPELLED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 
 def _thought_rules(answer: AnswerFormat) -> list[str]:
@@ -107,20 +115,20 @@ def _thought_rules(answer: AnswerFormat) -> list[str]:
     ]
 
 
-def _call_rules(terms: AnswerTerms, form: CallForm) -> list[str]:
+def _call_rules(functions: Sequence[Function], form: CallForm, *, parallel: bool) -> list[str]:
     """The rules of `calls`, of `call`, which is one call from its name on, and of `more`, the calls after it."""
     rules = []
-    for number, function in enumerate(terms.functions):
+    for number, function in enumerate(functions):
         arguments = arguments_rule(number)
         after = form.head.partition(NAME)[2]
         head = _spelled(function.name + after)
         rules.append(f"fn_{number}: {head} {arguments} {_spelled(form.tail)}")
         rules += _argument_rules(number, function, form)
     before = _spelled(form.head.partition(NAME)[0])
-    more = f"({_spelled(form.between)} {before} call)*" if terms.parallel else ""
+    more = f"({_spelled(form.between)} {before} call)*" if parallel else ""
     return [
         *rules,
-        f"call: {' | '.join(f'fn_{number}' for number in range(len(terms.functions)))}",
+        f"call: {' | '.join(f'fn_{number}' for number in range(len(functions)))}",
         f"more: {more} {_spelled(form.end)}" if more or form.end else 'more: ""',
         f"calls: {_spelled(form.begin)} {before} call more",
     ]

@@ -17,13 +17,14 @@ from coordinator.entrypoints.openai.bodies import (
     Extras,
     Fields,
     Frame,
+    GenerationFields,
     OpenFields,
     UInt32,
     compact_json,
-    quoted,
 )
-from coordinator.entrypoints.openai.call_grammar import AnswerTerms, answer_grammar, rule_places
+from coordinator.entrypoints.openai.call_grammar import answer_grammar, rule_places
 from coordinator.entrypoints.openai.formats.answer import AnswerParser
+from coordinator.entrypoints.openai.formats.arguments import quoted
 from coordinator.entrypoints.openai.formats.table import AnswerFormat
 from coordinator.entrypoints.openai.formats.writer import (
     ArgumentsPart,
@@ -32,9 +33,15 @@ from coordinator.entrypoints.openai.formats.writer import (
     ReasoningPart,
     TextPart,
 )
-from coordinator.entrypoints.openai.logprobs import TokenTexts, chat_logprobs
-from coordinator.entrypoints.openai.tools import FormedFields, Function, NamedTool, Tool, ToolChoice
-from splitserve.client.types import FINISH_REASONS
+from coordinator.entrypoints.openai.logprobs import chat_logprobs
+from coordinator.entrypoints.openai.tools import (
+    FORM_FIELDS,
+    FormFields,
+    Function,
+    NamedTool,
+    Tool,
+    ToolChoice,
+)
 from splitserve.errors import InvalidArgumentError
 from splitserve.models.tokenizer import THINKING
 from splitserve.v1 import generation_pb2, inference_pb2
@@ -174,7 +181,7 @@ class TemplateFields(Fields):
         return chat
 
 
-class ChatRequest(FormedFields, TemplateFields):
+class ChatRequest(FormFields, GenerationFields, TemplateFields):
     """The body of a chat request."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -187,7 +194,7 @@ class ChatRequest(FormedFields, TemplateFields):
 
     @model_validator(mode="after")
     def _fits_together(self) -> ChatRequest:
-        if self.asks_for_form:
+        if self.model_fields_set & FORM_FIELDS:
             _ = self.forms  # raises for several
         if self.top_logprobs and not self.logprobs:
             raise InvalidArgumentError("top_logprobs needs logprobs: true", field="top_logprobs")
@@ -226,7 +233,7 @@ class ChatRequest(FormedFields, TemplateFields):
             "sampling.grammar": self.narrowing_field,
             "stop.max_tokens": limit,
         }
-        if self.asks_for_form:
+        if self.model_fields_set & FORM_FIELDS:
             lark = "tools" if self.uses_tools else self.form_field
             names |= self.form_names | {"sampling.grammar.lark": lark}
         return self.names_as(names, "function.parameters")
@@ -240,13 +247,13 @@ class ChatRequest(FormedFields, TemplateFields):
     def grammar(self, answer: AnswerFormat, loose: Set[int] = frozenset()) -> generation_pb2.Grammar | None:
         """The grammar of an answer of this format; None: any text. `loose`: numbers of functions whose arguments may be
         any object."""
-        if not self.uses_tools and not self.asks_for_form:
+        if not self.uses_tools and not self.model_fields_set & FORM_FIELDS:
             return None
         functions = [function for _, function in self._callable_functions()]
         for number in loose:
             functions[number] = functions[number].model_copy(update={"strict": False})
-        terms = AnswerTerms(functions, self.must_call, self.parallel_tool_calls is not False, self.form)
-        return answer_grammar(terms, answer)
+        parallel = self.parallel_tool_calls is not False
+        return answer_grammar(answer, functions, must_call=self.must_call, parallel=parallel, form=self.form)
 
     @property
     def lenient_functions(self) -> set[int]:
@@ -286,30 +293,17 @@ class ChatRequest(FormedFields, TemplateFields):
 
 
 class ChatStream(ChoiceStream):
-    """One streamed choice. `texts` renders logprobs; None: they were not requested. `parser`: as by
-    `ChatRequest.parser`."""
+    """One streamed choice. `parser`: as by `ChatRequest.parser`."""
 
     def __init__(
-        self,
-        frame: Frame,
-        index: int,
-        *,
-        extras: Extras = NO_EXTRAS,
-        texts: TokenTexts | None = None,
-        parser: AnswerParser | None = None,
+        self, frame: Frame, index: int, extras: Extras = NO_EXTRAS, parser: AnswerParser | None = None
     ) -> None:
-        super().__init__(frame, index, extras)
+        super().__init__(frame, index, extras, parser)
         self._text_head = f'{self._head}"delta":{{"content":'
         self._text_tail = f'}},"logprobs":null,"finish_reason":null{self._tail}'
-        self._texts, self._parser = texts, parser
         is_constant = not extras.counts_continuously and not extras.token_ids
-        self._is_plain = texts is None and parser is None and is_constant
+        self._is_plain = extras.texts is None and parser is None and is_constant
         self._begun = False
-
-    @property
-    @override
-    def reasoning_tokens(self) -> int | None:
-        return self._parser.reasoning_tokens if self._parser is not None else None
 
     @override
     def _events(self, delta: generation_pb2.OutputDelta) -> str:
@@ -331,8 +325,8 @@ class ChatStream(ChoiceStream):
         """The events of a delta with logprobs or token ids, which its first event carries, or with parts that the
         parser finds."""
         extra = self._extra_fields(delta)
-        if self._texts is not None and delta.logprobs:
-            extra["logprobs"] = chat_logprobs(self._texts, delta.logprobs)
+        if self.extras.texts is not None and delta.logprobs:
+            extra["logprobs"] = chat_logprobs(self.extras.texts, delta.logprobs)
         if self._parser is not None:
             parts = [_shown(part) for part in self._parser.feed(delta.text, delta.token_ids)]
         else:
@@ -378,35 +372,22 @@ class ChatResponse(ChoiceBuilder):
     """One choice of a chat response that is sent whole. `parser`: as by `ChatRequest.parser`."""
 
     def __init__(
-        self,
-        index: int,
-        *,
-        texts: TokenTexts | None = None,
-        prompt_texts: TokenTexts | None = None,
-        parser: AnswerParser | None = None,
-        extras: Extras = NO_EXTRAS,
+        self, frame: Frame, index: int, extras: Extras = NO_EXTRAS, parser: AnswerParser | None = None
     ) -> None:
-        super().__init__(index, texts=texts, prompt_texts=prompt_texts, extras=extras)
-        self._parser = parser
+        super().__init__(frame, index, extras, parser)
         self._reasoning: list[str] = []
         self._calls: list[tuple[CallPart, list[str]]] = []
 
-    @property
     @override
-    def reasoning_tokens(self) -> int | None:
-        return self._parser.reasoning_tokens if self._parser is not None else None
-
-    @override
-    def delta(self, delta: generation_pb2.OutputDelta) -> None:
+    def _read(self, delta: generation_pb2.OutputDelta) -> None:
         if self._parser is None:
-            super().delta(delta)
-            return
-        self._append(self._parser.feed(delta.text, delta.token_ids))
-        self._keep(delta)
+            super()._read(delta)
+        else:
+            self._append(self._parser.feed(delta.text, delta.token_ids))
 
     @override
-    def to_json(self, done: inference_pb2.GenerationDone) -> dict[str, Any]:
-        finish_reason: str = FINISH_REASONS[done.finish_reason]
+    def to_json(self) -> dict[str, Any]:
+        finish_reason, texts = self._finish_reason, self.extras.texts
         if self._parser is not None:
             self._append(self._parser.close(is_cut=finish_reason != "stop"))
         content = "".join(self._pieces)
@@ -421,15 +402,14 @@ class ChatResponse(ChoiceBuilder):
         return {
             "index": self._index,
             "message": message,
-            "logprobs": chat_logprobs(self._texts, self._logprobs) if self._texts else None,
+            "logprobs": chat_logprobs(texts, self._logprobs) if texts is not None else None,
             "finish_reason": finish_reason,
             **self._extra_fields(),
         }
 
     @override
     def beside_choices(self) -> dict[str, Any]:
-        ids = {"prompt_token_ids": list(self._started.prompt_token_ids)} if self.extras.token_ids else {}
-        return ids | self._prompt_json()
+        return self._prompt_fields()
 
     def _append(self, parts: list[Part]) -> None:
         for part in parts:

@@ -18,12 +18,12 @@ from coordinator.entrypoints.openai.bodies import (
     ChoiceStream,
     Extras,
     Frame,
+    GenerationFields,
     UInt32,
-    quoted,
 )
-from coordinator.entrypoints.openai.logprobs import CompletionLogprobs, TokenTexts
-from coordinator.entrypoints.openai.tools import FormedFields
-from splitserve.client.types import FINISH_REASONS
+from coordinator.entrypoints.openai.formats.arguments import quoted
+from coordinator.entrypoints.openai.logprobs import CompletionLogprobs
+from coordinator.entrypoints.openai.tools import FORM_FIELDS, FormFields
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import generation_pb2, inference_pb2
 
@@ -61,7 +61,7 @@ def _is_ids(value: Any) -> bool:
     )
 
 
-class CompletionRequest(FormedFields):
+class CompletionRequest(FormFields, GenerationFields):
     """The body of a completion request."""
 
     prompt: Annotated[list[Prompt], SkipValidation, BeforeValidator(_prompts)]
@@ -75,7 +75,7 @@ class CompletionRequest(FormedFields):
 
     @model_validator(mode="after")
     def _fits_together(self) -> CompletionRequest:
-        if self.asks_for_form:
+        if self.model_fields_set & FORM_FIELDS:
             _ = self.forms  # raises for several
         if self.best_of is not None and self.best_of < self.kept_choices:
             raise InvalidArgumentError("best_of must be at least n", field="best_of")
@@ -112,7 +112,7 @@ class CompletionRequest(FormedFields):
         }
         if self.prompt_logprobs is None:
             names["sampling.prompt_logprobs"] = "logprobs"
-        return FieldNames(names | (self.form_names if self.asks_for_form else {}))
+        return FieldNames(names | (self.form_names if self.model_fields_set & FORM_FIELDS else {}))
 
     def generate_requests(self) -> list[inference_pb2.GenerateRequest]:
         """One request per choice: all choices of the first prompt, then all of the next. Raises InvalidArgumentError if
@@ -121,8 +121,8 @@ class CompletionRequest(FormedFields):
         compared = 0 if self.choices > self.kept_choices else None
         shared = self.shared_request(limit, compared if self.logprobs is None else self.logprobs)
         shared.omit_special_tokens = self.add_special_tokens is False
-        if self.asks_for_form and self.form is not None:
-            shared.sampling.grammar.CopyFrom(self.form.grammar)
+        if self.form is not None:
+            shared.sampling.grammar.CopyFrom(self.form)
         most = max(1, MAX_COPIED_BYTES // (shared.ByteSize() or 1))
         if len(self.prompt) * self.choices > most:
             message = f"prompt: at most {most} answers, n times prompts, with settings as long as these"
@@ -139,22 +139,14 @@ class CompletionRequest(FormedFields):
 
 
 class CompletionStream(ChoiceStream):
-    """One streamed choice. `echo` is sent first. `texts` renders logprobs; None: they were not requested."""
+    """One streamed choice. `echo` is sent first."""
 
-    def __init__(
-        self,
-        frame: Frame,
-        index: int,
-        *,
-        extras: Extras = NO_EXTRAS,
-        echo: str | None = None,
-        texts: TokenTexts | None = None,
-    ) -> None:
+    def __init__(self, frame: Frame, index: int, extras: Extras = NO_EXTRAS, echo: str | None = None) -> None:
         super().__init__(frame, index, extras)
         self._text_head = f'{self._head}"text":'
         self._text_tail = f',"logprobs":null,"finish_reason":null{self._tail}'
         self._echo = echo
-        self._logprobs = CompletionLogprobs(texts) if texts else None
+        self._logprobs = CompletionLogprobs(extras.texts) if extras.texts is not None else None
         self._length = 0
 
     @override
@@ -188,25 +180,24 @@ class CompletionStream(ChoiceStream):
 
 
 class CompletionResponse(ChoiceBuilder):
-    """One choice of a completion that is sent whole."""
+    """One choice of a completion that is sent whole. Its text begins with `echo`."""
+
+    def __init__(self, frame: Frame, index: int, extras: Extras = NO_EXTRAS, echo: str | None = None) -> None:
+        super().__init__(frame, index, extras)
+        self._echo, self._pieces = echo, [echo or ""]
 
     @override
-    def to_json(self, done: inference_pb2.GenerationDone) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         text, logprobs = "".join(self._pieces), None
-        if self._texts is not None:
+        if self.extras.texts is not None:
             prompt = None if self._echo is None else self._prompt
-            rendered = CompletionLogprobs(self._texts, self._echo or "")
+            rendered = CompletionLogprobs(self.extras.texts, self._echo or "")
             logprobs = rendered.to_json(self._logprobs, len(text), prompt)
         return {
             "index": self._index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": FINISH_REASONS[done.finish_reason],
-            **self._prompt_json(),
+            "finish_reason": self._finish_reason,
+            **self._prompt_fields(),
             **self._extra_fields(),
         }
-
-    @override
-    def _extra_fields(self) -> dict[str, Any]:
-        prompt = {"prompt_token_ids": list(self._started.prompt_token_ids)}
-        return super()._extra_fields() | prompt if self.extras.token_ids else {}

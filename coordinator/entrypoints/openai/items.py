@@ -6,7 +6,7 @@ makes items of an answer.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from coordinator.entrypoints.http.exchange import ErrorResponse, HttpExchange
 from coordinator.entrypoints.inference_api import InferenceApi
-from coordinator.entrypoints.openai.app import ChoiceRequests
-from coordinator.entrypoints.openai.bodies import Fields, validated
+from coordinator.entrypoints.openai.app import ChoiceRequests, run_choices
+from coordinator.entrypoints.openai.bodies import Choice, Fields, validated
 from coordinator.entrypoints.openai.chat import ChatRequest
 from coordinator.entrypoints.openai.formats.answer import AnswerParser
 from coordinator.entrypoints.openai.formats.table import AnswerFormat
@@ -28,8 +28,6 @@ from coordinator.entrypoints.openai.formats.writer import (
     ReasoningPart,
     TextPart,
 )
-from coordinator.request.sending import Output
-from splitserve.runtime.call_thread import ParserThread
 from splitserve.v1 import generation_pb2, inference_pb2
 
 SYSTEM = ("system", "developer")
@@ -148,27 +146,41 @@ class AnswerItem:
         return "".join(self.pieces)
 
 
-class ItemAnswer(ABC):
+class ItemAnswer(Choice):
     """An answer as a sequence of items. Subclasses render it as server-sent events, and whole at its end."""
+
+    streams = True
+    _parser: AnswerParser
 
     def __init__(self, parser: AnswerParser | None, size: int = 0) -> None:
         """`parser`: as by `ChatRequest.parser`. `size`: characters that are shown beside the items."""
+        super().__init__(parser or AnswerFormat().parser({}, must_call=False))
         self.items: list[AnswerItem] = []
         self.size = size
         """Characters so far."""
-        self._parser = parser or AnswerFormat().parser({}, must_call=False)
         self._begun = False
+        self._done = inference_pb2.GenerationDone()
 
-    def delta(self, delta: generation_pb2.OutputDelta, prompt_tokens: int = 0) -> bytes:
-        """The events of the next delta; may be empty. `prompt_tokens`: given with the first one."""
-        events = "" if self._begun else self._begin(prompt_tokens)
+    @override
+    def begin(self, started: inference_pb2.GenerationStart) -> bytes:
         self._begun = True
-        return (events + self._appended(self._parser.feed(delta.text, delta.token_ids))).encode()
+        return self._sent(self._begin(started.prompt_tokens))
 
+    @override
+    def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
+        return self._sent(self._appended(self._parser.feed(delta.text, delta.token_ids)))
+
+    @override
     def done(self, done: inference_pb2.GenerationDone) -> bytes:
-        """The last events."""
+        self._done = done
+        return b""
+
+    def end(self) -> bytes:
+        """The last events. Call it after `done`."""
+        done, events = self._done, ""
         is_cut = done.finish_reason != generation_pb2.FINISH_REASON_STOP
-        events = "" if self._begun else self._begin(done.usage.prompt_tokens)
+        if not self._begun:
+            events += self._begin(done.usage.prompt_tokens)
         events += self._appended(self._parser.close(is_cut=is_cut))
         if not self.items:
             events += self._open("text")
@@ -180,7 +192,7 @@ class ItemAnswer(ABC):
 
     @abstractmethod
     def whole(self) -> bytes:
-        """The answer as one JSON object. Call it after `done`."""
+        """The answer as one JSON object. Call it after `end`."""
 
     @abstractmethod
     def _begin(self, prompt_tokens: int) -> str:
@@ -201,6 +213,9 @@ class ItemAnswer(ABC):
     @abstractmethod
     def _end(self, done: inference_pb2.GenerationDone, *, is_cut: bool) -> str:
         """The events after all items."""
+
+    def _sent(self, events: str) -> bytes:
+        return events.encode() if self.streams else b""
 
     def _appended(self, parts: list[Part]) -> str:
         events = ""
@@ -225,44 +240,10 @@ def event(name: str, fields: str) -> str:
     return f'event: {name}\ndata: {{"type":"{name}"{"," if fields else ""}{fields}}}\n\n'
 
 
-@dataclass(slots=True)
-class ItemOutput(Output):
-    """The output of an answer of items."""
-
-    exchange: HttpExchange
-    answer: ItemAnswer
-    streams: bool
-    parser: ParserThread
-    ended: inference_pb2.GenerationDone = field(default_factory=inference_pb2.GenerationDone)
-    """The last message, when it has come."""
-
-    @override
-    async def send(self, response: inference_pb2.GenerateResponse) -> None:
-        if response.HasField("done"):
-            self.ended = response.done
-            return
-        # The first events repeat fields of the request, which may be long.
-        size = self.answer.size if response.HasField("started") else 0
-        prompt_tokens = response.started.prompt_tokens
-        events = await self.parser.run(size, self.answer.delta, response.delta, prompt_tokens)
-        if self.streams and events:
-            await self.exchange.event(events)
-
-    @override
-    def takes_now(self) -> bool:
-        return self.exchange.takes_events if self.streams else True
-
-    @override
-    def send_now(self, delta: generation_pb2.OutputDelta) -> None:
-        events = self.answer.delta(delta)
-        if self.streams and events:
-            self.exchange.event_now(events)
-
-
 async def serve_items(
     exchange: HttpExchange,
     api: InferenceApi,
-    choice: ChoiceRequests,
+    choice_requests: ChoiceRequests,
     answer: ItemAnswer,
     *,
     streams: bool,
@@ -270,12 +251,10 @@ async def serve_items(
 ) -> None:
     """Serves a request with one choice. As with chat, nothing is sent before the first delta. `keep`: called when the
     answer is complete, before its end is sent."""
-    exchange.error_event = answer.failed
-    output = ItemOutput(exchange, answer, streams, api.parser)
+    exchange.error_event, answer.streams = answer.failed, streams
     async with exchange.while_connected():
-        request, trace, failure = choice.requests[0], choice.trace, choice.failure
-        await api.generate(request, choice.caller, output, trace=trace, failure=failure)
-        events = await api.parser.run(answer.size, answer.done, output.ended)
+        await run_choices(exchange, api, choice_requests, [answer])
+        events = await api.parser.run(answer.size, answer.end)
         if keep is not None:
             await keep()
         if streams:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from coordinator.entrypoints.openai.bodies import Fields, GenerationFields, OpenFields, compact_json
+from coordinator.entrypoints.openai.bodies import Fields, OpenFields, compact_json
 from coordinator.request.json_bounds import parsed_json
 from splitserve.errors import InvalidArgumentError
 from splitserve.grammars.forms import MAX_GRAMMAR_BYTES, field_of
 from splitserve.grammars.schemas import STRICT
-from splitserve.v1 import generation_pb2
+from splitserve.v1.generation_pb2 import Grammar
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
@@ -78,54 +76,17 @@ class JsonSchema(Fields):
     """Whether a schema that a grammar cannot enforce exactly is refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerForm:
-    """A form that an answer must have."""
-
-    grammar: generation_pb2.Grammar
-
-    @property
-    def rule(self) -> str:
-        """The same as the rule `response_format` of a Lark grammar. Errors of an answer name it."""
-        match self.grammar.WhichOneof("kind"):
-            case "regex":
-                # A slash or the end of a line would end the expression in Lark.
-                return f"response_format: /{_SPECIAL.sub(_spelled, self.grammar.regex)}/"
-            case "lark":
-                return f"response_format: %lark {{\n{self.grammar.lark}\n}}"
-        return f"response_format[capture]: %json {self.grammar.json_schema or compact_json(_OBJECT)}"
-
-    @classmethod
-    def of_json(cls, schema: dict[str, Any] | None) -> AnswerForm:
-        """JSON that satisfies the schema; None: any object."""
-        if schema is None:
-            return cls(generation_pb2.Grammar(json_object=True))
-        return cls(generation_pb2.Grammar(json_schema=compact_json(schema)))
-
-    @classmethod
-    def of_regex(cls, regex: str) -> AnswerForm:
-        """Text that the expression matches as a whole."""
-        return cls(generation_pb2.Grammar(regex=regex))
-
-    @classmethod
-    def of_choices(cls, choices: list[str]) -> AnswerForm:
-        """One of these texts."""
-        return cls.of_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, choices))}")
-
-    @classmethod
-    def of_lark(cls, lark: str) -> AnswerForm:
-        """A text of the grammar, which begins with the rule `start`."""
-        return cls(generation_pb2.Grammar(lark=lark))
-
-
-_OBJECT = {"type": "object"}
-_SPECIAL = re.compile(r"\\.|/|\n", flags=re.DOTALL)
-_SPELLED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 MAX_FORM_CHOICES = 1024
 
 
-def _spelled(found: re.Match[str]) -> str:
-    return _SPELLED.get(found[0], found[0])
+def json_grammar(schema: dict[str, Any] | None) -> Grammar:
+    """JSON that satisfies the schema; None: any object."""
+    return Grammar(json_object=True) if schema is None else Grammar(json_schema=compact_json(schema))
+
+
+def choice_grammar(choices: Iterable[str]) -> Grammar:
+    """One of these texts."""
+    return Grammar(lark=f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, choices))}")
 
 
 def _schema(value: Any) -> Any:
@@ -176,14 +137,14 @@ class ResponseFormat(Fields):
         return self
 
     @property
-    def form(self) -> AnswerForm | None:
+    def form(self) -> Grammar | None:
         """The form of the answer; None for plain text."""
         if self.type == "text":
             return None
         wanted, schema = self.json_schema, self.object_schema
         if wanted is not None:
-            return AnswerForm.of_json(_marked(wanted.json_schema, wanted.strict))
-        return AnswerForm.of_json(None if schema is None else _OBJECT | schema)
+            return json_grammar(_marked(wanted.json_schema, wanted.strict))
+        return json_grammar(None if schema is None else {"type": "object"} | schema)
 
 
 class StructuredOutputs(Fields):
@@ -200,7 +161,7 @@ class StructuredOutputs(Fields):
     disable_additional_properties: Literal[False] | None = None
 
 
-class FormedFields(GenerationFields):
+class FormFields(Fields):
     """Fields that give an answer its form, of which a request may have one."""
 
     response_format: ResponseFormat | None = None
@@ -211,23 +172,23 @@ class FormedFields(GenerationFields):
     guided_grammar: Pattern | None = None
 
     @cached_property
-    def forms(self) -> dict[str, AnswerForm]:
+    def forms(self) -> dict[str, Grammar]:
         """The form that the answer must have, by the field that asks for it; empty if it may be any text. Validation
         computes it.
 
         Raises InvalidArgumentError for several.
         """
-        forms: dict[str, AnswerForm] = {}
+        forms: dict[str, Grammar] = {}
         if self.response_format is not None and (form := self.response_format.form) is not None:
             forms["response_format"] = form
         new = self.structured_outputs or StructuredOutputs()
         if new.json_object:
-            forms["structured_outputs.json_object"] = AnswerForm.of_json(None)
-        kinds: list[tuple[str, Callable[[Any], AnswerForm], Any, Any]] = [
-            ("json", AnswerForm.of_json, new.json_schema, self.guided_json),
-            ("regex", AnswerForm.of_regex, new.regex, self.guided_regex),
-            ("choice", AnswerForm.of_choices, new.choice, self.guided_choice),
-            ("grammar", AnswerForm.of_lark, new.grammar, self.guided_grammar),
+            forms["structured_outputs.json_object"] = json_grammar(None)
+        kinds: list[tuple[str, Callable[[Any], Grammar], Any, Any]] = [
+            ("json", json_grammar, new.json_schema, self.guided_json),
+            ("regex", lambda regex: Grammar(regex=regex), new.regex, self.guided_regex),
+            ("choice", choice_grammar, new.choice, self.guided_choice),
+            ("grammar", lambda lark: Grammar(lark=lark), new.grammar, self.guided_grammar),
         ]
         for kind, make, value, older in kinds:
             given = {f"structured_outputs.{kind}": value, f"guided_{kind}": older}
@@ -240,7 +201,7 @@ class FormedFields(GenerationFields):
         return forms
 
     @property
-    def form(self) -> AnswerForm | None:
+    def form(self) -> Grammar | None:
         """The form that the answer must have; None: any text."""
         return next(iter(self.forms.values()), None)
 
@@ -254,8 +215,11 @@ class FormedFields(GenerationFields):
         """The HTTP names of a grammar's gRPC fields."""
         names = {"sampling.grammar": self.form_field}
         if self.form is not None and self.form_field != "response_format":
-            names[field_of(self.form.grammar)] = self.form_field
+            names[field_of(self.form)] = self.form_field
         return names
+
+
+FORM_FIELDS = frozenset(FormFields.model_fields)
 
 
 def _marked(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:

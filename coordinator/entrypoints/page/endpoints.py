@@ -8,20 +8,17 @@ from the statistics behind the metrics, requests from their records, reasons fro
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from coordinator.admission.controller import AdmissionCounts
-from coordinator.entrypoints.http.exchange import Headers, HttpExchange, Serve
+from coordinator.entrypoints.http.exchange import READS, ApiPath, Headers, HttpExchange, json_bytes
 from coordinator.entrypoints.inference_api import InferenceApi, require_admin
-from coordinator.entrypoints.openai.bodies import compact_json
 from coordinator.entrypoints.page.cluster_view import (
     FLOW_WINDOW_S,
     MAX_MODELS,
@@ -118,25 +115,21 @@ SECURITY_HEADERS: Headers = [
 """Headers of every response of the page, its data included."""
 
 
-@dataclass(frozen=True, slots=True)
-class StaticFile:
-    """A file with what HTTP says about it."""
+class StaticFile(NamedTuple):
+    """A file of the page."""
 
     content: bytes
     content_type: bytes
-    etag: str
 
 
 @cache
 def static_files() -> dict[str, StaticFile]:
     """The page's files by name."""
-    by_name = {}
-    for entry in files(__package__).joinpath("static").iterdir():
-        kind = TYPES.get(entry.name.rpartition(".")[2])
-        if kind is not None:
-            content = entry.read_bytes()
-            by_name[entry.name] = StaticFile(content, kind, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
-    return by_name
+    return {
+        entry.name: StaticFile(entry.read_bytes(), kind)
+        for entry in files(__package__).joinpath("static").iterdir()
+        if (kind := TYPES.get(entry.name.rpartition(".")[2])) is not None
+    }
 
 
 def static_file(name: str) -> StaticFile:
@@ -180,16 +173,17 @@ class PageEndpoints:
         self._made_s, self._made_of = -SNAPSHOT_S, -1
 
     @property
-    def paths(self) -> list[tuple[str, Serve]]:
-        """The paths that are served under GET."""
-        return [
-            ("/", self.index),
-            ("/page/static/{name}", self.file),
-            ("/page/access", self.access),
-            ("/page/snapshot", self.snapshot),
-            ("/page/history", self.history),
-            ("/page/request/{request_id}", self.request),
-        ]
+    def paths(self) -> list[ApiPath]:
+        """The paths, which no other page may read."""
+        served = {
+            "/": self.index,
+            "/page/static/{name}": self.file,
+            "/page/access": self.access,
+            "/page/snapshot": self.snapshot,
+            "/page/history": self.history,
+            "/page/request/{request_id}": self.request,
+        }
+        return [ApiPath(READS, path, serve, is_shared=False) for path, serve in served.items()]
 
     async def sample(self) -> None:
         """Takes the figures every STEP_S seconds, until cancelled."""
@@ -215,7 +209,7 @@ class PageEndpoints:
         except (UnauthenticatedError, PermissionDeniedError) as error:
             message = error.message
         shown = {"asks_for": self._access.asks_for, "admitted": not message, "message": message}
-        await exchange.respond(200, compact_json(shown).encode())
+        await exchange.respond(200, json_bytes(shown))
 
     async def snapshot(self, exchange: HttpExchange) -> None:
         """GET /page/snapshot: the cluster now, for admins."""
@@ -223,14 +217,14 @@ class PageEndpoints:
         now, version = time.monotonic(), self._registry.version
         if now - self._made_s >= (SNAPSHOT_S if version == self._made_of else CHANGED_S):
             self._made_s, self._made_of = now, version
-            self._snapshot = compact_json(self._view(now)).encode()
+            self._snapshot = json_bytes(self._view(now))
         await exchange.respond(200, self._snapshot)
 
     async def history(self, exchange: HttpExchange) -> None:
         """GET /page/history: the figures of the last minutes, for admins."""
         self._admit(exchange)
         if not self._history:
-            self._history = compact_json(self._series.document()).encode()
+            self._history = json_bytes(self._series.document())
         await exchange.respond(200, self._history)
 
     async def request(self, exchange: HttpExchange) -> None:
@@ -238,7 +232,7 @@ class PageEndpoints:
         exchange.response_headers += DATA_HEADERS
         lookup = records_pb2.GetRequestRecordRequest(request_id=exchange.path_params["request_id"])
         response = self._explainer.record(lookup, self._access.caller(exchange))
-        await exchange.respond(200, compact_json(document(response.record)).encode())
+        await exchange.respond(200, json_bytes(document(response.record)))
 
     def _admit(self, exchange: HttpExchange) -> None:
         exchange.response_headers += DATA_HEADERS
@@ -278,10 +272,5 @@ DATA_HEADERS = [*SECURITY_HEADERS, (b"cache-control", b"no-store")]
 
 
 async def _respond_file(exchange: HttpExchange, name: str) -> None:
-    exchange.response_headers += SECURITY_HEADERS
-    file = static_file(name)
-    exchange.response_headers += [(b"cache-control", b"no-cache"), (b"etag", file.etag.encode())]
-    if exchange.header(b"if-none-match") == file.etag:
-        await exchange.respond(304, b"", file.content_type)
-    else:
-        await exchange.respond(200, file.content, file.content_type)
+    exchange.response_headers += [*SECURITY_HEADERS, (b"cache-control", b"no-cache")]
+    await exchange.respond(200, *static_file(name))

@@ -8,8 +8,9 @@ from typing import Any
 from typing_extensions import override
 
 from coordinator.entrypoints.http.exchange import ErrorResponse
-from coordinator.entrypoints.openai.bodies import compact_json, quoted
+from coordinator.entrypoints.openai.bodies import compact_json
 from coordinator.entrypoints.openai.formats.answer import AnswerParser
+from coordinator.entrypoints.openai.formats.arguments import quoted
 from coordinator.entrypoints.openai.items import AnswerItem, ItemAnswer, event
 from coordinator.entrypoints.responses.store import StoredResponse
 from coordinator.request.inference_request import RESPONSE_PREFIX
@@ -40,7 +41,7 @@ class ResponseAnswer(ItemAnswer):
         self._whole = ""
 
     def stored(self, before: str) -> StoredResponse:
-        """The response with the items `before` it, which are JSON with commas between them. Call it after `done`."""
+        """The response with the items `before` it, which are JSON with commas between them. Call it after `end`."""
         items = ",".join([before, *self._output] if before else self._output)
         return StoredResponse(self.whole(), f"[{items}]".encode())
 

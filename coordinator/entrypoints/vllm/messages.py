@@ -12,7 +12,7 @@ from typing import Any, Never
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from coordinator.entrypoints.http.exchange import FieldNames
-from coordinator.entrypoints.openai.tools import MAX_FORM_CHOICES, AnswerForm
+from coordinator.entrypoints.openai.tools import MAX_FORM_CHOICES, choice_grammar
 from coordinator.request.inference_request import REQUEST_ID
 from splitserve.client.request_builder import build_request
 from splitserve.client.types import FINISH_REASONS
@@ -115,13 +115,10 @@ def read_request(request: pb.GenerateRequest) -> inference_pb2.GenerateRequest:
         choices = params.choice.choices
         if not (0 < len(choices) <= MAX_FORM_CHOICES and all(choices)):
             _refuse("sampling_params.choice", f"must have 1..{MAX_FORM_CHOICES} choices, none of them empty")
-        options["lark"] = AnswerForm.of_choices(list(choices)).grammar.lark
+        options["lark"] = choice_grammar(choices).lark
     elif form is not None:
         options[GRAMMARS[form]] = getattr(params, form)
-    generate = build_request(request.text if kind == "text" else [0], options)
-    if kind == "tokenized":
-        # The same as from build_request, but fast for a million tokens.
-        generate.token_ids.ids[:] = request.tokenized.input_ids
+    generate = build_request(request.text if kind == "text" else request.tokenized.input_ids, options)
     generate.stop.keep_special_tokens = bool(params.stop) and not params.skip_special_tokens
     return generate
 

@@ -19,7 +19,7 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer, ad
 from typing_extensions import override
 
 from coordinator.entrypoints.inference_api import InferenceApi
-from coordinator.entrypoints.inference_service import TRACEPARENT, trace_headers
+from coordinator.entrypoints.inference_service import begin_trace
 from coordinator.entrypoints.vllm.messages import ABORTED, VllmResponses, naming_fields, read_request
 from coordinator.request.inference_request import Caller
 from coordinator.request.sending import WaitingOutput
@@ -55,9 +55,7 @@ class VllmService(VllmEngineServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         caller = self.access.caller(context)
         generate = await self.api.parser.run(request.ByteSize(), read_request, request)
-        trace = self.api.begin_trace(*trace_headers(context), "text_completion")
-        if trace is not None and self.api.traces:
-            await context.send_initial_metadata(((TRACEPARENT, trace.context.traceparent),))
+        trace = await begin_trace(self.api, context, "text_completion")
         responses = VllmResponses(request)
 
         async def send(response: inference_pb2.GenerateResponse) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +10,7 @@ from canitoolcall.fixtures import Family, Fixture, load_families, load_fixtures
 from canitoolcall.results import Observation, ParsedToolCall, ParseResult, Status
 
 from coordinator.entrypoints.openai.formats.table import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
-from tests.support.formats.samples import read
+from tests.support.formats.samples import cut_by_chance, read
 
 FORMATS = {
     "DeepSeek-V3-0324": ("deepseek_v3", "think"),
@@ -97,12 +96,7 @@ def chunkings(text: str) -> Iterator[tuple[str, list[str]]]:
     yield "one", [text]
     yield "token", list(text)
     for seed in range(1, 6):
-        drawn, pieces, start = random.Random(seed), [], 0
-        while start < len(text):
-            end = start + drawn.randint(1, 12)
-            pieces.append(text[start:end])
-            start = end
-        yield f"rand:{seed}:12", pieces
+        yield f"rand:{seed}:12", cut_by_chance(text, seed, 12)
 
 
 def status_of(fixture: Fixture) -> Status:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import time
 from collections.abc import Iterator
@@ -20,11 +19,13 @@ from coordinator.entrypoints.openai.formats.table import (
     format_named,
 )
 from coordinator.entrypoints.openai.formats.tool_format import KEY, KIND, NAME, NUMBER, ReasoningFormat
+from coordinator.entrypoints.openai.formats.writer import ArgumentsPart, CallPart
 from splitserve.config.coordinator import ReasoningFormatName, ToolFormatName
-from tests.support.formats.samples import CALLS, SAMPLES, Found, read
+from tests.support.formats.samples import CALLS, SAMPLES, Found, cut_by_chance, read
 
 FAMILIES = sorted(TOOL_FORMATS)
 THINK = REASONING_FORMATS["think"]
+HERMES = AnswerFormat(TOOL_FORMATS["hermes"])
 MARKS = re.compile(r"<\W*[a-zA-Z]{2,}|\[[A-Z_]+|｜\w*|\|>|\{\"name|arg_|parameter|invoke|functools")  # noqa: RUF001
 
 
@@ -33,21 +34,13 @@ def chunkings(text: str) -> Iterator[list[str]]:
     yield [text]
     yield list(text)
     yield re.findall(r"<[^<>]*>|\w+|\s+|.", text, re.DOTALL)
-    for seed in range(6):
-        drawn, pieces, start = random.Random(seed), [], 0
-        while start < len(text):
-            end = start + drawn.randint(1, 9)
-            pieces.append(text[start:end])
-            start = end
-        yield pieces
+    yield from (cut_by_chance(text, seed, 9) for seed in range(6))
 
 
 def read_anyhow(answer: AnswerFormat, text: str, *, is_cut: bool = False) -> Found:
     """The answer, which is the same for every chunking."""
-    every = [read(answer, pieces, is_cut=is_cut) for pieces in chunkings(text)]
-    first = every[0]
-    for found in every:
-        assert (found.text, found.reasoning, found.calls) == (first.text, first.reasoning, first.calls)
+    first, *others = [read(answer, pieces, is_cut=is_cut) for pieces in chunkings(text)]
+    assert all(found == first for found in others)
     return first
 
 
@@ -68,6 +61,55 @@ def test_calls(name: str) -> None:
     assert (values_of(found), found.text) == (CALLS, "")
     found = read_anyhow(answer, f"{text}\n")
     assert (values_of(found), found.text) == (CALLS, "")
+
+
+HERMES_CALLS = [
+    ("  spaces stay  ", "  spaces stay  ", []),
+    ("a < b <tool_cal and <tool_calls>", "a < b <tool_cal and <tool_calls>", []),
+    (
+        '<tool_call>{"name":"f","arguments":{"s":"} </tool_call> \\" {","l":[{}]}}</tool_call>',
+        "",
+        [("f", '{"s":"} </tool_call> \\" {","l":[{}]}')],
+    ),
+    ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", '{"a": 1}')]),
+    ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+    ('<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', "", [("f", '{"a": 1}')]),
+    ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+    ("<tool_call>no JSON</tool_call> x", "<tool_call>no JSON</tool_call> x", []),
+    ('<tool_call>{"name": 7}</tool_call>', '<tool_call>{"name": 7}</tool_call>', []),
+    ('<tool_call>{"name": "f", "argu', "", []),
+    ("Hello <tool_", "Hello", []),
+    ('<tool_call>{"name": "f", "arguments": {"a": "cut o', "", [("f", '{"a": "cut o')]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}}', "", [("f", '{"a": 1}')]),
+]
+
+
+@pytest.mark.parametrize(("text", "said", "calls"), HERMES_CALLS)
+def test_what_models_make_of_hermes(text: str, said: str, calls: list[tuple[str, str]]) -> None:
+    assert read_anyhow(HERMES, text) == Found(said, calls=calls)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(JSON, st.booleans(), st.data())
+def test_arguments_come_out_as_they_are(value: object, is_ascii: bool, data: st.DataObject) -> None:
+    arguments = json.dumps({"value": value}, ensure_ascii=is_ascii)
+    text = f'Hm. <tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    cut = data.draw(st.integers(0, len(text)))
+    assert read(HERMES, [text[:cut], text[cut:]]) == Found("Hm.", calls=[("f", arguments)])
+
+
+def test_arguments_leave_as_they_come() -> None:
+    parser = HERMES.parser({}, must_call=False)
+    (begun,) = parser.feed('<tool_call>{"name": "f", "arguments": ')[:1] or parser.feed("{")[:1]
+    assert isinstance(begun, CallPart)
+    for piece in ('"a"', ": [1", "]}"):
+        assert parser.feed(piece) == [ArgumentsPart(0, piece)]
+    assert parser.feed("}\n</tool_call>\n\n") == parser.close() == []
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if not TOOL_FORMATS[name].is_bare])
@@ -92,8 +134,7 @@ def test_calls_after_reasoning(name: str, reasoning: ReasoningFormat, is_reasoni
 def test_plain_text_stays_as_it_is(name: str | None, reasoning: ReasoningFormat | None) -> None:
     answer = AnswerFormat(TOOL_FORMATS[name] if name else None, reasoning)
     for text in ("", "Hello", "Hello.\n\n", '{"a": 1} is a dict', "[1, 2]", "a <b> [c] {d", "so that a <"):
-        found = read_anyhow(answer, text)
-        assert (found.text, found.reasoning, found.calls) == (text, "", [])
+        assert read_anyhow(answer, text) == Found(text)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -102,12 +143,7 @@ def test_an_answer_that_is_cut_anywhere_leaks_nothing(name: str) -> None:
     whole = f"<think>\nHm.\n</think>\n\n{SAMPLES[name].calls}"
     for length in range(1, len(whole)):
         found = read(answer, [whole[:length]], is_cut=True)
-        by_character = read(answer, list(whole[:length]), is_cut=True)
-        assert (found.text, found.reasoning, found.calls) == (
-            by_character.text,
-            by_character.reasoning,
-            by_character.calls,
-        )
+        assert found == read(answer, list(whole[:length]), is_cut=True)
         assert found.text == ""
         assert "Hm.".startswith(found.reasoning)
         for (called, arguments), (expected, values) in zip(found.calls, CALLS, strict=False):
@@ -140,13 +176,8 @@ ALPHABET = st.sampled_from(
 @given(st.sampled_from(FAMILIES), st.lists(ALPHABET, max_size=25), st.booleans())
 def test_any_text_is_read_the_same_however_it_is_cut(name: str, pieces: list[str], is_cut: bool) -> None:
     answer, text = AnswerFormat(TOOL_FORMATS[name], THINK), "".join(pieces)
-    results = [read(answer, cut, is_cut=is_cut) for cut in (pieces, [text], list(text))]
-    for found in results:
-        assert (found.text, found.reasoning, found.calls) == (
-            results[0].text,
-            results[0].reasoning,
-            results[0].calls,
-        )
+    first, *others = [read(answer, cut, is_cut=is_cut) for cut in (pieces, [text], list(text))]
+    assert all(found == first for found in others)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
 import pytest
@@ -35,35 +32,17 @@ from tests.support.clients.fuzz import (
     EXAMPLES,
     FUZZED,
     Loop,
-    as_they_are,
     changed,
     damaged,
-    ending,
-    exchange,
     raw_channel,
     raw_stream_channel,
-    settle_for_long_run,
-    tell_stall,
 )
+from tests.support.clients.fuzz_target import CALL_S, Target, bytes_of, fuzzed_coordinator, works
 from tests.support.clients.patient import PatientClient
-from tests.support.cluster.fake_cluster import FakeCluster, ask, expected, fake_cluster
+from tests.support.cluster.fake_cluster import FakeCluster
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.registrations import registration
-from tests.support.journal import settled
 
-Code = grpc.StatusCode
-TYPED = frozenset(
-    {
-        Code.OK,
-        Code.INVALID_ARGUMENT,
-        Code.NOT_FOUND,
-        Code.RESOURCE_EXHAUSTED,
-        Code.FAILED_PRECONDITION,
-        Code.DEADLINE_EXCEEDED,
-        Code.PERMISSION_DENIED,
-    }
-)
-CALL_S = 10.0
 PICKS = st.integers(0, 2**64 - 1).map(random.Random)
 STREAM_S = 0.05
 """How long a stream that would stay open is left so."""
@@ -89,49 +68,10 @@ TOKENS.token_ids.ids.extend([1, 2, 3])
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(max(300, EXAMPLES * 1.5))]
 
 
-@dataclass
-class Target:
-    """What is fuzzed: a channel that takes raw bytes, and how calls ended."""
-
-    loop: Loop
-    channel: grpc.aio.Channel
-    codes: Counter[str] = field(default_factory=Counter)
-
-    def send(
-        self, method: str, message: Message | bytes, *, streams: bool = False, limit_s: float = CALL_S
-    ) -> Code:
-        data = message if isinstance(message, bytes) else message.SerializeToString()
-        code, details = self.loop.run(self._send(method, data, streams, limit_s))
-        self.codes[f"{method.rsplit('/', 1)[1]} {code.name}"] += 1
-        assert code in TYPED, f"{method}: {code}: {details}\n{message!r}"
-        return code
-
-    def send_stream(self, channel: grpc.Channel, method: str, messages: list[bytes], limit_s: float) -> None:
-        code, details, _ = exchange(channel, method, messages, limit_s)
-        self.codes[f"{method.rsplit('/', 1)[1]} {code.name}"] += 1
-        assert code in TYPED, f"{method}: {code}: {details}\n{messages!r}"
-
-    async def _send(self, method: str, data: bytes, streams: bool, limit_s: float) -> tuple[Code, str]:
-        make = self.channel.unary_stream if streams else self.channel.unary_unary
-        call: Any = make(method, request_serializer=as_they_are, response_deserializer=as_they_are)(
-            data, timeout=limit_s
-        )
-        return await ending(call)
-
-
 @pytest.fixture(scope="module")
 def front() -> Iterator[tuple[Target, FakeCluster]]:
-    loop = Loop()
-
-    @asynccontextmanager
-    async def made() -> AsyncIterator[tuple[Target, FakeCluster]]:
-        async with fake_cluster() as cluster, raw_channel(cluster.address) as channel:
-            settle_for_long_run(cluster.coordinator.loop_lag)
-            yield Target(loop, channel), cluster
-
-    with loop.holding(made) as target:
+    with fuzzed_coordinator() as target:
         yield target
-        print(dict(sorted(target[0].codes.items())))
 
 
 @pytest.fixture(autouse=True)
@@ -141,29 +81,13 @@ def no_errors_inside(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert [r.getMessage() for r in caplog.get_records("call") if r.levelno >= logging.ERROR] == []
 
 
-def works(target: Target, cluster: FakeCluster) -> None:
-    """A normal request afterwards, and nothing of the others left."""
-
-    async def request() -> None:
-        answer = await cluster.answer(ask(max_tokens=5, model="words"))
-        assert answer.token_ids == expected(5)
-        await settled(lambda: not cluster.coordinator.api.running)
-        await settled(lambda: not any(decode.live for decode in cluster.decodes))
-
-    target.loop.run(request())
-    tell_stall(cluster.coordinator.loop_lag)
-
-
 def test_generate(front: tuple[Target, FakeCluster]) -> None:
     target, cluster = front
 
     @FUZZED
     @given(PICKS)
     def fuzz(pick: random.Random) -> None:
-        message = changed(pick, pick.choice([GENERATE, CHAT, GUIDED, TOKENS]))
-        data: Message | bytes = message
-        if pick.random() < 0.25:
-            data = damaged(pick, message.SerializeToString())
+        data = bytes_of(pick, pick.choice([GENERATE, CHAT, GUIDED, TOKENS]))
         target.send("/splitserve.v1.InferenceService/Generate", data, streams=True)
 
     fuzz()
@@ -199,7 +123,8 @@ def test_the_coordinators_other_calls(front: tuple[Target, FakeCluster], method:
         message = changed(pick, valid)
         if isinstance(message, registry_pb2.RegisterRequest) and message.model.name == "words":
             message.model.name = "other"  # real workers of this model are not to be shut out
-        data = damaged(pick, message.SerializeToString()) if pick.random() < 0.25 else message
+        data = message.SerializeToString()
+        data = damaged(pick, data) if pick.random() < 0.25 else data
         target.send(f"/splitserve.v1.{method}", data, limit_s=LONG_POLL_S if waits else CALL_S)
 
     fuzz()
@@ -262,9 +187,7 @@ def test_prefill(workers: dict[str, Target]) -> None:
     @FUZZED
     @given(PICKS)
     def fuzz(pick: random.Random) -> None:
-        message = changed(pick, valid)
-        data = damaged(pick, message.SerializeToString()) if pick.random() < 0.25 else message
-        workers["prefill"].send("/splitserve.v1.PrefillService/Prefill", data, streams=True)
+        workers["prefill"].send("/splitserve.v1.PrefillService/Prefill", bytes_of(pick, valid), streams=True)
 
     fuzz()
     assert workers["prefill"].codes["Prefill OK"] > EXAMPLES / 20
@@ -282,16 +205,15 @@ def test_reserve_and_abort(workers: dict[str, Target]) -> None:
     @given(PICKS)
     def fuzz(pick: random.Random) -> None:
         message = changed(pick, valid)
-        data = damaged(pick, message.SerializeToString()) if pick.random() < 0.25 else message
-        target.send("/splitserve.v1.DecodeService/Reserve", data)
+        data = message.SerializeToString()
+        target.send(
+            "/splitserve.v1.DecodeService/Reserve", damaged(pick, data) if pick.random() < 0.25 else data
+        )
         abort = decode_pb2.AbortRequest(
             request_id=message.request_id, coordinator_id=message.coordinator_id, no_writer=True
         )
-        target.send("/splitserve.v1.DecodeService/Abort", abort)
-        wild = changed(pick, abort).SerializeToString()
-        target.send(
-            "/splitserve.v1.DecodeService/Abort", damaged(pick, wild) if pick.random() < 0.25 else wild
-        )
+        target.send("/splitserve.v1.DecodeService/Abort", abort.SerializeToString())
+        target.send("/splitserve.v1.DecodeService/Abort", bytes_of(pick, abort))
 
     fuzz()
     assert target.codes["Reserve OK"] > EXAMPLES / 20
@@ -325,7 +247,7 @@ def test_carried_calls(workers: dict[str, Target]) -> None:
             damaged(pick, data) if pick.random() < 0.25 else data,
             streams=True,
         )
-        target.send("/splitserve.v1.DecodeService/Abort", abort)
+        target.send("/splitserve.v1.DecodeService/Abort", abort.SerializeToString())
 
     fuzz()
     assert target.codes["Carry OK"] > EXAMPLES / 20
@@ -343,11 +265,12 @@ def test_stream_outputs(workers: dict[str, Target]) -> None:
         message = changed(pick, asked)
         if message.coordinator_id == "fuzz":
             return
-        data = damaged(pick, message.SerializeToString()) if pick.random() < 0.5 else message
+        data = message.SerializeToString()
+        data = damaged(pick, data) if pick.random() < 0.5 else data
         workers["decode"].send(
             "/splitserve.v1.DecodeService/StreamOutputs", data, streams=True, limit_s=STREAM_S
         )
         read = changed(pick, decode_pb2.AcknowledgeOutputsRequest(coordinator_id="other", attachment=1))
-        workers["decode"].send("/splitserve.v1.DecodeService/AcknowledgeOutputs", read)
+        workers["decode"].send("/splitserve.v1.DecodeService/AcknowledgeOutputs", read.SerializeToString())
 
     fuzz()

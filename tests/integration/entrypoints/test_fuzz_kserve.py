@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -19,28 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.kserve import open_inference_pb2 as pb
-from tests.support.clients.fuzz import (
-    EXAMPLES,
-    FUZZED,
-    Loop,
-    as_they_are,
-    changed,
-    damaged,
-    ending,
-    exchange,
-    raw_channel,
-    raw_stream_channel,
-    settle_for_long_run,
-    tell_stall,
-)
-from tests.support.cluster.fake_cluster import FakeCluster, ask, expected, fake_cluster
-from tests.support.journal import settled
+from tests.support.clients.fuzz import EXAMPLES, FUZZED, raw_stream_channel
+from tests.support.clients.fuzz_target import CALL_S, TYPED, Target, bytes_of, fuzzed_coordinator, works
+from tests.support.cluster.fake_cluster import FakeCluster
 
 SERVICE = "/inference.GRPCInferenceService/"
-TYPED = frozenset({"OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"})
 PICKS = st.integers(0, 2**64 - 1).map(random.Random)
-CALL_S = 10.0
-Face = tuple[Loop, grpc.aio.Channel, FakeCluster, Counter[str]]
 
 pytestmark = pytest.mark.timeout(max(300, EXAMPLES * 1.5))
 
@@ -78,18 +59,9 @@ OTHERS: list[tuple[str, Message]] = [
 
 
 @pytest.fixture(scope="module")
-def face() -> Iterator[Face]:
-    loop = Loop()
-
-    @asynccontextmanager
-    async def made() -> AsyncIterator[Face]:
-        async with fake_cluster() as cluster, raw_channel(cluster.address) as channel:
-            settle_for_long_run(cluster.coordinator.loop_lag)
-            yield loop, channel, cluster, Counter[str]()
-
-    with loop.holding(made) as held:
-        yield held
-        print(dict(sorted(held[3].items())))
+def front() -> Iterator[tuple[Target, FakeCluster]]:
+    with fuzzed_coordinator() as target:
+        yield target
 
 
 @pytest.fixture(autouse=True)
@@ -99,78 +71,47 @@ def no_errors_inside(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert [r.getMessage() for r in caplog.get_records("call") if r.levelno >= logging.ERROR] == []
 
 
-def bytes_of(pick: random.Random, valid: Message) -> bytes:
-    data = changed(pick, valid).SerializeToString()
-    return damaged(pick, data) if pick.random() < 0.25 else data
+def test_infer(front: tuple[Target, FakeCluster]) -> None:
+    target, cluster = front
 
-
-def send(face: Face, method: str, data: bytes) -> None:
-    loop, channel, _, codes = face
-
-    async def call() -> tuple[grpc.StatusCode, str]:
-        make: Any = channel.unary_unary(
-            SERVICE + method, request_serializer=as_they_are, response_deserializer=as_they_are
-        )
-        return await ending(make(data, timeout=CALL_S))
-
-    code, details = loop.run(call())
-    codes[f"{method} {code.name}"] += 1
-    assert code.name in TYPED, f"{method}: {code}: {details}\n{data!r}"
-
-
-def works(face: Face) -> None:
-    """A normal request afterwards, and nothing of the others left."""
-    loop, _, cluster, _ = face
-
-    async def request() -> None:
-        answer = await cluster.answer(ask(max_tokens=5, model="words"))
-        assert answer.token_ids == expected(5)
-        await settled(lambda: not cluster.coordinator.api.running)
-        await settled(lambda: not any(decode.live for decode in cluster.decodes))
-
-    loop.run(request())
-    tell_stall(cluster.coordinator.loop_lag)
-
-
-def test_infer(face: Face) -> None:
     @FUZZED
     @given(PICKS)
     def fuzz(pick: random.Random) -> None:
-        send(face, "ModelInfer", bytes_of(pick, pick.choice(VALID)))
+        target.send(f"{SERVICE}ModelInfer", bytes_of(pick, pick.choice(VALID)))
 
     fuzz()
-    works(face)
-    assert face[3]["ModelInfer OK"] > EXAMPLES / 20
-    assert face[3]["ModelInfer INVALID_ARGUMENT"] > EXAMPLES / 20
+    works(target, cluster)
+    assert target.codes["ModelInfer OK"] > EXAMPLES / 20
+    assert target.codes["ModelInfer INVALID_ARGUMENT"] > EXAMPLES / 20
 
 
-def test_infer_streams(face: Face) -> None:
+def test_infer_streams(front: tuple[Target, FakeCluster]) -> None:
     """Errors of single requests come in their responses."""
-    _, _, cluster, codes = face
+    target, cluster = front
 
     @FUZZED
     @given(pick=PICKS)
     def fuzz(channel: grpc.Channel, pick: random.Random) -> None:
         messages = [bytes_of(pick, pick.choice(VALID)) for _ in range(pick.randint(1, 3))]
-        ended, details, answers = exchange(channel, SERVICE + "ModelStreamInfer", messages, CALL_S)
-        codes[f"ModelStreamInfer {ended.name}"] += 1
-        assert ended.name in TYPED, (ended, details, messages)
+        answers = target.send_stream(channel, f"{SERVICE}ModelStreamInfer", messages, CALL_S)
         for answer in map(pb.ModelStreamInferResponse.FromString, answers):
             code = answer.infer_response.parameters["error_code"].string_param or "OK"
-            codes[f"in a stream {code}"] += 1
-            assert code in TYPED, (answer.error_message, messages)
+            target.codes[f"in a stream {code}"] += 1
+            assert grpc.StatusCode[code] in TYPED, (answer.error_message, messages)
 
     with raw_stream_channel(cluster.address) as channel:
         fuzz(channel)
-    works(face)
+    works(target, cluster)
 
 
 @pytest.mark.parametrize(("method", "valid"), OTHERS)
-def test_other_methods(face: Face, method: str, valid: Message) -> None:
+def test_other_methods(front: tuple[Target, FakeCluster], method: str, valid: Message) -> None:
+    target, cluster = front
+
     @FUZZED
     @given(PICKS)
     def fuzz(pick: random.Random) -> None:
-        send(face, method, bytes_of(pick, valid))
+        target.send(SERVICE + method, bytes_of(pick, valid))
 
     fuzz()
-    works(face)
+    works(target, cluster)

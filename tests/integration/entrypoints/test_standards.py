@@ -12,7 +12,7 @@ from coordinator.service import SERVICES
 from splitserve.rpc.channel import make_channel
 from tests.integration.entrypoints.test_openai_http import CHAT, HI, payloads, serving
 
-GET = b"GET /health HTTP/1.1\r\n"
+GET, POST = b"GET /health HTTP/1.1\r\n", b"POST /v1/completions HTTP/1.1\r\n"
 
 
 def chat_head(version: bytes, body: bytes, more: bytes = b"") -> bytes:
@@ -88,20 +88,27 @@ async def test_a_host_is_one(host: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "head",
+    "request_bytes",
     [
-        b"host : h\r\n",
-        b"host: h\r\ncontent-length: +2\r\n",
-        b"host: h\r\ncontent-length: 2\r\ncontent-length: 3\r\n",
-        b"host: h\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n",
-        b"host: h\r\nx y: z\r\n",
-        b"host: h\r\nx: \x00\r\n",
+        POST + b"host : h\r\n\r\n{}",
+        POST + b"host: h\r\ncontent-length: +2\r\n\r\n{}",
+        POST + b"host: h\r\ncontent-length: x\r\n\r\n",
+        POST + b"host: h\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\n{}",
+        POST + b"host: h\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n{}",
+        POST + b"host: h\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        POST + b"host: h\r\nx y: z\r\n\r\n{}",
+        POST + b"host: h\r\nx: \x00\r\n\r\n{}",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET\r\n\r\n",
     ],
 )
-async def test_heads_that_are_none_are_400(head: bytes) -> None:
+async def test_what_is_no_http_is_400(request_bytes: bytes) -> None:
     async with serving() as http:
-        status, headers, _ = split(await http.raw(b"POST /v1/completions HTTP/1.1\r\n" + head + b"\r\n{}"))
+        status, headers, body = split(await http.raw(request_bytes))
         assert (status, headers["connection"]) == (400, "close")
+        assert json.loads(body)["error"]["code"] == "malformed_http"
+        assert (await http.client.get("/health")).status_code == 200
 
 
 async def test_a_method_that_a_path_does_not_take_names_those_it_does() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,17 @@ class Found:
     reasoning: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
     """Names and arguments."""
-    ids: list[str] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list, compare=False)
+
+
+def cut_by_chance(text: str, seed: int, most: int) -> list[str]:
+    """The text in pieces of 1 to `most` characters."""
+    drawn, pieces = random.Random(seed), []
+    while text:
+        length = drawn.randint(1, most)
+        pieces.append(text[:length])
+        text = text[length:]
+    return pieces
 
 
 def read(

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import re
-
 from coordinator.entrypoints.openai.formats.reader import Reader, Steps, drop
 from coordinator.entrypoints.openai.formats.tool_format import NAME, CallForm, ToolFormat
 from coordinator.entrypoints.openai.formats.writer import Writer
@@ -17,16 +15,15 @@ _BEGIN, _END, _CALL, _END_CALL, _SEPARATOR = (
     for word in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
 )
 _FENCE = "```json"
-_NAME = re.compile(r"[\w.:/-]*")
 
 
 def _read(reader: Reader, writer: Writer) -> Steps[bool]:
     yield from reader.blank()
-    name = yield from reader.name(_NAME)
+    name = yield from reader.name()
     if not name or not (yield from reader.takes(_SEPARATOR)):
         return False
     if not (yield from reader.next_is("{")):  # R1 and V3 write the type of the tool before its name
-        name = yield from reader.name(_NAME)
+        name = yield from reader.name()
         yield from reader.takes(_FENCE)
         if not name or not (yield from reader.next_is("{")):
             return False

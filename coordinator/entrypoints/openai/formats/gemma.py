@@ -8,19 +8,18 @@ from __future__ import annotations
 import json
 import re
 
-from coordinator.entrypoints.openai.bodies import quoted
+from coordinator.entrypoints.openai.formats.arguments import quoted
 from coordinator.entrypoints.openai.formats.reader import Reader, Steps
 from coordinator.entrypoints.openai.formats.tool_format import ToolFormat
 from coordinator.entrypoints.openai.formats.writer import Writer
 
 _CALL, _END_CALL, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-_NAME = re.compile(r"[\w.:/-]*")
 _KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:\"]+(?:\s+[^\s{}\[\],:\"]+)*)\s*:")
 
 
 def _read(reader: Reader, writer: Writer) -> Steps[bool]:
     yield from reader.blank()
-    name = (yield from reader.name(_NAME)).removeprefix("call:")
+    name = (yield from reader.name()).removeprefix("call:")
     if not name or not (yield from reader.next_is("{")):
         return False
     pieces: list[str] = []

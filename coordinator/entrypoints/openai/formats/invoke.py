@@ -8,21 +8,18 @@ or JSON.
 
 from __future__ import annotations
 
-import re
 from functools import partial
 
-from coordinator.entrypoints.openai.formats.reader import Reader, Steps
+from coordinator.entrypoints.openai.formats.reader import ATTRIBUTE, Reader, Steps
 from coordinator.entrypoints.openai.formats.tool_format import KEY, KIND, NAME, CallForm, ToolFormat
 from coordinator.entrypoints.openai.formats.writer import Writer
-
-_ATTRIBUTE = re.compile(r'[^"<>]*')
 
 
 def _read(word: str, reader: Reader, writer: Writer) -> Steps[bool]:
     """Reads one call after `<invoke name="`. `word`: the beginning of the tags."""
     parameter, end_parameter = f'<{word}parameter name="', f"</{word}parameter>"
     end_call = f"</{word}invoke>"
-    name = yield from reader.name(_ATTRIBUTE)
+    name = yield from reader.name(ATTRIBUTE)
     if not name or not (yield from reader.takes('"')):
         return False
     tag = yield from reader.takes(">", "/>")

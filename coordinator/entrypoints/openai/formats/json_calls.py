@@ -106,12 +106,6 @@ def _read_between(begin: str, end: str, reader: Reader, writer: Writer) -> Steps
     return False
 
 
-def _read_array(reader: Reader, writer: Writer) -> Steps[bool]:
-    if not (yield from reader.next_is("[")):
-        return False
-    return (yield from read_json_calls(reader, writer))
-
-
 HERMES = ToolFormat(
     name="hermes",
     markers=("<tool_call>",),
@@ -130,7 +124,7 @@ GRANITE = ToolFormat(
     name="granite",
     markers=("<|tool_call|>", "<|start_of_role|>"),
     opens=("<|tool_call|>", "<tool_call>"),
-    read=_read_array,
+    read=read_json_calls,
     form=array_form("<|tool_call|>"),
 )
 PHI4 = ToolFormat(

@@ -9,14 +9,13 @@ from __future__ import annotations
 import html
 import re
 
-from coordinator.entrypoints.openai.formats.reader import Reader, Steps, drop
+from coordinator.entrypoints.openai.formats.reader import ATTRIBUTE, Reader, Steps, drop
 from coordinator.entrypoints.openai.formats.tool_format import NAME, NUMBER, CallForm, ToolFormat
 from coordinator.entrypoints.openai.formats.writer import Writer
 
 _BEGIN, _END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _CALL, _ARGUMENTS, _END_CALL = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _ID = re.compile(r"[^\s<>]*")
-_ATTRIBUTE = re.compile(r'[^"<>]*')
 _ARGUMENT = '<|open|>argument key="'
 
 
@@ -34,7 +33,7 @@ def _read_k2(reader: Reader, writer: Writer) -> Steps[bool]:
 
 
 def _read_k3(reader: Reader, writer: Writer) -> Steps[bool]:
-    name = yield from reader.name(_ATTRIBUTE)
+    name = yield from reader.name(ATTRIBUTE)
     if not name or not (yield from reader.takes('"')):
         return False
     yield from reader.until(("<|sep|>",), drop)

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import random
-import re
 import string
 
 from coordinator.entrypoints.openai.formats.json_calls import array_form, read_json_calls
@@ -16,7 +15,6 @@ from coordinator.entrypoints.openai.formats.tool_format import NAME, CallForm, T
 from coordinator.entrypoints.openai.formats.writer import Writer
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-_NAME = re.compile(r"[\w.:/-]*")
 _ID_LETTERS = string.ascii_letters + string.digits
 
 
@@ -28,12 +26,12 @@ def _new_id() -> str:
 def _read(reader: Reader, writer: Writer) -> Steps[bool]:
     if (yield from reader.next_is("[")):
         return (yield from read_json_calls(reader, writer, new_id=_new_id))
-    name = yield from reader.name(_NAME)
+    name = yield from reader.name()
     if not name:
         return False
     call_id = ""
     if (yield from reader.takes(_ID)):
-        call_id = yield from reader.name(_NAME)
+        call_id = yield from reader.name()
     yield from reader.takes(_ARGUMENTS)
     if not (yield from reader.next_is("{")):
         return False

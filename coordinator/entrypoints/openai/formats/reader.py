@@ -21,6 +21,8 @@ Take = Callable[[str], None]
 
 MAX_NAME = 256
 """Most characters of the name of a function or a parameter. With a longer one, the text is no call."""
+PLAIN_NAME, ATTRIBUTE = re.compile(r"[\w.:/-]*"), re.compile(r'[^"<>]*')
+"""The characters of a name on its own, and between quotes."""
 _BLANK = re.compile(r"\s*")
 _OUTSIDE = re.compile(r"""["'{}\[\]()]|[^\s\w,:.+\-=]""")
 """Outside of strings: quotes, brackets, and characters that no value contains."""
@@ -138,7 +140,7 @@ class Reader:
         self._take(self._at + len(text))
         return text
 
-    def name(self, allowed: re.Pattern[str]) -> Steps[str]:
+    def name(self, allowed: re.Pattern[str] = PLAIN_NAME) -> Steps[str]:
         """Takes and returns the characters that match; empty if there is none, or more than MAX_NAME."""
         name = ""
         while len(name) <= MAX_NAME:

@@ -6,13 +6,10 @@
 
 from __future__ import annotations
 
-import re
-
 from coordinator.entrypoints.openai.formats.reader import Reader, Steps
 from coordinator.entrypoints.openai.formats.tool_format import KEY, NAME, CallForm, ToolFormat
 from coordinator.entrypoints.openai.formats.writer import Writer
 
-_NAME = re.compile(r"[\w.:/-]*")
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
 _KEY, _END_KEY, _VALUE, _END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
@@ -21,7 +18,7 @@ _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 
 def _read_qwen(reader: Reader, writer: Writer) -> Steps[bool]:
     yield from reader.takes(_FUNCTION)  # already taken if this tag has opened the call
-    name = yield from reader.name(_NAME)
+    name = yield from reader.name()
     if not name or not (yield from reader.takes(">")):
         return False
     writer.call(name)
@@ -51,7 +48,7 @@ def _read_parameter(reader: Reader) -> Steps[tuple[str, str]]:
 
 def _read_glm(reader: Reader, writer: Writer) -> Steps[bool]:
     yield from reader.blank()
-    name = yield from reader.name(_NAME)
+    name = yield from reader.name()
     tag = (yield from reader.takes(_KEY, _END_CALL)) if name else ""
     if not tag:
         return False

@@ -6,8 +6,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from coordinator.entrypoints.openai.bodies import quoted
-from coordinator.entrypoints.openai.formats.arguments import Schema, typed
+from coordinator.entrypoints.openai.formats.arguments import Schema, quoted, typed
 
 
 @dataclass(frozen=True, slots=True)

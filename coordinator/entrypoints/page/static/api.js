@@ -3,13 +3,6 @@
 const STORED = "splitserve-key";
 const TIMEOUT_MS = 10000;
 
-export class ApiError extends Error {
-  constructor(status, message) {
-    super(message);
-    this.status = status;
-  }
-}
-
 export function hasKey() {
   return sessionStorage.getItem(STORED) !== null;
 }
@@ -51,7 +44,7 @@ async function call(path, options) {
   const key = sessionStorage.getItem(STORED);
   const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
   const response = await fetch(path, { ...options, headers, cache: "no-store" });
-  if (!response.ok) throw new ApiError(response.status, await reason(response));
+  if (!response.ok) throw new Error(await reason(response));
   return response;
 }
 

@@ -126,18 +126,17 @@ export class Chart {
       if (!this.legend.children[place]) {
         this.legend.append(el("li", {}, el("span", { class: `key c${one.color}` }), el("span")));
       }
-      const value = one.values[index] ?? null;
-      const text = `${one.name} ${value === null ? "none" : this.format(value)}${place === 0 ? when : ""}`;
-      setText(this.legend.children[place].lastChild, text);
+      setText(this.legend.children[place].lastChild, `${this.value(one, index)}${place === 0 ? when : ""}`);
     });
   }
 
   summary() {
-    const last = this.series.map((one) => {
-      const value = one.values.at(-1) ?? null;
-      return `${one.name} ${value === null ? "none" : this.format(value)}`;
-    });
-    return `${this.label}, latest: ${last.join(", ")}`;
+    return `${this.label}, latest: ${this.series.map((one) => this.value(one, -1)).join(", ")}`;
+  }
+
+  value(one, index) {
+    const value = one.values.at(index) ?? null;
+    return `${one.name} ${value === null ? "none" : this.format(value)}`;
   }
 }
 

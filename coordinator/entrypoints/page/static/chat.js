@@ -1,8 +1,8 @@
 // A chat box: the answer as it streams, then the request's own waterfall.
 
-import { chat, getJson } from "./api.js";
-import { el } from "./dom.js";
-import { waterfall } from "./waterfall.js";
+import { chat } from "./api.js";
+import { el, offer } from "./dom.js";
+import { showRecord } from "./waterfall.js";
 
 const MOST_TOKENS = 256;
 const MOST_TURNS = 20;
@@ -34,10 +34,7 @@ export class Chat {
 
   // The models that can be asked, by name.
   offer(names) {
-    if ([...this.select.options].map((one) => one.value).join("\n") === names.join("\n")) return;
-    const before = this.select.value;
-    this.select.replaceChildren(...names.map((name) => el("option", { value: name }, name)));
-    if (names.includes(before)) this.select.value = before;
+    offer(this.select, names);
     this.choice.hidden = names.length < 2;
   }
 
@@ -72,14 +69,6 @@ export class Chat {
     this.button.textContent = "Send";
     if (answer.textContent) this.turns.push({ role: "assistant", content: answer.textContent });
     else answer.remove();
-    await this.explain(id);
-  }
-
-  async explain(id) {
-    try {
-      this.record.replaceChildren(waterfall(await getJson(`page/request/${id}`)));
-    } catch (error) {
-      this.record.replaceChildren(el("p", { class: "note" }, error.message));
-    }
+    await showRecord(this.record, id);
   }
 }

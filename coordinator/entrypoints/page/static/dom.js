@@ -20,6 +20,22 @@ function fill(node, attributes, children) {
   return node;
 }
 
+// A table that scrolls on its own; `rows` is its body.
+export function table(label, columns, rows, name = "") {
+  const head = el("tr", {}, ...columns.map((column) => el("th", { scope: "col" }, column)));
+  const body = rows instanceof Node ? rows : el("tbody", {}, ...rows);
+  const attributes = { class: `scroll ${name}`, tabindex: 0, role: "group", "aria-label": label };
+  return el("div", attributes, el("table", {}, el("thead", {}, head), body));
+}
+
+// Offers these names, unless they are offered already. The choice stays if it is among them.
+export function offer(select, names) {
+  if ([...select.options].map((one) => one.value).join("\n") === names.join("\n")) return;
+  const before = select.value;
+  select.replaceChildren(...names.map((name) => el("option", { value: name }, name)));
+  if (names.includes(before)) select.value = before;
+}
+
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }

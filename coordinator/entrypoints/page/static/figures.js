@@ -3,7 +3,7 @@
 import { Chart } from "./charts.js";
 import { el, milliseconds, number, objects, percent, setText } from "./dom.js";
 
-export const PHASES = [
+const PHASES = [
   ["admit", "admission"],
   ["reserve", "reserve"],
   ["prefill_queue", "prefill queue"],

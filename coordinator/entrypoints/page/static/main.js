@@ -2,7 +2,7 @@
 
 import { getJson, hasKey, setKey } from "./api.js";
 import { Chat } from "./chat.js";
-import { el, number, setText } from "./dom.js";
+import { number, offer, setText } from "./dom.js";
 import { Figures } from "./figures.js";
 import { Requests } from "./requests.js";
 import { Scaling } from "./scaling.js";
@@ -53,11 +53,7 @@ async function tick() {
 
 function chooseModel(snapshot) {
   const names = snapshot.models.map((one) => one.model);
-  const select = byId("model");
-  if ([...select.options].map((one) => one.value).join("\n") !== names.join("\n")) {
-    select.replaceChildren(...names.map((name) => el("option", { value: name }, name)));
-    if (names.includes(model)) select.value = model;
-  }
+  offer(byId("model"), names);
   byId("model-choice").hidden = names.length < 2;
   if (!names.includes(model)) model = names[0] ?? null;
   chat.offer(snapshot.servable);

@@ -1,8 +1,7 @@
 // The kept requests: the latest, the slow and the failed ones, each as a waterfall.
 
-import { getJson } from "./api.js";
-import { el, milliseconds } from "./dom.js";
-import { waterfall } from "./waterfall.js";
+import { el, milliseconds, table } from "./dom.js";
+import { showRecord } from "./waterfall.js";
 
 const KINDS = [
   ["recent", "Latest"],
@@ -17,12 +16,11 @@ export class Requests {
       el("button", { type: "button", "aria-pressed": String(kind === this.kind), onclick: () => this.choose(kind) }, name),
     );
     this.body = el("tbody");
-    const columns = ["request", "received", "outcome", "TTFT", "in all"].map((name) => el("th", { scope: "col" }, name));
-    const table = el("table", {}, el("thead", {}, el("tr", {}, ...columns)), this.body);
+    const columns = ["request", "received", "outcome", "TTFT", "in all"];
     this.record = el("div", { "aria-live": "polite" });
     container.replaceChildren(
       el("div", { class: "choices", role: "group", "aria-label": "Which requests" }, ...this.choices),
-      el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Kept requests" }, table),
+      table("Kept requests", columns, this.body),
       this.record,
     );
   }
@@ -61,11 +59,7 @@ export class Requests {
   }
 
   async open(id) {
-    try {
-      this.record.replaceChildren(waterfall(await getJson(`page/request/${encodeURIComponent(id)}`)));
-      this.record.querySelector("h3").focus();
-    } catch (error) {
-      this.record.replaceChildren(el("p", { class: "bad" }, error.message));
-    }
+    await showRecord(this.record, id);
+    this.record.querySelector("h3")?.focus();
   }
 }

@@ -1,6 +1,6 @@
 // What the autoscaler wants of each pool, what it does next, and what it decided before, with reasons.
 
-import { clock, el } from "./dom.js";
+import { clock, el, table } from "./dom.js";
 
 export class Scaling {
   constructor(container) {
@@ -43,7 +43,7 @@ function upcoming(one) {
 }
 
 function timeline(entries) {
-  const head = ["time", "pool", "wanted", "decided by", "action", "reason"].map((name) => el("th", { scope: "col" }, name));
+  const columns = ["time", "pool", "wanted", "decided by", "action", "reason"];
   const rows = entries.map((one) =>
     el(
       "tr",
@@ -56,6 +56,5 @@ function timeline(entries) {
       el("td", { class: "reason" }, one.reason),
     ),
   );
-  const table = el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows));
-  return el("div", { class: "scroll timeline", tabindex: 0, role: "group", "aria-label": "Decisions so far" }, table);
+  return table("Decisions so far", columns, rows, "timeline");
 }

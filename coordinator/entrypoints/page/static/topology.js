@@ -3,7 +3,6 @@
 import { bytes, el, number, objects, percent, setText, svg } from "./dom.js";
 
 const GONE_MS = 30000;
-const FEW = 8;
 const MANY = 24;
 const MOST_LINES = 60;
 const POOLS = ["prefill", "decode"];
@@ -61,7 +60,6 @@ export class Topology {
     const { title, grid } = this.panels[pool];
     const ready = workers.filter((worker) => worker.state === "ready").length;
     setText(title, `${pool}: ${number(ready)} of ${number(workers.length)} ready`);
-    grid.classList.toggle("few", workers.length <= FEW);
     grid.classList.toggle("compact", workers.length > MANY);
     workers.forEach((worker, index) => {
       const cell = this.cells.get(cellKey(pool, worker.id)) ?? this.cell(worker.id);

@@ -1,6 +1,7 @@
 // One request's record: where its time went, what was decided and why, what it cost.
 
-import { bytes, el, milliseconds, number } from "./dom.js";
+import { getJson } from "./api.js";
+import { bytes, el, milliseconds, number, table } from "./dom.js";
 
 const COLORS = {
   admission: 3,
@@ -12,8 +13,17 @@ const COLORS = {
   decode: 4,
 };
 
+// Shows a request's record, or why there is none.
+export async function showRecord(container, id) {
+  try {
+    container.replaceChildren(waterfall(await getJson(`page/request/${encodeURIComponent(id)}`)));
+  } catch (error) {
+    container.replaceChildren(el("p", { class: "bad" }, error.message));
+  }
+}
+
 // Two scales: phases until the first token, which may be short, and those after it, which may be long.
-export function waterfall(record) {
+function waterfall(record) {
   const hasToken = record.ttft_ms !== null;
   const first = hasToken ? record.ttft_ms : record.total_ms;
   const end = Math.max(record.total_ms, ...record.phases.map((phase) => phase.end_ms));
@@ -24,18 +34,14 @@ export function waterfall(record) {
     ...(hasToken ? [el("tr", { class: "mark" }, el("th", { scope: "row", colspan: 5 }, `first token after ${milliseconds(first)}`))] : []),
     ...after.map((phase) => row(phase, first, end)),
   ];
-  const head = ["phase", "start", "time", "worker", "when"].map((name) => el("th", { scope: "col" }, name));
+  const columns = ["phase", "start", "time", "worker", "when"];
   return el(
     "article",
     { class: "record" },
     el("h3", { tabindex: -1 }, `Request ${record.request_id}`),
     el("p", {}, about(record)),
     record.failure ? el("p", { class: "bad" }, record.failure) : null,
-    el(
-      "div",
-      { class: "scroll", tabindex: 0, role: "group", "aria-label": "Phases of the request" },
-      el("table", { class: "waterfall" }, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows)),
-    ),
+    table("Phases of the request", columns, rows, "waterfall"),
     details(record),
   );
 }

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from coordinator.entrypoints.openai.call_grammar import AnswerTerms, answer_grammar
+from coordinator.entrypoints.openai.call_grammar import answer_grammar
 from coordinator.entrypoints.openai.formats.table import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
-from coordinator.entrypoints.openai.tools import AnswerForm, Function, JsonSchema, ResponseFormat
-from splitserve.v1 import generation_pb2
+from coordinator.entrypoints.openai.tools import Function, JsonSchema, ResponseFormat, choice_grammar
+from splitserve.v1.generation_pb2 import Grammar
 from tests.support.formats.samples import CALLS, SAMPLES, read
 
 FUNCTIONS = [
@@ -47,7 +47,7 @@ class Bytes:
 VOCABULARY = LLTokenizer(TokenizerWrapper(Bytes()))
 
 
-def matcher(grammar: generation_pb2.Grammar | None) -> LLMatcher:
+def matcher(grammar: Grammar | None) -> LLMatcher:
     assert grammar is not None
     made = LLMatcher(VOCABULARY, LLMatcher.grammar_from_lark(grammar.lark), log_level=0)
     assert not made.is_error(), made.get_error()
@@ -56,11 +56,11 @@ def matcher(grammar: generation_pb2.Grammar | None) -> LLMatcher:
 
 def accepts(text: str, answer: AnswerFormat = HERMES, functions: Any = FUNCTIONS, **form: Any) -> bool:
     """Whether the grammar accepts exactly this text."""
-    made = matcher(answer_grammar(AnswerTerms(functions, **form), answer))
+    made = matcher(answer_grammar(answer, functions, **form))
     return all(made.consume_token(byte) for byte in text.encode()) and made.is_accepting()
 
 
-def schema_format(schema: dict[str, Any]) -> AnswerForm | None:
+def schema_format(schema: dict[str, Any]) -> Grammar | None:
     return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=schema)).form
 
 
@@ -110,7 +110,7 @@ def test_what_a_grammar_makes_is_read_as_calls(name: str) -> None:
             },
         )
     ]
-    made = matcher(answer_grammar(AnswerTerms(functions, must_call=True, parallel=False), answer))
+    made = matcher(answer_grammar(answer, functions, must_call=True, parallel=False))
     text = bytearray()
     while not made.is_accepting() and len(text) < 1000:
         allowed = made.compute_logit_bias()
@@ -166,13 +166,13 @@ def test_a_grammar_begins_after_the_reasoning(is_reasoning: bool) -> None:
 @pytest.mark.parametrize(
     ("form", "text", "other"),
     [
-        (AnswerForm.of_choices(["a", "ab", 'é😀"\n']), 'é😀"\n', "abc"),
-        (AnswerForm.of_regex(r"a/b|\/[/]\\"), "//\\", "a"),
-        (AnswerForm.of_regex("a\nb"), "a\nb", "anb"),
-        (AnswerForm.of_lark('start: sum\nsum: N ("}" N)*\nN: /[0-9]/'), "1}2", "1}"),
+        (choice_grammar(["a", "ab", 'é😀"\n']), 'é😀"\n', "abc"),
+        (Grammar(regex=r"a/b|\/[/]\\"), "//\\", "a"),
+        (Grammar(regex="a\nb"), "a\nb", "anb"),
+        (Grammar(lark='start: sum\nsum: N ("}" N)*\nN: /[0-9]/'), "1}2", "1}"),
     ],
 )
-def test_forms_beside_tools_and_reasoning(form: AnswerForm, text: str, other: str) -> None:
+def test_forms_beside_tools_and_reasoning(form: Grammar, text: str, other: str) -> None:
     thinking = replace(HERMES, reasoning=REASONING_FORMATS["think"], is_reasoning=True)
     for answer, functions, thought in (
         (HERMES, FUNCTIONS, ""),
@@ -185,8 +185,8 @@ def test_forms_beside_tools_and_reasoning(form: AnswerForm, text: str, other: st
 
 
 def test_plain_answers_have_no_grammar() -> None:
-    assert answer_grammar(AnswerTerms(), AnswerFormat()) is None
-    assert answer_grammar(AnswerTerms(FUNCTIONS), AnswerFormat(TOOL_FORMATS["gemma"])) is None
-    assert answer_grammar(AnswerTerms(FUNCTIONS), AnswerFormat(TOOL_FORMATS["llama"])) is None
-    whole = answer_grammar(AnswerTerms(form=ResponseFormat(type="json_object").form), AnswerFormat())
-    assert whole == generation_pb2.Grammar(json_object=True)
+    assert answer_grammar(AnswerFormat()) is None
+    assert answer_grammar(AnswerFormat(TOOL_FORMATS["gemma"]), FUNCTIONS) is None
+    assert answer_grammar(AnswerFormat(TOOL_FORMATS["llama"]), FUNCTIONS) is None
+    whole = answer_grammar(AnswerFormat(), form=ResponseFormat(type="json_object").form)
+    assert whole == Grammar(json_object=True)

@@ -264,7 +264,7 @@ def test_targets() -> None:
         ([PROMPT], {"priority": 1.5}, "priority"),
         ([PROMPT], {"priority": "high"}, "priority"),
         ([PROMPT], {"priority": True}, "priority"),
-        ([PROMPT], {"regex": "a", "lark": "b"}, "lark"),
+        ([PROMPT], {"regex": "a", "lark": "b"}, "sampling.grammar"),
         ([PROMPT], {"exclude_input_in_output": False, "stream": True}, "exclude_input_in_output"),
     ],
 )

@@ -211,8 +211,9 @@ def answer(stops: StopSequences | None = None) -> MessageAnswer:
 
 def streamed(made: MessageAnswer, text: str, reason: Any = STOP, tokens: int = 9) -> list[dict[str, Any]]:
     usage = inference_pb2.Usage(prompt_tokens=5, completion_tokens=tokens, cached_prompt_tokens=4)
-    data = made.delta(generation_pb2.OutputDelta(text=text, token_ids=text.encode()), 5)
-    data += made.done(inference_pb2.GenerationDone(finish_reason=reason, usage=usage))
+    data = made.begin(inference_pb2.GenerationStart(prompt_tokens=5))
+    data += made.delta(generation_pb2.OutputDelta(text=text, token_ids=text.encode()))
+    data += made.done(inference_pb2.GenerationDone(finish_reason=reason, usage=usage)) + made.end()
     return typed_events(data)
 
 

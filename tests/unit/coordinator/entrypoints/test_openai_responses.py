@@ -33,7 +33,7 @@ from splitserve.v1 import generation_pb2, inference_pb2
 STOP = generation_pb2.FINISH_REASON_STOP
 LENGTH = generation_pb2.FINISH_REASON_LENGTH
 FRAME = Frame("id-1", "chat.completion.chunk", 7, 'm"ö')
-TEXTS = TokenTexts(ByteTokenizer())
+WITH_TEXTS = Extras(texts=TokenTexts(ByteTokenizer()))
 
 
 def delta(text: str, reason: Any = 0, logprobs: Any = ()) -> generation_pb2.OutputDelta:
@@ -42,6 +42,32 @@ def delta(text: str, reason: Any = 0, logprobs: Any = ()) -> generation_pb2.Outp
 
 def done(reason: Any = STOP, **fields: Any) -> inference_pb2.GenerationDone:
     return inference_pb2.GenerationDone(finish_reason=reason, **fields)
+
+
+def whole(body: ChatResponse | CompletionResponse, reason: Any = STOP) -> dict[str, Any]:
+    body.done(done(reason))
+    return body.to_json()
+
+
+def said(
+    kind: type[ChatResponse | CompletionResponse],
+    *deltas: generation_pb2.OutputDelta,
+    reason: Any = STOP,
+    **options: Any,
+) -> dict[str, Any]:
+    """The choice that a response makes of these deltas."""
+    body = kind(FRAME, 0, **options)
+    for one in deltas:
+        body.delta(one)
+    return whole(body, reason)
+
+
+def streamed(
+    kind: type[ChatStream | CompletionStream], *deltas: generation_pb2.OutputDelta, **options: Any
+) -> list[dict[str, Any]]:
+    """The choices in the events of a stream of these deltas."""
+    chunks = kind(FRAME, 0, **options)
+    return [event["choices"][0] for event in events(b"".join(map(chunks.delta, deltas)))]
 
 
 def events(data: bytes) -> list[dict[str, Any]]:
@@ -97,11 +123,11 @@ def test_any_text_survives(text: str) -> None:
         assert events(plain.delta(delta(text)))[0]["choices"][0]["text"] == text
 
 
-def calls_parser() -> AnswerParser | None:
+def calls_parser() -> AnswerParser:
     return AnswerFormat(TOOL_FORMATS["hermes"]).parser({}, must_call=False)
 
 
-def reasoning_parser() -> AnswerParser | None:
+def reasoning_parser() -> AnswerParser:
     return AnswerFormat(None, REASONING_FORMATS["think"], is_reasoning=True, end_ids=(7, 8)).parser(
         {}, must_call=False
     )
@@ -117,10 +143,10 @@ def test_reasoning_apart_from_content() -> None:
         token_delta("nk</thi", 3, 7),
         token_delta("nk>\n\nYes", 8, 9, 1, reason=STOP),
     ]
-    body = ChatResponse(0, parser=reasoning_parser())
+    body = ChatResponse(FRAME, 0, parser=reasoning_parser())
     for one in deltas:
         body.delta(one)
-    shown = body.to_json(done())
+    shown = whole(body)
     assert (shown["message"]["content"], shown["finish_reason"]) == ("Yes", "stop")
     assert shown["message"]["reasoning_content"] == shown["message"]["reasoning"] == "I think"
     assert body.reasoning_tokens == 5
@@ -135,11 +161,11 @@ def test_reasoning_apart_from_content() -> None:
 
 
 def test_an_answer_that_ends_in_its_reasoning() -> None:
-    body = ChatResponse(0, parser=reasoning_parser())
-    body.delta(token_delta("I think</thi", 1, 2, 3, 4, 7, reason=LENGTH))
-    shown = body.to_json(done(LENGTH))
+    parser = reasoning_parser()
+    cut = token_delta("I think</thi", 1, 2, 3, 4, 7, reason=LENGTH)
+    shown = said(ChatResponse, cut, reason=LENGTH, parser=parser)
     assert (shown["message"]["content"], shown["message"]["reasoning_content"]) == (None, "I think")
-    assert (shown["finish_reason"], body.reasoning_tokens) == ("length", 5)
+    assert (shown["finish_reason"], parser.reasoning_tokens) == ("length", 5)
 
 
 def test_reasoning_tokens_are_counted_for_all_choices() -> None:
@@ -151,12 +177,10 @@ def test_reasoning_tokens_are_counted_for_all_choices() -> None:
 
 
 def test_streamed_calls() -> None:
-    chunks = ChatStream(FRAME, 0, parser=calls_parser())
     text = 'Hm. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-    pieces = [delta(character) for character in text]
-    shown = events(b"".join(map(chunks.delta, pieces)) + chunks.delta(delta("", STOP)))
-    assert shown[-1]["choices"][0]["finish_reason"] == "tool_calls"
-    deltas = [event["choices"][0]["delta"] for event in shown]
+    shown = streamed(ChatStream, *map(delta, text), delta("", STOP), parser=calls_parser())
+    assert shown[-1]["finish_reason"] == "tool_calls"
+    deltas = [choice["delta"] for choice in shown]
     assert "".join(one.get("content", "") for one in deltas) == "Hm."
     calls = [one["tool_calls"][0] for one in deltas if "tool_calls" in one]
     assert calls[0]["type"] == "function"
@@ -166,15 +190,13 @@ def test_streamed_calls() -> None:
 
 
 def test_whole_calls() -> None:
-    body = ChatResponse(0, parser=calls_parser())
-    body.delta(delta('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', STOP))
-    shown = body.to_json(done())
+    call = delta('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', STOP)
+    shown = said(ChatResponse, call, parser=calls_parser())
     assert shown["finish_reason"] == "tool_calls"
     assert shown["message"]["content"] is None
     assert shown["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
-    cut = ChatResponse(0, parser=calls_parser())
-    cut.delta(delta('<tool_call>{"name": "f", "arguments": {"a"', LENGTH))
-    assert cut.to_json(done(LENGTH))["finish_reason"] == "length"
+    cut = delta('<tool_call>{"name": "f", "arguments": {"a"', LENGTH)
+    assert said(ChatResponse, cut, reason=LENGTH, parser=calls_parser())["finish_reason"] == "length"
 
 
 LOGPROBS = [token(0x48, -0.5, (0x48, -0.5), (0x49, -1.0)), token(0xC3, float("-inf"))]
@@ -193,75 +215,57 @@ def test_log_probabilities_of_chat() -> None:
         },
         {"token": "bytes:\\xc3", "logprob": -9999.0, "bytes": [0xC3], "top_logprobs": []},
     ]
-    body = ChatResponse(0, texts=TEXTS)
-    body.delta(delta("H", STOP, LOGPROBS))
-    assert body.to_json(done())["logprobs"] == {"content": expected, "refusal": None}
-    chunks = ChatStream(FRAME, 0, texts=TEXTS)
-    shown = events(chunks.delta(delta("", 0, LOGPROBS[:1])) + chunks.delta(delta("H", STOP, LOGPROBS[1:])))
-    content = [
-        entry for event in shown for entry in (event["choices"][0]["logprobs"] or {}).get("content", [])
-    ]
-    assert content == expected
+    shown = said(ChatResponse, delta("H", STOP, LOGPROBS), extras=WITH_TEXTS)
+    assert shown["logprobs"] == {"content": expected, "refusal": None}
+    deltas = delta("", 0, LOGPROBS[:1]), delta("H", STOP, LOGPROBS[1:])
+    parts = [choice["logprobs"] or {} for choice in streamed(ChatStream, *deltas, extras=WITH_TEXTS)]
+    assert [entry for part in parts for entry in part.get("content", [])] == expected
 
 
 def test_log_probabilities_of_completions() -> None:
-    body = CompletionResponse(0, texts=TEXTS)
-    body.delta(delta("H", 0, LOGPROBS[:1]))
-    body.delta(delta("", STOP, LOGPROBS[1:]))
-    shown = body.to_json(done())["logprobs"]
-    assert shown == {
+    deltas = delta("H", 0, LOGPROBS[:1]), delta("", STOP, LOGPROBS[1:])
+    assert said(CompletionResponse, *deltas, extras=WITH_TEXTS)["logprobs"] == {
         "tokens": ["H", "bytes:\\xc3"],
         "token_logprobs": [-0.5, -9999.0],
         "top_logprobs": [{"H": -0.5, "I": -1.0}, {"bytes:\\xc3": -9999.0}],
         "text_offset": [0, 1],
     }
-    chunks = CompletionStream(FRAME, 0, texts=TEXTS)
-    streamed = events(chunks.delta(delta("H", 0, LOGPROBS[:1])) + chunks.delta(delta("", STOP, LOGPROBS[1:])))
-    offsets = [e["choices"][0]["logprobs"]["text_offset"] for e in streamed if e["choices"][0]["logprobs"]]
-    assert offsets == [[0], [1]]
+    assert offsets(*deltas) == [0, 1]
+
+
+def offsets(*deltas: generation_pb2.OutputDelta) -> list[int]:
+    """Those of the tokens of a stream."""
+    parts = [choice["logprobs"] or {} for choice in streamed(CompletionStream, *deltas, extras=WITH_TEXTS)]
+    return [offset for part in parts for offset in part.get("text_offset", [])]
 
 
 def test_offsets_are_those_of_the_text_and_parts_of_characters_are_told_apart() -> None:
     text = "🐱é x🐱"
     parts = [token(byte, -1.0, (0xF0, -2.0), (0x9F, -3.0)) for byte in text.encode()]
     expected = [0, 0, 0, 0, 1, 1, 2, 3, 4, 4, 4, 4]
-    body = CompletionResponse(0, texts=TEXTS)
-    body.delta(delta(text, STOP, parts))
-    shown = body.to_json(done())
-    assert shown["logprobs"]["text_offset"] == expected
-    assert shown["logprobs"]["tokens"][:5] == [
-        f"bytes:\\x{byte:02x}" for byte in (0xF0, 0x9F, 0x90, 0xB1, 0xC3)
-    ]
-    assert shown["logprobs"]["top_logprobs"][2] == {
+    shown = said(CompletionResponse, delta(text, STOP, parts), extras=WITH_TEXTS)["logprobs"]
+    assert shown["text_offset"] == expected
+    assert shown["tokens"][:5] == [f"bytes:\\x{byte:02x}" for byte in (0xF0, 0x9F, 0x90, 0xB1, 0xC3)]
+    assert shown["top_logprobs"][2] == {
         "bytes:\\x90": -1.0,
         "bytes:\\xf0": -2.0,
         "bytes:\\x9f": -3.0,
     }
-    chunks = CompletionStream(FRAME, 0, texts=TEXTS)
-    sent = [chunks.delta(delta("", 0, [one])) for one in parts[:-1]] + [
-        chunks.delta(delta(text, STOP, parts[-1:]))
-    ]
-    streamed = [event["choices"][0]["logprobs"] for event in events(b"".join(sent))]
-    assert [offset for shown in streamed if shown for offset in shown["text_offset"]] == expected
+    first = [delta("", 0, [one]) for one in parts[:-1]]
+    assert offsets(*first, delta(text, STOP, parts[-1:])) == expected
 
 
 def test_offsets_end_where_a_stop_string_has_cut_the_text() -> None:
     tokens = [token(byte, -1.0) for byte in b"ab END"]
-    body = CompletionResponse(0, texts=TEXTS)
-    body.delta(delta("ab", STOP, tokens))
-    assert body.to_json(done())["logprobs"]["text_offset"] == [0, 1, 2, 2, 2, 2]
-    chunks = CompletionStream(FRAME, 0, texts=TEXTS)
-    shown = events(chunks.delta(delta("a", 0, tokens[:1])) + chunks.delta(delta("b", STOP, tokens[1:])))
-    offsets = [
-        one for event in shown for one in (event["choices"][0]["logprobs"] or {}).get("text_offset", [])
-    ]
-    assert offsets == [0, 1, 2, 2, 2, 2]
+    shown = said(CompletionResponse, delta("ab", STOP, tokens), extras=WITH_TEXTS)
+    assert shown["logprobs"]["text_offset"] == [0, 1, 2, 2, 2, 2]
+    assert offsets(delta("a", 0, tokens[:1]), delta("b", STOP, tokens[1:])) == [0, 1, 2, 2, 2, 2]
 
 
 def test_special_tokens_take_no_place_in_the_text() -> None:
-    body = CompletionResponse(0, texts=TokenTexts(SpecialTokenizer()))
-    body.delta(delta("ab", STOP, [token(97, -1.0), token(256, -1.0), token(98, -1.0)]))
-    shown = body.to_json(done())["logprobs"]
+    answer = delta("ab", STOP, [token(97, -1.0), token(256, -1.0), token(98, -1.0)])
+    extras = Extras(texts=TokenTexts(SpecialTokenizer()))
+    shown = said(CompletionResponse, answer, extras=extras)["logprobs"]
     assert (shown["tokens"], shown["text_offset"]) == (["a", "<s>", "b"], [0, 1, 1])
 
 
@@ -271,17 +275,14 @@ class SpecialTokenizer(ByteTokenizer):
 
 
 def test_completions_with_their_prompt() -> None:
-    body = CompletionResponse(1, echo="Once ")
-    body.delta(delta("upon", STOP))
-    assert body.to_json(done()) == {
-        "index": 1,
+    assert said(CompletionResponse, delta("upon", STOP), echo="Once ") == {
+        "index": 0,
         "text": "Once upon",
         "logprobs": None,
         "finish_reason": "stop",
     }
-    chunks = CompletionStream(FRAME, 1, echo="Once ")
-    shown = events(chunks.delta(delta("upon", STOP)))
-    assert [event["choices"][0]["text"] for event in shown] == ["Once ", "upon", ""]
+    shown = streamed(CompletionStream, delta("upon", STOP), echo="Once ")
+    assert [choice["text"] for choice in shown] == ["Once ", "upon", ""]
 
 
 PROMPT = generation_pb2.PromptLogprobs(
@@ -296,9 +297,9 @@ PROMPT = generation_pb2.PromptLogprobs(
 def test_log_probabilities_of_a_prompt_that_is_echoed() -> None:
     """The tokenizer has added the first special token, the prompt spells the second one."""
     answer = [token(99, -1.5, (99, -1.5))]
-    body = CompletionResponse(0, echo="a<s>b", texts=TokenTexts(SpecialTokenizer()))
+    body = CompletionResponse(FRAME, 0, echo="a<s>b", extras=Extras(texts=TokenTexts(SpecialTokenizer())))
     body.delta(generation_pb2.OutputDelta(text="c", logprobs=answer, prompt_logprobs=PROMPT))
-    assert body.to_json(done(LENGTH))["logprobs"] == {
+    assert whole(body, LENGTH)["logprobs"] == {
         "tokens": ["<s>", "a", "<s>", "b", "c"],
         "token_logprobs": [None, -0.5, -9999.0, -2.0, -1.5],
         "top_logprobs": [
@@ -314,14 +315,14 @@ def test_log_probabilities_of_a_prompt_that_is_echoed() -> None:
 
 def test_log_probabilities_of_a_prompt_as_vllm_gives_them() -> None:
     texts = TokenTexts(SpecialTokenizer())
-    completion = CompletionResponse(0, texts=texts, prompt_texts=texts)
-    chat = ChatResponse(0, prompt_texts=texts, parser=calls_parser())
+    completion = CompletionResponse(FRAME, 0, extras=Extras(texts=texts, prompt_texts=texts))
+    chat = ChatResponse(FRAME, 0, extras=Extras(prompt_texts=texts), parser=calls_parser())
     for body in (completion, chat):
         body.delta(generation_pb2.OutputDelta(finish_reason=LENGTH, prompt_logprobs=PROMPT))
-    shown = completion.to_json(done(LENGTH))
-    sibling = CompletionResponse(1, prompt_texts=texts)
+    shown = whole(completion, LENGTH)
+    sibling = CompletionResponse(FRAME, 1, extras=Extras(prompt_texts=texts))
     sibling.share_prompt(completion)
-    assert sibling.to_json(done(LENGTH))["prompt_logprobs"] == shown["prompt_logprobs"]
+    assert whole(sibling, LENGTH)["prompt_logprobs"] == shown["prompt_logprobs"]
     assert chat.beside_choices() == {"prompt_logprobs": shown["prompt_logprobs"]}
     assert (shown["text"], shown["logprobs"]["tokens"], shown["finish_reason"]) == ("", [], "length")
     first, *others = shown["prompt_logprobs"]
@@ -363,23 +364,26 @@ def test_token_ids_and_counts_in_a_stream(kind: type[ChatStream | CompletionStre
 
 
 def test_token_ids_of_whole_responses() -> None:
-    chat, plain = ChatResponse(0, extras=EXTRAS, parser=calls_parser()), CompletionResponse(0, extras=EXTRAS)
+    chat, plain = (
+        ChatResponse(FRAME, 0, extras=EXTRAS, parser=calls_parser()),
+        CompletionResponse(FRAME, 0, extras=EXTRAS),
+    )
     for body in (chat, plain):
         body.begin(STARTED)
         body.delta(token_delta("a", 1, 2))
         body.delta(token_delta("b", 3, reason=STOP))
-        assert body.to_json(done())["token_ids"] == [1, 2, 3]
+        assert whole(body)["token_ids"] == [1, 2, 3]
     assert chat.beside_choices() == {"prompt_token_ids": [7, 8]}
-    assert plain.to_json(done())["prompt_token_ids"] == [7, 8]
+    assert whole(plain)["prompt_token_ids"] == [7, 8]
     assert plain.beside_choices() == {}
 
 
 def test_tokens_named_by_their_ids() -> None:
     for keep_special, echo in ((True, None), (False, "<s>")):  # the prompt spells it
         texts = TokenTexts(SpecialTokenizer(), as_ids=True, keep_special=keep_special)
-        body = CompletionResponse(0, texts=texts, echo=echo)
+        body = CompletionResponse(FRAME, 0, extras=Extras(texts=texts), echo=echo)
         body.delta(delta("<s>b", STOP, [token(256, -1.0), token(98, -1.0)]))
-        shown = body.to_json(done())["logprobs"]
+        shown = whole(body)["logprobs"]
         assert (shown["tokens"], shown["text_offset"]) == (["token_id:256", "token_id:98"], [0, 3])
         assert body.mean_logprob == -1.0
 

@@ -191,9 +191,11 @@ def answer(**fields: Any) -> ResponseAnswer:
 
 
 def streamed(made: ResponseAnswer, pieces: list[str], reason: Any = STOP) -> list[dict[str, Any]]:
-    data = b"".join(made.delta(generation_pb2.OutputDelta(text=piece)) for piece in pieces)
+    data = made.begin(inference_pb2.GenerationStart(prompt_tokens=5))
+    data += b"".join(made.delta(generation_pb2.OutputDelta(text=piece)) for piece in pieces)
     usage = inference_pb2.Usage(prompt_tokens=5, completion_tokens=3, cached_prompt_tokens=4)
-    shown = typed_events(data + made.done(inference_pb2.GenerationDone(finish_reason=reason, usage=usage)))
+    made.done(inference_pb2.GenerationDone(finish_reason=reason, usage=usage))
+    shown = typed_events(data + made.end())
     assert [event["sequence_number"] for event in shown] == list(range(len(shown)))
     return shown
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.entrypoints.openai.call_grammar import AnswerTerms, answer_grammar
+from coordinator.entrypoints.openai.call_grammar import answer_grammar
 from coordinator.entrypoints.openai.formats.table import TOOL_FORMATS, AnswerFormat
 from coordinator.entrypoints.openai.tools import Function, JsonSchema, ResponseFormat
 from splitserve.grammars import child
@@ -75,8 +75,8 @@ def call(arguments: str) -> str:
     return f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
 
 
-def lark_of(asked: AnswerTerms) -> str:
-    grammar = answer_grammar(asked, AnswerFormat(TOOL_FORMATS["hermes"]))
+def lark_of(function: Function, **form: Any) -> str:
+    grammar = answer_grammar(AnswerFormat(TOOL_FORMATS["hermes"]), [function], **form)
     assert grammar is not None
     return grammar.lark
 
@@ -84,7 +84,7 @@ def lark_of(asked: AnswerTerms) -> str:
 @pytest.mark.parametrize("form", [{"must_call": True}, {"must_call": False}])
 def test_arguments_of_calls_are_checked(form: dict[str, bool]) -> None:
     function = Function(name="f", parameters={"properties": {"a": DIGITS}})
-    lark = lark_of(AnswerTerms([function], **form))
+    lark = lark_of(function, **form)
     status, mask = said(row("lark", lark), call('{"a": [1, 2]}'))
     assert (status, EOS in allowed(mask)) == (MASK, True)
     status, why = said(row("lark", lark), call('{"a": [1, 1]}'))
@@ -97,7 +97,7 @@ def test_arguments_of_calls_are_checked(form: dict[str, bool]) -> None:
 
 def test_content_beside_tools_is_checked() -> None:
     content = ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=DIGITS)).form
-    lark = lark_of(AnswerTerms([Function(name="f")], form=content))
+    lark = lark_of(Function(name="f"), form=content)
     assert said(row("lark", lark), "[1, 2]")[0] == COMPLETE or EOS in allowed(
         said(row("lark", lark), "[1, 2]")[1]
     )

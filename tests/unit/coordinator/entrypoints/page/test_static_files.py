@@ -13,16 +13,10 @@ SCRIPTS = {name: file.content.decode() for name, file in static_files().items() 
 MARKUP = re.compile(r"innerHTML|outerHTML\s*=|insertAdjacentHTML|document\.write|eval\(|new Function|srcdoc")
 
 
-def test_the_index_names_each_file_once() -> None:
-    index = static_file(INDEX).content.decode()
-    named = re.findall(r'"page/static/([\w.]+)"', index)
-    assert sorted(named) == sorted(static_files().keys() - {INDEX})
-
-
-@pytest.mark.parametrize("name", sorted(SCRIPTS))
-def test_scripts_import_what_is_there(name: str) -> None:
-    for imported in re.findall(r'from "\./([\w.]+)"', SCRIPTS[name]):
-        assert imported in SCRIPTS
+def test_the_index_and_the_scripts_name_all_files() -> None:
+    index = re.findall(r'"page/static/([\w.]+)"', static_file(INDEX).content.decode())
+    imported = {name for script in SCRIPTS.values() for name in re.findall(r'from "\./([\w.]+)"', script)}
+    assert {*index, *imported} == static_files().keys() - {INDEX}
 
 
 @pytest.mark.parametrize("name", sorted(static_files()))
