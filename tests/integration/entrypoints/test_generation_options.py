@@ -1,4 +1,4 @@
-"""Generation options through a real split pair with SmolLM2: the handoff changes nothing of their meaning."""
+"""Generation options through a split pair with real weights: the handoff changes nothing of their meaning."""
 
 from __future__ import annotations
 
@@ -7,44 +7,38 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from splitserve.client import AsyncClient, ChatMessage, Completion
+from splitserve.client import AsyncClient, Completion
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.tokenizer import Tokenizer
 from tests.support.clients.patient import PatientClient
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
 
-QUESTION = [ChatMessage(role="user", content="What is the name of the capital of France?")]
 STORY = "Once upon a time there was a"
 
 pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
-async def cluster(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+async def cluster(short_smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     options = ["--dtype", "float32", "--num-blocks", "400"]
-    setup = Cluster(tmp_path_factory.mktemp("logs"), model=smollm2, engine="torch", worker_options=options)
+    setup = Cluster(
+        tmp_path_factory.mktemp("logs"), model=short_smollm2, engine="torch", worker_options=options
+    )
     async with running(setup) as cluster:
         yield cluster
         await cluster.assert_no_leaks()
 
 
 @pytest.fixture(scope="module")
-def tokenizer(smollm2: str) -> Tokenizer:
-    return load_tokenizer(smollm2)
+def tokenizer(short_smollm2: str) -> Tokenizer:
+    return load_tokenizer(short_smollm2)
 
 
 @pytest.fixture
 async def client(cluster: Cluster) -> AsyncIterator[AsyncClient]:
     async with PatientClient(cluster.target, timeout_s=PATIENCE_S) as client:
         yield client
-
-
-async def test_a_chat_turn_ends_by_itself(client: AsyncClient) -> None:
-    answer = await client.generate(QUESTION, temperature=0.0)
-    assert "Paris" in answer.text
-    assert answer.finish_reason == "stop"
-    assert answer.usage.completion_tokens == len(answer.token_ids)
 
 
 async def test_the_deltas_make_the_text(client: AsyncClient, tokenizer: Tokenizer) -> None:
