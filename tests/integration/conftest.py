@@ -52,7 +52,7 @@ def smollm2() -> str:
 @pytest.fixture(scope="session")
 def short_smollm2(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of its first layers, for tests to which the sense of answers is all the same."""
-    return shortened(smollm2, tmp_path_factory.mktemp("short") / "smollm2")
+    return shortened(smollm2, tmp_path_factory.mktemp("short") / f"{EMBEDDED}-short")
 
 
 @pytest.fixture(scope="module")

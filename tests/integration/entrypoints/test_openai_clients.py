@@ -342,16 +342,6 @@ def test_langchain_binds_tools(chain: ChatOpenAI) -> None:
     assert isinstance(answer.tool_calls[0]["args"]["city"], str)
 
 
-def test_langchain_structured_output(chain: ChatOpenAI) -> None:
-    class City(BaseModel):
-        """A city."""
-
-        name: str = Field(max_length=20)
-
-    found = chain.with_structured_output(City, method="json_schema").invoke("The capital of France as JSON")
-    assert isinstance(found, City)
-
-
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 8])
 async def test_a_call_that_is_cut_leaves_none_of_its_format_as_text(
     client: openai.AsyncOpenAI, max_tokens: int
