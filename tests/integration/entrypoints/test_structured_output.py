@@ -86,7 +86,8 @@ async def client(cluster: Cluster) -> AsyncIterator[AsyncClient]:
 def assert_satisfies(answer: Completion, schema: Schema) -> None:
     assert answer.finish_reason == "stop", (answer.text, schema)
     value = json.loads(answer.text)
-    Draft202012Validator(schema, format_checker=FormatChecker()).validate(value)
+    # Not of dates: a year 0, which the formats allow, is none to Python.
+    Draft202012Validator(schema, format_checker=FormatChecker(("ipv4", "uuid"))).validate(value)
 
 
 @pytest.mark.slow

@@ -43,14 +43,9 @@ def answers(cluster: Cluster, outcome: str) -> float:
     return samples(cluster, "splitserve_canary_answers_total").get((outcome,), 0.0)
 
 
-async def test_wrong_bytes_are_found_and_their_worker_is_named(short_smollm2: str, log_dir: Path) -> None:
+async def test_wrong_bytes_are_found_and_their_worker_is_named(smollm2: str, log_dir: Path) -> None:
     cluster = Cluster(
-        log_dir,
-        model=short_smollm2,
-        engine="torch",
-        decode=2,
-        worker_options=UNCHECKED,
-        coordinator_options=CANARY,
+        log_dir, model=smollm2, engine="torch", decode=2, worker_options=UNCHECKED, coordinator_options=CANARY
     )
     async with running(cluster):
         await eventually(
