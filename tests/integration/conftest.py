@@ -13,6 +13,7 @@ from splitserve.models.sources import resolve_model
 from tests.support.cluster.fork_server import EMBEDDED
 from tests.support.cluster.forked import fork_server, stop_fork_servers
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.engine.short_model import shortened
 from tests.support.otlp_receiver import OtlpReceiver, otlp_receiver
 from tests.support.waiting import PATIENCE_S
 
@@ -46,6 +47,12 @@ def smollm2() -> str:
         return str(resolve_model(EMBEDDED).path)
     except NotFoundError as error:
         pytest.fail(f"{error} (`make test` does this)")
+
+
+@pytest.fixture(scope="session")
+def short_smollm2(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of its first layers, for tests to which the sense of answers is all the same."""
+    return shortened(smollm2, tmp_path_factory.mktemp("short") / f"{EMBEDDED}-short")
 
 
 @pytest.fixture(scope="module")

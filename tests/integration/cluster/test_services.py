@@ -57,7 +57,7 @@ async def _answers(client: AsyncClient, count: int, max_tokens: int) -> AsyncIte
         yield await task
 
 
-@pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "coordinator"])
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 async def test_sigterm_drains(log_dir: Path, victim: str) -> None:
     config = log_dir / "slow.yaml"
     config.write_text(SLOW)

@@ -68,9 +68,9 @@ async def test_phases_add_up_to_the_start(log_dir: Path) -> None:
         await setup.assert_no_leaks()
 
 
-async def test_phases_with_weights(log_dir: Path, smollm2: str) -> None:
+async def test_phases_with_weights(log_dir: Path, short_smollm2: str) -> None:
     options = ["--dtype", "bfloat16", "--kv-memory-bytes", "20000000"]
-    setup = Cluster(log_dir, model=smollm2, engine="torch", prefill=0, decode=0, worker_options=options)
+    setup = Cluster(log_dir, model=short_smollm2, engine="torch", prefill=0, decode=0, worker_options=options)
     async with running(setup):
         _, start = await start_that_adds_up(setup)
         assert min(start.process_seconds, start.weights_seconds, start.warm_up_seconds) > 0

@@ -22,7 +22,7 @@ from tests.support.cluster.streams import Reading, eventually, tokens, until
 from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.waiting import PATIENCE_S
 
-OPTIONS = ["--simulated-step-s", "0.02", "--simulated-prefill-token-s", "0.0001"]
+OPTIONS = ["--simulated-step-s", "0.02", "--simulated-prefill-token-s", "0.0001", "--lease", "2"]
 
 TOO_LONG = 100_000
 """Tokens: half an hour of decoding."""
@@ -117,7 +117,7 @@ async def test_a_drained_coordinator_hands_its_streams_over(log_dir: Path) -> No
 @pytest.mark.slow
 async def test_the_client_for_threads_does_the_same(log_dir: Path) -> None:
     def read(client: Client, seen: list[int]) -> Completion:
-        with closing(client.stream(tokens(60, 3), max_tokens=400, ignore_eos=True)) as items:
+        with closing(client.stream(tokens(60, 3), max_tokens=200, ignore_eos=True)) as items:
             for item in items:
                 if isinstance(item, Completion):
                     return item
@@ -132,7 +132,7 @@ async def test_the_client_for_threads_does_the_same(log_dir: Path) -> None:
             await eventually(lambda: len(seen) >= 5 or task.done(), "some tokens")
             cluster.members["coordinator"].kill()
             answer = await task
-            assert seen == list(answer.token_ids) == expected_tokens(tokens(60, 3), 400)
+            assert seen == list(answer.token_ids) == expected_tokens(tokens(60, 3), 200)
             assert client.target == target
             assert len(client.server_info().workers) == 2
         cluster.target = target
@@ -140,25 +140,25 @@ async def test_the_client_for_threads_does_the_same(log_dir: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def prompts(smollm2: str) -> list[list[int]]:
-    encode = load_tokenizer(smollm2).encode
+def prompts(short_smollm2: str) -> list[list[int]]:
+    encode = load_tokenizer(short_smollm2).encode
     return [encode(sentences(3, seed=n)) for n in range(2)]
 
 
 @pytest.mark.slow
 async def test_answers_of_a_real_model_are_the_same(
-    smollm2: str, prompts: list[list[int]], log_dir: Path
+    short_smollm2: str, prompts: list[list[int]], log_dir: Path
 ) -> None:
     """Greedy, sampled with a seed, and sampled with one that the server chose; ids, texts and log-probabilities."""
-    length = 64
-    options = ["--dtype", "float32", "--num-blocks", "300", "--heartbeat", "0.1"]
+    length = 200
+    options = ["--dtype", "float32", "--num-blocks", "300", "--heartbeat", "0.1", "--lease", "2"]
     asks = [
         (prompts[0], {"temperature": 0.0, "logprobs": 2}),
         (prompts[1], {"temperature": 1.0, "seed": 11, "stop": "never to be found"}),
         (prompts[1], {"temperature": 1.0, "top_p": 0.95}),
     ]
     common = {"max_tokens": length, "ignore_eos": True, "timeout_s": 200.0}
-    cluster_options = {"model": smollm2, "engine": "torch", "worker_options": options}
+    cluster_options = {"model": short_smollm2, "engine": "torch", "worker_options": options}
     async with (
         two_coordinators(log_dir, **cluster_options) as (cluster, _, target),
         AsyncClient(f"{cluster.target},{target}") as client,

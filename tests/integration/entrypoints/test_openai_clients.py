@@ -1,4 +1,4 @@
-"""OpenAI's own client, Anthropic's, LangChain's and plain HTTP against a real split pair with SmolLM2."""
+"""OpenAI's own client, Anthropic's, LangChain's and plain HTTP against a split pair with SmolLM2's first layers."""
 
 from __future__ import annotations
 
@@ -60,9 +60,11 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
-def folder(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The embedded model, with a chat template that knows tools."""
-    return with_template(smollm2, tmp_path_factory.mktemp("model") / "m", TOOLS_BLOCK + "{}" + READ + SWITCH)
+def folder(short_smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The model, with a chat template that knows tools."""
+    return with_template(
+        short_smollm2, tmp_path_factory.mktemp("model") / "m", TOOLS_BLOCK + "{}" + READ + SWITCH
+    )
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +86,9 @@ async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
 
 @pytest.fixture
 def chain(cluster: Cluster) -> ChatOpenAI:
+    key = SecretStr("any")
     return ChatOpenAI(
-        base_url=cluster.base_url, api_key=SecretStr("any"), model=MODEL, temperature=0.0, max_retries=0
+        base_url=cluster.base_url, api_key=key, model=MODEL, temperature=0.0, max_tokens=60, max_retries=0
     )
 
 
@@ -95,32 +98,17 @@ def http(cluster: Cluster) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.mark.slow
-async def test_greedy_answers_are_those_of_grpc(client: openai.AsyncOpenAI, cluster: Cluster) -> None:
-    async with PatientClient(cluster.target, timeout_s=PATIENCE_S) as ours:
-        for prompt in PROMPTS:
-            expected = await ours.generate(prompt, temperature=0.0, max_tokens=24)
-            answer = await client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=24)
-            assert answer.choices[0].text == expected.text
-            assert answer.usage is not None
-            assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
-        chat = await ours.generate(
-            [ChatMessage(role="user", content=QUESTION)], temperature=0.0, max_tokens=24
-        )
-        answered = await ask(client, temperature=0, max_tokens=24)
-        assert answered.choices[0].message.content == chat.text
-        assert answered.choices[0].finish_reason == chat.finish_reason
-
-
 async def ask(client: openai.AsyncOpenAI, **options: Any) -> Any:
     messages: Any = [{"role": "user", "content": QUESTION}]
-    return await client.chat.completions.create(**({"model": MODEL, "messages": messages} | options))
+    return await client.chat.completions.create(
+        **({"model": MODEL, "messages": messages, "max_tokens": 24} | options)
+    )
 
 
 async def test_a_chat_answer(client: openai.AsyncOpenAI) -> None:
     answer = await ask(client, temperature=0)
-    assert "Paris" in answer.choices[0].message.content
-    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "length"
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     again = await ask(client, temperature=0)
     assert again.usage.prompt_tokens_details.cached_tokens > 0
@@ -134,7 +122,7 @@ async def test_a_streamed_chat_answer(client: openai.AsyncOpenAI) -> None:
     assert text == whole.choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
-    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
 async def test_several_choices_are_reproducible_and_differ(client: openai.AsyncOpenAI) -> None:
@@ -166,12 +154,12 @@ async def test_log_probabilities(client: openai.AsyncOpenAI) -> None:
     assert (shown.text_offset or [])[0] == 0
 
 
-async def test_log_probabilities_of_the_prompt(client: openai.AsyncOpenAI, folder: str, smollm2: str) -> None:
+async def test_log_probabilities_of_the_prompt(client: openai.AsyncOpenAI, folder: str) -> None:
     """The second time the prompt is cached; it has several chunks."""
     prompt = sentences(90, seed=3)
     token_ids = load_tokenizer(folder).encode(prompt)
     assert len(token_ids) > 512
-    expected = Reference(smollm2).logprobs(token_ids)
+    expected = Reference(folder).logprobs(token_ids)
     for asked, max_tokens in ((prompt, 0), (token_ids, 1), ([prompt], 3)):
         answer = await client.completions.create(
             model=MODEL, prompt=asked, echo=True, logprobs=2, max_tokens=max_tokens, temperature=0
@@ -236,11 +224,6 @@ async def test_errors_are_typed(client: openai.AsyncOpenAI, cluster: Cluster) ->
         )
 
 
-async def test_models(client: openai.AsyncOpenAI) -> None:
-    assert [model.id async for model in client.models.list()] == [MODEL]
-    assert (await client.models.retrieve(MODEL)).id == MODEL
-
-
 async def test_a_stream_that_is_closed_early_ends_the_generation(
     client: openai.AsyncOpenAI, cluster: Cluster
 ) -> None:
@@ -254,20 +237,11 @@ async def test_a_stream_that_is_closed_early_ends_the_generation(
 def test_the_synchronous_client(cluster: Cluster) -> None:
     with openai.OpenAI(base_url=cluster.base_url, api_key="any", max_retries=0) as client:
         messages: Any = [{"role": "user", "content": QUESTION}]
-        answer = client.chat.completions.create(model=MODEL, messages=messages, temperature=0)
-        stream = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, stream=True)
+        asked = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 24}
+        answer = client.chat.completions.create(**asked)
+        stream = client.chat.completions.create(**asked, stream=True)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
         assert text == answer.choices[0].message.content
-
-
-def test_plain_http(http: httpx.Client) -> None:
-    body = {"model": MODEL, "prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0, "stream": True}
-    with http.stream("POST", "/completions", json=body) as response:
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    assert lines.pop() == "[DONE]"
-    text = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
-    whole = http.post("/completions", json=body | {"stream": False}).json()
-    assert text == whole["choices"][0]["text"]
 
 
 async def test_json_that_follows_a_schema(client: openai.AsyncOpenAI) -> None:
@@ -283,35 +257,35 @@ async def test_json_that_follows_a_schema(client: openai.AsyncOpenAI) -> None:
         max_tokens=100,
     )
     assert isinstance(answer.choices[0].message.parsed, City)
-    free = await ask(client, response_format={"type": "json_object"}, max_tokens=200, temperature=0)
+    free = await ask(client, response_format={"type": "json_object"}, max_tokens=60, temperature=0)
     if free.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(free.choices[0].message.content), dict)
 
 
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 3}])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-async def test_a_call_that_must_be(client: openai.AsyncOpenAI, choice: Any) -> None:
-    options = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False, "temperature": 0}
-    answer = await ask(client, **options, max_tokens=100)
+async def test_a_call_that_must_be(client: openai.AsyncOpenAI, choice: Any, sampling: Any) -> None:
+    options = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 100}
+    options |= sampling
+    answer = await ask(client, **options)
     message = answer.choices[0].message
     assert answer.choices[0].finish_reason == "tool_calls"
+    assert not message.content
     (call,) = message.tool_calls
     assert call.function.name == "get_weather"
     assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
-    stream = await ask(client, **options, max_tokens=100, stream=True)
-    name = arguments = reason = ""
-    async for chunk in stream:
+    name = reason = ""
+    pieces = []
+    async for chunk in await ask(client, **options, stream=True):
         reason = chunk.choices[0].finish_reason or reason
         for piece in chunk.choices[0].delta.tool_calls or ():
             name += piece.function.name or ""
-            arguments += piece.function.arguments or ""
-    assert (name, arguments, reason) == ("get_weather", call.function.arguments, "tool_calls")
+            pieces += [piece.function.arguments] if piece.function.arguments else []
+    assert (name, "".join(pieces), reason) == ("get_weather", call.function.arguments, "tool_calls")
+    assert len(pieces) > 1, "the arguments came piece by piece"
 
 
-async def test_the_other_apis_say_the_same(client: openai.AsyncOpenAI, cluster: Cluster) -> None:
-    """The same prompt with the same weights, and a call that must be."""
-    chat = await ask(client, temperature=0)
-    response = await client.responses.create(model=MODEL, input=QUESTION, temperature=0)
-    assert (response.output_text, response.status) == (chat.choices[0].message.content, "completed")
+async def test_a_call_that_must_be_over_the_other_apis(client: openai.AsyncOpenAI, cluster: Cluster) -> None:
     function = WEATHER["function"]
     flat: Any = {"type": "function", "strict": True} | function
     called = await client.responses.create(
@@ -324,15 +298,13 @@ async def test_the_other_apis_say_the_same(client: openai.AsyncOpenAI, cluster: 
     )
     assert json.loads(called.output[0].arguments)["city"] in ("Paris", "Rome")  # type: ignore[union-attr]
     tool: Any = {"name": function["name"], "input_schema": function["parameters"]}
-    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}]}
-    asked["extra_body"] = {"temperature": 0}
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 100}
+    choice: Any = {"type": "any", "disable_parallel_tool_use": True}
     base_url = cluster.base_url.removesuffix("/v1")
     async with anthropic.AsyncAnthropic(base_url=base_url, api_key="any", max_retries=0) as other:
-        # More than the context has room for.
-        async with other.messages.stream(**asked, max_tokens=32_000) as stream:
-            assert await stream.get_final_text() == chat.choices[0].message.content
-        choice: Any = {"type": "any", "disable_parallel_tool_use": True}
-        used = await other.messages.create(**asked, max_tokens=100, tools=[tool], tool_choice=choice)
+        used = await other.messages.create(
+            **asked, tools=[tool], tool_choice=choice, extra_body={"temperature": 0}
+        )
     assert used.stop_reason == "tool_use"
     assert used.content[0].input["city"] in ("Paris", "Rome")  # type: ignore[union-attr, index]
 
@@ -354,7 +326,6 @@ async def test_a_conversation_with_a_call_in_it(client: openai.AsyncOpenAI) -> N
 
 def test_langchain_invokes_and_streams(chain: ChatOpenAI) -> None:
     answer = chain.invoke(QUESTION)
-    assert "Paris" in str(answer.content)
     assert answer.usage_metadata is not None
     assert "".join(str(chunk.content) for chunk in chain.stream(QUESTION)) == answer.content
 
@@ -369,16 +340,6 @@ def test_langchain_binds_tools(chain: ChatOpenAI) -> None:
     answer = bound.invoke("The weather in Paris?")
     assert [call["name"] for call in answer.tool_calls] == ["get_weather"]
     assert isinstance(answer.tool_calls[0]["args"]["city"], str)
-
-
-def test_langchain_structured_output(chain: ChatOpenAI) -> None:
-    class City(BaseModel):
-        """A city."""
-
-        name: str = Field(max_length=20)
-
-    found = chain.with_structured_output(City, method="json_schema").invoke("The capital of France as JSON")
-    assert isinstance(found, City)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 8])
@@ -472,7 +433,11 @@ async def test_what_a_request_tells_the_template(http: httpx.Client, cluster: Cl
         counted = http.post("../tokenize", json=given).json()
         usage = response.json()["usage"]["prompt_tokens"]
         assert usage == counted["count"] == len(counted["tokens"])
-        return response.json()["choices"][0]["message"], usage
+        message = response.json()["choices"][0]["message"]
+        raw = {"prompt": counted["tokens"], "temperature": 0, "max_tokens": 12}
+        said = http.post("/completions", json=raw).json()["choices"][0]["text"]
+        assert said.strip() == (message["content"] or message["reasoning"]).strip()
+        return message, usage
 
     plain, count = answer()
     assert (plain["reasoning"], bool(plain["content"])) == (None, True)
@@ -488,11 +453,11 @@ async def test_what_a_request_tells_the_template(http: httpx.Client, cluster: Cl
     assert answer(add_generation_prompt=False)[1] < count
     assert answer(documents=[{"text": QUESTION}])[1] > count + 5
     begun = {"role": "assistant", "content": "The name of the capital of France is"}
-    continued, _ = answer(messages=[USER, begun], continue_final_message=True)
-    assert continued["content"].startswith(" Paris")
+    continued, longer = answer(messages=[USER, begun], continue_final_message=True)
+    assert (bool(continued["content"]), longer > count) == (True, True)
     begun["content"] = "<think>The name of the capital of France is"
     continued, _ = answer(messages=[USER, begun], continue_final_message=True)
-    assert "Paris" in continued["reasoning"]
+    assert (continued["content"], bool(continued["reasoning"])) == (None, True)
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,16 @@
-"""KServe's protocol and OpenAI's tool calls with SmolLM2 through a real pair."""
+"""SmolLM2 through a real pair: KServe's protocol, OpenAI's and Anthropic's give the answers of `transformers`."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
-import httpx
+import anthropic
 import openai
 import pytest
-from jsonschema import Draft202012Validator
 
-from splitserve.client import Completion
+from splitserve.client import ChatMessage, Completion
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.clients.traffic import REPEATS
@@ -25,67 +22,18 @@ from tests.support.waiting import PATIENCE_S
 MODEL = "smol"
 MAX_TOKENS = 12
 PROMPTS = ["The capital of France is", "def fibonacci(n):", sentences(12, seed=5)]
-TOOLS_BLOCK = (
-    "{% if tools %}<|im_start|>system\nFunctions:\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
-    'Call one with <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>\n{% endif %}'
-)
-ORDER = {
-    "type": "object",
-    "properties": {
-        "customer": {"type": "string", "pattern": "^[A-Z][a-z]{1,11}$"},
-        "express": {"type": "boolean"},
-        "lines": {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": 1,
-            "items": {
-                "type": "object",
-                "properties": {
-                    "item": {"enum": ["tea", "coffee", "bread"]},
-                    "count": {"type": "integer", "minimum": 1, "maximum": 12},
-                },
-                "required": ["item", "count"],
-                "additionalProperties": False,
-            },
-        },
-    },
-    "required": ["customer", "express", "lines"],
-    "additionalProperties": False,
-}
-CANCEL = {
-    "type": "object",
-    "properties": {"order": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{4}$"}},
-    "required": ["order"],
-    "additionalProperties": False,
-}
-SCHEMAS = {"place_order": ORDER, "cancel_order": CANCEL}
-TOOLS: Any = [
-    {"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()
-]
+QUESTION = "What is the name of the capital of France?"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
-def folder(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The embedded model, with a chat template that knows tools."""
-    made = tmp_path_factory.mktemp("model")
-    for file in Path(smollm2).iterdir():
-        (made / file.name).symlink_to(file)
-    template = made / "chat_template.jinja"
-    text = template.read_text()
-    template.unlink()
-    template.write_text(TOOLS_BLOCK + text)
-    return str(made)
-
-
-@pytest.fixture(scope="module")
-async def cluster(folder: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+async def cluster(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     options = ["--dtype", "float32", "--num-blocks", "400", "--served-model-name", MODEL]
     logs = tmp_path_factory.mktemp("logs")
     patient = ["--heartbeat-timeout", "60"]  # on a busy machine
     made = Cluster(
-        logs, model=folder, engine="torch", worker_options=options, coordinator_options=patient, http=True
+        logs, model=smollm2, engine="torch", worker_options=options, coordinator_options=patient, http=True
     )
     async with running(made):
         yield made
@@ -157,77 +105,33 @@ async def test_kserve_streams_the_same_answers_side_by_side(
         assert pieces[-1]["outputs"]["finish_reason"] == [answer.finish_reason]
 
 
-async def ask(client: openai.AsyncOpenAI, **options: Any) -> Any:
-    """Of the model with both tools. The bound is far above what a call of these schemas takes."""
-    messages: Any = [{"role": "user", "content": "Two teas for Anna, please, at once."}]
-    return await client.chat.completions.create(
-        **{"model": MODEL, "messages": messages, "tools": TOOLS, "max_tokens": 400} | options
-    )
+async def test_openais_completions_are_the_same(client: openai.AsyncOpenAI, greedy: list[Completion]) -> None:
+    for prompt, expected in zip(PROMPTS, greedy, strict=True):
+        answer = await client.completions.create(
+            model=MODEL, prompt=prompt, temperature=0, max_tokens=MAX_TOKENS
+        )
+        assert answer.choices[0].text == expected.text
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
 
 
-def assert_valid(call: Any) -> None:
-    """The call is of a function that was given, and its arguments satisfy its schema."""
-    validator = Draft202012Validator(SCHEMAS[call.function.name])
-    validator.validate(json.loads(call.function.arguments))
-
-
-@pytest.mark.slow
-async def test_a_forced_call_has_arguments_of_the_schema(client: openai.AsyncOpenAI) -> None:
-    samplings = [
-        {"temperature": 0},
-        {"temperature": 0},
-        *({"temperature": 1, "seed": seed} for seed in (1, 2)),
-    ]
-
-    async def forced(name: str) -> list[Any]:
-        choice = {"type": "function", "function": {"name": name}}
-        options = {"tool_choice": choice, "parallel_tool_calls": False}
-        return await asyncio.gather(*(ask(client, **options, **sampling) for sampling in samplings))
-
-    # All at once: they share the engine's steps.
-    for name, answers in zip(SCHEMAS, await asyncio.gather(*map(forced, SCHEMAS)), strict=True):
-        calls = []
-        for answer in answers:
-            (choice,) = answer.choices
-            (call,) = choice.message.tool_calls
-            assert (call.function.name, choice.finish_reason) == (name, "tool_calls")
-            assert not choice.message.content
-            assert_valid(call)
-            calls.append(call.function)
-        assert calls[0] == calls[1], "two greedy answers"
-
-
-async def test_a_streamed_call_is_the_whole_one(client: openai.AsyncOpenAI) -> None:
-    options = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0}
-    whole_answer = asyncio.create_task(ask(client, **options))
-    name = arguments = reason = ""
-    pieces = 0
-    async for chunk in await ask(client, **options, stream=True):
-        reason = chunk.choices[0].finish_reason or reason
-        for piece in chunk.choices[0].delta.tool_calls or ():
-            name += piece.function.name or ""
-            arguments += piece.function.arguments or ""
-            pieces += bool(piece.function.arguments)
-    whole = (await whole_answer).choices[0].message.tool_calls[0]
-    assert_valid(whole)
-    assert (name, arguments, reason) == (whole.function.name, whole.function.arguments, "tool_calls")
-    assert pieces > 1, "the arguments came piece by piece"
-
-
-async def test_calls_of_the_models_own_choice_are_valid(client: openai.AsyncOpenAI) -> None:
-    options = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 1.0}
-    for answer in await asyncio.gather(*(ask(client, **options, seed=seed) for seed in range(3))):
-        (choice,) = answer.choices
-        (call,) = choice.message.tool_calls
-        assert choice.finish_reason == "tool_calls"
-        assert_valid(call)
-
-
-def test_a_forced_call_of_an_unknown_function_is_refused(cluster: Cluster) -> None:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "Tea"}], "tools": TOOLS}
-    wrong = {"type": "function", "function": {"name": "pay"}}
-    response = httpx.post(
-        f"{cluster.base_url}/chat/completions", json=body | {"tool_choice": wrong}, timeout=PATIENCE_S
-    )
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "tool_choice"
+async def test_a_chat_turn_ends_by_itself_and_all_apis_say_the_same(
+    client: openai.AsyncOpenAI, cluster: Cluster
+) -> None:
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}]}
+    async with cluster.client(timeout_s=PATIENCE_S) as ours:
+        expected = await ours.generate([ChatMessage(role="user", content=QUESTION)], temperature=0.0)
+    assert "Paris" in expected.text
+    assert expected.finish_reason == "stop"
+    chat = await client.chat.completions.create(**asked, temperature=0)
+    assert chat.choices[0].message.content == expected.text
+    assert chat.choices[0].finish_reason == "stop"
+    response = await client.responses.create(model=MODEL, input=QUESTION, temperature=0)
+    assert (response.output_text, response.status) == (expected.text, "completed")
+    base_url = cluster.base_url.removesuffix("/v1")
+    async with (
+        anthropic.AsyncAnthropic(base_url=base_url, api_key="any", max_retries=0) as other,
+        # More than the context has room for.
+        other.messages.stream(**asked, max_tokens=32_000, extra_body={"temperature": 0}) as stream,
+    ):
+        assert await stream.get_final_text() == expected.text

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from splitserve.errors import InvalidArgumentError, NotFoundError, SplitserveError, UnavailableError
+from splitserve.errors import InvalidArgumentError, NotFoundError, SplitserveError
 from splitserve.rpc.channel import make_channel
 from splitserve.rpc.status import error_from_rpc
 from splitserve.v1 import inference_pb2
@@ -156,33 +156,3 @@ def test_a_bad_config_file(tmp_path: Path) -> None:
     path.write_text("engine:\n  block_size_tokens: 0\n")
     run = cli("up", "--config", str(path))
     assert_one_line(run, "engine.block_size_tokens")
-
-
-async def test_no_workers_is_unavailable(log_dir: Path) -> None:
-    cluster = Cluster(log_dir, prefill=0, decode=0)
-    async with running(cluster), PatientClient(cluster.target) as client:
-        with pytest.raises((UnavailableError, NotFoundError)):
-            await client.generate("hello")
-
-
-@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
-async def test_a_missing_pool_is_named(log_dir: Path, victim: str) -> None:
-    cluster = Cluster(log_dir)
-    async with running(cluster), PatientClient(cluster.target, timeout_s=PATIENCE_S) as client:
-        await client.generate("hello", max_tokens=2)
-        cluster.members[victim].kill()
-        with pytest.raises(UnavailableError, match=victim.partition("-")[0]):
-            await client.generate("hello", max_tokens=2)
-        cluster.members[victim].start()
-        await cluster.wait_ready()
-        answer = await client.generate("hello", max_tokens=2)
-        assert len(answer.token_ids) == 2
-        await cluster.assert_no_leaks()
-
-
-async def test_a_worker_with_another_block_size_is_refused_naming_the_field(log_dir: Path) -> None:
-    async with running(Cluster(log_dir)) as cluster:
-        odd = cluster.add_worker("decode", "decode-odd", "--block-size", "24")
-        assert odd.process.wait(PATIENCE_S) != 0
-        assert "block_size_tokens" in odd.log_tail()
-        assert "Traceback" not in odd.log_tail()

@@ -13,11 +13,13 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
 
-def test_a_minute_of_faults(tmp_path: Path) -> None:
+def test_a_minute_of_faults(short_smollm2: str, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
         "bench.chaos",
+        "--model",
+        short_smollm2,
         "--minutes",
         "1",
         "--prompts",  # what transformers answers to each is computed first

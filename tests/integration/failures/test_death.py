@@ -35,15 +35,15 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.mark.slow
 async def test_a_killed_decode_worker_is_resumed_and_a_lost_pool_is_typed(
-    smollm2: str, log_dir: Path
+    short_smollm2: str, log_dir: Path
 ) -> None:
-    encode = load_tokenizer(smollm2).encode
+    encode = load_tokenizer(short_smollm2).encode
     asks = [
         (encode(sentences(3 + n, seed=n)), {"max_tokens": 80, "ignore_eos": True, **sampling})
         for n, sampling in enumerate([{"temperature": 0.0}, {"temperature": 1.0, "seed": 11}] * 2)
     ]
     options = ["--dtype", "float32", "--num-blocks", "300", "--heartbeat", "0.1"]
-    cluster = Cluster(log_dir, model=smollm2, engine="torch", decode=2, worker_options=options)
+    cluster = Cluster(log_dir, model=short_smollm2, engine="torch", decode=2, worker_options=options)
     async with running(cluster), AsyncClient(cluster.target) as client:
         undisturbed = await asyncio.gather(*(client.generate(prompt, **ask) for prompt, ask in asks))
         await until(cluster, lambda info: not total(info, "decode", "running_requests"), "all have ended")
@@ -95,7 +95,7 @@ CHUNKS = ["--max-step-tokens", "64", "--simulated-prefill-token-s", "0.001", "--
 """A long prompt's chunk takes 64 ms, so between two reports at least one was computed and written."""
 
 
-PROMPT_TOKENS = 4000
+PROMPT_TOKENS = 2000
 
 
 async def _mid_transfer(cluster: Cluster, client: AsyncClient, seed: int) -> tuple[Reading, str]:

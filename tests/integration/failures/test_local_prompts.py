@@ -11,14 +11,11 @@ import pytest
 
 from splitserve.client import AsyncClient
 from splitserve.errors import DeadlineExceededError, UnavailableError
-from splitserve.models.hf_tokenizer import load_tokenizer
-from tests.support.clients.text import sentences
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.real_cluster import Cluster, proxied, running
 from tests.support.cluster.streams import (
     Reading,
     busy,
-    decoding_worker,
     mid_prompt,
     tokens,
     total,
@@ -26,13 +23,13 @@ from tests.support.cluster.streams import (
     worker,
 )
 from tests.support.engine.simulated_tokens import expected_tokens
-from tests.support.waiting import PATIENCE_S, SLACK_S
+from tests.support.waiting import SLACK_S
 
 LOCAL = ["--local-prefill", "always"]
 CHUNKS = ["--max-step-tokens", "64", "--simulated-prefill-token-s", "0.001", "--heartbeat", "0.1"]
-"""A prompt of 4000 tokens takes 4 s, in chunks of 64 ms."""
+"""A prompt of 2000 tokens takes 2 s, in chunks of 64 ms."""
 CHUNKS += ["--no-prefix-cache"]
-PROMPT_TOKENS, ANSWER_TOKENS = 4000, 12
+PROMPT_TOKENS, ANSWER_TOKENS = 2000, 12
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -115,7 +112,7 @@ async def test_clients_that_leave_or_run_out_of_time_leave_no_work_behind(log_di
     cluster = Cluster(log_dir, worker_options=options, coordinator_options=at_coordinator)
     async with running(cluster), AsyncClient(cluster.target) as client:
         leaving, _ = await computing(cluster, client, 1)
-        late = Reading(client, tokens(PROMPT_TOKENS, 2), max_tokens=ANSWER_TOKENS, timeout_s=1.5)
+        late = Reading(client, tokens(PROMPT_TOKENS, 2), max_tokens=ANSWER_TOKENS, timeout_s=1.0)
         queued = Reading(client, tokens(PROMPT_TOKENS, 3), max_tokens=ANSWER_TOKENS)
         staying = Reading(client, tokens(100, 4), max_tokens=ANSWER_TOKENS)
         with pytest.raises(DeadlineExceededError):
@@ -166,45 +163,4 @@ async def test_a_prompt_moves_before_its_worker_is_taken_away(log_dir: Path) -> 
         cluster.members[left].signal(signal.SIGUSR1)
         assert await complete(reading) == 2
         assert reading.task.result().served_by.decode_worker != left
-        await cluster.assert_no_leaks()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-async def test_real_answers_with_targets_survive_a_killed_worker(log_dir: Path, smollm2: str) -> None:
-    """With `local_prefill: auto`, until workers of either pool have computed some prompts; then one of two
-    decode workers is killed, in the middle of prompts and answers."""
-    options = ["--local-prefill", "auto", "--admission", "off", "--ttft-slo", "1", "--tpot-slo", "3"]
-    engine = [
-        "--dtype",
-        "float32",
-        "--kv-memory-bytes",
-        "100000000",
-        "--heartbeat",
-        "0.1",
-        "--no-prefix-cache",
-    ]
-    setup = Cluster(
-        log_dir, model=smollm2, engine="torch", decode=2, worker_options=engine, coordinator_options=options
-    )
-    encoded = load_tokenizer(smollm2).encode(sentences(120, seed=8))
-    prompts = [encoded[length : 2 * length] for length in (40, 160, 90, 200, 120, 60)]
-    asks = [
-        (prompt, {"max_tokens": 24, "ignore_eos": True, **sampling})
-        for prompt in prompts
-        for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 11})
-    ]
-    async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
-        for _ in range(20):
-            undisturbed = await asyncio.gather(*(client.generate(prompt, **ask) for prompt, ask in asks))
-            if {bool(answer.served_by.prefill_worker) for answer in undisturbed} == {True, False}:
-                break
-        else:
-            raise AssertionError("all prompts went to workers of one pool")
-        readings = [Reading(client, prompt, **ask) for prompt, ask in asks]
-        await readings[0].got(2)
-        cluster.members[await decoding_worker(cluster)].kill()
-        answers = [await reading.task for reading in readings]
-        assert [a.token_ids for a in answers] == [a.token_ids for a in undisturbed]
-        assert max(a.served_by.attempts for a in answers) == 2
         await cluster.assert_no_leaks()

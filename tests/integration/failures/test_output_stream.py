@@ -11,8 +11,6 @@ import pytest
 
 from bench.tcp_proxy import TcpProxy, tcp_proxy
 from splitserve.client import AsyncClient
-from splitserve.models.hf_tokenizer import load_tokenizer
-from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, proxied, running
 from tests.support.cluster.streams import Reading, eventually, tokens, until, worker
 from tests.support.engine.simulated_tokens import expected_tokens
@@ -94,29 +92,6 @@ async def test_streams_go_on_when_the_connection_for_reports_is_reset(log_dir: P
         raise
     finally:
         cluster.stop()
-
-
-@pytest.mark.slow
-async def test_real_tokens_are_the_same_through_a_reset(smollm2: str, log_dir: Path) -> None:
-    encode = load_tokenizer(smollm2).encode
-    asks = [
-        (encode(sentences(3 + n, seed=n)), {"max_tokens": 40, "ignore_eos": True, **sampling})
-        for n, sampling in enumerate([{"temperature": 0.0}, {"temperature": 1.0, "seed": 11}])
-    ]
-    options = ["--dtype", "float32", "--num-blocks", "300", "--heartbeat", "0.1"]
-    cluster = Cluster(log_dir, model=smollm2, engine="torch", decode=0, worker_options=options)
-    async with proxied(cluster) as proxy, AsyncClient(cluster.target) as client:
-        undisturbed = [await client.generate(prompt, **ask) for prompt, ask in asks]
-        readings = [Reading(client, prompt, **ask) for prompt, ask in asks]
-        for count in (5, 20):
-            for reading in readings:
-                await reading.got(count)
-            await reset(cluster, proxy)
-        answers = [await reading.task for reading in readings]
-        assert [a.token_ids for a in answers] == [a.token_ids for a in undisturbed]
-        assert [a.text for a in answers] == [a.text for a in undisturbed]
-        assert {answer.served_by.attempts for answer in answers} == {1}
-        await cluster.assert_no_leaks()
 
 
 @pytest.mark.slow

@@ -78,12 +78,12 @@ async def test_an_unequal_layout_is_refused_naming_the_field(
     await _still_serves(cluster)
 
 
-async def test_workers_of_another_model_end_with_one_line(cluster: Cluster, smollm2: str) -> None:
+async def test_workers_of_another_model_end_with_one_line(cluster: Cluster, short_smollm2: str) -> None:
     other = [
         "--engine",
         "torch",
         "--model",
-        smollm2,
+        short_smollm2,
         "--served-model-name",
         "simulated",
         "--num-blocks",
@@ -96,9 +96,9 @@ async def test_workers_of_another_model_end_with_one_line(cluster: Cluster, smol
     await _still_serves(cluster)
 
 
-async def test_workers_of_another_dtype_end_with_one_line(cluster: Cluster, smollm2: str) -> None:
+async def test_workers_of_another_dtype_end_with_one_line(cluster: Cluster, short_smollm2: str) -> None:
     """A second model beside the simulated one: its first worker decides, the second must fit."""
-    own = ["--engine", "torch", "--model", smollm2, "--num-blocks", "64"]
+    own = ["--engine", "torch", "--model", short_smollm2, "--num-blocks", "64"]
     first = cluster.add_worker("prefill", "first", *own, "--dtype", "float32")
     await asyncio.to_thread(first.wait_event, "registry.registered")
     odd = cluster.add_worker("decode", "odd-dtype", *own, "--dtype", "bfloat16")

@@ -1,6 +1,6 @@
 """Steady load with 30% cancels (case 20): memory, files, blocks, series, scrapes and the event loop stay as they are.
 
-A minute unless `SPLITSERVE_SOAK_SECONDS` says otherwise; the long form takes an hour.
+36 s unless `SPLITSERVE_SOAK_SECONDS` says otherwise; the long form takes an hour.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from splitserve.client import AsyncClient
 from tests.support.clients.traffic import Shape, offer, process_of, rss_mb
 from tests.support.cluster.real_cluster import Cluster, running
 
-SECONDS = float(os.environ.get("SPLITSERVE_SOAK_SECONDS", "60"))
+SECONDS = float(os.environ.get("SPLITSERVE_SOAK_SECONDS", "36"))
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(SECONDS * 1.5 + 120)]
 PER_S = 12.0
 ENGINE = ["--simulated-step-s", "0.004", "--num-blocks", "2048", "--heartbeat", "0.5"]
@@ -100,7 +100,7 @@ async def test_nothing_grows(log_dir: Path) -> None:
         assert not [one.error for one in outcomes if one.error is not None]
         assert 0.15 * len(outcomes) < left < 0.45 * len(outcomes)
         for name, rss in after.rss_mb.items():
-            # An hour may not take more than a minute does.
+            # An hour may not take more than half a minute does.
             assert rss - before.rss_mb[name] < 12, name
             assert abs(after.files[name] - before.files[name]) <= 4, name
         assert after.series == before.series

@@ -67,7 +67,7 @@ def test_each_panel_has_a_title_of_its_own() -> None:
 
 
 @pytest.fixture
-async def cluster(tmp_path: Path, smollm2: str) -> AsyncIterator[Cluster]:
+async def cluster(tmp_path: Path, short_smollm2: str) -> AsyncIterator[Cluster]:
     """1P+1D with real weights, a tenant, and an autoscaler; all with metrics."""
     key = new_key()
     files = {name: tmp_path / name for name in ("tenants.yaml", "policy.yaml", "key")}
@@ -78,7 +78,7 @@ async def cluster(tmp_path: Path, smollm2: str) -> AsyncIterator[Cluster]:
     files["key"].chmod(0o600)
     made = Cluster(
         tmp_path,
-        model=smollm2,
+        model=short_smollm2,
         engine="torch",
         worker_options=METRICS,
         coordinator_options=[*METRICS, *("--tenants", str(files["tenants.yaml"]))],

@@ -21,12 +21,12 @@ LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(LEAST_TIMEOUT_S)]
 
 
-async def test_all_four_ways_at_once_and_those_of_each_role(smollm2: str, log_dir: Path) -> None:
-    tokenizer, reference = load_tokenizer(smollm2), Reference(smollm2)
+async def test_all_four_ways_at_once_and_those_of_each_role(short_smollm2: str, log_dir: Path) -> None:
+    tokenizer, reference = load_tokenizer(short_smollm2), Reference(short_smollm2)
     prompts = [tokenizer.encode(sentences(n // 6 + 8, seed=n))[:n] for n in LENGTHS]
     expected = [reference.greedy(prompt, MAX_TOKENS) for prompt in prompts]
     options = ["--dtype", "float32", "--block-size", "16", "--max-step-tokens", "16", "--num-blocks", "128"]
-    async with both_processes(log_dir, smollm2, *options) as workers:
+    async with both_processes(log_dir, short_smollm2, *options) as workers:
         registry = workers.registry
         async with direct_workers(registry, "a", "b") as (a, b):
             # To the end of the text, as `transformers` does.

@@ -126,7 +126,9 @@ async def test_the_pools_can_be_kept_apart(log_dir: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_real_answers_do_not_depend_on_who_computes_the_prompt(log_dir: Path, smollm2: str) -> None:
+async def test_real_answers_do_not_depend_on_who_computes_the_prompt(
+    log_dir: Path, short_smollm2: str
+) -> None:
     """More and more prompts at once, until both workers have computed some of a round: how many that takes depends on
     the machine. Where steps are slow, only a wide TPOT target leaves the decode worker room for prompts."""
     options = ["--local-prefill", "auto", "--admission", "off", "--ttft-slo", "1", "--tpot-slo", "3"]
@@ -140,9 +142,9 @@ async def test_real_answers_do_not_depend_on_who_computes_the_prompt(log_dir: Pa
         "--no-prefix-cache",
     ]
     setup = Cluster(
-        log_dir, model=smollm2, engine="torch", worker_options=engine, coordinator_options=options
+        log_dir, model=short_smollm2, engine="torch", worker_options=engine, coordinator_options=options
     )
-    tokens, reference = load_tokenizer(smollm2).encode(sentences(120, seed=8)), Reference(smollm2)
+    tokens, reference = load_tokenizer(short_smollm2).encode(sentences(120, seed=8)), Reference(short_smollm2)
     prompts = [tokens[length : 2 * length] for length in (40, 160, 90, 200)]
     expected = [reference.greedy(prompt, 6) for prompt in prompts]
     async with running(setup) as cluster:

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from coordinator.models.model_routes import ModelRoute
-from splitserve.client.routes_client import RoutesClient
 from splitserve.rpc.channel import make_channel
 from splitserve.v1 import generation_pb2, inference_pb2
 from splitserve.v1.inference_pb2_grpc import InferenceServiceStub
-from tests.support.cluster.fake_cluster import Collected, collect, finish, read
+from tests.support.cluster.fake_cluster import Collected, collect
 from tests.support.cluster.forked import fork_server
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import tokens
@@ -28,7 +27,6 @@ CANARY = {V1: 75.0, V2: 25.0}
 SESSIONS = [f"s{number}" for number in range(40)]
 PROMPTS = [tokens(length, length) for length in (5, 16, 33, 70)]
 MAX_TOKENS = 12
-LONG_TOKENS = 300
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -136,56 +134,3 @@ async def test_a_canary_gets_its_share_and_answers_with_its_own_weights(
     for model in (V1, V2):
         pinned = await collect(stub.Generate(ask(PROMPTS[0], "s0", model), timeout=PATIENCE_S))
         assert pinned.token_ids == expected[model][0]
-
-
-async def test_more_weight_moves_sessions_to_the_canary_only_and_a_rollback_brings_them_back(
-    stub: InferenceServiceStub, cluster: Cluster, expected: dict[str, list[list[int]]]
-) -> None:
-    routes = RoutesClient([cluster.target])
-    before = [served(answer) for answer in await answers(stub, SESSIONS)]
-    assert await routes.set(ROUTE, {V1: 25, V2: 75}) == {cluster.target: []}
-    more = await answers(stub, SESSIONS)
-    assert_right(more, expected)
-    moved = [(was, served(now)) for was, now in zip(before, more, strict=True) if was != served(now)]
-    assert set(moved) == {(V1, V2)}
-    assert await routes.previous(ROUTE) == CANARY
-    await routes.set(ROUTE, await routes.previous(ROUTE))
-    back = await answers(stub, SESSIONS)
-    assert_right(back, expected)
-    assert [served(answer) for answer in back] == before
-
-
-async def test_a_rollback_ends_nothing_that_runs(
-    stub: InferenceServiceStub, cluster: Cluster, expected: dict[str, list[list[int]]]
-) -> None:
-    routes = RoutesClient([cluster.target])
-    stop = {"max_tokens": LONG_TOKENS, "ignore_eos": True}
-    alone = await collect(stub.Generate(ask(PROMPTS[1], model=V2, **stop), timeout=PATIENCE_S))
-    assert len(alone.token_ids) == LONG_TOKENS
-    await routes.set(ROUTE, {V1: 0, V2: 1})
-    calls = [(stub.Generate(ask(PROMPTS[1], **stop), timeout=PATIENCE_S), Collected()) for _ in range(4)]
-    for call, answer in calls:
-        await read(call, answer, 1)
-    await routes.set(ROUTE, {V1: 1, V2: 0})
-    after = await answers(stub, SESSIONS[:8])
-    assert {served(answer) for answer in after} == {V1}
-    assert_right(after, expected)
-    for call, answer in calls:
-        await finish(call, answer)
-        assert served(answer) == V2
-        assert answer.token_ids == alone.token_ids
-    await routes.set(ROUTE, CANARY)
-
-
-async def test_a_version_whose_workers_leave_gives_its_sessions_to_the_other(
-    stub: InferenceServiceStub, cluster: Cluster, expected: dict[str, list[list[int]]]
-) -> None:
-    await RoutesClient([cluster.target]).set(ROUTE, CANARY)
-    assert {served(answer) for answer in await answers(stub, SESSIONS)} == {V1, V2}
-    assert cluster.members["decode-1"].terminate() == 0
-    async with cluster.client() as client:
-        while any(info.name == V2 and info.ready for info in await client.models()):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    after = await answers(stub, SESSIONS)
-    assert {served(answer) for answer in after} == {V1}
-    assert_right(after, expected)

@@ -20,7 +20,9 @@ from splitserve.client import AsyncClient
 from splitserve.roles import POOLS
 from tests.support.clients.patient import PatientClient
 from tests.support.clients.traffic import REPEATS
+from tests.support.cluster.real_cluster import held_resources
 from tests.support.cluster.streams import eventually, tokens
+from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.scaling.scaled_up import ScaledUp, scaled_up
 from tests.support.waiting import PATIENCE_S
 
@@ -90,11 +92,12 @@ class Scaled(ScaledUp):
     ) -> None:
         while True:
             try:
-                answer = await client.generate(tokens(prompt, seed), max_tokens=output)
+                asked = tokens(prompt, seed)
+                answer = await client.generate(asked, max_tokens=output)
             except Exception as error:
                 self.failures.append(f"{kind}: {error!r}")
                 return
-            assert len(answer.token_ids) == output
+            assert list(answer.token_ids) == expected_tokens(asked, output)
             self.done[kind] += 1
             if stop.is_set():
                 return
@@ -190,6 +193,29 @@ async def test_a_worker_that_never_comes_up_is_replaced(tmp_path: Path) -> None:
         async with up.traffic("after", 1, 8, 4):
             pass
         assert not up.failures
+
+
+@pytest.mark.slow
+async def test_from_zero_by_the_idle_timeout_to_zero_and_from_zero_once_more(tmp_path: Path) -> None:
+    zero = {"kind": "slo", "min_replicas": 0}
+    policy = POLICY | {"idle_s": 1.0, "prefill": POLICY["prefill"] | zero, "decode": POLICY["decode"] | zero}  # type: ignore[operator]
+    async with running(tmp_path, policy=policy) as up:
+
+        def at_zero() -> bool:
+            return len(up.children()) == 1  # the coordinator
+
+        for _ in range(2):
+            await eventually(at_zero, "its workers have ended")
+            async with PatientClient(up.target) as client:
+                (model,) = await client.models()
+            assert model.ready, "requests for it are taken"
+            async with up.traffic("from zero", 1, 40, 6):
+                pass
+        await eventually(at_zero, "its workers have ended")
+        async with PatientClient(up.target) as client:
+            assert not held_resources(await client.server_info())
+        assert not up.failures
+        assert up.done["from zero"] == 2
 
 
 async def test_an_edited_policy_is_taken_without_a_restart_and_a_wrong_one_is_not(tmp_path: Path) -> None:

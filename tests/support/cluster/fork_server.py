@@ -11,17 +11,21 @@ Only a process with a single thread may fork: a thread's locks would stay locked
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
 import os
+import runpy
 import socket
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as splitserve's own program does before it imports gRPC
 
+from kv_transfer.transports.nixl.binding import load_nixl
 from splitserve.runtime.child_launch import end_with_parent
 
 IMPORTS = (
@@ -47,8 +51,8 @@ ADOPTION_POLL_S = 0.001
 
 
 def serve(control: socket.socket, owner: int) -> list[str] | None:
-    """Forks a service for each request. Returns the service's arguments in the service, and None in the server once
-    `owner` has closed its end."""
+    """Forks a service for each request. Returns the service's module and arguments in the service, and None in the
+    server once `owner` has closed its end."""
     while True:
         kind, files, _, _ = socket.recv_fds(control, 1, 2)
         if not kind:
@@ -59,6 +63,12 @@ def serve(control: socket.socket, owner: int) -> list[str] | None:
             return _become(owner, output, answer)
         os.close(output)
         os.close(answer)
+
+
+def _load_ucx() -> None:
+    """Loads NIXL's plugin for UCX: as it is loaded, UCX measures the processor's clock for 0.4 s."""
+    for plugin in Path(str(load_nixl().__file__)).parents[1].glob(".nixl*/plugins/libplugin_UCX.so"):
+        ctypes.CDLL(str(plugin))
 
 
 def _fork() -> bool:
@@ -80,7 +90,7 @@ def _fork() -> bool:
 
 
 def _become(owner: int, output: int, answer: int) -> list[str]:
-    """Gives this process a session, output and environment of its own; returns its arguments.
+    """Gives this process a session, output and environment of its own; returns its module and arguments.
 
     The socket `answer` brings a JSON line of `arguments` and `environment`. The process says its id there, and waits
     for GO. It ends if the owner has gone.
@@ -100,22 +110,21 @@ def _become(owner: int, output: int, answer: int) -> list[str]:
     os.close(output)
     os.environ.clear()
     os.environ.update(asked["environment"])
-    arguments = [str(argument) for argument in asked["arguments"]]
-    sys.argv[:] = ["splitserve", *arguments]
-    return arguments
+    return [str(argument) for argument in asked["arguments"]]
 
 
 def main() -> int:
-    """The server's exit code, and in a forked process that of the command."""
+    """The server's exit code, and in a forked process that of the program, unless that exits itself."""
     control, owner = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     for name in (*IMPORTS, *BESIDE[sys.argv[3]]):
         importlib.import_module(name)
+    _load_ucx()
     arguments = serve(control, owner)
     if arguments is None:
         return 0
-    from launcher.cli.main import main as splitserve
-
-    return splitserve(arguments)
+    module, *sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__")
+    return 0
 
 
 if __name__ == "__main__":

@@ -72,9 +72,11 @@ class ForkServer:
         other.close()
         self._started: list[ForkedProcess] = []
 
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedProcess:
-        """Runs `splitserve ARGUMENTS` in a session of its own; its output is appended to `log`."""
-        asked = {"arguments": list(arguments), "environment": dict(environment)}
+    def start(
+        self, arguments: Sequence[str], environment: Mapping[str, str], log: Path, module: str = "launcher"
+    ) -> ForkedProcess:
+        """Runs `python -m MODULE ARGUMENTS` in a session of its own; its output is appended to `log`."""
+        asked = {"arguments": [module, *arguments], "environment": dict(environment)}
         ours, theirs = socket.socketpair()
         with _lock, adopting(), ours, log.open("ab") as output:
             with theirs:

@@ -36,12 +36,12 @@ class ServiceProcess:
     ) -> None:
         """`fresh`: in a new interpreter, as users start it, instead of forked from one that has the imports.
 
-        `module`: a program of the tests' own that is run in place of `launcher`, always in a new interpreter.
+        `module`: a program of the tests' own that is run in place of `launcher`.
         """
         self.name = name
         # Libraries read some variables when they are loaded.
         self._module = module
-        self._fresh = fresh or module != "launcher" or bool(environment) or sys.platform != "linux"
+        self._fresh = fresh or bool(environment) or sys.platform != "linux"
         self._imports = imports
         self._environment = dict(environment or {})
         self.arguments = list(arguments)
@@ -56,7 +56,7 @@ class ServiceProcess:
         self.log_path.touch()
         if not self._fresh:
             server = fork_server(self._imports)
-            self._process = server.start(self.arguments, environment, self.log_path)
+            self._process = server.start(self.arguments, environment, self.log_path, self._module)
             return
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from kv_transfer.handoff.checksums import KvMemory
-from kv_transfer.handoff.messages import WRITE_GRACE_S, KvTicket, WriteCompletion, decode
+from kv_transfer.handoff.messages import WRITE_GRACE_S, KvTicket
 from kv_transfer.handoff.pusher import KvPusher, Push, PushDone, PushEvent, PushFailed
 from kv_transfer.transports.regions import KvMemoryRegion
 from kv_transfer.transports.transport import PollResult, TransferEndpoint, Transport, WriteResult
@@ -315,8 +315,3 @@ class PrefillSide:
         sent = tuple(self.transport.sent)
         self.transport.sent.clear()
         return sent, tuple(told)
-
-
-def is_completion(message: bytes) -> bool:
-    """Whether it is a completion, and not the word that a writer has drained."""
-    return isinstance(decode(message), WriteCompletion)
