@@ -21,8 +21,8 @@ from kv_transfer.transports.transport import MAX_METADATA_BYTES, TransferEndpoin
 from kv_transfer.transports.ucx.binding import UcxEndpoint
 from kv_transfer.transports.ucx.transport import UcxTransport
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, SplitserveError, TransferError
-from tests.support.engine.numpy_pool import LAYOUT, NumpyPool
 from tests.support.transfer.memory_transport import MemoryHub, MemoryTransport
+from tests.support.transfer.numpy_pool import LAYOUT, NumpyPool
 from tests.support.transfer.peer_process import NUM_BLOCKS as PEER_BLOCKS
 from tests.support.transfer.peer_process import PeerProcess
 from tests.support.transfer.ucx import require_ucx

@@ -29,7 +29,7 @@ from kv_transfer.transports.ucx.messages import (
 from kv_transfer.transports.ucx.receiver import MAX_RENEWALS, RENEW_S, UcxInbox
 from kv_transfer.transports.ucx.transport import ANSWER_S, UcxTransport
 from splitserve.errors import TransferError
-from tests.support.engine.numpy_pool import LAYOUT, NumpyPool
+from tests.support.transfer.numpy_pool import LAYOUT, NumpyPool
 from tests.support.transfer.ucx import require_ucx
 from tests.support.waiting import PATIENCE_S
 

@@ -12,9 +12,9 @@ from kv_transfer.transports.regions import KvMemoryRegion
 from kv_transfer.transports.transport import PollResult, TransferEndpoint, Transport, WriteResult
 from splitserve.errors import SplitserveError, TransferError
 from splitserve.v1 import kv_transfer_pb2
-from tests.support.engine.numpy_pool import LAYOUT
 from tests.support.handoff.decode_side import TICK_S, first_token
 from tests.support.handoff.explorer import Violation
+from tests.support.transfer.numpy_pool import LAYOUT
 
 SIZE = LAYOUT.block_size_tokens
 Landing = tuple[str, int, float]

@@ -11,7 +11,7 @@ from typing import Any
 from kv_transfer.transports import make_transport
 from kv_transfer.transports.transport import TransferEndpoint
 from splitserve.v1 import kv_transfer_pb2 as pb
-from tests.support.engine.numpy_pool import NumpyPool
+from tests.support.transfer.numpy_pool import NumpyPool
 from tests.support.waiting import PATIENCE_S
 
 NUM_BLOCKS = 32

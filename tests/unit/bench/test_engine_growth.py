@@ -28,7 +28,7 @@ from kv_transfer.handoff.messages import KvTicket
 from kv_transfer.handoff.pusher import KvPusher
 from kv_transfer.transports.regions import KvMemoryRegion
 from kv_transfer.transports.transport import TransferEndpoint
-from tests.support.engine.numpy_pool import LAYOUT
+from tests.support.transfer.numpy_pool import LAYOUT
 from tests.support.transfer.scripted_transport import ScriptedTransport
 
 FEW, MANY = 100, 10_000

@@ -13,8 +13,8 @@ from bench.faults.plan import FaultPlan, Trigger
 from bench.faults.transport import FaultyTransport
 from kv_transfer.transports.transport import WriteResult
 from splitserve.errors import TransferError
-from tests.support.engine.numpy_pool import LAYOUT, NumpyPool
 from tests.support.transfer.memory_transport import MemoryHub, MemoryTransport
+from tests.support.transfer.numpy_pool import LAYOUT, NumpyPool
 
 BLOCKS = 8
 ALWAYS = Trigger(every=1)

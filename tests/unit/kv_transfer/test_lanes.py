@@ -25,7 +25,7 @@ from kv_transfer.lanes import (
 )
 from kv_transfer.transports.regions import KvMemoryRegion
 from kv_transfer.transports.transport import PollResult, TransferEndpoint
-from tests.support.engine.numpy_pool import LAYOUT
+from tests.support.transfer.numpy_pool import LAYOUT
 from tests.support.transfer.scripted_transport import ScriptedTransport
 
 OWN = KvMemoryRegion(4096, 100, LAYOUT, probe_blocks=20)

@@ -16,7 +16,7 @@ from kv_transfer.transports.regions import KvMemoryRegion
 from kv_transfer.transports.transport import PollResult, TransferEndpoint, WriteResult
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, TransferError
 from splitserve.v1 import vllm_pb2 as pb
-from tests.support.engine.numpy_pool import LAYOUT
+from tests.support.transfer.numpy_pool import LAYOUT
 from tests.support.waiting import PATIENCE_S
 
 PEER_AGENT = "11111111-2222-3333-4444-555555555555"

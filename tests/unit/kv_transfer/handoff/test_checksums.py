@@ -22,7 +22,7 @@ from kv_transfer.handoff.messages import (
     encode,
 )
 from splitserve.v1 import kv_transfer_pb2 as pb
-from tests.support.engine.numpy_pool import NumpyPool
+from tests.support.transfer.numpy_pool import NumpyPool
 
 EPOCH, NUMBER = 77, 5
 

@@ -13,8 +13,8 @@ from kv_transfer.handoff.checksums import HandoffVerifier, KvMemory
 from kv_transfer.handoff.messages import KvTicket, WriteCompletion, decode
 from kv_transfer.handoff.pusher import KvPusher, PushDone
 from splitserve.generation.kv_blocks import blocks_for
-from tests.support.engine.numpy_pool import LAYOUT, NumpyPool
 from tests.support.transfer.memory_transport import MemoryHub, MemoryTransport
+from tests.support.transfer.numpy_pool import LAYOUT, NumpyPool
 
 
 def kv_memory(pool: NumpyPool) -> KvMemory:

@@ -21,7 +21,7 @@ from kv_transfer.handoff.messages import (
 from kv_transfer.transports.regions import KvMemoryRegion
 from splitserve.errors import DeadlineExceededError, InvalidArgumentError
 from splitserve.v1 import kv_transfer_pb2 as pb
-from tests.support.engine.numpy_pool import LAYOUT
+from tests.support.transfer.numpy_pool import LAYOUT
 
 MEMORY = KvMemoryRegion(4096, 64, LAYOUT)
 U64 = st.integers(1, 2**64 - 1)

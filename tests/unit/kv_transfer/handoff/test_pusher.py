@@ -24,7 +24,7 @@ from kv_transfer.handoff.pusher import (
 from kv_transfer.transports.regions import KvMemoryRegion
 from kv_transfer.transports.transport import TransferEndpoint
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
-from tests.support.engine.numpy_pool import LAYOUT, NumpyPool
+from tests.support.transfer.numpy_pool import LAYOUT, NumpyPool
 from tests.support.transfer.scripted_transport import ScriptedTransport
 
 SIZE = LAYOUT.block_size_tokens
