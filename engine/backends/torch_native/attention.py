@@ -13,7 +13,7 @@ import torch
 from typing_extensions import override
 
 from engine.backends.interface import Forward, StepLogits, compute_logits
-from engine.backends.torch_native.batch import Chunk, StepBatch, build_step_batch
+from engine.backends.torch_native.batch import SequenceChunk, StepBatch, build_step_batch
 from engine.core.model_runner import ScheduledSequence
 from engine.kv_cache.memory import DTYPES, KvCacheMemory
 from engine.model.attention_interface import AttentionBackend, LayerState, NewTokens
@@ -70,7 +70,7 @@ class TorchForward(Forward):
 
 
 def _attended(
-    chunk: Chunk,
+    chunk: SequenceChunk,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,

@@ -36,7 +36,7 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class SequenceChunk:
     """New tokens of one sequence, rows `rows[0]`..`rows[1]` - 1. `blocks` int64 hold its keys, the new ones included.
 
     None if the new tokens are the whole sequence so far.
@@ -63,16 +63,16 @@ class StepBatch:
     sample_rows: torch.Tensor
     block_size: int
     dtype: torch.dtype
-    _chunks: dict[int | None, tuple[Chunk, ...]] = field(default_factory=dict)
+    _chunks: dict[int | None, tuple[SequenceChunk, ...]] = field(default_factory=dict)
 
-    def chunks(self, window: int | None) -> tuple[Chunk, ...]:
+    def chunks(self, window: int | None) -> tuple[SequenceChunk, ...]:
         """What the attention of layers with this window computes, one chunk for each sequence."""
         if window not in self._chunks:
             rows = range(len(self.flat.sequences))
             self._chunks[window] = tuple(self._chunk(row, window) for row in rows)
         return self._chunks[window]
 
-    def _chunk(self, row: int, window: int | None) -> Chunk:
+    def _chunk(self, row: int, window: int | None) -> SequenceChunk:
         sequence, size = self.flat.sequences[row], self.block_size
         begin, count = sequence.num_computed, sequence.num_new
         # The first block that any new token can see.
@@ -98,7 +98,7 @@ class StepBatch:
             table = np.asarray(sequence.block_ids[first : blocks_for(begin + count, size)], dtype=np.int64)
             blocks = torch.from_numpy(table).to(self.positions.device)
         begin_row, end_row = self.flat.query_starts[row : row + 2].tolist()
-        return Chunk((begin_row, end_row), blocks, tuple(tiles))
+        return SequenceChunk((begin_row, end_row), blocks, tuple(tiles))
 
 
 def build_step_batch(
