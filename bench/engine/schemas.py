@@ -47,11 +47,16 @@ from splitserve.grammars.child import (
 from splitserve.grammars.forms import check_grammar
 from splitserve.grammars.processes import SLOW_CPU_S
 from splitserve.grammars.schemas import SchemaError
+from splitserve.models.hf_tokenizer import ByteTokenizer
 from splitserve.v1.generation_pb2 import Grammar
 
 BATCH = 500
 """Schemas of one process."""
-VOCABULARY = {"definition": None, "size": VOCABULARY_SIZE, "eos": [EOS_TOKEN_ID]}
+VOCABULARY = {
+    "definition": None,
+    "tokens": [ByteTokenizer().token_bytes(token).decode("latin-1") for token in range(VOCABULARY_SIZE)],
+    "eos": [EOS_TOKEN_ID],
+}
 STOP, LENGTH, REFUSED, ENDED = "stop", "length", "refused", "ended its process"
 UNJUDGED = "stop, not judged"
 """The judge cannot read a pattern, a number has too many digits for it, or parts share one `$id`."""

@@ -223,13 +223,14 @@ class GrammarCompiler:
 
     def _vocabulary(self) -> Vocabulary:
         """Raises InvalidArgumentError (GRAMMAR_NOT_SUPPORTED) for a tokenizer that the library cannot read."""
-        eos = sorted(self._facts.eos_token_ids)
-        if isinstance(self._tokenizer, ByteTokenizer):
-            return Vocabulary(None, self._tokenizer.vocabulary_size, [ByteTokenizer.EOS])
-        if not isinstance(self._tokenizer, HfTokenizer):
+        tokenizer = self._tokenizer
+        if not isinstance(tokenizer, ByteTokenizer | HfTokenizer):
             message = f"{FIELD} is not supported for this model's tokenizer: its vocabulary is not known"
             raise InvalidArgumentError(message, reason="GRAMMAR_NOT_SUPPORTED", field=FIELD)
-        return Vocabulary(self._tokenizer.definition(), self._facts.vocabulary_size, eos)
+        definition = tokenizer.definition() if isinstance(tokenizer, HfTokenizer) else None
+        ids = range(self._facts.vocabulary_size)
+        tokens = [tokenizer.token_bytes(token_id).decode("latin-1") for token_id in ids]
+        return Vocabulary(definition, tokens, sorted(self._facts.eos_token_ids))
 
 
 @lru_cache(maxsize=KEPT_MASKS)

@@ -325,16 +325,31 @@ def _limits() -> LLParserLimits:
     )
 
 
-class _Bytes:
-    """A vocabulary of bytes and an end of sequence, in the form that llguidance's `TokenizerWrapper` takes."""
+class _Tokens:
+    """A model's vocabulary, in the form that llguidance's `TokenizerWrapper` takes.
 
-    def __init__(self, eos: int) -> None:
-        self.eos_token_id, self.bos_token_id = eos, None
-        self.tokens = (*(bytes([byte]) for byte in range(eos)), b"<eos>")
-        self.special_token_ids = (eos,)
+    A tag such as `<tool_call>` is text to a grammar. The library's own reader of tokenizers takes it for a sign that no
+    text contains, so that a grammar would keep the model from writing it as one token.
+    """
 
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
+    def __init__(self, tokens: list[bytes], eos: list[int], definition: str | None) -> None:
+        self.tokens, self.special_token_ids = tokens, eos
+        self.eos_token_id, self.bos_token_id = eos[0] if eos else None, None
+        self._encode = None
+        if definition is not None:
+            from tokenizers import Tokenizer
+
+            self._encode = Tokenizer.from_str(definition).encode
+        self.library: LLTokenizer | None = None
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens that a model would write, if they are exactly the text: some tokenizers add a space."""
+        exact = text.encode()
+        if self._encode is not None:
+            tokens: list[int] = self._encode(text, add_special_tokens=False).ids
+            if b"".join(self.tokens[token] for token in tokens) == exact:
+                return tokens
+        return self.library.greedy_tokenize(text) if self.library is not None else []
 
 
 def tokenizer_of(vocabulary: Any) -> LLTokenizer | str | None:
@@ -344,13 +359,15 @@ def tokenizer_of(vocabulary: Any) -> LLTokenizer | str | None:
 
     if vocabulary is None:
         return None
+    eos = vocabulary["eos"]
     try:
-        if vocabulary["definition"] is None:
-            return Tokenizer(TokenizerWrapper(_Bytes(vocabulary["eos"][0])))
-        eos = vocabulary["eos"] or None
-        return Tokenizer(vocabulary["definition"], n_vocab=vocabulary["size"], eos_token=eos)
-    except ValueError as error:
+        tokens = _Tokens(
+            [token.encode("latin-1") for token in vocabulary["tokens"]], eos, vocabulary["definition"]
+        )
+        tokens.library = Tokenizer(TokenizerWrapper(tokens), eos_token=eos or None)
+    except Exception as error:  # the library `tokenizers` raises no narrower type
         return f"grammars are not supported for this model's tokenizer: {error}"
+    return tokens.library
 
 
 if __name__ == "__main__":

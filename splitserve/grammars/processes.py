@@ -47,12 +47,12 @@ COSTLY = f"it takes more than {SLOW_CPU_S:g} s or too much memory to compile, or
 class Vocabulary:
     """A model's vocabulary, as the compiler needs it.
 
-    `definition`: the text of its `tokenizer.json`; None: each token is a byte. `size`: number of tokens. `eos`: ids of
-    the tokens that end an answer.
+    `definition`: the text of its `tokenizer.json`; None: no token is longer than a byte. `tokens`: the bytes of each
+    token, as the characters of a text. `eos`: ids of the tokens that end an answer.
     """
 
     definition: str | None
-    size: int
+    tokens: list[str]
     eos: list[int]
 
 

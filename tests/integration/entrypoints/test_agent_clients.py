@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    async with echoing(tmp_path_factory.mktemp("logs"), "hermes", "think") as cluster:
+    async with echoing(tmp_path_factory.mktemp("logs")) as cluster:
         yield cluster
 
 

@@ -1,39 +1,46 @@
-"""Recorded texts of several families through real processes: reasoning and calls as OpenAI's client reads them."""
+"""Recorded texts of every family through real processes, in tokens: what OpenAI's client reads."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from coordinator.entrypoints.openai.formats.table import TOOL_FORMATS
+from coordinator.entrypoints.openai.formats.tool_format import ReasoningFormat
+from splitserve.models.hf_tokenizer import load_tokenizer
+from splitserve.models.tokenizer import Tokenizer
 from tests.support.cluster.real_cluster import Cluster, echoing
+from tests.support.formats.recorded_model import family_template, reasoning_of
 from tests.support.formats.samples import CALLS, CITY, SAMPLES
 
-MODEL = "simulated"
-FAMILIES = {"qwen_xml": "<think>", "kimi_k2": "<think>", "gemma": "<|channel>thought\n"}
-"""Each with the beginning of its reasoning."""
-ENDS = {"<think>": "</think>", "<|channel>thought\n": "<channel|>"}
 TOOLS: Any = [
     {"type": "function", "function": {"name": "get_weather", "parameters": CITY}},
     {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
 ]
+THOUGHT = "I need the weather."
 
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
 
 
 @pytest.fixture(scope="module")
-async def cluster(family: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    reasoning = "gemma" if family == "gemma" else "think"
-    async with echoing(tmp_path_factory.mktemp("logs"), family, reasoning) as cluster:
+async def cluster(folder: Path) -> AsyncIterator[Cluster]:
+    async with echoing(folder) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def tokenizer(cluster: Cluster, folder: Path) -> Tokenizer:
+    return load_tokenizer(str(folder / "model"))
 
 
 @pytest.fixture
@@ -42,10 +49,21 @@ async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-async def ask(client: openai.AsyncOpenAI, text: str, **options: Any) -> tuple[Any, Any]:
+@pytest.fixture(params=sorted(TOOL_FORMATS))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def reasoning(family: str) -> ReasoningFormat:
+    return reasoning_of(family)
+
+
+async def ask(client: openai.AsyncOpenAI, family: str, text: str, **options: Any) -> tuple[Any, Any]:
     """The whole answer's choice, and its usage; the streamed one is the same."""
     messages: Any = [{"role": "user", "content": text}]
-    asked: dict[str, Any] = {"model": MODEL, "messages": messages, **options}
+    template = {"chat_template": family_template(family)}
+    asked: dict[str, Any] = {"model": "simulated", "messages": messages, "extra_body": template, **options}
     whole = await client.chat.completions.create(**asked)
     choice, usage = whole.choices[0], whole.usage
     stream = await client.chat.completions.create(
@@ -77,41 +95,46 @@ async def ask(client: openai.AsyncOpenAI, text: str, **options: Any) -> tuple[An
     return choice, usage
 
 
-async def test_reasoning_and_calls(client: openai.AsyncOpenAI, family: str) -> None:
-    begin = FAMILIES[family]
-    thought = f"{begin}I need the weather.\n{ENDS[begin]}"
-    choice, usage = await ask(client, f"{thought}\n\nLet me see.\n{SAMPLES[family].calls}", tools=TOOLS)
+async def test_reasoning_and_calls(
+    client: openai.AsyncOpenAI, family: str, reasoning: ReasoningFormat, tokenizer: Tokenizer
+) -> None:
+    thought = f"{reasoning.begin}{THOUGHT}\n{reasoning.ends[0]}"
+    said = "" if TOOL_FORMATS[family].is_bare else "Let me see."
+    text = f"{thought}\n\n{said}\n{SAMPLES[family].calls}"
+    choice, usage = await ask(client, family, text, tools=TOOLS)
     message = choice.message
-    assert (message.reasoning_content, message.content) == ("I need the weather.", "Let me see.")
+    assert (message.reasoning_content, message.content or "") == (THOUGHT, said)
     called = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
     assert (called, choice.finish_reason) == (CALLS, "tool_calls")
-    assert usage.completion_tokens_details.reasoning_tokens == len(thought)
+    assert usage.completion_tokens_details.reasoning_tokens == len(tokenizer.encode(thought))
 
 
-async def test_answers_without_calls(client: openai.AsyncOpenAI, family: str) -> None:
-    begin = FAMILIES[family]
+async def test_answers_without_calls(
+    client: openai.AsyncOpenAI, family: str, reasoning: ReasoningFormat
+) -> None:
     for options in ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}):
-        choice, _ = await ask(client, f"{begin}Hm.{ENDS[begin]}Hello <b>.", **options)
+        choice, _ = await ask(client, family, f"{reasoning.begin}Hm.{reasoning.ends[0]}Hello <b>.", **options)
         assert (choice.message.reasoning, choice.message.content) == ("Hm.", "Hello <b>.")
         assert (choice.message.tool_calls, choice.finish_reason) == (None, "stop")
-    choice, usage = await ask(client, "Hello.")
+    choice, usage = await ask(client, family, "Hello.")
     assert (choice.message.reasoning, choice.message.content) == (None, "Hello.")
     assert usage.completion_tokens_details.reasoning_tokens == 0
 
 
-async def test_a_limit_inside_reasoning_or_a_call(client: openai.AsyncOpenAI, family: str) -> None:
-    begin = FAMILIES[family]
-    text = f"{begin}I need the weather.{ENDS[begin]}{SAMPLES[family].calls}"
-    for limit in (len(begin) + 6, len(begin) + 21, len(begin) + 40, len(begin) + 75):
-        choice, _ = await ask(client, text, tools=TOOLS, max_tokens=limit)
+async def test_a_limit_inside_reasoning_or_a_call(
+    client: openai.AsyncOpenAI, family: str, reasoning: ReasoningFormat, tokenizer: Tokenizer
+) -> None:
+    text = f"{reasoning.begin}{THOUGHT}{reasoning.ends[0]}{SAMPLES[family].calls}"
+    length = len(tokenizer.encode(text))
+    for limit in (3, length // 3, length // 2, length - 1):
+        choice, _ = await ask(client, family, text, tools=TOOLS, max_tokens=limit)
         assert choice.finish_reason == "length"
         assert not choice.message.content
-        assert "I need the weather.".startswith(choice.message.reasoning)
+        assert THOUGHT.startswith(choice.message.reasoning or "")
 
 
-async def test_a_forced_call(client: openai.AsyncOpenAI, family: str) -> None:
+async def test_a_forced_call(client: openai.AsyncOpenAI, family: str, reasoning: ReasoningFormat) -> None:
     """The model would say something else once it has thought."""
-    begin = FAMILIES[family]
     hour = {
         "type": "object",
         "properties": {
@@ -123,7 +146,8 @@ async def test_a_forced_call(client: openai.AsyncOpenAI, family: str) -> None:
     }
     tools = [{"type": "function", "function": {"name": "wake", "parameters": hour}}]
     options = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400}
-    choice, _ = await ask(client, f"{begin}A <tool_call>?{ENDS[begin]}Hello.", **options)
+    text = f"{reasoning.begin}A <tool_call>?{reasoning.ends[0]}Hello."
+    choice, _ = await ask(client, family, text, **options)
     assert (choice.message.reasoning, choice.message.content) == ("A <tool_call>?", None)
     (call,) = choice.message.tool_calls
     assert (call.function.name, choice.finish_reason) == ("wake", "tool_calls")

@@ -1,52 +1,65 @@
-"""`splitserve ARGUMENTS` with a simulated model that says what the last message says: `python -m` this with ARGUMENTS.
+"""`splitserve ARGUMENTS` with a simulated model that says what the first user says: `python -m` this with ARGUMENTS.
 
-So a test gives it any recorded text to say. With a grammar, it says the text as long as the grammar allows that.
+So a test gives it any recorded text to say, in the tokens of a real tokenizer (`recorded_model.py`). With a grammar, it
+says the text as long as the grammar allows that.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from typing_extensions import override
 
 from engine.core.model_runner import SampledToken, ScheduledSequence
-from engine.runner.simulated_runner import EOS_TOKEN_ID, VOCABULARY_SIZE, SimulatedRunner
+from engine.runner.simulated_runner import SimulatedRunner
 from engine.runner.structured_output import Mask, allowed_tokens
 from launcher.cli.main import main
+from splitserve.config.worker import WorkerConfig
+from splitserve.models.hf_tokenizer import load_tokenizer
+from splitserve.models.tokenizer import Tokenizer
+from tests.support.formats.recorded_model import EOS, TURN
 from worker import build
-
-MESSAGE, ANSWER = b"user: ", b"\nassistant: "
 
 
 class EchoingRunner(SimulatedRunner):
-    """Computes as the simulated model does, and samples the next byte of the message."""
+    """Computes as the simulated model does, and samples the next token of the message."""
+
+    def __init__(self, config: WorkerConfig, tokenizer: Tokenizer) -> None:
+        super().__init__(config.engine)
+        self._turn, self._eos = (tokenizer.encode(tag)[0] for tag in (TURN, EOS))
+        self._size = tokenizer.vocabulary_size
+        self.facts = replace(self.facts, vocabulary_size=self._size, eos_token_ids=frozenset({self._eos}))
 
     @override
     def _compute(self, sequence: ScheduledSequence, mask: Mask | None) -> SampledToken | None:
-        sampled = super()._compute(sequence, mask)
-        text = bytes(token for token in sequence.token_ids if token < EOS_TOKEN_ID)
-        if sampled is None or ANSWER not in text:  # a warm-up has no message
+        sampled = super()._compute(sequence, None)
+        if sampled is None or self._turn not in sequence.token_ids:  # a warm-up has no message
             return sampled
-        token = next_byte(text)
-        if mask is not None and token not in allowed_tokens_of(mask, sequence):
-            return sampled
+        token = self._next(sequence.token_ids)
+        if mask is None:
+            return SampledToken(token)
+        allowed = allowed_tokens(mask, self._size, sequence.banned_token_ids).nonzero()[0]
+        if token not in allowed:
+            token = self._eos if self._eos in allowed else int(allowed[sampled.token_id % len(allowed)])
         return SampledToken(token)
 
+    def _next(self, said: Sequence[int]) -> int:
+        """What comes after the prompt and what was said: the first turn again, from its first token on."""
+        begin = said.index(self._turn) + 1
+        message = said[begin : said.index(self._turn, begin)]
+        place = list(reversed(said)).index(self._turn)
+        return message[place] if place < len(message) else self._eos
 
-def next_byte(said: bytes) -> int:
-    """What comes after the prompt and what was said."""
-    begin = said.index(MESSAGE) + len(MESSAGE)
-    end = said.index(ANSWER, begin)
-    place = begin + len(said) - (end + len(ANSWER))
-    return said[place] if place < end else EOS_TOKEN_ID
 
-
-def allowed_tokens_of(mask: Mask, sequence: ScheduledSequence) -> set[int]:
-    return {
-        int(token) for token in allowed_tokens(mask, VOCABULARY_SIZE, sequence.banned_token_ids).nonzero()[0]
-    }
+def load(config: WorkerConfig, clock: Any) -> Any:
+    clock.imported()
+    tokenizer = load_tokenizer(config.model)
+    return EchoingRunner(config, tokenizer), build.ServedAs("simulated", config.model), tokenizer
 
 
 if __name__ == "__main__":
-    build.SimulatedRunner = EchoingRunner  # type: ignore[misc]
+    build._simulated = load
     sys.exit(main(sys.argv[1:]))

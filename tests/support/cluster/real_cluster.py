@@ -23,6 +23,7 @@ from tests.support.clients.patient import PatientClient
 from tests.support.cluster.forked import Imports
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.processes import ServiceProcess
+from tests.support.formats.recorded_model import make_recorded_model
 from tests.support.waiting import PATIENCE_S
 
 PATIENT = ("--max-queue", "600", "--heartbeat-timeout", "60")
@@ -233,11 +234,15 @@ async def running(cluster: Cluster, *, wait_ready: bool = True) -> AsyncIterator
 
 
 @asynccontextmanager
-async def echoing(folder: Path, tool_format: str, reasoning_format: str) -> AsyncIterator[Cluster]:
-    """A ready pair that says what it is told (`echoing_worker.py`), whose answers are read in these formats. At the end
-    nothing is leaked and all processes have stopped."""
-    formats = ["--tool-format", tool_format, "--reasoning-format", reasoning_format]
-    cluster = Cluster(folder, coordinator_options=formats, prefill=0, decode=0, http=True)
+async def echoing(folder: Path) -> AsyncIterator[Cluster]:
+    """A ready pair that says what it is told (`echoing_worker.py`). Its model is that of `recorded_model.py` in a
+    subfolder `model`; a request may bring the chat template of another family. At the end nothing is leaked and all
+    processes have stopped."""
+    model = folder / "model"
+    model.mkdir()
+    make_recorded_model(model)
+    options = ["--trust-request-chat-template"]
+    cluster = Cluster(folder, model=str(model), coordinator_options=options, prefill=0, decode=0, http=True)
     async with running(cluster, wait_ready=False):
         for role in ("prefill", "decode"):
             cluster.add_worker(role, f"{role}-0", module="tests.support.cluster.echoing_worker")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,13 @@ from coordinator.entrypoints.openai.formats.table import TOOL_FORMATS, AnswerFor
 from coordinator.entrypoints.openai.tools import Function, JsonSchema, ResponseFormat
 from splitserve.grammars import child
 from splitserve.grammars.child import COMPLETE, FAILED, MASK, GrammarRow, LibraryGrammar
+from splitserve.models.hf_tokenizer import HfTokenizer
+from splitserve.models.tokenizer_files import TokenizerDefinition
+from tests.support.formats.recorded_model import make_recorded_model
 
 EOS = 256
-TOKENIZER = child.tokenizer_of({"definition": None, "size": 257, "eos": [EOS]})
+BYTES = [chr(byte) for byte in range(EOS)]
+TOKENIZER = child.tokenizer_of({"definition": None, "tokens": [*BYTES, ""], "eos": [EOS]})
 DIGITS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "uniqueItems": True}
 
 
@@ -29,6 +34,28 @@ def of_schema(schema: Any) -> GrammarRow:
 
 def allowed(answer: bytes) -> set[int]:
     return {token for token in range(257) if answer[token // 8] >> token % 8 & 1}
+
+
+@pytest.mark.parametrize("is_encoded", [True, False])
+def test_a_tag_is_one_token_where_the_model_has_one(is_encoded: bool, tmp_path: Path) -> None:
+    tokenizer = make_recorded_model(tmp_path)
+    tokens = HfTokenizer(TokenizerDefinition(tokenizer, {}, {}))
+    size, eos, tag = tokens.vocabulary_size, tokens.encode("<|endoftext|>"), tokens.encode("<tool_call>")[0]
+    vocabulary = {
+        "definition": tokens.definition() if is_encoded else None,
+        "tokens": [tokens.token_bytes(token).decode("latin-1") for token in range(size)],
+        "eos": eos,
+    }
+    library = child.tokenizer_of(vocabulary)
+    for grammar, first in (('start: "<tool_call>"', {tag}), ('start: /[a-z]/ | "<tool_call>"', None)):
+        made = GrammarRow(LibraryGrammar("lark", grammar, library))
+        _, mask = made.advance([])
+        may_come = {token for token in range(size) if mask[token // 8] >> token % 8 & 1}
+        assert tag in may_come
+        assert first is None or may_come == first
+        assert made.advance([tag])[0] == COMPLETE
+    text = '<tool_call>\n{"name": "now"}'
+    assert tokens.decode(library.tokenize_str(text), keep_special=True) == text
 
 
 def said(row: GrammarRow, text: str) -> tuple[int, bytes]:
