@@ -15,6 +15,8 @@ PROGRAMS = frozenset(
             "curl",
             "docker",
             "grpcurl",
+            "guidellm",
+            "inference-perf",
             "kubectl",
             "make",
             "pip",

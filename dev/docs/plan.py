@@ -173,6 +173,7 @@ SHORT: Mapping[str, str] = {
     "python -m bench.engine.step_layout": "python -m bench.engine.step_layout --steps 17 --json",
     "python -m bench.engine.grammar": "python -m bench.engine.grammar --batches 1 --json",
     "python -m bench.engine.schemas": "python -m bench.engine.schemas --count 20",
+    "python -m bench.output_formats": "python -m bench.output_formats",
     "python -m bench.goodput": (
         "python -m bench.goodput --quick --systems default --requests 4 --runs goodput-runs.jsonl --json"
     ),
@@ -230,7 +231,9 @@ NOT_RUN: Mapping[str, str] = {
     "grpcurl": _CLIENT
     + "; tests/integration/entrypoints/test_kserve.py and test_services.py make the same calls",
     "aiperf": _CLIENT,
-    "vllm bench serve": _CLIENT,
+    "guidellm": _CLIENT,
+    "inference-perf": _CLIENT,
+    "vllm bench serve": "tests/integration/vllm/test_vllm_bench.py runs it",
     "pytest": "`make test` runs these tests with fewer examples",
 }
 """Reasons, by what the commands begin with."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -64,11 +65,11 @@ async def ask(client: openai.AsyncOpenAI, family: str, text: str, **options: Any
     messages: Any = [{"role": "user", "content": text}]
     template = {"chat_template": family_template(family)}
     asked: dict[str, Any] = {"model": "simulated", "messages": messages, "extra_body": template, **options}
-    whole = await client.chat.completions.create(**asked)
-    choice, usage = whole.choices[0], whole.usage
-    stream = await client.chat.completions.create(
-        **asked, stream=True, stream_options={"include_usage": True}
+    create = client.chat.completions.create
+    whole, stream = await asyncio.gather(
+        create(**asked), create(**asked, stream=True, stream_options={"include_usage": True})
     )
+    choice, usage = whole.choices[0], whole.usage
     content = reasoning = same_reasoning = reason = ""
     calls: list[list[str]] = []
     last = None

@@ -241,8 +241,15 @@ async def echoing(folder: Path) -> AsyncIterator[Cluster]:
     model = folder / "model"
     model.mkdir()
     make_recorded_model(model)
-    options = ["--trust-request-chat-template"]
-    cluster = Cluster(folder, model=str(model), coordinator_options=options, prefill=0, decode=0, http=True)
+    cluster = Cluster(
+        folder,
+        model=str(model),
+        prefill=0,
+        decode=0,
+        worker_options=["--simulated-step-s", "0"],
+        coordinator_options=["--trust-request-chat-template"],
+        http=True,
+    )
     async with running(cluster, wait_ready=False):
         for role in ("prefill", "decode"):
             cluster.add_worker(role, f"{role}-0", module="tests.support.cluster.echoing_worker")
