@@ -17,14 +17,19 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
 
 from canitoolcall.checks import case_status, run_checks
 from canitoolcall.fixtures import Family, Fixture, load_families, load_fixtures
 from canitoolcall.results import Observation, ParseResult, Status, StreamAccumulator
 
+from coordinator.entrypoints.openai.formats.harmony import encoding_of
 from coordinator.entrypoints.openai.formats.table import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from coordinator.entrypoints.openai.formats.writer import ArgumentsPart, CallPart, ReasoningPart, TextPart
+from splitserve.models.tokenizer import Tokenizer
 
 FORMATS = {
     "DeepSeek-V3-0324": ("deepseek_v3", "think"),
@@ -45,10 +50,12 @@ FORMATS = {
     "Qwen3.": ("qwen_xml", "think"),
     "Qwen3-": ("hermes", "think"),
     "gemma-4": ("gemma", "gemma"),
+    "gpt-oss": ("harmony", "harmony"),
 }
 """Tools' and reasoning's format by a part of the model's name; the first that fits."""
-NOT_READ = {"gpt-oss"}
-NOT_COMPARED = NOT_READ | {"mistral"}
+NOT_COMPARED = {"gpt-oss", "mistral"}
+RETURN = 200_002
+"""The token with which gpt-oss ends its turn; the recorded answers are without it."""
 _TAG = re.compile(
     r"<\|[^<>]*>|<[a-z_]+\|>|<｜[^<>]+｜>|\[/?[A-Z_]+\]|</?(?:think|tool_calls?|arg_(?:key|value))>"  # noqa: RUF001
 )
@@ -62,15 +69,24 @@ def prompt_of(fixture: Fixture, family: Family) -> str:
     return (reference.default_generation_prompt if reference else None) or ""
 
 
-def chunkings(text: str) -> Iterator[tuple[str, list[str]]]:
-    """The text whole, in characters, and in pieces of 1 to 12 characters."""
-    yield "one", [text]
-    yield "token", list(text)
+def chunkings(fixture: Fixture) -> Iterator[tuple[str, list[tuple[str, Sequence[int]]]]]:
+    """The answer whole, in characters, and in pieces of 1 to 12 characters. That of gpt-oss, which is read by its
+    tokens, is cut between these."""
+    text: Sequence[Any] = fixture.raw_output
+    if fixture.family == "gpt-oss":
+        text = [*(fixture.output_token_ids or ()), *(() if fixture.truncated else (RETURN,))]
+
+    def piece(start: int, end: int) -> tuple[str, Sequence[int]]:
+        cut = text[start:end]
+        return (cut, ()) if isinstance(cut, str) else (gpt_oss_encoding().decode(cut), cut)
+
+    yield "one", [piece(0, len(text))]
+    yield "token", [piece(place, place + 1) for place in range(len(text))]
     for seed in range(1, 6):
         drawn, pieces, start = random.Random(seed), [], 0
         while start < len(text):
             end = start + drawn.randint(1, 12)
-            pieces.append(text[start:end])
+            pieces.append(piece(start, end))
             start = end
         yield f"rand:{seed}:12", pieces
 
@@ -81,14 +97,43 @@ def our_format(fixture: Fixture, family: Family) -> AnswerFormat:
     reasoning = REASONING_FORMATS[named] if named else None
     prompt = prompt_of(fixture, family).rstrip()
     begun = reasoning is not None and prompt.endswith(reasoning.begin.rstrip())
-    return AnswerFormat(TOOL_FORMATS[tools], reasoning, is_reasoning=begun)
+    harmony = gpt_oss_encoding() if tools == "harmony" else None
+    return AnswerFormat(TOOL_FORMATS[tools], reasoning, is_reasoning=begun, harmony=harmony)
 
 
-def our_result(answer: AnswerFormat, fixture: Fixture, pieces: Sequence[str]) -> ParseResult:
-    """What our parser finds in an answer that arrives in these pieces."""
+class GptOssTokens:
+    """The ordinary tokens of gpt-oss, from the package `quicktok-v1`."""
+
+    def __init__(self) -> None:
+        found = find_spec("quicktok")
+        assert found is not None
+        assert found.origin is not None
+        data = (Path(found.origin).parent / "data" / "o200k.vocab").read_bytes()
+        count, at = int.from_bytes(data[:4], "little"), 4
+        self.tokens = [b""] * count
+        for _ in range(count):  # the length, the bytes, and the number of a token
+            end = at + 2 + int.from_bytes(data[at : at + 2], "little")
+            self.tokens[int.from_bytes(data[end : end + 4], "little")] = data[at + 2 : end]
+            at = end + 4
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token."""
+        return self.tokens[token_id]
+
+
+@cache
+def gpt_oss_encoding() -> Any:
+    """The vocabulary of gpt-oss as its library has it."""
+    return encoding_of(cast("Tokenizer", GptOssTokens()))
+
+
+def our_result(
+    answer: AnswerFormat, fixture: Fixture, pieces: Sequence[tuple[str, Sequence[int]]]
+) -> ParseResult:
+    """What our parser finds in an answer that arrives in these pieces, texts and their tokens."""
     tools = {tool["function"]["name"]: tool["function"].get("parameters") for tool in fixture.tools}
     parser, found = answer.parser(tools, must_call=False), StreamAccumulator()
-    parts = [part for piece in pieces for part in parser.feed(piece)]
+    parts = [part for text, token_ids in pieces for part in parser.feed(text, token_ids)]
     for part in [*parts, *parser.close(is_cut=fixture.truncated)]:
         match part:
             case TextPart(text):
@@ -104,9 +149,10 @@ def our_result(answer: AnswerFormat, fixture: Fixture, pieces: Sequence[str]) ->
 
 def our_status(fixture: Fixture, family: Family) -> Status:
     """How our parser does in a case."""
-    answer, text = our_format(fixture, family), fixture.raw_output
-    streams = {name: our_result(answer, fixture, pieces) for name, pieces in chunkings(text)}
-    observed = Observation(nonstream=our_result(answer, fixture, [text]), streams=streams)
+    answer, streams = our_format(fixture, family), {}
+    for name, pieces in chunkings(fixture):
+        streams[name] = our_result(answer, fixture, pieces)
+    observed = Observation(nonstream=streams["one"], streams=streams)
     return case_status(run_checks(fixture, family, observed))
 
 
@@ -176,7 +222,7 @@ def main() -> None:
     parser.add_argument("--failed", action="store_true", help="the names of failed cases, too")
     options = parser.parse_args()
     families = load_families()
-    fixtures = [fixture for fixture in load_fixtures() if fixture.family not in NOT_READ]
+    fixtures = list(load_fixtures())
     if options.vllm:
         fixtures = [fixture for fixture in fixtures if fixture.family not in NOT_COMPARED]
     status = VllmStatus(fixtures) if options.vllm else our_status

@@ -170,6 +170,7 @@ ToolFormatName = Literal[
     "gemma",
     "glm",
     "granite",
+    "harmony",
     "hermes",
     "kimi_k2",
     "kimi_k3",
@@ -182,7 +183,7 @@ ToolFormatName = Literal[
     "phi4",
     "qwen_xml",
 ]
-ReasoningFormatName = Literal["auto", "none", "gemma", "granite", "kimi_k3", "mistral", "think"]
+ReasoningFormatName = Literal["auto", "none", "gemma", "granite", "harmony", "kimi_k3", "mistral", "think"]
 LocalPrefill = Literal["never", "auto", "always"]
 ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]{0,4}))?")
 DEFAULT_PORTS = {"http": "80", "https": "443"}

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import openai
 import pytest
 
 from coordinator.entrypoints.openai.formats.table import TOOL_FORMATS
-from coordinator.entrypoints.openai.formats.tool_format import ReasoningFormat
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.tokenizer import Tokenizer
 from tests.support.cluster.real_cluster import Cluster, echoing
-from tests.support.formats.recorded_model import family_template, reasoning_of
+from tests.support.formats.recorded_model import family_template, make_gpt_oss_model, reasoning_of
 from tests.support.formats.samples import CALLS, CITY, SAMPLES
 
 TOOLS: Any = [
@@ -29,19 +28,32 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("logs")
-
-
-@pytest.fixture(scope="module")
-async def cluster(folder: Path) -> AsyncIterator[Cluster]:
-    async with echoing(folder) as cluster:
+async def most(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    async with echoing(tmp_path_factory.mktemp("logs")) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
-def tokenizer(cluster: Cluster, folder: Path) -> Tokenizer:
-    return load_tokenizer(str(folder / "model"))
+async def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    async with echoing(tmp_path_factory.mktemp("gpt-oss"), make_gpt_oss_model) as cluster:
+        yield cluster
+
+
+@pytest.fixture(params=[*sorted(TOOL_FORMATS.keys() - {"harmony"}), "harmony"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def cluster(family: str, request: pytest.FixtureRequest) -> Cluster:
+    """One cluster serves all families but gpt-oss, which has a vocabulary of its own."""
+    cluster: Cluster = request.getfixturevalue("gpt_oss" if family == "harmony" else "most")
+    return cluster
+
+
+@pytest.fixture
+def tokenizer(cluster: Cluster) -> Tokenizer:
+    return load_tokenizer(str(cluster.log_dir / "model"))
 
 
 @pytest.fixture
@@ -50,14 +62,37 @@ async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-@pytest.fixture(params=sorted(TOOL_FORMATS))
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@dataclass(frozen=True)
+class Told:
+    """What a family's model is told to say."""
 
+    family: str
+    thought: str = ""
+    text: str = ""
+    calls: bool = False
 
-@pytest.fixture
-def reasoning(family: str) -> ReasoningFormat:
-    return reasoning_of(family)
+    @property
+    def reasoning(self) -> str:
+        """The reasoning with its tags."""
+        reasoning = reasoning_of(self.family)
+        end = "<|end|>" if self.family == "harmony" else reasoning.ends[0]
+        return f"{reasoning.begin}{self.thought}{end}" if self.thought else ""
+
+    @property
+    def whole(self) -> str:
+        if self.family != "harmony":
+            gap = "\n\n" if self.thought and self.text else ""
+            return f"{self.reasoning}{gap}{self.text}" + (
+                f"\n{SAMPLES[self.family].calls}" if self.calls else ""
+            )
+        messages = [self.reasoning] if self.thought else []
+        if self.text:
+            messages.append(f"<|channel|>{'commentary' if self.calls else 'final'}<|message|>{self.text}")
+        if self.calls:
+            arguments = json.dumps(CALLS[0][1], ensure_ascii=False)
+            head = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+            messages.append(head + arguments)
+        return "<|end|><|start|>assistant".join(message.removesuffix("<|end|>") for message in messages)
 
 
 async def ask(client: openai.AsyncOpenAI, family: str, text: str, **options: Any) -> tuple[Any, Any]:
@@ -96,36 +131,33 @@ async def ask(client: openai.AsyncOpenAI, family: str, text: str, **options: Any
     return choice, usage
 
 
-async def test_reasoning_and_calls(
-    client: openai.AsyncOpenAI, family: str, reasoning: ReasoningFormat, tokenizer: Tokenizer
-) -> None:
-    thought = f"{reasoning.begin}{THOUGHT}\n{reasoning.ends[0]}"
-    said = "" if TOOL_FORMATS[family].is_bare else "Let me see."
-    text = f"{thought}\n\n{said}\n{SAMPLES[family].calls}"
-    choice, usage = await ask(client, family, text, tools=TOOLS)
+async def test_reasoning_and_calls(client: openai.AsyncOpenAI, family: str, tokenizer: Tokenizer) -> None:
+    text = "" if TOOL_FORMATS[family].is_bare else "Let me see."
+    told = Told(family, f"{THOUGHT}\n", text, calls=True)
+    choice, usage = await ask(client, family, told.whole, tools=TOOLS)
     message = choice.message
-    assert (message.reasoning_content, message.content or "") == (THOUGHT, said)
+    assert (message.reasoning_content, message.content or "") == (THOUGHT, text)
     called = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
-    assert (called, choice.finish_reason) == (CALLS, "tool_calls")
-    assert usage.completion_tokens_details.reasoning_tokens == len(tokenizer.encode(thought))
+    assert (called, choice.finish_reason) == (CALLS[: len(called)], "tool_calls")
+    assert len(called) == (1 if family == "harmony" else len(CALLS))
+    assert usage.completion_tokens_details.reasoning_tokens == len(tokenizer.encode(told.reasoning))
 
 
-async def test_answers_without_calls(
-    client: openai.AsyncOpenAI, family: str, reasoning: ReasoningFormat
-) -> None:
+async def test_answers_without_calls(client: openai.AsyncOpenAI, family: str) -> None:
+    told = Told(family, "Hm.", "Hello <b>.").whole
     for options in ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}):
-        choice, _ = await ask(client, family, f"{reasoning.begin}Hm.{reasoning.ends[0]}Hello <b>.", **options)
+        choice, _ = await ask(client, family, told, **options)
         assert (choice.message.reasoning, choice.message.content) == ("Hm.", "Hello <b>.")
         assert (choice.message.tool_calls, choice.finish_reason) == (None, "stop")
-    choice, usage = await ask(client, family, "Hello.")
+    choice, usage = await ask(client, family, Told(family, text="Hello.").whole)
     assert (choice.message.reasoning, choice.message.content) == (None, "Hello.")
     assert usage.completion_tokens_details.reasoning_tokens == 0
 
 
 async def test_a_limit_inside_reasoning_or_a_call(
-    client: openai.AsyncOpenAI, family: str, reasoning: ReasoningFormat, tokenizer: Tokenizer
+    client: openai.AsyncOpenAI, family: str, tokenizer: Tokenizer
 ) -> None:
-    text = f"{reasoning.begin}{THOUGHT}{reasoning.ends[0]}{SAMPLES[family].calls}"
+    text = Told(family, THOUGHT, calls=True).whole
     length = len(tokenizer.encode(text))
     for limit in (3, length // 3, length // 2, length - 1):
         choice, _ = await ask(client, family, text, tools=TOOLS, max_tokens=limit)
@@ -134,7 +166,7 @@ async def test_a_limit_inside_reasoning_or_a_call(
         assert THOUGHT.startswith(choice.message.reasoning or "")
 
 
-async def test_a_forced_call(client: openai.AsyncOpenAI, family: str, reasoning: ReasoningFormat) -> None:
+async def test_a_forced_call(client: openai.AsyncOpenAI, family: str) -> None:
     """The model would say something else once it has thought."""
     hour = {
         "type": "object",
@@ -147,8 +179,8 @@ async def test_a_forced_call(client: openai.AsyncOpenAI, family: str, reasoning:
     }
     tools = [{"type": "function", "function": {"name": "wake", "parameters": hour}}]
     options = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400}
-    text = f"{reasoning.begin}A <tool_call>?{reasoning.ends[0]}Hello."
-    choice, _ = await ask(client, family, text, **options)
+    told = Told(family, "A <tool_call>?", "Hello.").whole
+    choice, _ = await ask(client, family, told, **options)
     assert (choice.message.reasoning, choice.message.content) == ("A <tool_call>?", None)
     (call,) = choice.message.tool_calls
     assert (call.function.name, choice.finish_reason) == ("wake", "tool_calls")

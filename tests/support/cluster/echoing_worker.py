@@ -6,9 +6,11 @@ says the text as long as the grammar allows that.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -20,7 +22,6 @@ from launcher.cli.main import main
 from splitserve.config.worker import WorkerConfig
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.tokenizer import Tokenizer
-from tests.support.formats.recorded_model import EOS, TURN
 from worker import build
 
 
@@ -29,8 +30,9 @@ class EchoingRunner(SimulatedRunner):
 
     def __init__(self, config: WorkerConfig, tokenizer: Tokenizer) -> None:
         super().__init__(config.engine)
-        self._turn, self._eos = (tokenizer.encode(tag)[0] for tag in (TURN, EOS))
-        self._size = tokenizer.vocabulary_size
+        names = json.loads(Path(config.model, "tokenizer_config.json").read_text())
+        self._turn, self._eos = (tokenizer.encode(names[name])[0] for name in ("bos_token", "eos_token"))
+        self._size, self._first_tag = tokenizer.vocabulary_size, min(self._turn, self._eos)
         self.facts = replace(self.facts, vocabulary_size=self._size, eos_token_ids=frozenset({self._eos}))
 
     @override
@@ -43,7 +45,10 @@ class EchoingRunner(SimulatedRunner):
             return SampledToken(token)
         allowed = allowed_tokens(mask, self._size, sequence.banned_token_ids).nonzero()[0]
         if token not in allowed:
-            token = self._eos if self._eos in allowed else int(allowed[sampled.token_id % len(allowed)])
+            # As models do, it ends where it may, and writes a tag as one token.
+            tags = allowed[allowed >= self._first_tag]
+            choices = tags if len(tags) else allowed
+            token = self._eos if self._eos in allowed else int(choices[sampled.token_id % len(choices)])
         return SampledToken(token)
 
     def _next(self, said: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -234,13 +234,15 @@ async def running(cluster: Cluster, *, wait_ready: bool = True) -> AsyncIterator
 
 
 @asynccontextmanager
-async def echoing(folder: Path) -> AsyncIterator[Cluster]:
-    """A ready pair that says what it is told (`echoing_worker.py`). Its model is that of `recorded_model.py` in a
-    subfolder `model`; a request may bring the chat template of another family. At the end nothing is leaked and all
-    processes have stopped."""
+async def echoing(
+    folder: Path, make: Callable[[Path], object] = make_recorded_model
+) -> AsyncIterator[Cluster]:
+    """A ready pair that says what it is told (`echoing_worker.py`). `make` writes its model into the subfolder `model`;
+    a request may bring the chat template of another family. At the end nothing is leaked and all processes have
+    stopped."""
     model = folder / "model"
     model.mkdir()
-    make_recorded_model(model)
+    make(model)
     cluster = Cluster(
         folder,
         model=str(model),
@@ -248,6 +250,7 @@ async def echoing(folder: Path) -> AsyncIterator[Cluster]:
         decode=0,
         worker_options=["--simulated-step-s", "0"],
         coordinator_options=["--trust-request-chat-template"],
+        environment={"SPLITSERVE_HOME": str(folder / "home")},
         http=True,
     )
     async with running(cluster, wait_ready=False):

@@ -1,4 +1,4 @@
-"""A model's folder without weights: a tokenizer in whose vocabulary the tags of all families are special tokens."""
+"""Models' folders without weights: tokenizers in whose vocabularies the tags of families are special tokens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from bench.output_formats import GptOssTokens
 from coordinator.entrypoints.openai.formats.table import REASONING_FORMATS, TOOL_FORMATS
 from coordinator.entrypoints.openai.formats.tool_format import ReasoningFormat
 from tests.support.formats.samples import SAMPLES
 
 EOS, TURN = "<|endoftext|>", "<|im_start|>"
 """TURN stands before each turn, and before the answer."""
+GPT_OSS_EOS, GPT_OSS_TURN = "<|return|>", "<|startoftext|>"
+GPT_OSS_TAGS = {
+    2: GPT_OSS_EOS,
+    3: "<|constrain|>",
+    5: "<|channel|>",
+    6: "<|start|>",
+    7: "<|end|>",
+    8: "<|message|>",
+}
+"""By their place behind 200,000."""
 _TAG = re.compile(
     r"<\|[^<>]*>|<[a-z_]+\|>|<｜[^<>]+｜>|\[/?[A-Z_]+\]|</?(?:think|tool_calls?|arg_(?:key|value))>"  # noqa: RUF001
 )
@@ -26,11 +37,11 @@ def reasoning_of(family: str) -> ReasoningFormat:
 
 def family_template(family: str) -> str:
     """A chat template that writes the turns as they are, with the marks of a family of formats."""
-    reasoning = reasoning_of(family)
+    reasoning, turn = reasoning_of(family), GPT_OSS_TURN if family == "harmony" else TURN
     marks = " ".join((*TOOL_FORMATS[family].markers, reasoning.begin, reasoning.ends[0]))
     tools = "{% if tools %}{{ tools | tojson }}{% endif %}"
-    turns = f"{{% for turn in messages %}}{TURN}{{{{ turn.content }}}}{{% endfor %}}"
-    return f"{{# {marks} #}}{tools}{turns}{TURN}"
+    turns = f"{{% for turn in messages %}}{turn}{{{{ turn.content }}}}{{% endfor %}}"
+    return f"{{# {marks} #}}{tools}{turns}{turn}"
 
 
 def make_recorded_model(folder: Path) -> Tokenizer:
@@ -38,16 +49,40 @@ def make_recorded_model(folder: Path) -> Tokenizer:
     texts = [sample.calls for sample in SAMPLES.values()]
     ends = [tag for one in REASONING_FORMATS.values() for tag in (one.begin, *one.ends)]
     tags = sorted({tag for text in (*texts, *ends) for tag in _TAG.findall(text)})
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = _in_bytes(models.BPE())
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=1200, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts * 3, trainer)
     tokenizer.add_special_tokens([EOS, TURN, *tags])
+    return _written(tokenizer, folder, "hermes", EOS, TURN)
+
+
+def make_gpt_oss_model(folder: Path) -> Tokenizer:
+    """Writes a folder with the vocabulary of gpt-oss, and returns its tokenizer, which spells texts in bytes."""
+    # The alphabet of GPT-2: a byte that is no visible character is one from 256 on.
+    signs, hidden = {}, 0
+    for byte in range(256):
+        is_visible = 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174
+        signs[byte] = chr(byte if is_visible else 256 + hidden)
+        hidden += not is_visible
+    tokens = ("".join(signs[byte] for byte in token) for token in GptOssTokens().tokens)
+    tokenizer = _in_bytes(models.BPE({token: number for number, token in enumerate(tokens)}, []))
+    reserved = [GPT_OSS_TAGS.get(place, f"<|reserved_{place}|>") for place in range(13)]
+    tokenizer.add_special_tokens([GPT_OSS_TURN, EOS, *reserved])
+    return _written(tokenizer, folder, "harmony", GPT_OSS_EOS, GPT_OSS_TURN)
+
+
+def _in_bytes(model: models.Model) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _written(tokenizer: Tokenizer, folder: Path, family: str, eos: str, turn: str) -> Tokenizer:
     tokenizer.save(str(folder / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS}
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "bos_token": turn}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    (folder / "chat_template.jinja").write_text(family_template("hermes"))
+    (folder / "chat_template.jinja").write_text(family_template(family))
     return tokenizer

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from coordinator.entrypoints.openai.formats.answer import AnswerParser
 from coordinator.entrypoints.openai.formats.arguments import Schema
 from coordinator.entrypoints.openai.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from coordinator.entrypoints.openai.formats.gemma import GEMMA
+from coordinator.entrypoints.openai.formats.harmony import (
+    HARMONY,
+    HARMONY_REASONING,
+    HarmonyParser,
+    encoding_of,
+)
 from coordinator.entrypoints.openai.formats.invoke import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41, MINIMAX
 from coordinator.entrypoints.openai.formats.json_calls import GRANITE, HERMES, MINIMAX_M1, PHI4
 from coordinator.entrypoints.openai.formats.kimi import KIMI_K2, KIMI_K3
@@ -20,10 +27,14 @@ from coordinator.entrypoints.openai.formats.writer import Writer
 from splitserve.errors import InvalidArgumentError
 from splitserve.models.tokenizer import DEFAULT_ARGUMENTS, TemplateArguments, Tokenizer
 
+if TYPE_CHECKING:
+    from openai_harmony import HarmonyEncoding
+
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     tool_format.name: tool_format
     for tool_format in (
         # A template with the markers of several families belongs to the first of them.
+        HARMONY,
         KIMI_K2,
         KIMI_K3,
         DEEPSEEK_V32,
@@ -48,6 +59,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     reasoning_format.name: reasoning_format
     for reasoning_format in (
+        HARMONY_REASONING,
         ReasoningFormat(
             "kimi_k3", "<|open|>think<|sep|>", ("<|close|>think<|sep|>", "<|open|>response<|sep|>")
         ),
@@ -73,6 +85,10 @@ class AnswerFormat:
     """The tokens of the tag that ends the reasoning."""
     keep_special: bool = False
     """Whether a tag is a special token, so that the text must include special tokens."""
+    harmony: HarmonyEncoding | None = None
+    """The vocabulary of gpt-oss, whose answers are read by tokens."""
+    continues: bool = False
+    """Whether the prompt ends within the text of an answer."""
 
     def forced(self) -> AnswerFormat:
         """The format of answers that must be calls: one that a grammar can write. Raises InvalidArgumentError."""
@@ -83,14 +99,17 @@ class AnswerFormat:
 
     def continuing(self, text: str) -> AnswerFormat:
         """The format of an answer that continues this text."""
-        if self.reasoning is None:
-            return self
+        if self.reasoning is None or self.harmony is not None:
+            return replace(self, continues=True)
         begun, ended = text.rfind(self.reasoning.begin.rstrip()), max(map(text.rfind, self.reasoning.ends))
         return replace(self, is_reasoning=begun > ended)
 
     def parser(self, tools: Mapping[str, Schema | None], *, must_call: bool) -> AnswerParser:
         """The parser of one answer. `tools`: the schema of each function's parameters. `must_call`: text is dropped."""
         writer = Writer(tools, must_call=must_call)
+        if self.harmony is not None:
+            has = self.tools is not None, self.reasoning is not None
+            return HarmonyParser(writer, self.harmony, has, continues=self.continues)
         return AnswerParser(
             writer, self.tools, self.reasoning, is_reasoning=self.is_reasoning, end_ids=self.end_ids
         )
@@ -133,6 +152,7 @@ def choose_format(
         named,
         is_reasoning=reasoning is not None and style.end.rstrip().endswith(reasoning.begin.rstrip()),
         end_ids=_ids(tokenizer, reasoning.ends[0]) if reasoning is not None else (),
+        harmony=encoding_of(tokenizer) if HARMONY is tools or HARMONY_REASONING is reasoning else None,
         keep_special=any(tag not in tokenizer.decode(tokenizer.encode(tag)) for tag in tags),
     )
 

@@ -21,6 +21,8 @@ class ReasoningFormat:
     begin: str
     ends: tuple[str, ...]
     """Tags, each of which ends the reasoning."""
+    content: str = ""
+    """What stands between reasoning and content."""
 
     def is_in(self, template: str) -> bool:
         """Whether a chat template has this format's tags."""
@@ -37,7 +39,8 @@ class CallForm:
     """After the arguments of a call."""
     begin: str = ""
     """Before the first call."""
-    between: str = ""
+    between: str | None = ""
+    """Between calls. None: an answer has one call."""
     end: str = ""
     """After the last call."""
     argument: tuple[str, str] | None = None
