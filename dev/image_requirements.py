@@ -14,8 +14,8 @@ from pathlib import Path
 NEED_TORCH = frozenset({"accelerate"})
 
 
-EXTRAS = ("docker", "kubernetes", "nvml", "tracing")
-"""Extras of the autoscaler's actuators, and for the export of spans."""
+EXTRAS = ("docker", "harmony", "kubernetes", "nvml", "tracing")
+"""Extras of the autoscaler's actuators, for gpt-oss's answers, and for the export of spans."""
 
 
 def requirements(project: Path, *, torch: bool, extras: Sequence[str] = EXTRAS) -> list[str]:

@@ -44,9 +44,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPu
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from engine.vllm.first_token import first_tokens
 from engine.vllm.links import VllmEndedError, VllmLink
+from engine.vllm.sampling import grammar_tokenizer
 from splitserve.runtime.child_launch import end_with_parent
 from splitserve.v1 import vllm_pb2 as pb
 
@@ -84,6 +86,9 @@ class SplitserveConnector(NixlPushConnector):
             # vLLM's processes wait for each other in a loop of yields, which takes cores from those that compute.
             shm_broadcast.sched_yield = partial(time.sleep, YIELD_S)
         if role is KVConnectorRole.SCHEDULER:
+            # Else a grammar would keep the model from writing a tag, such as <tool_call>, as one token.
+            made = partial(grammar_tokenizer, GuidanceBackend._build_ll_tokenizer)
+            GuidanceBackend._build_ll_tokenizer = staticmethod(made)
             self.connector_scheduler = SchedulerSide(vllm_config, self.engine_id, kv_cache_config)
         else:
             self.connector_worker = RankSide(vllm_config, self.engine_id, kv_cache_config)

@@ -116,12 +116,62 @@ ChoicesField = Annotated[
     AfterValidator(_not_long),
 ]
 Pattern = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
+MAX_STRUCTURES, MAX_TAG = 64, 256
+Tag = Annotated[str, Field(min_length=1, max_length=MAX_TAG)]
+
+
+class TagStructure(Fields):
+    """A part of an answer: JSON of a schema between two texts."""
+
+    begin: Tag
+    json_schema: dict[str, Any] = Field(alias="schema")
+    end: Annotated[str, Field(max_length=MAX_TAG)]
+
+
+Structures = Annotated[list[TagStructure], Field(min_length=1, max_length=MAX_STRUCTURES)]
+Triggers = Annotated[list[Tag], Field(min_length=1, max_length=MAX_STRUCTURES)]
+
+
+class StructuralTag(Fields):
+    """`structured_outputs.structural_tag`."""
+
+    type: Literal["structural_tag"] | None = None
+    structures: Structures
+    triggers: Triggers
+
+
+def tagged_form(structures: list[TagStructure], triggers: list[str], field: str) -> AnswerForm:
+    """Text with structures in it, as in vLLM: where a trigger comes, a structure must follow that begins with it.
+
+    Raises InvalidArgumentError, which names `field`, for a structure without trigger, or the reverse.
+    """
+    rules, tagged = [], []
+    for number, one in enumerate(structures):
+        if not one.begin.startswith(tuple(triggers)):
+            message = f"{field}: no trigger begins structures[{number}].begin"
+            raise InvalidArgumentError(message, field=field)
+        rules.append(f"value_{number}[capture]: %json {compact_json(one.json_schema)}")
+    for number, trigger in enumerate(triggers):
+        choices = [
+            f"{json.dumps(one.begin.removeprefix(trigger))} value_{place} {json.dumps(one.end)}"
+            for place, one in enumerate(structures)
+            if one.begin.startswith(trigger)
+        ]
+        if not choices:
+            raise InvalidArgumentError(f"{field}: no structure begins with triggers[{number}]", field=field)
+        # A lazy lexeme ends at its first match, so a trigger always starts a structure.
+        rules.append(f"trigger_{number}[lazy]: TEXT {json.dumps(trigger)}")
+        tagged.append(f"trigger_{number} ({' | '.join(choices)})")
+    start = f"start: ({' | '.join(tagged)})* TEXT"
+    return AnswerForm.of_lark("\n".join(["%llguidance {}", start, *rules, r"TEXT: /(.|\n)*/", ""]))
 
 
 class ResponseFormat(Fields):
     """`response_format`."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    structures: Structures | None = None
+    triggers: Triggers | None = None
     json_schema: JsonSchema | None = None
     object_schema: dict[str, Any] | None = Field(alias="schema", default=None)
     """The JSON Schema of the object, as in llama.cpp."""
@@ -134,6 +184,10 @@ class ResponseFormat(Fields):
         if self.object_schema is not None and self.type != "json_object":
             message = 'response_format.schema goes with type "json_object"'
             raise InvalidArgumentError(message, field="response_format.schema")
+        for name, value in (("structures", self.structures), ("triggers", self.triggers)):
+            if (value is not None) != (self.type == "structural_tag"):
+                message = f'response_format.{name} goes with type "structural_tag", and with that alone'
+                raise InvalidArgumentError(message, field=f"response_format.{name}")
         return self
 
     @property
@@ -141,6 +195,8 @@ class ResponseFormat(Fields):
         """The form of the answer; None for plain text."""
         if self.type == "text":
             return None
+        if self.structures is not None and self.triggers is not None:
+            return tagged_form(self.structures, self.triggers, "response_format")
         wanted, schema = self.json_schema, self.object_schema
         if wanted is not None:
             return json_grammar(_marked(wanted.json_schema, wanted.strict))
@@ -155,6 +211,7 @@ class StructuredOutputs(Fields):
     choice: ChoicesField | None = None
     grammar: Pattern | None = None
     json_object: bool | None = None
+    structural_tag: Annotated[StructuralTag, BeforeValidator(_schema)] | None = None
     disable_fallback: bool | None = None
     """Without effect: one library does the work."""
     disable_any_whitespace: Literal[False] | None = None
@@ -183,12 +240,15 @@ class FormFields(Fields):
             forms["response_format"] = form
         new = self.structured_outputs or StructuredOutputs()
         if new.json_object:
-            forms["structured_outputs.json_object"] = json_grammar(None)
-        kinds: list[tuple[str, Callable[[Any], Grammar], Any, Any]] = [
-            ("json", json_grammar, new.json_schema, self.guided_json),
-            ("regex", lambda regex: Grammar(regex=regex), new.regex, self.guided_regex),
-            ("choice", choice_grammar, new.choice, self.guided_choice),
-            ("grammar", lambda lark: Grammar(lark=lark), new.grammar, self.guided_grammar),
+            forms["structured_outputs.json_object"] = AnswerForm.of_json(None)
+        if (tag := new.structural_tag) is not None:
+            field = "structured_outputs.structural_tag"
+            forms[field] = tagged_form(tag.structures, tag.triggers, field)
+        kinds: list[tuple[str, Callable[[Any], AnswerForm], Any, Any]] = [
+            ("json", AnswerForm.of_json, new.json_schema, self.guided_json),
+            ("regex", AnswerForm.of_regex, new.regex, self.guided_regex),
+            ("choice", AnswerForm.of_choices, new.choice, self.guided_choice),
+            ("grammar", AnswerForm.of_lark, new.grammar, self.guided_grammar),
         ]
         for kind, make, value, older in kinds:
             given = {f"structured_outputs.{kind}": value, f"guided_{kind}": older}

@@ -220,6 +220,18 @@ async def test_grammar_goes_on_after_a_resume(rig: VllmRig, text_tokens: list[in
     rig.assert_empty()
 
 
+async def test_a_tag_is_one_token_to_a_grammar(rig: VllmRig, smollm2: str) -> None:
+    lark = '%llguidance {}\nstart: "<file_sep>" /(red|blue)/ "<gh_stars>"'
+    message = generation_pb2.SamplingParams(grammar=generation_pb2.Grammar(lark=lark))
+    grammar, tokenizer = await rig.parts.grammars.compiled(message), load_tokenizer(smollm2)
+    stop = StopParams(40, rig.parts.facts.eos_token_ids)
+    rig.core.add_request(asked("tags", tokenizer.encode("Hi"), grammar=grammar, stop=stop))
+    rig.run()
+    first, *_, last = [token for token in rig.tokens("tags") if token not in stop.eos_token_ids]
+    assert [first, last] == tokenizer.encode("<file_sep><gh_stars>")
+    rig.assert_empty()
+
+
 def test_stops(rig: VllmRig, text_tokens: list[int], reference: Reference) -> None:
     prompt = text_tokens[:40]
     expected = reference.greedy(prompt, MAX_TOKENS)

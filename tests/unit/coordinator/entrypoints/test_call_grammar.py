@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from coordinator.entrypoints.openai.call_grammar import answer_grammar
+from coordinator.entrypoints.openai.call_grammar import AnswerTerms, answer_grammar
+from coordinator.entrypoints.openai.chat import ChatRequest
 from coordinator.entrypoints.openai.formats.table import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from coordinator.entrypoints.openai.tools import Function, JsonSchema, ResponseFormat, choice_grammar
 from splitserve.v1.generation_pb2 import Grammar
@@ -29,7 +30,7 @@ FUNCTIONS = [
 WEATHER = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 HERMES = AnswerFormat(TOOL_FORMATS["hermes"])
-SPELLED = sorted(name for name, one in TOOL_FORMATS.items() if one.form is not None)
+SPELLED = sorted(name for name in SAMPLES if TOOL_FORMATS[name].form is not None)
 
 
 class Bytes:
@@ -182,6 +183,28 @@ def test_forms_beside_tools_and_reasoning(form: Grammar, text: str, other: str) 
         assert accepts(thought + text, answer, functions, form=form)
         assert not accepts(thought + other, answer, functions, form=form)
         assert accepts(thought + NOW, answer, functions, form=form) == bool(functions)
+
+
+def test_text_with_structures_in_it() -> None:
+    structures = [
+        {"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"},
+        {"begin": "<f=b>", "schema": {"enum": ["x"]}, "end": ""},
+        {"begin": "[", "schema": {"type": "boolean"}, "end": "]"},
+    ]
+    tag = {"structures": structures, "triggers": ["<f", "["]}
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    for asked in (
+        {"structured_outputs": {"structural_tag": json.dumps(tag)}},
+        {"response_format": tag | {"type": "structural_tag"}},
+    ):
+        (form,) = ChatRequest.model_validate(body | asked).forms.values()
+        for text in ("", "Hi <b>.", "<f=a>7</f>", 'See <f=a>7</f>, <f=b>"x" and [true]\n.'):
+            made = matcher(form.grammar)
+            assert all(made.consume_token(byte) for byte in text.encode()), text
+            assert made.is_accepting()
+        for text in ("<f", "<f=c>", "Hi <f=a>x", "a [1]", '<f=b>"y"'):
+            made = matcher(form.grammar)
+            assert not (all(made.consume_token(byte) for byte in text.encode()) and made.is_accepting()), text
 
 
 def test_plain_answers_have_no_grammar() -> None:

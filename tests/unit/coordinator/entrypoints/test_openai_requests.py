@@ -146,6 +146,13 @@ def test_the_session_is_the_cache_key_first() -> None:
     assert hashed == chat(user="jörg@example.org").session_id != chat(user="other@example.org").session_id
 
 
+STRUCTURAL_TAG: dict[str, Any] = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}],
+    "triggers": ["<f"],
+}
+
+
 def test_messages() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     turns = chat(
@@ -214,8 +221,13 @@ def test_all_forms_of_a_prompt() -> None:
         ({"grammar": "start: x"}, "grammar"),
         ({"max_new_tokens": 5}, "max_new_tokens"),
         ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
-        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.type"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.format"),
+        ({"response_format": {"type": "structural_tag", "triggers": ["<"]}}, "response_format.structures"),
+        ({"response_format": {"type": "text", "triggers": ["<"]}}, "response_format.triggers"),
+        ({"response_format": STRUCTURAL_TAG | {"triggers": ["["]}}, "response_format"),
+        ({"response_format": STRUCTURAL_TAG | {"triggers": ["<f", "["]}}, "response_format"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag.structures"),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
         (
             {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
