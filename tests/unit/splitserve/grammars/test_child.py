@@ -47,6 +47,8 @@ def test_a_tag_is_one_token_where_the_model_has_one(is_encoded: bool, tmp_path: 
         "eos": eos,
     }
     library = child.tokenizer_of(vocabulary)
+    assert library is not None
+    assert not isinstance(library, str)
     for grammar, first in (('start: "<tool_call>"', {tag}), ('start: /[a-z]/ | "<tool_call>"', None)):
         made = GrammarRow(LibraryGrammar("lark", grammar, library))
         _, mask = made.advance([])
