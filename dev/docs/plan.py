@@ -238,7 +238,7 @@ NOT_RUN: Mapping[str, str] = {
 }
 """Reasons, by what the commands begin with."""
 
-NO_COMMAND = frozenset({"splitserve ready", "docker kubernetes nvml tracing"})
+NO_COMMAND = frozenset({"splitserve ready", "docker harmony kubernetes nvml tracing"})
 """Code spans that only look like a command."""
 
 FOREIGN_FLAGS = frozenset(

@@ -47,8 +47,8 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from engine.vllm.first_token import first_tokens
+from engine.vllm.grammar_tokenizer import grammar_tokenizer
 from engine.vllm.links import VllmEndedError, VllmLink
-from engine.vllm.sampling import grammar_tokenizer
 from splitserve.runtime.child_launch import end_with_parent
 from splitserve.v1 import vllm_pb2 as pb
 

@@ -99,8 +99,10 @@ class AnswerFormat:
 
     def continuing(self, text: str) -> AnswerFormat:
         """The format of an answer that continues this text."""
-        if self.reasoning is None or self.harmony is not None:
+        if self.harmony is not None:
             return replace(self, continues=True)
+        if self.reasoning is None:
+            return self
         begun, ended = text.rfind(self.reasoning.begin.rstrip()), max(map(text.rfind, self.reasoning.ends))
         return replace(self, is_reasoning=begun > ended)
 
