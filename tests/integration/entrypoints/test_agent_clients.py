@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from tests.support.cluster.real_cluster import Cluster, echoing
+from tests.support.formats.recorded_model import make_recorded_model
 from tests.support.formats.samples import CALLS, CITY, SAMPLES
 
 MODEL = "simulated"
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    async with echoing(tmp_path_factory.mktemp("logs")) as cluster:
+    async with echoing(tmp_path_factory.mktemp("logs"), make_recorded_model) as cluster:
         yield cluster
 
 

@@ -15,7 +15,12 @@ from coordinator.entrypoints.openai.formats.table import TOOL_FORMATS
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.tokenizer import Tokenizer
 from tests.support.cluster.real_cluster import Cluster, echoing
-from tests.support.formats.recorded_model import family_template, make_gpt_oss_model, reasoning_of
+from tests.support.formats.recorded_model import (
+    family_template,
+    make_gpt_oss_model,
+    make_recorded_model,
+    reasoning_of,
+)
 from tests.support.formats.samples import CALLS, CITY, SAMPLES
 
 TOOLS: Any = [
@@ -29,7 +34,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 async def most(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    async with echoing(tmp_path_factory.mktemp("logs")) as cluster:
+    async with echoing(tmp_path_factory.mktemp("logs"), make_recorded_model) as cluster:
         yield cluster
 
 

@@ -25,13 +25,11 @@ BENCH = (
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
 
 
-@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-async def test_bench_serve_runs_unchanged(backend: str, tmp_path: Path) -> None:
-    path = "/v1/chat/completions" if backend == "openai-chat" else "/v1/completions"
+async def test_bench_serve_runs_unchanged(tmp_path: Path) -> None:
     async with running(Cluster(tmp_path, http=True)) as cluster:
         options = {
-            "backend": backend,
-            "endpoint": path,
+            "backend": "openai-chat",
+            "endpoint": "/v1/chat/completions",
             "base-url": cluster.base_url.removesuffix("/v1"),
             "model": "simulated",
             "tokenizer": resolve_model("smollm2-135m-instruct").path,

@@ -23,7 +23,6 @@ from tests.support.clients.patient import PatientClient
 from tests.support.cluster.forked import Imports
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.processes import ServiceProcess
-from tests.support.formats.recorded_model import make_recorded_model
 from tests.support.waiting import PATIENCE_S
 
 PATIENT = ("--max-queue", "600", "--heartbeat-timeout", "60")
@@ -234,9 +233,7 @@ async def running(cluster: Cluster, *, wait_ready: bool = True) -> AsyncIterator
 
 
 @asynccontextmanager
-async def echoing(
-    folder: Path, make: Callable[[Path], object] = make_recorded_model
-) -> AsyncIterator[Cluster]:
+async def echoing(folder: Path, make: Callable[[Path], object]) -> AsyncIterator[Cluster]:
     """A ready pair that says what it is told (`echoing_worker.py`). `make` writes its model into the subfolder `model`;
     a request may bring the chat template of another family. At the end nothing is leaked and all processes have
     stopped."""
