@@ -345,11 +345,13 @@ class _Tokens:
     def __call__(self, text: str) -> list[int]:
         """The tokens that a model would write, if they are exactly the text: some tokenizers add a space."""
         exact = text.encode()
-        if self._encode is not None:
-            tokens: list[int] = self._encode(text, add_special_tokens=False).ids
-            if b"".join(self.tokens[token] for token in tokens) == exact:
-                return tokens
-        return self.library.greedy_tokenize(text) if self.library is not None else []
+        if self._encode is None:
+            return list(exact)
+        tokens: list[int] = self._encode(text, add_special_tokens=False).ids
+        if b"".join(self.tokens[token] for token in tokens) == exact:
+            return tokens
+        assert self.library is not None
+        return self.library.greedy_tokenize(text)
 
 
 def tokenizer_of(vocabulary: Any) -> LLTokenizer | str | None:

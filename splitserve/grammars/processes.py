@@ -47,7 +47,7 @@ COSTLY = f"it takes more than {SLOW_CPU_S:g} s or too much memory to compile, or
 class Vocabulary:
     """A model's vocabulary, as the compiler needs it.
 
-    `definition`: the text of its `tokenizer.json`; None: no token is longer than a byte. `tokens`: the bytes of each
+    `definition`: the text of its `tokenizer.json`; None: a token is the byte of its number. `tokens`: the bytes of each
     token, as the characters of a text. `eos`: ids of the tokens that end an answer.
     """
 

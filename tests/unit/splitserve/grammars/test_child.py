@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import pre_tokenizers
 
 from coordinator.entrypoints.openai.call_grammar import answer_grammar
 from coordinator.entrypoints.openai.formats.table import TOOL_FORMATS, AnswerFormat
@@ -36,13 +37,14 @@ def allowed(answer: bytes) -> set[int]:
     return {token for token in range(257) if answer[token // 8] >> token % 8 & 1}
 
 
-@pytest.mark.parametrize("is_encoded", [True, False])
-def test_a_tag_is_one_token_where_the_model_has_one(is_encoded: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("adds_space", [True, False])
+def test_a_tag_is_one_token_where_the_model_has_one(adds_space: bool, tmp_path: Path) -> None:
     tokenizer = make_recorded_model(tmp_path)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=adds_space)
     tokens = HfTokenizer(TokenizerDefinition(tokenizer, {}, {}))
     size, eos, tag = tokens.vocabulary_size, tokens.encode("<|endoftext|>"), tokens.encode("<tool_call>")[0]
     vocabulary = {
-        "definition": tokens.definition() if is_encoded else None,
+        "definition": tokens.definition(),
         "tokens": [tokens.token_bytes(token).decode("latin-1") for token in range(size)],
         "eos": eos,
     }
