@@ -38,11 +38,10 @@ class AnswerTerms:
 def answer_grammar(terms: AnswerTerms, answer: AnswerFormat) -> generation_pb2.Grammar | None:
     """The grammar of an answer; None if it may be any text."""
     form = terms.form
-    tools, lead = (
-        answer.tools if terms.functions else None,
-        answer.reasoning.content if answer.reasoning else "",
-    )
-    content = f"{_literal(lead)} response_format" if lead else "response_format"
+    tools = answer.tools if terms.functions else None
+    content = "response_format"
+    if answer.reasoning is not None and answer.reasoning.content:
+        content = f"{_literal(answer.reasoning.content)} {content}"
     # 1. No calls, or calls that no grammar can write: at most the form holds.
     if tools is None or tools.form is None:
         if form is None or answer.reasoning is None:
