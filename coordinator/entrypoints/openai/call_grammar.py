@@ -21,32 +21,25 @@ _SHARED = ("$defs", "definitions", "x-guidance")
 """Keys of a function's schema that the schema of a single argument needs too."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerTerms:
-    """What a request asks of its answer."""
-
-    functions: Sequence[Function] = ()
-    """The functions that may be called."""
-    must_call: bool = False
-    """Whether the answer is calls and nothing else."""
-    parallel: bool = True
-    """Whether the answer may have several calls."""
-    form: AnswerForm | None = None
-    """The form of an answer without calls; None: any text."""
-
-
-def answer_grammar(terms: AnswerTerms, answer: AnswerFormat) -> generation_pb2.Grammar | None:
-    """The grammar of an answer; None if it may be any text."""
-    form = terms.form
-    tools = answer.tools if terms.functions else None
+def answer_grammar(
+    answer: AnswerFormat,
+    functions: Sequence[Function] = (),
+    *,
+    must_call: bool = False,
+    parallel: bool = True,
+    form: Grammar | None = None,
+) -> Grammar | None:
+    """The grammar of an answer; None if it may be any text. `functions` may be called, several times if `parallel`, and
+    nothing but calls is said if `must_call`. `form`: of an answer without calls; None: any text."""
+    tools = answer.tools if functions else None
     content = "response_format"
     if answer.reasoning is not None and answer.reasoning.content:
         content = f"{_literal(answer.reasoning.content)} {content}"
     # 1. No calls, or calls that no grammar can write: at most the form holds.
     if tools is None or tools.form is None:
         if form is None or answer.reasoning is None:
-            return form.grammar if form is not None else None
-        return _lark([*_thought_rules(answer), form.rule, f"start: thinking {content}"])
+            return form
+        return _lark([*_thought_rules(answer), _form_rule(form), f"start: thinking {content}"])
     # 2. Text or calls without tags: the beginning of a call cannot be told from text.
     if tools.is_bare and not must_call and form is None:
         return None
@@ -56,7 +49,7 @@ def answer_grammar(terms: AnswerTerms, answer: AnswerFormat) -> generation_pb2.G
         rules.append("start: thinking calls")
     # 4. Calls, or content of the form.
     elif form is not None:
-        rules += [form.rule, f"start: thinking (calls | {content})"]
+        rules += [_form_rule(form), f"start: thinking (calls | {content})"]
     # 5. Text, which may go on with calls.
     else:
         rules += _free_rules(tools, tools.form, answer)
@@ -136,7 +129,7 @@ def _call_rules(functions: Sequence[Function], form: CallForm, *, parallel: bool
         rules += _argument_rules(number, function, form)
     before = _spelled(form.head.partition(NAME)[0])
     more = ""
-    if terms.parallel and form.between is not None:
+    if parallel and form.between is not None:
         more = f"({_spelled(form.between)} {before} call)*"
     return [
         *rules,

@@ -140,7 +140,7 @@ class StructuralTag(Fields):
     triggers: Triggers
 
 
-def tagged_form(structures: list[TagStructure], triggers: list[str], field: str) -> AnswerForm:
+def tagged_grammar(structures: list[TagStructure], triggers: list[str], field: str) -> Grammar:
     """Text with structures in it, as in vLLM: where a trigger comes, a structure must follow that begins with it.
 
     Raises InvalidArgumentError, which names `field`, for a structure without trigger, or the reverse.
@@ -163,7 +163,7 @@ def tagged_form(structures: list[TagStructure], triggers: list[str], field: str)
         rules.append(f"trigger_{number}[lazy]: TEXT {json.dumps(trigger)}")
         tagged.append(f"trigger_{number} ({' | '.join(choices)})")
     start = f"start: ({' | '.join(tagged)})* TEXT"
-    return AnswerForm.of_lark("\n".join(["%llguidance {}", start, *rules, r"TEXT: /(.|\n)*/", ""]))
+    return Grammar(lark="\n".join(["%llguidance {}", start, *rules, r"TEXT: /(.|\n)*/", ""]))
 
 
 class ResponseFormat(Fields):
@@ -196,7 +196,7 @@ class ResponseFormat(Fields):
         if self.type == "text":
             return None
         if self.structures is not None and self.triggers is not None:
-            return tagged_form(self.structures, self.triggers, "response_format")
+            return tagged_grammar(self.structures, self.triggers, "response_format")
         wanted, schema = self.json_schema, self.object_schema
         if wanted is not None:
             return json_grammar(_marked(wanted.json_schema, wanted.strict))
@@ -240,15 +240,15 @@ class FormFields(Fields):
             forms["response_format"] = form
         new = self.structured_outputs or StructuredOutputs()
         if new.json_object:
-            forms["structured_outputs.json_object"] = AnswerForm.of_json(None)
+            forms["structured_outputs.json_object"] = json_grammar(None)
         if (tag := new.structural_tag) is not None:
             field = "structured_outputs.structural_tag"
-            forms[field] = tagged_form(tag.structures, tag.triggers, field)
-        kinds: list[tuple[str, Callable[[Any], AnswerForm], Any, Any]] = [
-            ("json", AnswerForm.of_json, new.json_schema, self.guided_json),
-            ("regex", AnswerForm.of_regex, new.regex, self.guided_regex),
-            ("choice", AnswerForm.of_choices, new.choice, self.guided_choice),
-            ("grammar", AnswerForm.of_lark, new.grammar, self.guided_grammar),
+            forms[field] = tagged_grammar(tag.structures, tag.triggers, field)
+        kinds: list[tuple[str, Callable[[Any], Grammar], Any, Any]] = [
+            ("json", json_grammar, new.json_schema, self.guided_json),
+            ("regex", lambda regex: Grammar(regex=regex), new.regex, self.guided_regex),
+            ("choice", choice_grammar, new.choice, self.guided_choice),
+            ("grammar", lambda lark: Grammar(lark=lark), new.grammar, self.guided_grammar),
         ]
         for kind, make, value, older in kinds:
             given = {f"structured_outputs.{kind}": value, f"guided_{kind}": older}

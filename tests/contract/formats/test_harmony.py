@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench.output_formats import GptOssTokens, gpt_oss_encoding
-from coordinator.entrypoints.openai.call_grammar import AnswerTerms, answer_grammar
+from coordinator.entrypoints.openai.call_grammar import answer_grammar
 from coordinator.entrypoints.openai.formats import harmony
 from coordinator.entrypoints.openai.formats.harmony import FINAL, HARMONY, HARMONY_REASONING
 from coordinator.entrypoints.openai.formats.table import AnswerFormat
@@ -174,12 +174,12 @@ def test_reading_takes_time_linear_in_the_length(answer: AnswerFormat) -> None:
 
 def test_the_grammar_writes_what_is_read(answer: AnswerFormat) -> None:
     functions = [Function(name="get_weather", parameters=TOOLS["get_weather"])]
-    forced = answer_grammar(AnswerTerms(functions, must_call=True), answer)
+    forced = answer_grammar(answer, functions, must_call=True)
     assert forced is not None
     assert '"<|channel|>commentary to=functions." call more' in forced.lark
     assert '"get_weather <|constrain|>json<|message|>" arguments_0' in forced.lark
     form = ResponseFormat(type="json_object").form
-    made = answer_grammar(AnswerTerms(form=form), answer)
+    made = answer_grammar(answer, form=form)
     assert made is not None
     assert 'start: thinking "<|channel|>final<|message|>" response_format' in made.lark
 

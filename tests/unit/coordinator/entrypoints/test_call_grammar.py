@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from coordinator.entrypoints.openai.call_grammar import AnswerTerms, answer_grammar
+from coordinator.entrypoints.openai.call_grammar import answer_grammar
 from coordinator.entrypoints.openai.chat import ChatRequest
 from coordinator.entrypoints.openai.formats.table import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from coordinator.entrypoints.openai.tools import Function, JsonSchema, ResponseFormat, choice_grammar
@@ -199,11 +199,11 @@ def test_text_with_structures_in_it() -> None:
     ):
         (form,) = ChatRequest.model_validate(body | asked).forms.values()
         for text in ("", "Hi <b>.", "<f=a>7</f>", 'See <f=a>7</f>, <f=b>"x" and [true]\n.'):
-            made = matcher(form.grammar)
+            made = matcher(form)
             assert all(made.consume_token(byte) for byte in text.encode()), text
             assert made.is_accepting()
         for text in ("<f", "<f=c>", "Hi <f=a>x", "a [1]", '<f=b>"y"'):
-            made = matcher(form.grammar)
+            made = matcher(form)
             assert not (all(made.consume_token(byte) for byte in text.encode()) and made.is_accepting()), text
 
 
