@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -62,18 +63,26 @@ pytestmark = pytest.mark.timeout(180)
 @pytest.fixture(scope="module")
 def folder(short_smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The model, with a chat template that knows tools."""
-    return with_template(
-        short_smollm2, tmp_path_factory.mktemp("model") / "m", TOOLS_BLOCK + "{}" + READ + SWITCH
-    )
+    return with_template(short_smollm2, tmp_path_factory.mktemp("model") / "m", TOOLS_BLOCK + "{}" + READ)
+
+
+def pair_of(model: str, logs: Path) -> Cluster:
+    options = ["--dtype", "float32", "--num-blocks", "400", "--served-model-name", MODEL]
+    return Cluster(logs, model=model, engine="torch", worker_options=options, http=True)
 
 
 @pytest.fixture(scope="module")
 async def cluster(folder: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    options = ["--dtype", "float32", "--num-blocks", "400", "--served-model-name", MODEL]
-    logs = tmp_path_factory.mktemp("logs")
-    async with running(
-        Cluster(logs, model=folder, engine="torch", worker_options=options, http=True)
-    ) as ready:
+    async with running(pair_of(folder, tmp_path_factory.mktemp("logs"))) as ready:
+        yield ready
+        await ready.assert_no_leaks()
+
+
+@pytest.fixture
+async def thinking(short_smollm2: str, tmp_path: Path) -> AsyncIterator[Cluster]:
+    """The same with a template that thinks. Where nothing stops it, a model without sense thinks on and on."""
+    folder = with_template(short_smollm2, tmp_path / "m", "{}" + SWITCH)
+    async with running(pair_of(folder, tmp_path)) as ready:
         yield ready
         await ready.assert_no_leaks()
 
@@ -424,18 +433,21 @@ USER = {"role": "user", "content": QUESTION}
 THINKING: Any = {"chat_template_kwargs": {"thinking": True, "nobody_reads": 1}}
 
 
-async def test_what_a_request_tells_the_template(http: httpx.Client, cluster: Cluster) -> None:
+async def test_what_a_request_tells_the_template(thinking: Cluster) -> None:
+    def post(path: str, body: dict[str, Any]) -> Any:
+        response = httpx.post(thinking.base_url + path, json=body, timeout=PATIENCE_S)
+        assert response.status_code == 200, response.text
+        return response.json()
+
     def answer(**fields: Any) -> tuple[dict[str, Any], int]:
         body = {"messages": [USER], "temperature": 0, "max_tokens": 12} | fields
-        response = http.post("/chat/completions", json=body)
-        assert response.status_code == 200, response.text
+        answered = post("/chat/completions", body)
         given = {name: value for name, value in body.items() if name not in ("temperature", "max_tokens")}
-        counted = http.post("../tokenize", json=given).json()
-        usage = response.json()["usage"]["prompt_tokens"]
+        counted = post("/../tokenize", given)
+        usage, message = answered["usage"]["prompt_tokens"], answered["choices"][0]["message"]
         assert usage == counted["count"] == len(counted["tokens"])
-        message = response.json()["choices"][0]["message"]
         raw = {"prompt": counted["tokens"], "temperature": 0, "max_tokens": 12}
-        said = http.post("/completions", json=raw).json()["choices"][0]["text"]
+        said = post("/completions", raw)["choices"][0]["text"]
         assert said.strip() == (message["content"] or message["reasoning"]).strip()
         return message, usage
 
@@ -445,7 +457,7 @@ async def test_what_a_request_tells_the_template(http: httpx.Client, cluster: Cl
         thought, longer = answer(**fields)
         assert (thought["content"], bool(thought["reasoning_content"])) == (None, True)
         assert longer > count
-    async with PatientClient(cluster.target, timeout_s=PATIENCE_S) as ours:
+    async with PatientClient(thinking.target, timeout_s=PATIENCE_S) as ours:
         same = await ours.generate(
             [ChatMessage(role="user", content=QUESTION)], temperature=0.0, max_tokens=12, **THINKING
         )
