@@ -72,7 +72,7 @@ R = TypeVar("R", StoredFile, Batch)
 
 
 @dataclass(slots=True)
-class Reading:
+class InputReading:
     """How far a batch has come in its input file."""
 
     done: bytearray
@@ -85,7 +85,7 @@ class Reading:
 
 
 @dataclass(slots=True)
-class Upload:
+class FileUpload:
     """A file that is being sent."""
 
     tenant: str
@@ -155,7 +155,7 @@ class BatchFolder:
         if room.f_bavail * room.f_frsize < LEAST_FREE_BYTES + size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def begin_upload(self, tenant: str) -> Upload:
+    def begin_upload(self, tenant: str) -> FileUpload:
         """A new file, for `write`, then `end_upload` or `discard`. Raises ResourceExhaustedError, or OSError."""
         if self._uploads[tenant] >= MAX_UPLOADS:
             message = f"file: the tenant sends {MAX_UPLOADS} files already"
@@ -165,12 +165,12 @@ class BatchFolder:
             raise ResourceExhaustedError(message, reason="TENANT_STORAGE", field="file")
         self.check_room(tenant)
         file_id = new_id(FILE_PREFIX)
-        upload = Upload(tenant, file_id, _appendable(self._content(file_id)))
+        upload = FileUpload(tenant, file_id, _appendable(self._content(file_id)))
         self._uploads[tenant] += 1
         self._sizes[tenant][file_id] = 0
         return upload
 
-    def write(self, upload: Upload, data: bytes) -> None:
+    def write(self, upload: FileUpload, data: bytes) -> None:
         """Appends to the content. Raises InvalidArgumentError if it becomes too long, ResourceExhaustedError or OSError
         if there is no room."""
         size = self._sizes[upload.tenant][upload.file_id]
@@ -182,14 +182,14 @@ class BatchFolder:
             upload.has_room_for = size + ROOM_STEP_BYTES
         self._sizes[upload.tenant][upload.file_id] = _append(upload.content, data, size)
 
-    def end_upload(self, upload: Upload, filename: str, now: float) -> StoredFile:
+    def end_upload(self, upload: FileUpload, filename: str, now: float) -> StoredFile:
         """Makes a file of an upload. Raises OSError."""
         try:
             return self._register(upload.file_id, upload.tenant, filename, "batch", now)
         finally:
             self.discard(upload)
 
-    def discard(self, upload: Upload) -> None:
+    def discard(self, upload: FileUpload) -> None:
         """Ends an upload, which is forgotten unless it has become a file."""
         self._uploads[upload.tenant] -= 1
         upload.content.close()
@@ -244,14 +244,14 @@ class BatchFolder:
             while not check.ended and check.offset < until:
                 check.add(content.readline(check.most_bytes + 1))
 
-    def recover(self, batch: Batch) -> Reading:
+    def recover(self, batch: Batch) -> InputReading:
         """Reads which lines have results, and cuts a torn end. Counts the results anew."""
-        reading = Reading(bytearray(batch.lines + 1))
+        reading = InputReading(bytearray(batch.lines + 1))
         batch.completed = self._recovered(batch, batch.output_file_id, reading.done)
         batch.failed = self._recovered(batch, batch.error_file_id, reading.done)
         return reading
 
-    def next_line(self, batch: Batch, reading: Reading) -> RequestLine | None:
+    def next_line(self, batch: Batch, reading: InputReading) -> RequestLine | None:
         """The next line without a result; None: there is none, but lines that were read may run. Raises LineError."""
         with self._content(batch.input_file_id).open("rb") as content:
             if reading.again:
@@ -266,7 +266,9 @@ class BatchFolder:
                     return parsed_line(text, reading.number, offset, batch.endpoint)
         return None
 
-    def append(self, batch: Batch, reading: Reading, number: int, result: bytes, *, failed: bool) -> bool:
+    def append(
+        self, batch: Batch, reading: InputReading, number: int, result: bytes, *, failed: bool
+    ) -> bool:
         """Appends the result of a line; returns False, and appends nothing, if it has one. Raises
         ResourceExhaustedError or OSError if there is no room."""
         if reading.done[number]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from prometheus_client.core import Metric
 
 from coordinator.entrypoints.batch.door import Door, Verdict
-from coordinator.entrypoints.batch.folder import BatchFolder, Reading
+from coordinator.entrypoints.batch.folder import BatchFolder, InputReading
 from coordinator.entrypoints.batch.lines import InputCheck, RequestLine, line_id, result_line
 from coordinator.entrypoints.batch.records import FOLLOWING, Batch, Status
 from coordinator.request.inference_request import Caller
@@ -38,7 +38,7 @@ EXPIRED = "batch_expired", "the completion window ended before this request was 
 class _Progress:
     """What a batch does now. Times are on the event loop's clock."""
 
-    reading: Reading
+    reading: InputReading
     window: int = 1
     running: int = 0
     at_end: bool = False
@@ -267,7 +267,7 @@ class BatchRunner:
     async def _keep(
         self,
         batch: Batch,
-        reading: Reading,
+        reading: InputReading,
         line: RequestLine,
         answer: tuple[int, bytes] | tuple[str, str],
     ) -> None:
