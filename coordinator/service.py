@@ -15,6 +15,10 @@ from coordinator.admission.controller import CapacityAdmission
 from coordinator.canary.canary import Canary
 from coordinator.canary.probe import Prober
 from coordinator.entrypoints.anthropic.endpoints import MessagesEndpoints
+from coordinator.entrypoints.batch.door import Door
+from coordinator.entrypoints.batch.endpoints import BatchEndpoints
+from coordinator.entrypoints.batch.folder import BatchFolder
+from coordinator.entrypoints.batch.runner import BatchRunner
 from coordinator.entrypoints.http.server import serving_http
 from coordinator.entrypoints.inference_api import InferenceApi, InputLimits, TraceSampler
 from coordinator.entrypoints.inference_service import InferenceService
@@ -117,6 +121,8 @@ class Coordinator:
         )
         on_ended = [reader.add for reader in (self.costs, self.request_log) if reader is not None]
         self.records = RecordKeeper(config.records, spans, on_ended)
+        self.batch_folder = BatchFolder(config.batch_folder) if config.batch_folder else None
+        self.batches: BatchRunner | None = None
         self.routes = configured_routes(config, self.registry)
         self.files = self._followed_files()
         coalescer = OutputCoalescer(config.max_coalesce_ms / 1e3)
@@ -235,6 +241,7 @@ class Coordinator:
             "files": self.files.follow,
             "loop_lag": self.loop_lag.watch,
             **({"page": self.page.sample} if self.page is not None else {}),
+            **({"batches": self.batches.run} if self.batches is not None else {}),
             "notices": self.notice_mover.run,
             **({"warming": self.warmer.run} if self.config.warm_prefixes else {}),
             **({"canary": self.canary.run} if self.canary.interval_s else {}),
@@ -263,7 +270,8 @@ class Coordinator:
         process = [*self.loop_lag.metrics(), self.loops.metric(), *reload_metrics(self.files.files)]
         watches = [*self.canary.metrics(), *self.notice_mover.metrics()]
         log = self.request_log.metrics() if self.request_log is not None else []
-        return [*requests, *queue, *log, *process, *tenants, *costs, *watches]
+        batches = self.batches.metrics() if self.batches is not None else []
+        return [*requests, *queue, *log, *batches, *process, *tenants, *costs, *watches]
 
     async def listen(self) -> None:
         """Binds and starts serving. With TLS, also listens on the cluster port, which requires client certificates."""
@@ -286,10 +294,22 @@ class Coordinator:
             return
         formats = AnswerFormats(self.api, config.tool_format, config.reasoning_format)
         chats = OpenAIServing(self.api, formats)
+        responses = ResponsesEndpoints(self.api, chats)
+        handlers = {
+            "/v1/chat/completions": chats.chat,
+            "/v1/completions": chats.completion,
+            "/v1/responses": responses.create,
+        }
+        if self.batch_folder is not None:
+            door = Door(self.api, self.access, self.admission, handlers)
+            self.batches = BatchRunner(
+                self.batch_folder, door, config.batch_concurrency, config.max_message_bytes
+            )
         others = [
-            path
-            for endpoints in (TokenizationEndpoints, ResponsesEndpoints, MessagesEndpoints)
-            for path in endpoints(self.api, chats).paths
+            *TokenizationEndpoints(self.api, chats).paths,
+            *responses.paths,
+            *MessagesEndpoints(self.api, chats).paths,
+            *BatchEndpoints(chats, self.batch_folder, self.batches, handlers).paths,
         ]
         others += self.page.paths if self.page is not None else ()
         app = make_app(self.api, self.metrics, chats, others, frozenset(config.allowed_origins))
@@ -361,6 +381,8 @@ async def _serving(coordinator: Coordinator) -> AsyncIterator[None]:
             yield
     finally:
         await coordinator.server.stop()
+        if coordinator.batch_folder is not None:
+            await coordinator.batch_folder.close()
         coordinator.tokenizers.close()
         coordinator.grammars.close()
         coordinator.parser.close()

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from coordinator.request.inference_request import (
+    ANYONE,
     AnonymousAuthenticator,
     Authenticator,
     Caller,
@@ -38,6 +39,13 @@ class AccessControl:
         self.tenants = Tenants(config.tenants) if config.tenants else None
         """None: no tenants are configured."""
         self.authenticator: Authenticator = self.tenants or AnonymousAuthenticator()
+
+    def tenant(self, name: str) -> tuple[Caller, int | None] | None:
+        """The caller of a tenant's own requests, without its key, and the most requests that it may have in progress,
+        if there is a bound; None: there is no such tenant."""
+        if self.tenants is None:
+            return (ANYONE, None) if name == ANYONE.tenant else None
+        return self.tenants.named(name)
 
     def caller(self, context: Context) -> Caller:
         """The caller of a gRPC call. Raises UnauthenticatedError."""

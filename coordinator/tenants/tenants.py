@@ -73,6 +73,11 @@ class Tenants(Authenticator):
         finally:
             usage.leave()
 
+    def named(self, name: str) -> tuple[Caller, int | None] | None:
+        """The caller of a tenant in the file, and the most requests that it may have in progress; None: there is no
+        such tenant."""
+        return self._keys.by_tenant.get(name)
+
     def __contains__(self, name: str) -> bool:
         """Whether the file has a tenant of this name."""
         return name in self._usages
@@ -105,10 +110,14 @@ class KeyRing:
 
     def __init__(self, loaded: TenantsConfig) -> None:
         self._blind = secrets.token_bytes(32)
-        self._callers = {
-            self._blinded(bytes.fromhex(key_hash.removeprefix(HASH_PREFIX))): caller
+        self.by_tenant = {
+            policy.name: (loaded.caller(policy), policy.max_concurrent_requests)
             for policy in loaded.file.tenants
-            for caller in [loaded.caller(policy)]
+        }
+        """Each tenant's caller, and the most requests that it may have in progress."""
+        self._callers = {
+            self._blinded(bytes.fromhex(key_hash.removeprefix(HASH_PREFIX))): self.by_tenant[policy.name][0]
+            for policy in loaded.file.tenants
             for key_hash in policy.key_hashes
         }
 

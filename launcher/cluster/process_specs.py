@@ -80,7 +80,7 @@ def openai_url(config: ClusterConfig) -> str | None:
 
 def each_coordinator(config: ClusterConfig) -> list[ClusterConfig]:
     """The cluster's settings for each of its coordinators. They are equal except for consecutive ports, which must be
-    set, and for the file of the request log, which further coordinators call FILE-1, FILE-2, …
+    set, and for the request log's file and the folder of batches, to whose names further coordinators add -1, -2, …
 
     With TLS the gRPC and metrics ports advance by two, as each coordinator then has two gRPC ports.
     """
@@ -90,8 +90,9 @@ def each_coordinator(config: ClusterConfig) -> list[ClusterConfig]:
     for number in range(config.coordinators):
         ports = ((name, getattr(coordinator, name), by) for name, by in steps.items())
         changes: dict[str, object] = {name: port + number * by for name, port, by in ports if port}
-        if number and (log := coordinator.request_log) is not None:
-            changes["request_log"] = log.with_stem(f"{log.stem}-{number}")
+        for name in ("request_log", "batch_folder") if number else ():
+            if (path := getattr(coordinator, name)) is not None:
+                changes[name] = path.with_stem(f"{path.stem}-{number}")
         numbered.append(config.model_copy(update={"coordinator": coordinator.model_copy(update=changes)}))
     return numbered
 

@@ -246,6 +246,11 @@ class CoordinatorConfig(SecuritySettings):
     content. `splitserve simulate` and `splitserve plan` read it. Default: none."""
     request_log_max_bytes: Annotated[int, Field(ge=2**16, le=2**40)] = 256 * 2**20
     """Size at which the request log is renamed to FILE.1, in place of the one before, and begun anew."""
+    batch_folder: Path | None = None
+    """Folder of the files and batches of `/v1/files` and `/v1/batches`, for this coordinator alone; see
+    docs/guides/batch.md. Default: none, and these paths refuse requests."""
+    batch_concurrency: Annotated[int, Field(ge=1, le=10**4)] = 32
+    """Most lines of batches that are served at a time."""
     records: RecordsConfig = RecordsConfig()
     """Section `records`."""
     canary: CanaryConfig = CanaryConfig()
@@ -300,6 +305,11 @@ class CoordinatorConfig(SecuritySettings):
             request_log_max_bytes=(
                 self.request_log is None and "request_log_max_bytes" in self.model_fields_set,
                 "without request_log",
+            ),
+            batch_folder=(self.batch_folder is not None and self.http_port is None, "without http_port"),
+            batch_concurrency=(
+                self.batch_folder is None and "batch_concurrency" in self.model_fields_set,
+                "without batch_folder",
             ),
             cluster_port=(self.cluster_port is not None and self.tls is None, "without tls"),
             tracing__authority=(self.tracing.has_idle_authority, IDLE_AUTHORITY),

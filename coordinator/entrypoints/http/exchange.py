@@ -196,6 +196,7 @@ class HttpExchange:
     ) -> None:
         self.method: str = scope.get("method", "")
         self.path_params: dict[str, str] = scope.get("path_params", {})
+        self.query: bytes = scope.get("query_string", b"")
         self.field_names: FieldNames = NO_NAMES
         """Field names for errors. Set when the request has been parsed."""
         self.error_body: ErrorBody = lambda response: response.body
@@ -257,26 +258,42 @@ class HttpExchange:
 
     async def body(self, limit_bytes: int) -> bytes:
         """The request's body. Raises HttpError if it is too long or too slow, ClientGoneError if it is cut off."""
+        pieces: list[bytes] = []
+
+        async def keep(piece: bytes) -> None:
+            pieces.append(piece)
+
+        await self.read_body(keep, limit_bytes, BODY_TIMEOUT_S)
+        return b"".join(pieces)
+
+    async def read_body(
+        self, take: Callable[[bytes], Awaitable[None]], limit_bytes: int, timeout_s: float
+    ) -> None:
+        """Passes the request's body to `take` as it comes. Raises as `body` does, and what `take` raises; the rest of
+        the body is then read for a while."""
         declared = self.header(b"content-length") or "0"
         length = int(declared) if declared.isdigit() else 0
-        pieces: list[bytes] = []
-        size = 0
+        size, more = 0, True
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                more = True
+            async with asyncio.timeout(timeout_s):
                 if length > limit_bytes:
                     await self._refuse_length(limit_bytes, self.header(b"expect") is None)
                 while more:
                     message = await self._receive_body()
-                    pieces.append(message.get("body", b""))
-                    size += len(pieces[-1])
+                    piece = message.get("body", b"")
+                    size += len(piece)
                     more = message.get("more_body", False)
                     if size > limit_bytes:
                         await self._refuse_length(limit_bytes, more)
+                    await take(piece)
         except TimeoutError:
-            text = f"the request's body took longer than {BODY_TIMEOUT_S:g} s"
+            text = f"the request's body took longer than {timeout_s:g} s"
             raise HttpError(408, text, "BODY_TIMEOUT", [(b"connection", b"close")]) from None
-        return b"".join(pieces)
+        except SplitserveError as error:
+            if not isinstance(error, HttpError):
+                await self._read_rest(more)
+                self.response_headers.append((b"connection", b"close"))
+            raise
 
     async def respond(self, status: int, body: bytes, content_type: bytes = JSON_TYPE) -> None:
         """Sends a complete response."""
@@ -287,6 +304,26 @@ class HttpExchange:
         ]
         await self._start(status, headers)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def respond_pieces(self, size: int, pieces: AsyncIterator[bytes]) -> None:
+        """Sends a file of `size` bytes. Aborts the connection if `pieces` fail, or if the client does not read a piece
+        for BODY_TIMEOUT_S."""
+        headers = [
+            (b"content-type", b"application/octet-stream"),
+            (b"content-length", b"%d" % size),
+            (b"content-disposition", b"attachment"),
+            (b"x-content-type-options", b"nosniff"),
+            *self.response_headers,
+        ]
+        await self._start(200, headers)
+        try:
+            async for piece in pieces:
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (TimeoutError, SplitserveError):
+            if self._abort is not None:
+                self._abort()
 
     async def event(self, data: bytes) -> None:
         """Sends rendered server-sent events. Waits while the client is not reading."""
@@ -374,8 +411,8 @@ class HttpExchange:
             raise ClientGoneError
         return message
 
-    async def _refuse_length(self, limit_bytes: int, more: bool) -> Never:
-        """Raises HttpError, after reading for a while if there is more (LINGER_S, LINGER_BYTES)."""
+    async def _read_rest(self, more: bool) -> None:
+        """Reads what follows of the body if there is `more` of it, for a while (LINGER_S, LINGER_BYTES)."""
         read = 0
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
@@ -383,6 +420,10 @@ class HttpExchange:
                     message = await self._receive_body()
                     read += len(message.get("body", b""))
                     more = message.get("more_body", False)
+
+    async def _refuse_length(self, limit_bytes: int, more: bool) -> Never:
+        """Raises HttpError, after reading the rest for a while."""
+        await self._read_rest(more)
         text = f"the request's body must be at most {limit_bytes} bytes"
         raise HttpError(413, text, "BODY_TOO_LARGE", [(b"connection", b"close")])
 

@@ -252,6 +252,7 @@ class GenerationFields(Fields):
 
 
 F = TypeVar("F", bound=Fields)
+M = TypeVar("M", bound=BaseModel)
 Unsupported = dict[str, tuple[Any, ...]]
 """Fields that are not supported, each with the values that have no effect and are therefore accepted."""
 
@@ -293,7 +294,7 @@ def parsed(kind: type[F], body: bytes, unsupported: Unsupported, most_values: in
     return validated(kind, fields)
 
 
-def validated(kind: type[F], fields: Mapping[str, Any]) -> F:
+def validated(kind: type[M], fields: Mapping[str, Any]) -> M:
     """The fields of a request. Raises InvalidArgumentError that names the first wrong one."""
     try:
         return kind.model_validate(fields)

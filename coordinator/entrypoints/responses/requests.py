@@ -141,6 +141,9 @@ def _short(metadata: dict[str, str]) -> dict[str, str]:
     return metadata
 
 
+Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA), AfterValidator(_short)]
+
+
 def _known_choice(value: Any) -> Any:
     names_one = (
         isinstance(value, dict) and value.get("type") == "function" and isinstance(value.get("name"), str)
@@ -174,9 +177,7 @@ class ResponsesRequest(Fields):
     """Bounds the calls of hosted tools, of which there are none."""
     text: TextConfig = TextConfig(format=TextFormat(type="text"))
     reasoning: ReasoningConfig = ReasoningConfig()
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA), AfterValidator(_short)] = Field(
-        default_factory=dict
-    )
+    metadata: Metadata = Field(default_factory=dict)
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None

@@ -86,8 +86,11 @@ async def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Series]:
             str(tenants),
             "--request-log",
             str(folder / "requests.jsonl"),
+            "--batch-folder",
+            str(folder / "batches"),
         ],
         api_key=key,
+        http=True,
     )
     async with running(cluster):
         async with cluster.client() as client:

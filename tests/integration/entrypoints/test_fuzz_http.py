@@ -87,12 +87,19 @@ ASKED = {
     for name, value in TOOLS.items()
     if name not in ("stream", "stream_options", "max_tokens", "tool_choice")
 }
+BATCH = {
+    "input_file_id": "file-0",
+    "endpoint": "/v1/completions",
+    "completion_window": "24h",
+    "metadata": {"a": "b"},
+}
 BODIES = [
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", TOOLS),
     ("/v1/completions", TEXT),
     ("/tokenize", ASKED | {"return_token_strs": True}),
     ("/detokenize", {"model": "words", "tokens": [1, 2, 3]}),
+    ("/v1/batches", BATCH),
 ]
 WILD: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 0.5, 1e308, -1e308, 2**31, 2**32, 2**63, 2**64, 10**40, "", "w1", "words",
@@ -102,6 +109,7 @@ WILD: list[Any] = [
     {"9" * 5000: 1}, "9" * 5000, {"5": 10**4000},
 ]  # fmt: skip
 PATHS = ["/v1/models", "/v1/models/words", "/health", "/version", "/v1/none", "/", "/v1/chat/completions"]
+PATHS += ["/v1/files", "/v1/files/file-0", "/v1/files/file-0/content", "/v1/batches", "/v1/batches/b/cancel"]
 TYPED = frozenset({200, 400, 401, 403, 404, 405, 408, 411, 413, 415, 422, 429, 504})
 PICKS = st.integers(0, 2**64 - 1).map(random.Random)
 
@@ -134,12 +142,14 @@ def no_errors_inside(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def face() -> Iterator[tuple[Loop, FakeCluster, httpx.AsyncClient, Counter[int]]]:
+def face(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Loop, FakeCluster, httpx.AsyncClient, Counter[int]]]:
     loop, codes = Loop(), Counter[int]()
 
     @asynccontextmanager
     async def made() -> AsyncIterator[tuple[Loop, FakeCluster, httpx.AsyncClient, Counter[int]]]:
-        async with fake_cluster(http_port=0) as cluster:
+        async with fake_cluster(http_port=0, batch_folder=tmp_path_factory.mktemp("batches")) as cluster:
             base = f"http://127.0.0.1:{cluster.coordinator.http_port}"
             async with httpx.AsyncClient(base_url=base, timeout=PATIENCE_S, trust_env=False) as client:
                 await client.get("/health")  # imports what this client needs

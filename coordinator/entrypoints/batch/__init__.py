@@ -1,0 +1,1 @@
+"""OpenAI's Files and Batch APIs over a folder. Read `runner.py` first."""
