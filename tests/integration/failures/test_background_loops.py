@@ -46,28 +46,27 @@ async def test_every_loop_that_fails_is_started_again(monkeypatch: pytest.Monkey
     """Each of them raises once, at its next turn; the coordinator serves on, and its metrics tell."""
     failed: set[str] = set()
 
-    def failing(kind: type, method: str) -> None:
-        inner = getattr(kind, method)
+    def failing(owner: object, method: str) -> None:
+        inner = getattr(owner, method)
 
         def raises_once(*args: object, **kwargs: object) -> object:
-            name = f"{kind.__name__}.{method}"
-            if name not in failed:
-                failed.add(name)
-                raise RuntimeError(f"{name} fails once")
+            if method not in failed:
+                failed.add(method)
+                raise RuntimeError(f"{method} fails once")
             return inner(*args, **kwargs)
 
-        monkeypatch.setattr(kind, method, raises_once)
+        monkeypatch.setattr(owner, method, raises_once)
 
     monkeypatch.setattr(failure_detector, "is_refused", raising_once(failure_detector.is_refused, failed))
     async with fake_cluster(heartbeat_timeout_s=4.0) as cluster:
         coordinator = cluster.coordinator
-        for kind, method in (
+        for owner, method in (
             (type(coordinator.clients), "_reconcile"),
             (type(coordinator.breakers), "_tick"),
             (type(coordinator.registry), "expire"),
-            (type(coordinator.loop_lag), "_sample"),
+            (coordinator.loop_lag, "computed_s"),
         ):
-            failing(kind, method)
+            failing(owner, method)
         await cluster.add_prefill("p9")
         await settled(lambda: "p9" in {w.worker_id for w in coordinator.registry.snapshot().workers})
         await cluster.prefills.pop().stop()
