@@ -83,15 +83,14 @@ class BoundedFunction:
 def custom_policy(pool: CustomPool, name: str) -> Recommend:
     """The pool's function, which never raises. Raises ConfigError when it cannot be loaded or breaks the contract."""
     field = f"{name}.function"
+    loading = _on_thread(partial(_usable, pool), f"policy {name}")
     try:
-        function = _on_thread(partial(_usable, pool), f"policy {name}").result(LOAD_S)
-    except TimeoutError:
-        message = f"{field}: {pool.function}: has not returned for {LOAD_S:.0f} s"
-        raise ConfigError(message, field=field) from None
+        function = loading.result(LOAD_S)
     except Exception as error:
-        # Foreign code: whatever it raises, the policy is refused.
-        message = f"{field}: {pool.function}: {_where(error)}{str(error) or type(error).__name__}"
-        raise ConfigError(message, field=field) from None
+        # Foreign code: whatever it raises, a TimeoutError too, the policy is refused.
+        why = f"{_where(error)}{str(error) or type(error).__name__}"
+        why = why if loading.done() else f"has not returned for {LOAD_S:.0f} s"
+        raise ConfigError(f"{field}: {pool.function}: {why}", field=field) from None
     return partial(_guarded, function)
 
 

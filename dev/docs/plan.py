@@ -224,6 +224,7 @@ NOT_RUN: Mapping[str, str] = {
         "needs an autoscaler's port; tests/integration/scaling/test_autoscaler_service.py runs it"
     ),
     "splitserve up --autoscale": "tests/integration/scaling runs it",
+    "splitserve up --batch-folder": "tests/integration/entrypoints/test_batches.py runs it",
     "splitserve autoscaler --policy policy.yaml --actuator docker": _DOCKER,
     "python -m dev.docs.request_path": "tests/integration/cluster/test_request_path.py runs it",
     "kubectl": "needs a Kubernetes cluster; "
@@ -247,6 +248,7 @@ FOREIGN_FLAGS = frozenset(
         "--endpoint",
         "--endpoint-type",
         "--build-arg",
+        "--kv-offloading-size",
         "--max-loras",
         "--speculative-config",
         "--max-lora-rank",

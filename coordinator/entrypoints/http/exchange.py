@@ -124,7 +124,7 @@ ErrorBody = Callable[[ErrorResponse], bytes]
 
 
 def json_bytes(value: Any) -> bytes:
-    """A short value as JSON."""
+    """A value as JSON without spaces; what is no Unicode in it becomes question marks."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 

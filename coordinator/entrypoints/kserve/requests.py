@@ -228,31 +228,32 @@ def read_request(request: pb.ModelInferRequest) -> ParsedRequest:
 
 def _read_settings(request: pb.ModelInferRequest) -> KserveSettings:
     """All settings. Each may be given once."""
-    given: dict[str, Any] = {}
+    given: dict[str, tuple[str, Any]] = {}
     for name, tensor in read_inputs(request).items():
         _put(given, name, tensor_value(tensor))
     for name, parameter in request.parameters.items():
         _put(given, name, parameter_value(name, parameter))
     if "sampling_parameters" in given:
-        for name, value in _json_object(given.pop("sampling_parameters")).items():
+        for name, value in _json_object(given.pop("sampling_parameters")[1]).items():
             if ALIASES.get(name, name) not in KserveSampling.model_fields:
                 refuse(f"sampling_parameters.{name}", "is not known")
             if value is not None:
                 _put(given, name, value)
     try:
-        return KserveSettings.model_validate(given)
+        return KserveSettings.model_validate({setting: value for setting, (_, value) in given.items()})
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        refuse(str(first["loc"][0]), first["msg"].removeprefix("Value error, "))
+        refuse(given[str(first["loc"][0])][0], first["msg"].removeprefix("Value error, "))
 
 
-def _put(given: dict[str, Any], name: str, value: Any) -> None:
+def _put(given: dict[str, tuple[str, Any]], name: str, value: Any) -> None:
+    """Adds a setting to those that are `given`, by setting: the name that the client writes, and the value."""
     setting = ALIASES.get(name, name)
     if setting not in KserveSettings.model_fields and setting != "sampling_parameters":
         refuse(name, "is not known; see ModelMetadata")
     if setting in given:
         refuse(name, "is given twice")
-    given[setting] = value
+    given[setting] = name, value
 
 
 def _json_object(text: Any) -> Mapping[str, Any]:

@@ -88,6 +88,7 @@ def test_a_name_alone_names_no_function() -> None:
         ("import sys\nsys.exit('no')", "line 2: no"),
         ("\nclass Panic(BaseException):\n    pass\nraise Panic", "line 4: Panic"),
         ("raise KeyboardInterrupt", "line 1: KeyboardInterrupt"),
+        ("raise TimeoutError('no answer')", "line 1: no answer"),
         (GOOD.replace("wanted,", "next(numbers),") + "\nnumbers = iter(range(9))", "to the same snapshot"),
     ],
 )

@@ -247,6 +247,7 @@ def test_targets() -> None:
         ([PROMPT], {"temperature": float("nan")}, "sampling.temperature"),
         ([PROMPT], {"max_tokens": 0}, "stop.max_tokens"),
         ([PROMPT], {"max_tokens": 2.5}, "max_tokens"),
+        ([PROMPT], {"request_output_len": 2.5}, "request_output_len"),
         ([PROMPT], {"stream": "perhaps"}, "stream"),
         ([PROMPT], {"seed": -1}, "sampling.seed"),
         ([PROMPT, tensor("max_tokens", "INT32", 1)], {"max_tokens": 1}, "max_tokens"),
