@@ -26,6 +26,7 @@ from splitserve.errors import (
     ResourceExhaustedError,
     SplitserveError,
 )
+from splitserve.logs import log_exception
 from splitserve.tracing.context import SpanSink
 from splitserve.v1 import prefill_pb2
 
@@ -105,9 +106,12 @@ class RecordKeeper:
             record = _record_of(state, COMPLETED, None)
         else:
             record = _record_of(state, outcome_label(outcome_of(error)), error)
-        self._keep(record)
         for listener in self._on_ended:
-            listener(record, state)
+            try:
+                listener(record, state)
+            except Exception as failure:  # the others have to know, too
+                log_exception("record.failed", failure)
+        self._keep(record)
 
     def refused(
         self,

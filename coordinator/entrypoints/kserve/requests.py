@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -75,6 +76,8 @@ Int = Annotated[int, Field(ge=-(2**63), lt=2**64), BeforeValidator(_number)]
 Float = Annotated[float, BeforeValidator(_number)]
 Bool = Annotated[bool, BeforeValidator(_single)]
 Text = Annotated[str, BeforeValidator(_single)]
+PaddedText = Annotated[str, BeforeValidator(_single), AfterValidator(lambda text: text or None)]
+"""An empty text is padding, and sets nothing."""
 Texts = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_texts)]
 Ints = Annotated[list[Int], Field(fail_fast=True), WrapValidator(_fast_ints)]
 Biases = Annotated[dict[Int, Float], Field(max_length=MAX_LOGIT_BIASES)]
@@ -117,10 +120,10 @@ class KserveSettings(KserveSampling):
     return_finish_reason: Bool = False
     return_num_input_tokens: Bool = False
     return_num_output_tokens: Bool = False
-    json_schema: Text | None = None
+    json_schema: PaddedText | None = None
     json_object: Bool | None = None
-    regex: Text | None = None
-    lark: Text | None = None
+    regex: PaddedText | None = None
+    lark: PaddedText | None = None
     priority: Annotated[Int, Field(ge=0)] = 0
     """A level from 1, the highest; 0: none."""
     ttft_ms: Float | None = None

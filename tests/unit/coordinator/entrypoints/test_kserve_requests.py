@@ -228,6 +228,11 @@ def test_targets() -> None:
     assert not read(PROMPT).generate.HasField("tpot_ms")
 
 
+def test_empty_texts_of_optional_settings_are_padding() -> None:
+    generate = read(PROMPT, tensor("regex", "BYTES", b""), lark="", json_schema="").generate
+    assert not generate.sampling.HasField("grammar")
+
+
 @pytest.mark.parametrize(
     ("tensors", "parameters", "field"),
     [
