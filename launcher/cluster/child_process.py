@@ -34,6 +34,8 @@ class ChildSpec:
     least_stop_s: float = 0.0
     """Least time in seconds that the process gets to end by itself: it may have to end processes of its own, even
     before it serves."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables for this process where this one does not have them itself."""
 
 
 OnLine = Callable[[ChildSpec, str, Event | None], None]
@@ -81,7 +83,7 @@ class ChildProcess:
                 stdout=write,
                 stderr=write,
                 start_new_session=True,
-                env={**os.environ, **self.environment},
+                env={**self.spec.environment, **os.environ, **self.environment},
             )
         except BaseException:
             os.close(read)

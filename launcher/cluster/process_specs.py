@@ -36,6 +36,8 @@ CommandFactory = Callable[[Role, Sequence[str]], tuple[str, ...]]
 WorkerSpecMaker = Callable[[Kind, str, Place], ChildSpec]
 """Builds the spec of a worker from its kind, its name and its place."""
 
+HUGE_PAGES: Mapping[str, str] = MappingProxyType({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
+"""Has glibc's malloc ask Linux for huge pages, from which a processor reads a model's weights in fewer steps."""
 SERVING_STATES = frozenset({"ready", "slow-lane"})
 """A worker with a slow lane serves, with a warning."""
 
@@ -143,6 +145,7 @@ def worker_spec(
         command(kind, arguments(worker)),
         f"{cores}, {threads}{gpus}",
         least_stop_s=start_s + CHILD_S + KILLED_S if start_s else 0.0,
+        environment=HUGE_PAGES if worker.engine.kind == "torch" else {},
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.cluster.placement import available_cores
+from launcher.cluster.process_specs import HUGE_PAGES
 from splitserve.errors import UnavailableError
 
 GIB = 2**30
@@ -56,7 +57,7 @@ def engine_command(
 ) -> EngineCommand:
     """Command of an engine on the first `threads` cores. `options` apply to splitserve, `kv_space_gib` to vLLM."""
     cores = available_cores()[:threads]
-    environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", **HUGE_PAGES}
     arguments = [sys.executable, "-m", "bench.engine.processes.own", folder, str(threads), *options]
     if name == "transformers":
         arguments = [sys.executable, "-m", "bench.engine.processes.transformers_loop", folder, str(threads)]
