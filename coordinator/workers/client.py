@@ -104,7 +104,8 @@ class WorkerClient:
             max_message_bytes=max_message_bytes,
             read_ahead_bytes=READ_AHEAD_BYTES,
         )
-        self._calls = WorkerCalls(worker, self._channel, security.metadata)
+        calls = coalescer or OutputCoalescer()
+        self._calls = WorkerCalls(worker, self._channel, security.metadata, calls)
         self._decoding = asyncio.Event()
         self.follow(worker)
         self._collectors: dict[str, OutputCollector] = {}
@@ -234,12 +235,14 @@ class WorkerCalls:
     """The calls of one worker. They raise the SplitserveError of the worker's status; UnavailableError (WORKER_LOST)
     once the worker is lost."""
 
-    def __init__(self, worker: Worker, channel: grpc.aio.Channel, metadata: Metadata) -> None:
-        """`metadata` goes with each call."""
+    def __init__(
+        self, worker: Worker, channel: grpc.aio.Channel, metadata: Metadata, output: OutputCoalescer
+    ) -> None:
+        """`metadata` goes with each call. `output` says how long calls on the stream wait, to share a message."""
         self._worker, self._metadata = worker, metadata
         self._prefill, self._decode = PrefillServiceStub(channel), DecodeServiceStub(channel)
         carry = partial(CallServiceStub(channel).Carry, metadata=metadata)
-        self._stream = CallStream(carry, worker.name)
+        self._stream = CallStream(carry, worker.name, output.call_wait_s)
         self._reserving: dict[str, Callable[[SplitserveError], None]] = {}
         """Functions that fail a waiting reservation, by attempt id."""
         self.lost: UnavailableError | None = None

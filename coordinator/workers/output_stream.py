@@ -41,6 +41,8 @@ FIRST_INTERVAL_S = 0.5e-3
 MAX_WAITERS_PER_TURN = 32
 """Waiters woken in one turn of the loop; each then writes a message."""
 GROW, SHRINK = 1.5, 0.8
+MAX_CALL_WAIT_S = 2e-3
+"""Longest wait of a call to a worker. It is short, because two consecutive calls come before a first token."""
 
 
 def next_interval_s(interval_s: float, load: float, max_interval_s: float) -> float:
@@ -62,6 +64,10 @@ class OutputCoalescer:
         """Smoothed load of the event loop, 0..1."""
         self._max_interval_s = max_interval_s
         self._waiters: dict[Callable[[], None], None] = {}
+
+    def call_wait_s(self) -> float:
+        """How long a call to a worker may wait for others now, to share a message. Seconds."""
+        return min(self.interval_s, MAX_CALL_WAIT_S)
 
     def schedule(self, waiter: Callable[[], None]) -> None:
         """Calls `waiter` once when the interval ends, or in the loop's next turn if the interval is 0.

@@ -58,15 +58,21 @@ M = TypeVar("M", bound=Sized)
 
 
 class BatchWriter(Generic[M]):
-    """Writes small messages of many senders to one stream. Messages that are put in one turn of the event loop, or
-    during a write, leave in one batch. Holds any number of messages: senders look at `held`."""
+    """Writes small messages of many senders to one stream. Messages that are put in one turn of the event loop, during
+    a write, or within `wait_s` leave in one batch. Holds any number of messages: senders look at `held`."""
 
-    def __init__(self, write: Callable[[Any], Awaitable[None]], message_of: Callable[[list[M]], Any]) -> None:
-        """`write`: see StreamWriter. `message_of` makes one message of a batch."""
+    def __init__(
+        self,
+        write: Callable[[Any], Awaitable[None]],
+        message_of: Callable[[list[M]], Any],
+        wait_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`write`: see StreamWriter. `message_of` makes one message of a batch; `wait_s` returns for how many seconds a
+        batch waits for further messages at present."""
         self._writer = StreamWriter(write, self._written)
-        self._message_of = message_of
+        self._message_of, self._wait_s = message_of, wait_s
         self._items: list[M] = []
-        self._flushing = False
+        self._flushing = self._left_over = False
 
     def put(self, item: M) -> None:
         """Adds a message; never blocks. After a failed write it is dropped."""
@@ -76,7 +82,7 @@ class BatchWriter(Generic[M]):
         self._items.append(item)
         if not self._flushing:
             self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            self._flush_later()
 
     @property
     def held(self) -> int:
@@ -96,11 +102,20 @@ class BatchWriter(Generic[M]):
                     await self._writer.settle()
                     await asyncio.sleep(0)
 
-    def _written(self) -> None:
-        if self._items and self._writer.is_ready:
-            self._flush()
+    def _flush_later(self) -> None:
+        loop, wait_s = asyncio.get_running_loop(), self._wait_s()
+        if wait_s:
+            loop.call_later(wait_s, self._flush)
         else:
+            loop.call_soon(self._flush)
+
+    def _written(self) -> None:
+        if not self._items or not self._writer.is_ready:
             self._flushing = self._writer.has_failed
+        elif self._left_over or not self._wait_s():
+            self._flush()  # messages that the last batch had no room for have waited already
+        else:
+            self._flush_later()
 
     def _flush(self) -> None:
         if not self._items:  # dropped
@@ -113,6 +128,7 @@ class BatchWriter(Generic[M]):
                 break
             count += 1
         batch, self._items = self._items[:count], self._items[count:]
+        self._left_over = bool(self._items)
         self._writer.begin(self._message_of(batch))
 
 
@@ -360,9 +376,11 @@ class CarriedCall:
 class CallStream:
     """The calls to one peer, on one stream after the other. `run` opens a stream once there are calls."""
 
-    def __init__(self, open_stream: Callable[[], Any], who: str) -> None:
-        """`open_stream` calls CallService.Carry; `who` names the peer in errors."""
-        self._open_stream, self._who = open_stream, who
+    def __init__(
+        self, open_stream: Callable[[], Any], who: str, wait_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        """`open_stream` calls CallService.Carry; `who` names the peer in errors; `wait_s`: see BatchWriter."""
+        self._open_stream, self._who, self._wait_s = open_stream, who, wait_s
         self._numbers = itertools.count(1)
         self._calls: dict[int, CarriedCall] = {}
         self._waiting: list[calls_pb2.CarriedCall] = []
@@ -416,7 +434,9 @@ class CallStream:
 
     async def _carry(self) -> None:
         stream = self._open_stream()
-        self._writer = BatchWriter(stream.write, lambda batch: calls_pb2.CarryRequest(calls=batch))
+        self._writer = BatchWriter(
+            stream.write, lambda batch: calls_pb2.CarryRequest(calls=batch), self._wait_s
+        )
         try:
             for message in self._waiting:
                 self._writer.put(message)

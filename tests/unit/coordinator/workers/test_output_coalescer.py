@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from coordinator.workers.output_stream import (
+    MAX_CALL_WAIT_S,
     MAX_WAITERS_PER_TURN,
     OutputCoalescer,
     OutputCollector,
@@ -95,3 +96,12 @@ async def test_many_waiters_are_woken_over_several_turns() -> None:
     assert MAX_WAITERS_PER_TURN in counts
     assert 2 * MAX_WAITERS_PER_TURN in counts
     assert woken == list(range(3 * MAX_WAITERS_PER_TURN))
+
+
+def test_calls_wait_under_load_only_and_less_than_output() -> None:
+    assert OutputCoalescer(MAX_S).call_wait_s() == 0.0
+    coalescer = OutputCoalescer(1.0)
+    for _ in range(100):
+        coalescer.on_sample(1.0, 0.0)
+    assert coalescer.interval_s == 1.0
+    assert coalescer.call_wait_s() == MAX_CALL_WAIT_S

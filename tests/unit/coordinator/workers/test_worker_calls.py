@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from coordinator.workers.client import WorkerCalls
+from coordinator.workers.output_stream import OutputCoalescer
 from coordinator.workers.registry import Registry
 from splitserve.errors import UnavailableError
 from splitserve.rpc import carried_calls
@@ -64,7 +65,7 @@ async def calls_to(worker: Worker) -> AsyncIterator[WorkerCalls]:
     request = registration("w", registry_pb2.ROLE_DECODE, f"127.0.0.1:{port}")
     try:
         async with make_channel(f"127.0.0.1:{port}") as channel:
-            calls = WorkerCalls(Registry(1.0).register(request, 0.0), channel, ())
+            calls = WorkerCalls(Registry(1.0).register(request, 0.0), channel, (), OutputCoalescer())
             running = asyncio.create_task(calls.run())
             yield calls
             running.cancel()

@@ -229,13 +229,38 @@ async def test_a_failed_write_ends_a_batch_writer() -> None:
     await turns()
     writer.put(Item("b"))
     await writer.settle()
-    assert (writer.held, writer.has_failed) == (0, True)
     assert wire.taken == ["a"]
 
 
-async def test_what_a_batch_has_no_room_for_leaves_in_the_next() -> None:
+async def test_a_batch_waits_for_others_as_long_as_it_is_told() -> None:
+    wire, wait_s = Wire(), 0.2
+    writer: BatchWriter[Item] = BatchWriter(wire.write, "".join, lambda: wait_s)
+    writer.put(Item("a"))
+    await turns()
+    writer.put(Item("b"))
+    assert wire.taken == []
+    while not wire.taken:
+        await turns()
+    assert wire.taken == ["ab"]
+    writer.put(Item("c"))
+    wire.done[0].set_result(None)
+    await turns()
+    writer.put(Item("d"))
+    assert wire.taken == ["ab"], "what came during a write waits, too"
+    while len(wire.taken) < 2:
+        await turns()
+    assert wire.taken == ["ab", "cd"]
+    wait_s = 0.0
+    wire.done[1].set_result(None)
+    await turns()
+    writer.put(Item("e"))
+    await turns()
+    assert wire.taken == ["ab", "cd", "e"], "and nothing waits where nothing is to"
+
+
+async def test_what_a_batch_has_no_room_for_waits_no_longer() -> None:
     wire = Wire()
-    writer: BatchWriter[Item] = BatchWriter(wire.write, "".join)
+    writer: BatchWriter[Item] = BatchWriter(wire.write, "".join, lambda: 0.001)
     for _ in range(2 * BATCH_ITEMS + 1):
         writer.put(Item("a"))
     while not wire.taken:
@@ -244,4 +269,21 @@ async def test_what_a_batch_has_no_room_for_leaves_in_the_next() -> None:
         assert len(wire.taken) == batches
         wire.done[batches - 1].set_result(None)
         await turns()
-    assert list(map(len, wire.taken)) == [BATCH_ITEMS, BATCH_ITEMS, 1]
+    assert list(map(len, wire.taken)) == [BATCH_ITEMS, BATCH_ITEMS, 1], "at once, without a look at the clock"
+
+
+async def test_a_write_that_fails_while_a_batch_waits_ends_it() -> None:
+    wire = Wire()
+    writer: BatchWriter[Item] = BatchWriter(wire.write, "".join, lambda: 0.001)
+    writer.put(Item("a"))
+    while not wire.taken:
+        await turns()
+    writer.put(Item("b"))
+    wire.done[0].set_exception(OSError("broken"))
+    await turns()
+    writer.put(Item("c"))
+    async with asyncio.timeout(1):
+        await writer.settle()
+    assert writer.held == 0
+    assert writer.has_failed
+    assert wire.taken == ["a"]
