@@ -6,17 +6,18 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sysconfig
 import time
 import venv
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import yaml
 
+from splitserve.addresses import claim_port
+from splitserve.errors import FailedPreconditionError
 from splitserve.security.api_keys import key_hash, new_key
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,18 +157,13 @@ def _end_of(output: str) -> str:
 
 
 def _free_ports(count: int) -> int:
-    """The first of `count` consecutive free ports."""
+    """The first of `count` consecutive free ports. No outgoing connection takes it by chance."""
     while True:
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-        try:
-            for number in range(port, port + count):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", number))
-        except (OSError, OverflowError):
-            continue
-        return port
+        port = claim_port("127.0.0.1", 0)
+        with suppress(FailedPreconditionError):
+            for following in range(port + 1, port + count):
+                claim_port("127.0.0.1", following)
+            return port
 
 
 def uncommitted() -> str:
