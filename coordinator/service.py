@@ -309,7 +309,7 @@ class Coordinator:
             *TokenizationEndpoints(self.api, chats).paths,
             *responses.paths,
             *MessagesEndpoints(self.api, chats).paths,
-            *BatchEndpoints(chats, self.batch_folder, self.batches, handlers).paths,
+            *BatchEndpoints(chats, self.batches, handlers).paths,
         ]
         others += self.page.paths if self.page is not None else ()
         app = make_app(self.api, self.metrics, chats, others, frozenset(config.allowed_origins))

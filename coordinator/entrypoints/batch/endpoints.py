@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Collection, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 from urllib.parse import parse_qsl
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,9 +17,9 @@ from coordinator.entrypoints.batch.folder import MAX_FILE_BYTES, BatchFolder
 from coordinator.entrypoints.batch.records import BATCH_PREFIX, FILE_PREFIX, Batch, StoredFile, new_id
 from coordinator.entrypoints.batch.runner import BatchRunner
 from coordinator.entrypoints.batch.upload import FORM_BYTES, FileForm
-from coordinator.entrypoints.http.exchange import ApiPath, HttpExchange
+from coordinator.entrypoints.http.exchange import ApiPath, HttpExchange, json_bytes
 from coordinator.entrypoints.openai.app import OpenAIServing
-from coordinator.entrypoints.openai.bodies import Fields, compact_json, validated
+from coordinator.entrypoints.openai.bodies import Fields, validated
 from coordinator.entrypoints.responses.requests import Metadata
 from splitserve.errors import InvalidArgumentError, NotFoundError
 
@@ -69,18 +69,11 @@ Q = TypeVar("Q", bound=Query)
 
 
 class BatchEndpoints:
-    """All paths of both APIs. Without a folder they refuse requests. `endpoints`: of the requests of batches. `chats`
-    parses the bodies."""
+    """All paths of both APIs. Without a runner, which has the folder, they refuse requests. `endpoints`: of the
+    requests of batches. `chats` parses the bodies."""
 
-    def __init__(
-        self,
-        chats: OpenAIServing,
-        folder: BatchFolder | None,
-        runner: BatchRunner | None,
-        endpoints: Collection[str],
-    ) -> None:
-        self._chats, self._endpoints = chats, endpoints
-        self._folder_or_none, self._runner_or_none = folder, runner
+    def __init__(self, chats: OpenAIServing, runner: BatchRunner | None, endpoints: Collection[str]) -> None:
+        self._chats, self._endpoints, self._runner_or_none = chats, endpoints, runner
         self.paths = [
             ApiPath(("GET", "POST"), "/v1/files", self.files),
             ApiPath(("GET", "DELETE"), "/v1/files/{file_id}", self.file),
@@ -94,7 +87,7 @@ class BatchEndpoints:
         """GET and POST /v1/files."""
         tenant = exchange.caller().tenant
         if exchange.method == "POST":
-            await _respond(exchange, (await self._uploaded(exchange, tenant)).shown())
+            await exchange.respond(200, json_bytes((await self._uploaded(exchange, tenant)).shown()))
             return
         query, folder = _query(exchange, FilesQuery), self._folder
         wanted = ("batch", "batch_output") if query.purpose is None else (query.purpose,)
@@ -109,10 +102,10 @@ class BatchEndpoints:
         """GET and DELETE /v1/files/{file_id}."""
         tenant, file_id = exchange.caller().tenant, exchange.path_params["file_id"]
         if exchange.method == "GET":
-            await _respond(exchange, self._folder.file(tenant, file_id).shown())
+            await exchange.respond(200, json_bytes(self._folder.file(tenant, file_id).shown()))
             return
         await self._folder.run(self._folder.delete_file, tenant, file_id)
-        await _respond(exchange, {"id": file_id, "object": "file", "deleted": True})
+        await exchange.respond(200, json_bytes({"id": file_id, "object": "file", "deleted": True}))
 
     async def content(self, exchange: HttpExchange) -> None:
         """GET /v1/files/{file_id}/content."""
@@ -133,7 +126,7 @@ class BatchEndpoints:
         """GET and POST /v1/batches."""
         tenant = exchange.caller().tenant
         if exchange.method == "POST":
-            await _respond(exchange, (await self._created(exchange, tenant)).shown())
+            await exchange.respond(200, json_bytes((await self._created(exchange, tenant)).shown()))
             return
         query, folder = _query(exchange, BatchesQuery), self._folder
 
@@ -145,7 +138,7 @@ class BatchEndpoints:
     async def batch(self, exchange: HttpExchange) -> None:
         """GET /v1/batches/{batch_id}."""
         tenant, batch_id = exchange.caller().tenant, exchange.path_params["batch_id"]
-        await _respond(exchange, self._folder.batch(tenant, batch_id).shown())
+        await exchange.respond(200, json_bytes(self._folder.batch(tenant, batch_id).shown()))
 
     async def cancel(self, exchange: HttpExchange) -> None:
         """POST /v1/batches/{batch_id}/cancel. The body, if any, has no effect."""
@@ -154,19 +147,18 @@ class BatchEndpoints:
         if batch.status != "cancelling" and not await self._runner.cancel(batch):
             message = f"batch_id: a batch that is {batch.status} cannot be cancelled"
             raise InvalidArgumentError(message, reason="BATCH_NOT_RUNNING", field="batch_id")
-        await _respond(exchange, batch.shown())
-
-    @property
-    def _folder(self) -> BatchFolder:
-        if self._folder_or_none is None:
-            message = "batch_folder is not set: files and batches need it (--batch-folder FOLDER)"
-            raise NotFoundError(message, reason="BATCHES_OFF", field="batch_folder")
-        return self._folder_or_none
+        await exchange.respond(200, json_bytes(batch.shown()))
 
     @property
     def _runner(self) -> BatchRunner:
-        assert self._runner_or_none is not None, "there is one where there is a folder"
+        if self._runner_or_none is None:
+            message = "batch_folder is not set: files and batches need it (--batch-folder FOLDER)"
+            raise NotFoundError(message, reason="BATCHES_OFF", field="batch_folder")
         return self._runner_or_none
+
+    @property
+    def _folder(self) -> BatchFolder:
+        return self._runner.folder
 
     async def _uploaded(self, exchange: HttpExchange, tenant: str) -> StoredFile:
         folder, now = self._folder, self._runner.clock()
@@ -249,8 +241,4 @@ def _page(found: Sequence[StoredFile] | Sequence[Batch], query: Query) -> bytes:
         "last_id": page[-1].id if page else None,
         "has_more": start + query.limit < len(found),
     }
-    return compact_json(shown).encode()
-
-
-async def _respond(exchange: HttpExchange, value: dict[str, Any]) -> None:
-    await exchange.respond(200, compact_json(value).encode())
+    return json_bytes(shown)

@@ -89,7 +89,7 @@ class BatchRunner:
         most_bytes: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._folder, self._door, self.clock = folder, door, clock
+        self.folder, self._door, self.clock = folder, door, clock
         self._concurrency, self._most_bytes = concurrency, most_bytes
         self._turns = FairLane(concurrency)
         self._of_tenant: Counter[str] = Counter()
@@ -105,7 +105,7 @@ class BatchRunner:
             while True:
                 self._added.clear()
                 tasks = {batch_id: task for batch_id, task in tasks.items() if not task.done()}
-                for batch in list(self._folder.batches.values()):
+                for batch in list(self.folder.batches.values()):
                     if not batch.is_over and batch.id not in tasks:
                         tasks[batch.id] = group.create_task(self._drive(batch), name=batch.id)
                 await self._added.wait()
@@ -116,14 +116,14 @@ class BatchRunner:
 
     async def cancel(self, batch: Batch) -> bool:
         """Cancels a batch and the lines that run. Returns False if it is too late."""
-        cancelled = await self._folder.run(self._folder.set_status, batch, "cancelling", self.clock())
+        cancelled = await self.folder.run(self.folder.set_status, batch, "cancelling", self.clock())
         if cancelled and (scope := self._scopes.get(batch.id)) is not None:
             scope.reschedule(asyncio.get_running_loop().time())
         return cancelled
 
     def metrics(self) -> list[Metric]:
         """Batches by status, and lines by what became of them."""
-        counts = Counter(batch.status for batch in list(self._folder.batches.values()))
+        counts = Counter(batch.status for batch in list(self.folder.batches.values()))
         states: Mapping[str, float] = {status: counts[status] for status in FOLLOWING}
         return [
             gauges("splitserve_batches", "Unfinished batches", "status", states),
@@ -170,9 +170,9 @@ class BatchRunner:
         if batch.status == "validating":
             await self._end(batch, "expired")
             return
-        reading = await self._folder.run(self._folder.recover, batch)
+        reading = await self.folder.run(self.folder.recover, batch)
         if batch.status == "in_progress":
-            while (line := await self._folder.run(self._folder.next_line, batch, reading)) is not None:
+            while (line := await self.folder.run(self.folder.next_line, batch, reading)) is not None:
                 await self._keep(batch, reading, line, EXPIRED)
             await self._end(batch, "expired")
         elif batch.status == "finalizing":
@@ -181,25 +181,25 @@ class BatchRunner:
             await self._end(batch, "cancelled")
 
     async def _end(self, batch: Batch, status: Status) -> None:
-        await self._folder.run(self._folder.end_batch, batch, status, self.clock())
+        await self.folder.run(self.folder.end_batch, batch, status, self.clock())
         counts = {"lines": batch.total, "completed": batch.completed, "failed": batch.failed}
         log_event("batch.ended", batch=batch.id, tenant=batch.tenant, status=batch.status, **counts)
 
     async def _validate(self, batch: Batch) -> None:
         check = InputCheck(batch.endpoint, self._most_bytes)
         while not check.ended:
-            await self._folder.run(self._folder.check_some, batch, check)
+            await self.folder.run(self.folder.check_some, batch, check)
         if check.errors:
             batch.errors = check.errors
             await self._end(batch, "failed")
             return
         counts = {"lines": check.lines, "total": check.requests}
-        await self._folder.run(self._folder.set_status, batch, "in_progress", self.clock(), **counts)
+        await self.folder.run(self.folder.set_status, batch, "in_progress", self.clock(), **counts)
         log_event("batch.started", batch=batch.id, tenant=batch.tenant, lines=check.requests)
 
     async def _serve_lines(self, batch: Batch) -> None:
         """Serves the lines without a result. Raises SplitserveError if results cannot be kept now."""
-        progress = _Progress(await self._folder.run(self._folder.recover, batch))
+        progress = _Progress(await self.folder.run(self.folder.recover, batch))
         async with asyncio.TaskGroup() as lines:
             while progress.failure is None:
                 progress.changed.clear()
@@ -218,7 +218,7 @@ class BatchRunner:
                     progress.pause(FIRST_PAUSE_S)
         if progress.failure is not None:
             raise progress.failure
-        await self._folder.run(self._folder.set_status, batch, "finalizing", self.clock())
+        await self.folder.run(self.folder.set_status, batch, "finalizing", self.clock())
 
     async def _next_line(self, batch: Batch, progress: _Progress) -> None:
         """Serves the next line in the tenant's turn, unless the batch has to wait."""
@@ -233,7 +233,7 @@ class BatchRunner:
                 return
             self._of_tenant[batch.tenant] += 1
             try:
-                line = await self._folder.run(self._folder.next_line, batch, progress.reading)
+                line = await self.folder.run(self.folder.next_line, batch, progress.reading)
                 if line is None:
                     progress.at_end = True
                 elif self._door.is_crowded(line.model, found[0]):
@@ -274,5 +274,5 @@ class BatchRunner:
         """Appends a line's result; see `result_line`."""
         result = result_line(line_id(batch.id, line.number), line.custom_id, answer)
         failed = answer[0] != 200
-        if await self._folder.run(self._folder.append, batch, reading, line.number, result, failed=failed):
+        if await self.folder.run(self.folder.append, batch, reading, line.number, result, failed=failed):
             self._lines["failed" if failed else "completed"] += 1

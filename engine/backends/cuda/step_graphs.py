@@ -53,24 +53,22 @@ class CudaStepGraphs:
         self._compute, self._device = compute, device
         self._graphs: dict[int, tuple[Any, torch.Tensor]] = {}
         self._memory: Any = None
+        self.captured: list[int] = []
+        """Numbers of rows that have a graph, ascending."""
         sizes = bucket_sizes(max_rows)
         self._staging = Staging((sizes[-1] + ALIGNED) * ARRAYS, device)
         with torch.inference_mode():
             self._capture_all(sizes)
-
-    @property
-    def captured(self) -> list[int]:
-        """Numbers of rows that have a graph, ascending."""
-        return sorted(self._graphs)
 
     def logits(self, step: PlacedStep) -> torch.Tensor | None:
         """Logits `[samples, vocabulary]` of a step, overwritten by the next one. They may still be computed.
 
         None if the step has chunks of prompts, or no graph is large enough.
         """
-        rows = next((rows for rows in self.captured if rows >= step.flat.num_decode), None)
-        if rows is None or not step.flat.decode_only:
+        at = bisect.bisect_left(self.captured, step.flat.num_decode)
+        if at == len(self.captured) or not step.flat.decode_only:
             return None
+        rows = self.captured[at]
         graph, logits = self._graphs[rows]
         self._staging.stage(step.padded(rows))
         graph.replay()
@@ -88,6 +86,7 @@ class CudaStepGraphs:
             torch.cuda.synchronize(self._device)
             log_event("engine.cuda_graphs_off", why=str(error).partition("\n")[0])
             return
+        self.captured = sizes
         seconds = round(time.perf_counter() - began_s, 2)
         log_event("engine.cuda_graphs", graphs=len(self._graphs), seconds=seconds)
 
