@@ -16,14 +16,15 @@ import psutil
 import pytest
 import yaml
 
+from launcher.cluster.process_specs import SERVING_STATES
 from splitserve.client import AsyncClient
 from splitserve.roles import POOLS
 from tests.support.clients.patient import PatientClient
 from tests.support.clients.traffic import REPEATS
+from tests.support.cluster.processes import ServiceProcess, services_of
 from tests.support.cluster.real_cluster import held_resources
 from tests.support.cluster.streams import eventually, tokens
 from tests.support.engine.simulated_tokens import expected_tokens
-from tests.support.scaling.scaled_up import ScaledUp, scaled_up
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(180)
@@ -56,11 +57,26 @@ ENGINE = {
 
 
 @dataclass
-class Scaled(ScaledUp):
+class Scaled:
     """A running `up --autoscale` and what its traffic came to."""
 
+    process: ServiceProcess
+    target: str
     done: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
+
+    async def serving(self, client: AsyncClient, pool: str) -> dict[str, str]:
+        """The pool's workers in rotation: their names with their addresses, which each life has anew."""
+        info = await client.server_info(timeout_s=PATIENCE_S)
+        return {
+            worker.worker_id: worker.address
+            for worker in info.workers
+            if worker.role == pool and worker.state in SERVING_STATES
+        }
+
+    def children(self) -> list[psutil.Process]:
+        """Coordinator and workers."""
+        return services_of(self.process.process.pid)
 
     async def until(self, holds: Callable[[Counter[str]], bool]) -> Counter[str]:
         """Waits until it holds of the serving workers; the most of each pool that were seen meanwhile."""
@@ -146,8 +162,24 @@ async def running(
     # On a busy machine forecasts are high, and no request is to be refused here.
     coordinator = {"admission": {"max_queue_s": 600.0}}
     settings = {"engine": ENGINE, "autoscale_window_s": 5.0, "coordinator": coordinator}
-    async with scaled_up(folder, policy, settings, *options) as up:
-        yield Scaled(up.process, up.target)
+    for name, values in (("policy", policy), ("up", settings)):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(dict(values)))
+    files = ["--autoscale", str(folder / "policy.yaml"), "--config", str(folder / "up.yaml")]
+    process = ServiceProcess("up", ["up", *files, *options, "--grpc-port", "0", "--http-port", "off"], folder)
+    process.start()
+
+    def target() -> str:
+        lines = (line.split() for line in process.log_path.read_text().splitlines())
+        return next((words[3] for words in lines if words[:3] == ["splitserve", "ready", "on"]), "")
+
+    try:
+        await eventually(lambda: target() != "", "it is ready")
+        yield Scaled(process, target())
+    except BaseException:
+        print(process.log_tail(400))
+        raise
+    finally:
+        assert process.terminate() == 0
 
 
 @pytest.mark.slow
