@@ -30,11 +30,13 @@ TENANTS = {
     "root": {"admin": True},
 }
 BLOCK = 16
-BLOCKS = 40
-"""KV for about five of the requests below."""
+BLOCKS = 16
+"""KV for two of the crowd's requests."""
 QUEUE = 8
 PROMPT_TOKENS = 64
-MAX_TOKENS = 24
+MAX_TOKENS = 48
+HELD_TOKENS = 160
+"""An answer that leaves KV for none of the crowd's requests."""
 FLOOD = 16
 LATE = 2
 TIMEOUT_S = 240.0
@@ -185,11 +187,15 @@ async def test_a_flood_is_bounded_refused_with_a_hint_and_does_not_hold_up_other
     async with (
         cluster.client(api_key=KEYS["alice"], timeout_s=TIMEOUT_S) as alice,
         cluster.client(api_key=KEYS["bob"], timeout_s=TIMEOUT_S) as bob,
+        cluster.client(api_key=KEYS["root"], timeout_s=TIMEOUT_S) as root,
     ):
         for prompt in warm_up:  # so that rates are measured
             await ask(alice, prompt)
         crowd = Crowd()
-        async with asyncio.timeout(360), asyncio.TaskGroup() as group:
+        held = root.stream(warm_up[0], temperature=0.0, max_tokens=HELD_TOKENS, ignore_eos=True)
+        async with asyncio.timeout(360), aclosing(held), asyncio.TaskGroup() as group:
+            # While this answer goes on nobody is let in: the whole crowd waits before the first is served.
+            await anext(held)
             alices = [group.create_task(crowd.served("alice", alice, prompt)) for prompt in flood]
             await crowd.refused.wait()  # the queue is full
             bobs = [group.create_task(crowd.served("bob", bob, prompt)) for prompt in late]
