@@ -31,7 +31,7 @@ IMAGES: Mapping[str, str] = MappingProxyType(
         "worker-vllm": "splitserve/worker-vllm:e2e",
     }
 )
-"""By target of compose/Dockerfile. vLLM's own image is too large to be fetched for a test: that of the workers stands in."""
+"""By target of compose/Dockerfile. The workers' image stands in for vLLM's own, which is too large for a test."""
 EXTRAS = "cpu,docker,harmony,kubernetes,nvml,tracing"
 OWN_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 LABEL = "splitserve.e2e"
@@ -63,7 +63,7 @@ def download_wheels(cpu_index: str, python: str = OWN_PYTHON) -> None:
 
 
 def compile_kernels() -> None:
-    """The cpu kernels for the images into compose/kernels, where this machine has a compiler; else the build does it."""
+    """The cpu kernels for the images into compose/kernels, where this machine has a compiler; else the build does."""
     subprocess.run([sys.executable, "-m", "engine.backends.cpu.build", str(KERNELS)], check=False)
 
 

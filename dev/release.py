@@ -32,7 +32,11 @@ FILES = ("LICENSE", "README.md", "pyproject.toml")
 PREBUILT = Path("engine/backends/cpu/prebuilt")
 LEAST_GLIBC = 17
 """glibc 2.17 is the oldest that a manylinux tag names by its version."""
-_BUILD = "import json, sys, setuptools.build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2], json.loads(sys.argv[3])))"
+_BUILD = """
+import json, sys, setuptools.build_meta as backend
+name, folder, settings = sys.argv[1:]
+print(getattr(backend, name)(folder, json.loads(settings)))
+"""
 
 
 def build(dist: Path, epoch: int) -> list[Path]:
@@ -67,7 +71,7 @@ def platform_tag(libraries: Sequence[Path]) -> str:
 
 
 def parts_list() -> dict[str, Any]:
-    """What splitserve with the extra `cpu` brings along, in this environment's versions, in the form of CycloneDX 1.6."""
+    """What splitserve with the extra `cpu` brings along, in this environment's versions, as CycloneDX 1.6."""
     ours = distribution("splitserve")
     parts = [_component(part) for part in _needed(ours, {"cpu"})]
     return {
@@ -85,7 +89,9 @@ def _needed(of: Distribution, extras: set[str]) -> Iterator[Distribution]:
     while waiting:
         parent, chosen = waiting.pop()
         for need in map(Requirement, parent.requires or ()):
-            wanted = [need.marker is None or need.marker.evaluate({"extra": extra}) for extra in ("", *chosen)]
+            wanted = [
+                need.marker is None or need.marker.evaluate({"extra": extra}) for extra in ("", *chosen)
+            ]
             name = canonicalize_name(need.name)
             if name in seen or not any(wanted):
                 continue
@@ -125,7 +131,7 @@ def _copy_sources(folder: Path) -> None:
 
 
 def _built(sources: Path, what: str, target: Path, epoch: int, *options: str) -> Path:
-    """Calls a function of the build's backend in the folder of the sources; the file that it has written to `target`."""
+    """Calls a function of the build's backend in the folder of the sources; the file that it wrote into `target`."""
     settings = json.dumps({"--build-option": options})
     command = [sys.executable, "-c", _BUILD, what, str(target), settings]
     environment = os.environ | {"SOURCE_DATE_EPOCH": str(epoch)}

@@ -30,7 +30,19 @@ def demo() -> None:
     require_worker("torch", "nixl")
     fetch_with_progress(MODEL)
     ports = ("--grpc-port", "0", "--http-port", "0")
-    command = (*PROGRAM, "up", "--model", MODEL, "--engine", "torch", "--prefill", "1", "--decode", "1", *ports)
+    command = (
+        *PROGRAM,
+        "up",
+        "--model",
+        MODEL,
+        "--engine",
+        "torch",
+        "--prefill",
+        "1",
+        "--decode",
+        "1",
+        *ports,
+    )
     # In a session of its own: Ctrl-C reaches this process alone, which then lets the cluster drain.
     cluster = subprocess.Popen(
         [*launcher(), *command], stdout=subprocess.PIPE, text=True, start_new_session=True

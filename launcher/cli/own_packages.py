@@ -32,9 +32,11 @@ def foreign_package(root: Path | None = None) -> str | None:
         file, spec = root / name / "__init__.py", find_spec(name)
         origin = spec.origin if spec is not None else None
         if origin is None or not file.exists():
-            return f"the package {name} of splitserve is damaged: install splitserve again, in an environment of its own"
+            return f"splitserve's package {name} is damaged: install splitserve again, in an environment of its own"
         if not file.samefile(origin):
-            return f"{origin} hides splitserve's package {name}: move it, or keep its folder out of PYTHONPATH"
+            return (
+                f"{origin} hides splitserve's package {name}: move it, or keep its folder out of PYTHONPATH"
+            )
         if sizes.get(name, file.stat().st_size) != file.stat().st_size:
             return f"{file} is another project's, not splitserve's: install splitserve in an environment of its own"
     return None

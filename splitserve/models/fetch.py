@@ -29,8 +29,8 @@ def fetch_embedded(model: EmbeddedModel, progress: Progress) -> Path:
     """Fetches an embedded model into `models_dir()` unless it exists there; returns its folder.
 
     The folder appears atomically: it is built beside its target and renamed. Raises MissingExtraError without what
-    converts it, UnavailableError if the download or the storage fails, SplitserveError if the downloaded file is not the expected one (MODEL_CORRUPT)
-    or cannot be converted (MODEL_CONVERSION_FAILED).
+    converts it, UnavailableError if the download or the storage fails, SplitserveError if the downloaded file is not
+    the expected one (MODEL_CORRUPT) or cannot be converted (MODEL_CONVERSION_FAILED).
     """
     target = models_dir() / model.name
     if target.is_dir():

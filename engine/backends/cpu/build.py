@@ -2,7 +2,7 @@
 
 `python -m engine.backends.cpu.build FOLDER` compiles them beforehand for each of `LEVELS`, for wheels and container
 images, which know neither the compiler nor the processor of the machine that they come to. Libraries in `PREBUILT` are
-used without compiling. Their OpenMP library is the one that torch brings and has loaded.
+used without compiling. They are linked to libraries that torch has loaded before, its own OpenMP among them.
 """
 
 from __future__ import annotations
@@ -93,9 +93,8 @@ def prebuild(folder: Path) -> list[Path]:
     if platform.machine() != "x86_64" or not missing:
         return []
     compiler, made = _compiler(), [folder / _prebuilt_name(level) for level in missing]
-    # Other machines may lack the compiler's libraries.
     for level, library in zip(missing, made, strict=True):
-        _compile(compiler, library, (*level.flags, "-static-libstdc++", "-static-libgcc"))
+        _compile(compiler, library, level.flags)
     return made
 
 

@@ -47,7 +47,7 @@ def test_a_foreign_package_is_named(tmp_path: Path) -> None:
 def test_a_damaged_package_is_named(tmp_path: Path) -> None:
     problem = foreign_package(tmp_path)
     assert problem is not None
-    assert "autoscaler of splitserve is damaged" in problem
+    assert "package autoscaler is damaged" in problem
 
 
 def test_processes_look_for_modules_in_a_clone_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
