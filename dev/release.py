@@ -55,6 +55,8 @@ def build(dist: Path, epoch: int) -> list[Path]:
             opened.extractall(work / "unpacked", filter="data")
         (folder,) = (work / "unpacked").iterdir()
         libraries = prebuild(folder / PREBUILT)
+        for library in libraries:
+            library.chmod(0o755)
         wheel = _built(folder, "build_wheel", work, epoch, f"--plat-name={platform_tag(libraries)}")
         made = [source, Path(shutil.move(wheel, dist / wheel.name))]
     parts = dist / f"{source.name.removesuffix('.tar.gz')}.cdx.json"
@@ -135,7 +137,9 @@ def _built(sources: Path, what: str, target: Path, epoch: int, *options: str) ->
     settings = json.dumps({"--build-option": options})
     command = [sys.executable, "-c", _BUILD, what, str(target), settings]
     environment = os.environ | {"SOURCE_DATE_EPOCH": str(epoch)}
-    done = subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=sources, env=environment, umask=0o022, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{what} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return target / done.stdout.split()[-1]
@@ -167,7 +171,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dist", type=Path, default=DIST)
     args = parser.parse_args()
-    os.umask(0o022)
     for path in build(args.dist, commit_time()):
         print(f"{path.stat().st_size / 1e6:.1f} MB  {path}")
 

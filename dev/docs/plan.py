@@ -241,7 +241,7 @@ NOT_RUN: Mapping[str, str] = {
 }
 """Reasons, by what the commands begin with."""
 
-NO_COMMAND = frozenset({"splitserve ready", "docker,harmony,nvml,tracing"})
+NO_COMMAND = frozenset({"splitserve ready"})
 """Code spans that only look like a command."""
 
 FOREIGN_FLAGS = frozenset(
