@@ -216,6 +216,7 @@ NOT_RUN: Mapping[str, str] = {
     "make peer-dynamo": _PEER,
     "make setup-vllm": _BY_CI,
     "make test-vllm": _BY_CI,
+    "make test-wheel": _BY_CI,
     "make test-vllm-all": _PEER,
     "splitserve up --engine vllm": _PEER,
     "python -m bench.peers.vllm_pair": _PEER,
