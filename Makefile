@@ -19,7 +19,7 @@ PACKAGES := splitserve coordinator prefill_worker decode_worker worker kv_transf
 # Images often set it. Without it each module is compiled once, not in every process that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-vllm model libraries demo test test-all test-vllm test-vllm-all e2e-docker e2e-docker-image wheels check check-types check-rules proto docs docs-check docs-site peer-vllm peer-dynamo clean help
+.PHONY: setup setup-vllm model libraries demo test test-all test-vllm test-vllm-all e2e-docker e2e-docker-image wheels release test-wheel check check-types check-rules proto docs docs-check docs-site peer-vllm peer-dynamo clean help
 .DEFAULT_GOAL := help
 
 help: ## What can be made
@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt dev/install_torch.py dev/installer.py
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m dev.install_torch --no-compile $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX)) $(if $(TORCH_ANY_BUILD),--any-build)
-	$(BIN)/python -m dev.installer --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m dev.installer --no-compile --constraint constraints.txt --editable '.[cpu,dev]'
 	touch $(STAMP)
 
 setup-vllm: $(VLLM)/.setup-stamp ## .venv-vllm with vLLM's CPU build, splitserve and its tests
@@ -42,17 +42,17 @@ model: setup ## The embedded model, in the local cache
 	$(BIN)/splitserve model fetch $(MODEL)
 
 demo: setup model ## One prefill and one decode worker, one streamed answer, clean exit
-	$(BIN)/python -m dev.demo
+	$(BIN)/splitserve demo
 
 # Outside of tests' time limits.
 libraries: setup
 	$(BIN)/python -m dev.system.debian libibverbs1
 
 test: setup model libraries ## The tests that need neither Docker nor a GPU nor a quiet machine, without the long ones
-	$(PYTEST) $(SIDE_BY_SIDE) -m 'not docker and not vllm and not slow and not alone'
+	$(PYTEST) $(SIDE_BY_SIDE) -m 'not docker and not vllm and not wheel and not slow and not alone'
 
 test-all: setup model libraries ## All tests that need neither Docker nor a GPU, with searches for new examples
-	$(SEARCHING) $(PYTEST) $(SIDE_BY_SIDE) -m 'not docker and not vllm and not alone'
+	$(SEARCHING) $(PYTEST) $(SIDE_BY_SIDE) -m 'not docker and not vllm and not wheel and not alone'
 	$(SEARCHING) $(PYTEST) $(ALONE) -m 'alone and not docker and not vllm'
 
 test-vllm: setup-vllm model ## The tests of `--engine vllm`, without the long ones; VLLM_VERSION: with another one
@@ -69,6 +69,12 @@ e2e-docker-image: setup ## Only the image that `make e2e-docker` tests
 
 wheels: setup ## What the container image installs, downloaded into compose/wheels
 	$(BIN)/python -m dev.docker_image $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))
+
+release: setup ## Source archive, wheel and list of parts (SBOM) in dist/, reproducibly
+	$(BIN)/python -m dev.release
+
+test-wheel: setup model ## What a wheel installs into a fresh environment
+	$(PYTEST) -m wheel tests/integration/wheel
 
 check: setup ## Lint, types, import rules, protos
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target check-types check-rules

@@ -22,7 +22,13 @@ from autoscaler.signals.demand_watch import DemandWatch
 from autoscaler.signals.observer import Observer
 from splitserve.client.scaling_client import MAX_LEASE_S, ScalingClient
 from splitserve.config.autoscaler import AutoscalerConfig
-from splitserve.errors import ConfigError, FailedPreconditionError, SplitserveError, UnavailableError
+from splitserve.errors import (
+    ConfigError,
+    FailedPreconditionError,
+    MissingExtraError,
+    SplitserveError,
+    UnavailableError,
+)
 from splitserve.logs import log_event
 from splitserve.metrics import reload_metrics, serving_metrics
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials, cluster_credentials
@@ -153,7 +159,7 @@ async def closed_first(actuator: Actuator | None, loop: AbstractAsyncContextMana
 
 
 def make_actuator(config: AutoscalerConfig) -> Actuator | None:
-    """The configured actuator; None for `none`. Raises ConfigError."""
+    """The configured actuator; None for `none`. Raises ConfigError and MissingExtraError."""
     if config.docker.hosts is not None and config.actuator != "docker":
         message = f"docker.hosts (--docker-hosts) needs actuator (--actuator) docker, not {config.actuator}"
         raise ConfigError(message, field="docker.hosts")
@@ -170,8 +176,7 @@ def make_actuator(config: AutoscalerConfig) -> Actuator | None:
             case "none":
                 return None
     except ModuleNotFoundError:
-        message = f"actuator: {config.actuator} needs `pip install 'splitserve[{config.actuator}]'`"
-        raise ConfigError(message, field="actuator") from None
+        raise MissingExtraError(f"actuator {config.actuator}", config.actuator) from None
 
 
 def _plan_s(settings: LoopSettings) -> float:

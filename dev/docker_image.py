@@ -1,4 +1,4 @@
-"""The image that `make e2e-docker` tests, built without asking more of the network than pip and debootstrap do.
+"""The images that `make e2e-docker` tests, built without asking more of the network than pip and debootstrap do.
 
 Wheels are downloaded on the host, with the host's own pip settings, certificates and proxies, and the build takes them
 from compose/wheels. The base image is pulled where a registry of images can be reached, and otherwise made from
@@ -14,16 +14,25 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-from dev.image_requirements import requirements
 from dev.install_torch import CPU_INDEX, pinned, pip_options
 
 WHEELS = Path("compose/wheels")
 KERNELS = Path("compose/kernels")
 DEFAULT_BASE = "python:3.11-slim"
 MADE_BASE = "splitserve-base:debian"
-IMAGE = "splitserve:e2e"
+IMAGES: Mapping[str, str] = MappingProxyType(
+    {
+        "coordinator": "splitserve/coordinator:e2e",
+        "worker": "splitserve/worker-cpu:e2e",
+        "worker-vllm": "splitserve/worker-vllm:e2e",
+    }
+)
+"""By target of compose/Dockerfile. The workers' image stands in for vLLM's own, which is too large for a test."""
+EXTRAS = "cpu,docker,harmony,kubernetes,nvml,tracing"
 OWN_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 LABEL = "splitserve.e2e"
 PULL_S = 120
@@ -32,7 +41,7 @@ NOT_IN_BASE = ("./var/cache/apt/*", "./var/lib/apt/lists/*", "./usr/share/doc/*"
 
 
 def download_wheels(cpu_index: str, python: str = OWN_PYTHON) -> None:
-    """Everything that the image installs, with the CPU build of torch, into compose/wheels, for this Python ("3.11").
+    """Everything that the images install, with the CPU build of torch, into compose/wheels, for this Python ("3.11").
 
     Does nothing when that was done for the same requirements.
     """
@@ -49,12 +58,12 @@ def download_wheels(cpu_index: str, python: str = OWN_PYTHON) -> None:
         download += ["--python-version", python]
     subprocess.run([*download, "--no-deps", *options, torch], check=True)
     sources = ["--find-links", str(WHEELS), "--constraint", str(constraints)]
-    subprocess.run([*download, *sources, torch, *requirements(project, torch=True)], check=True)
+    subprocess.run([*download, *sources, torch, "setuptools>=77", f".[{EXTRAS}]"], check=True)
     stamp.write_text(wanted)
 
 
 def compile_kernels() -> None:
-    """The cpu kernels for the image into compose/kernels, where this machine has a compiler; else the build does it."""
+    """The cpu kernels for the images into compose/kernels, where this machine has a compiler; else the build does."""
     subprocess.run([sys.executable, "-m", "engine.backends.cpu.build", str(KERNELS)], check=False)
 
 
@@ -91,24 +100,30 @@ def base_image() -> str:
     return MADE_BASE
 
 
-def build(base: str) -> str:
-    """Builds the image on this base from compose/wheels; returns its name. Docker's cache makes repetitions fast."""
-    # The first stage gets a name, so that its layers stay for the next time.
-    _build(base, f"{IMAGE}-build", "--target", "build")
-    _build(base, IMAGE)
+def build(base: str) -> Mapping[str, str]:
+    """Builds the images on this base from compose/wheels; returns their names by target. Docker's cache makes
+    repetitions fast."""
+    # The other stages get names, so that their layers stay for the next time.
+    for stage in ("build", "wheel", "build-coordinator", "build-worker"):
+        _build(base, stage, f"splitserve/{stage}:e2e")
+    for target, tag in IMAGES.items():
+        _build(base, target, tag)
     # Untagged images of earlier builds would fill the disk over time.
     _succeeds(["docker", "image", "prune", "--force", "--filter", f"label={LABEL}"], PRUNE_S)
-    return IMAGE
+    return IMAGES
 
 
-def _build(base: str, tag: str, *options: str) -> None:
+def _build(base: str, target: str, tag: str) -> None:
     command = ["docker", "build", "--quiet", "--file", "compose/Dockerfile", "--tag", tag, "--label", LABEL]
-    arguments = ["--build-arg", f"BASE_IMAGE={base}", "--build-arg", "PIP_NO_INDEX=1", *options, "."]
+    arguments = {"BASE_IMAGE": base, "VLLM_BASE_IMAGE": IMAGES["worker"], "PIP_NO_INDEX": "1"}
+    command += [word for pair in arguments.items() for word in ("--build-arg", "=".join(pair))]
     # Every Engine has the classic builder; BuildKit's client is a separate package.
     classic = os.environ | {"DOCKER_BUILDKIT": "0"}
-    built = subprocess.run([*command, *arguments], env=classic, capture_output=True, text=True, check=False)
+    built = subprocess.run(
+        [*command, "--target", target, "."], env=classic, capture_output=True, text=True, check=False
+    )
     if built.returncode != 0:
-        raise SystemExit(f"docker build failed:\n{built.stdout[-3000:]}{built.stderr[-3000:]}")
+        raise SystemExit(f"docker build of {target} failed:\n{built.stdout[-3000:]}{built.stderr[-3000:]}")
 
 
 def _succeeds(command: list[str], timeout_s: float = 30) -> bool:

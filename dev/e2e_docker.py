@@ -1,4 +1,4 @@
-"""What `make e2e-docker` runs: Docker Engine, image, the tests marked `docker`, and cleanup."""
+"""What `make e2e-docker` runs: Docker Engine, images, the tests marked `docker`, and cleanup."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def main() -> int:
     """Exit code 0 only if all tests passed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cpu-index", default=CPU_INDEX)
-    parser.add_argument("--image-only", action="store_true", help="build the image, run no tests")
+    parser.add_argument("--image-only", action="store_true", help="build the images, run no tests")
     args = parser.parse_args()
     timed("packages", lambda: install_missing(base_image_needed=not has_base()))
     with running_engine():
@@ -63,10 +63,10 @@ def main() -> int:
             base = timed("base image", base_image)
             timed("wheels", lambda: download_wheels(args.cpu_index, python_of(base)))
             kernels.result()
-        image = timed("image", lambda: build(base))
+        images = timed("images", lambda: build(base))
         if args.image_only:
             return 0
-        environment = os.environ | {"SPLITSERVE_E2E_IMAGE": image}
+        environment = os.environ | {"SPLITSERVE_E2E_BASE": base, "SPLITSERVE_E2E_IMAGE": images["worker"]}
         codes = [
             subprocess.run([sys.executable, "-m", "pytest", *tests], env=environment, check=False).returncode
             for tests in TESTS

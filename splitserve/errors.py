@@ -101,6 +101,16 @@ class UnsupportedModelError(InvalidArgumentError):
     default_reason = "UNSUPPORTED_MODEL"
 
 
+class MissingExtraError(UnavailableError):
+    """`what` needs an optional part of splitserve, which is not installed; `why` is added where it says more."""
+
+    default_reason = "EXTRA_MISSING"
+
+    def __init__(self, what: str, extra: str, why: object = "") -> None:
+        end = f" ({why})" if str(why) else ""
+        super().__init__(f"{what} needs more than is installed: pip install 'splitserve[{extra}]'{end}")
+
+
 class TransferError(UnavailableError):
     """A KV write failed or its peer is lost."""
 

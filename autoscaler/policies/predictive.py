@@ -19,7 +19,7 @@ from autoscaler.policies.recommendation import PoolStatus, Recommendation
 from autoscaler.policies.slo.slo_decode import decode_for_rate, recommend_decode
 from autoscaler.policies.slo.slo_prefill import prefill_for_rate, recommend_prefill
 from autoscaler.snapshot import Snapshot, lead_s
-from splitserve.errors import ConfigError
+from splitserve.errors import MissingExtraError
 from splitserve.roles import PoolName
 
 SEASONS_KEPT = 4
@@ -54,7 +54,7 @@ def recommend_predictive(
 ) -> tuple[Recommendation, PredictiveMemory]:
     """The larger of what `slo` wants and what the forecast needs. Pure.
 
-    Raises ConfigError when statsmodels is not installed and a forecast is due.
+    Raises MissingExtraError when statsmodels is not installed and a forecast is due.
     """
     memory = _observed(pool, name, memory or PredictiveMemory(), snapshot)
     recommend = recommend_prefill if name == "prefill" else recommend_decode
@@ -110,7 +110,7 @@ def forecast_rates(rates: Sequence[float], season: int, steps: int, percentile: 
     """The next `steps` rates, raised so that `percentile` of the model's past errors are covered.
 
     Empty with less than two seasons (or too few values for a first estimate).
-    Raises ConfigError when statsmodels is not installed.
+    Raises MissingExtraError when statsmodels is not installed.
     """
     if len(rates) < max(2 * season, 10 + 2 * (season // 2)):
         return ()
@@ -119,9 +119,7 @@ def forecast_rates(rates: Sequence[float], season: int, steps: int, percentile: 
     try:
         from statsmodels.tsa.holtwinters import ExponentialSmoothing
     except ImportError:
-        raise ConfigError(
-            "kind: predictive needs statsmodels: pip install 'splitserve[predictive]'", field="kind"
-        ) from None
+        raise MissingExtraError("kind: predictive", "predictive") from None
     model = ExponentialSmoothing(
         list(rates), seasonal="add", seasonal_periods=season, initialization_method="heuristic"
     )

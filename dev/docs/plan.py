@@ -149,6 +149,7 @@ SHORT: Mapping[str, str] = {
     ),
     _PLAN: _PLAN,
     "splitserve up --help": "splitserve up --help",
+    "splitserve demo": "splitserve demo",
     "splitserve health --tls DIR": "splitserve health --help",
     "python -m bench.autoscaling": (
         "python -m bench.autoscaling --quick --starts 60s --no-baselines"
@@ -209,11 +210,13 @@ NOT_RUN: Mapping[str, str] = {
     "make docs-site": "a step of CI itself; it needs the extra `docs`",
     "make setup": "run by each of CI's steps",
     "make wheels": _NETWORK,
+    "make release": "tests/integration/wheel makes the same files",
     "make peer-vllm": _PEER,
     "python -m bench.faults": "tests/integration/failures and tests/integration/transfer run it",
     "make peer-dynamo": _PEER,
     "make setup-vllm": _BY_CI,
     "make test-vllm": _BY_CI,
+    "make test-wheel": _BY_CI,
     "make test-vllm-all": _PEER,
     "splitserve up --engine vllm": _PEER,
     "python -m bench.peers.vllm_pair": _PEER,
@@ -239,7 +242,7 @@ NOT_RUN: Mapping[str, str] = {
 }
 """Reasons, by what the commands begin with."""
 
-NO_COMMAND = frozenset({"splitserve ready", "docker harmony kubernetes nvml tracing"})
+NO_COMMAND = frozenset({"splitserve ready"})
 """Code spans that only look like a command."""
 
 FOREIGN_FLAGS = frozenset(

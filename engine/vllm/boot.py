@@ -20,7 +20,13 @@ from engine.vllm.transport import VllmTransport
 from kv_transfer.layout import KvLayout
 from kv_transfer.transports.regions import DRAM, VRAM, KvMemoryRegion
 from splitserve.config.engine import EngineConfig
-from splitserve.errors import ConfigError, SplitserveError, UnavailableError, UnsupportedModelError
+from splitserve.errors import (
+    ConfigError,
+    MissingExtraError,
+    SplitserveError,
+    UnavailableError,
+    UnsupportedModelError,
+)
 
 if TYPE_CHECKING:
     from engine.vllm.adapters import LoadedAdapters
@@ -81,7 +87,7 @@ class StartedVllm:
 def start_vllm(config: EngineConfig, folder: Path, transport: str) -> StartedVllm:
     """Starts vLLM with the model in `folder`, in seconds to minutes. Call it on the engine thread.
 
-    Raises UnavailableError (VLLM_MISSING) without a supported vLLM, ConfigError for a refused setting or option,
+    Raises UnavailableError without a supported vLLM, ConfigError for a refused setting or option,
     UnsupportedModelError for a model that vLLM cannot load or whose KV cannot be handed over.
     """
     ranks = rank_count(config.engine_args)
@@ -128,19 +134,19 @@ def prepare_environment(threads: int) -> None:
 
 
 def _import_vllm() -> bool:
-    """Imports vLLM; returns whether it computes on CPU. Raises UnavailableError (VLLM_MISSING)."""
+    """Imports vLLM; returns whether it computes on CPU. Raises MissingExtraError, and UnavailableError for
+    an unsupported version."""
     disabled = logging.root.manager.disable
     try:
         import vllm
         from vllm.platforms import current_platform
     except ImportError as error:
-        message = f"engine vllm: vLLM is not installed, see docs/guides/models-and-engines.md ({error})"
-        raise UnavailableError(message, reason="VLLM_MISSING") from None
+        raise MissingExtraError("engine vllm", "vllm", error) from None
     finally:
         logging.disable(disabled)  # the import may change it for the whole process
     if ".".join(vllm.__version__.split(".")[:2]) not in SUPPORTED:
         message = f"engine vllm: vLLM {vllm.__version__} is not supported, only {', '.join(SUPPORTED)}"
-        raise UnavailableError(message, reason="VLLM_MISSING")
+        raise UnavailableError(message, reason="VLLM_UNSUPPORTED")
     return bool(current_platform.is_cpu())
 
 

@@ -24,6 +24,9 @@ class CommandEntry(NamedTuple):
 
 COMMANDS = {
     "up": CommandEntry("up:register", "Start a local cluster and keep it running until Ctrl-C"),
+    "demo": CommandEntry(
+        "demo:demo", "Start a local cluster, stream one answer, show who served it, and stop"
+    ),
     "generate": CommandEntry("client.generate:generate", "Stream one answer"),
     "status": CommandEntry("client.status:status", "Show workers and models of a running cluster"),
     "top": CommandEntry("client.top:top", "Watch a running cluster: pools, rates, latencies, slow requests"),

@@ -15,6 +15,7 @@ from typer.exceptions import TyperException
 
 from launcher.cli.commands import CommandGroup
 from launcher.cli.output import write
+from launcher.cli.own_packages import foreign_package
 from splitserve import __version__
 
 EXIT_FAILED = 1
@@ -56,6 +57,8 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. Without a command: the help, and the code of wrong usage."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if problem := foreign_package():
+        return _complain(problem, EXIT_FAILED)
     code = exit_code_of(lambda: app(args=given or ["--help"], standalone_mode=False))
     return code if given else EXIT_USAGE
 

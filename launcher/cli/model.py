@@ -32,6 +32,18 @@ def list_models() -> None:
         write(f"{name}\t{folder}\n")
 
 
+@group.command()
+def caches() -> None:
+    """Show the folders of fetched models and caches, with their sizes. An uninstall leaves them."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    from splitserve.models.sources import cache_folder
+
+    for folder in (cache_folder(), Path(HF_HUB_CACHE)):
+        size = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+        write(f"{folder}\t{size / 1e6:.0f} MB\n")
+
+
 def fetch_with_progress(name: str) -> Path:
     """Fetches with a progress bar on a terminal, else with one line per step."""
     from splitserve.models.fetch import fetch_model

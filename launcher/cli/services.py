@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import typer
 
 from splitserve.errors import ConfigError
+from splitserve.extras import require_worker
 from splitserve.logs import configure_logging, log_event, log_exception
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def _run_coordinator(settings: CoordinatorConfig) -> None:
 
 
 def _run_worker(settings: WorkerConfig) -> None:
+    require_worker(settings.engine.kind, settings.transport)
     configure_logging(settings.worker_id)
     _warn_of_idle_settings(settings)
     from splitserve.gpus.worker_gpus import claim_gpus

@@ -17,6 +17,7 @@ import typer
 from launcher.cli.options import DEFAULT_TARGET
 from splitserve.addresses import MAX_PORT, claim_port
 from splitserve.errors import ConfigError, FailedPreconditionError, NotFoundError
+from splitserve.extras import require_worker
 
 if TYPE_CHECKING:
     from launcher.cluster.child_process import RestartPolicy
@@ -47,7 +48,8 @@ def register(app: typer.Typer) -> None:
 def up(settings: ClusterConfig, log_dir: Path | None = None) -> None:
     """Runs a cluster with these settings. Removes the variables of its parts' settings from the environment.
 
-    Raises UnavailableError or FailedPreconditionError for a port that is taken, ConfigError without the model.
+    Raises UnavailableError or FailedPreconditionError for a port that is taken, ConfigError without the model,
+    MissingExtraError without what its workers need.
     """
     from launcher.cluster.placement import with_default_engine
     from launcher.cluster.process_specs import check_workers
@@ -57,6 +59,7 @@ def up(settings: ClusterConfig, log_dir: Path | None = None) -> None:
     if settings.engine.kind != named:
         why = f"this machine has GPUs and vLLM (--engine {named} for splitserve's own)"
         print(f"engine {settings.engine.kind}: {why}", file=sys.stderr, flush=True)
+    require_worker(settings.engine.kind, settings.transport)
     check_workers(settings)
     settings.check_own_security()
     for setting, why in settings.idle_settings().items():

@@ -9,6 +9,7 @@ from itertools import combinations
 from typing import Any
 
 from splitserve.errors import UnavailableError
+from splitserve.extras import require
 from splitserve.gpus.inventory import MAX_KIND, GpuInventory, is_slices
 
 NVLINK = 2
@@ -58,12 +59,10 @@ def driver_inventory(replicas_per_gpu: int = 1, library: Any = None) -> GpuInven
 
 
 def load_library() -> Any:
-    """The module `pynvml`. Raises UnavailableError (NO_NVML) without it."""
-    try:
-        import pynvml
-    except ImportError:
-        message = "the NVIDIA driver cannot be asked for its GPUs: pip install 'splitserve[nvml]', or list them as 0,1"
-        raise UnavailableError(message, reason="NO_NVML") from None
+    """The module `pynvml`. Raises MissingExtraError without it."""
+    require("the NVIDIA driver's list of GPUs", "nvml", "pynvml")
+    import pynvml
+
     return pynvml
 
 

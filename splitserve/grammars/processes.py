@@ -14,7 +14,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 from array import array
 from collections import OrderedDict
@@ -27,7 +26,7 @@ from splitserve.grammars import child
 from splitserve.grammars.forms import check_grammar, refused
 from splitserve.logs import log_event
 from splitserve.runtime.call_thread import SharedCalls
-from splitserve.runtime.child_launch import launcher
+from splitserve.runtime.child_launch import launcher, python_module
 from splitserve.runtime.fair_lane import FairLane
 from splitserve.v1 import generation_pb2
 
@@ -143,7 +142,7 @@ class GrammarProcesses:
             vocabulary_file.write(json.dumps(vocabulary).encode())
             vocabulary_file.flush()
             descriptors = theirs.fileno(), vocabulary_file.fileno()
-            command = [*launcher(), sys.executable, "-m", child.__name__, *map(str, descriptors)]
+            command = [*launcher(), *python_module(child.__name__), *map(str, descriptors)]
             self._parent = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
         self._control = ours
         log_event("grammars.started", pid=self._parent.pid)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+
+from splitserve.runtime.child_launch import python_module
 
 _QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
@@ -15,7 +16,7 @@ def run_conversion(module: str, *arguments: str, timeout_s: float | None = None)
     Raises OSError and subprocess.TimeoutExpired.
     """
     done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        [*python_module(module), *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

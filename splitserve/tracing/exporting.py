@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from splitserve.config.tracing import TracingConfig
-from splitserve.errors import ConfigError
+from splitserve.errors import MissingExtraError
 from splitserve.logs import log_event
 from splitserve.tracing.context import SpanSink
 
@@ -19,7 +19,8 @@ async def exporting_spans(
     """A sink for this process's spans while the context is open; None where no endpoint is set.
 
     `service` is "coordinator" or the kind of worker, for example "prefill-worker"; `instance` is its id. Leaving the
-    context takes a bounded time, whatever the receiver does. Raises ConfigError (tracing.endpoint, tracing.authority).
+    context takes a bounded time, whatever the receiver does. Raises ConfigError (tracing.authority) and
+    MissingExtraError.
     """
     if config.endpoint is None:
         yield None
@@ -27,8 +28,7 @@ async def exporting_spans(
     try:
         from splitserve.tracing.otlp import SpanExport
     except ImportError as error:
-        message = f"tracing.endpoint needs `pip install 'splitserve[tracing]'`: {error}"
-        raise ConfigError(message, field="tracing.endpoint") from None
+        raise MissingExtraError("tracing.endpoint", "tracing", error) from None
     export = SpanExport(config.endpoint, config.authority, service, instance)
     log_event("tracing.on", endpoint=config.endpoint)
     try:

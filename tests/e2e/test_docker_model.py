@@ -61,7 +61,7 @@ async def check_doors(stack: Compose) -> None:
 def check_kernels(stack: Compose) -> None:
     """They were compiled with the image, which has no compiler."""
     program = (
-        "import shutil; from engine.backends.cpu import build; "
+        "import shutil, torch; from engine.backends.cpu import build; "
         "print([shutil.which(name) for name in ('c++', 'g++', 'clang++')]); "
         "fits = build._processor_features() >= build.NEEDED; "
         "print(not fits or build.load_library()._name.startswith(str(build.PREBUILT)))"

@@ -1,7 +1,8 @@
 """Compiles the kernels (`src`) for this processor at the first start; later starts load them from the cache.
 
-`python -m engine.backends.cpu.build FOLDER` compiles them beforehand for each of `LEVELS`, for a container image: it
-has no compiler, and its processor is not known when it is built. Libraries in `PREBUILT` are used without compiling.
+`python -m engine.backends.cpu.build FOLDER` compiles them beforehand for each of `LEVELS`, for wheels and container
+images, which know neither the compiler nor the processor of the machine that they come to. Libraries in `PREBUILT` are
+used without compiling. They are linked to libraries that torch has loaded before, its own OpenMP among them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ WITHOUT_AMX = ("-DSPLITSERVE_NO_AMX",)
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
 """Processor features, by their names in /proc/cpuinfo."""
 TIMEOUT_S = 120.0
-OPENMP = "libgomp.so.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,7 @@ def prebuilt_library(features: frozenset[str]) -> Path | None:
 
 
 def prebuild(folder: Path) -> list[Path]:
-    """Compiles the libraries that the folder lacks and copies the OpenMP library there; removes those of other sources.
-
-    Returns the new files.
+    """Compiles the libraries that the folder lacks; removes those of other sources. Returns the new files.
 
     Raises UnavailableError without a compiler, or when it fails. Does nothing for other processors than x86-64.
     """
@@ -95,15 +93,9 @@ def prebuild(folder: Path) -> list[Path]:
     if platform.machine() != "x86_64" or not missing:
         return []
     compiler, made = _compiler(), [folder / _prebuilt_name(level) for level in missing]
-    # The image has neither a compiler nor its libraries.
-    beside = ("-static-libstdc++", "-static-libgcc", "-Wl,-rpath,$ORIGIN")
     for level, library in zip(missing, made, strict=True):
-        _compile(compiler, library, (*level.flags, *beside))
-    answer = subprocess.run(
-        [compiler, f"-print-file-name={OPENMP}"], capture_output=True, text=True, check=True
-    )
-    shutil.copy(answer.stdout.strip(), folder / OPENMP)
-    return [*made, folder / OPENMP]
+        _compile(compiler, library, level.flags)
+    return made
 
 
 def _prebuilt_name(level: X86Level) -> str:

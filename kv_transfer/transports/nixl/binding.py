@@ -36,10 +36,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.transports.ucx_lanes import lanes_without, lanes_without_room
-from splitserve.errors import TransferError, UnavailableError
+from splitserve.errors import MissingExtraError, TransferError, UnavailableError
+from splitserve.extras import NIXL
 
 PROGRESS_SLEEP_US = 10_000
-_PACKAGES = ("nixl_cu13", "nixl")
 _BACKEND = "UCX"
 _SHARED_MEMORY_VARIABLE = "UCX_SYSV_ERROR_HANDLING"
 _KEPT_MAPPINGS_VARIABLE = "UCX_CUDA_IPC_CACHE"
@@ -53,12 +53,12 @@ class PeerLostError(TransferError):
 
 
 def load_nixl() -> ModuleType:
-    """NIXL's binding module. Raises UnavailableError if NIXL is not installed.
+    """NIXL's binding module. Raises MissingExtraError if NIXL is not installed.
 
     Sets NIXL's loggers to WARNING unless the variable NIXL_LOG_LEVEL is set.
     """
     raise_exceptions = logging.raiseExceptions
-    for package in _PACKAGES:
+    for package in NIXL:
         try:
             api = importlib.import_module(f"{package}._api")
         except ImportError:
@@ -69,9 +69,7 @@ def load_nixl() -> ModuleType:
             logging.getLogger("nixl").setLevel(logging.WARNING)
         binding: ModuleType = api.nixlBind
         return binding
-    raise UnavailableError(
-        "transport nixl: NIXL is not installed (pip install nixl-cu13)", reason="NIXL_MISSING"
-    )
+    raise MissingExtraError("transport nixl", "cpu")
 
 
 class NixlAgent:

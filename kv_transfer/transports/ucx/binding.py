@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kv_transfer.transports.regions import KvMemoryRegion
 from kv_transfer.transports.ucx_lanes import CUDA_IPC, lanes_without, lanes_without_room
-from splitserve.errors import TransferError, UnavailableError
+from splitserve.errors import MissingExtraError, TransferError, UnavailableError
 
 _DEFAULTS = {"RNDV_THRESH": "8192", "MAX_RNDV_RAILS": "1"}
 """UCX settings, each overridden by a variable UCX_<name>. From 8 KiB on, rendezvous avoids a second copy."""
@@ -71,7 +71,7 @@ class RegionBytes:
 
 
 def load_ucxx() -> tuple[Any, Any]:
-    """UCXX's core module and its array type. Raises UnavailableError if UCXX is not installed.
+    """UCXX's core module and its array type. Raises MissingExtraError if UCXX is not installed.
 
     Importing UCXX sets UCX_ variables for the whole process, which NIXL's own copy of UCX would read too; they
     are removed again.
@@ -83,10 +83,7 @@ def load_ucxx() -> tuple[Any, Any]:
         core = importlib.import_module("ucxx._lib.libucxx")
         array = importlib.import_module("ucxx._lib.arr").Array
     except ImportError as error:
-        raise UnavailableError(
-            f"transport ucx: UCXX cannot be loaded (pip install 'splitserve[ucx]'): {error}",
-            reason="UCX_MISSING",
-        ) from None
+        raise MissingExtraError("transport ucx", "ucx", error) from None
     finally:
         for name in [name for name in os.environ if name.startswith("UCX_") and name not in before]:
             del os.environ[name]

@@ -14,13 +14,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 from autoscaler.actuators.docker_template import POOL_LABEL, PROJECT_LABEL
+from dev.docker_image import IMAGES
 from launcher.cluster.process_specs import SERVING_STATES
 from splitserve.client import AsyncClient
 from splitserve.roles import POOLS
 from splitserve.security.api_keys import new_key
 from splitserve.v1 import inference_pb2
 from tests.support.cluster.ports import free_port
-from tests.support.scaling.docker_rig import IMAGE_VARIABLE, docker_client
+from tests.support.scaling.docker_rig import docker_client
 
 FOLDER = Path(__file__).resolve().parents[3] / "compose"
 UP_S = 180.0
@@ -48,7 +49,8 @@ class Compose:
         hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
         self._environment = os.environ | {
             "COMPOSE_PROJECT_NAME": project,
-            "IMAGE": os.environ[IMAGE_VARIABLE],
+            "COORDINATOR_IMAGE": IMAGES["coordinator"],
+            "WORKER_IMAGE": IMAGES["worker"],
             "GRPC_PORT": str(self.port),
             "HTTP_PORT": str(self.http_port),
             "SPLITSERVE_API_KEY": self.key,

@@ -24,7 +24,7 @@ from coordinator.entrypoints.openai.formats.answer import AnswerParser
 from coordinator.entrypoints.openai.formats.reader import Reader, Steps
 from coordinator.entrypoints.openai.formats.tool_format import NAME, CallForm, ReasoningFormat, ToolFormat
 from coordinator.entrypoints.openai.formats.writer import Part, Writer
-from splitserve.errors import InvalidArgumentError, UnavailableError
+from splitserve.errors import InvalidArgumentError, MissingExtraError
 from splitserve.models.sources import cache_folder
 from splitserve.models.tokenizer import Tokenizer
 
@@ -73,7 +73,7 @@ def encoding_of(tokenizer: Tokenizer) -> HarmonyEncoding:
     """The library's vocabulary, which is that of gpt-oss: made from the model's own tokenizer, not downloaded. Takes
     1 s, and 54 MB of memory, once in a process.
 
-    Raises UnavailableError (HARMONY_MISSING) without the library, InvalidArgumentError for another vocabulary.
+    Raises MissingExtraError without the library, InvalidArgumentError for another vocabulary.
     """
     try:
         if FOLDER in os.environ:
@@ -90,10 +90,7 @@ def encoding_of(tokenizer: Tokenizer) -> HarmonyEncoding:
             (folder / FILE).unlink(missing_ok=True)
             raise
     except ImportError as error:
-        message = (
-            f"this model's answers are read by openai-harmony: pip install 'splitserve[harmony]' ({error})"
-        )
-        raise UnavailableError(message, reason="HARMONY_MISSING") from None
+        raise MissingExtraError("reading this model's answers", "harmony", error) from None
     except Exception as error:  # the library's own class is not known without it
         message = f"format harmony: openai-harmony cannot load gpt-oss's vocabulary: {error}"
         raise InvalidArgumentError(message, reason="HARMONY_VOCABULARY", field="model") from None

@@ -14,13 +14,20 @@ import yaml
 
 from autoscaler.policies.policy_file import load_policy
 from engine.vllm.boot import SUPPORTED
+from launcher.cli.own_packages import PACKAGES
+from splitserve import __version__
 from splitserve.config.command_line import settings_of
 from tests.support.scaling.service_settings import COMMANDS
 
 FOLDER = Path(__file__).resolve().parents[4] / "compose"
 TEXT = (FOLDER / "compose.yaml").read_text()
 MPS = (FOLDER / "compose.mps.yaml").read_text()
+BUILD = (FOLDER / "compose.build.yaml").read_text()
+DOCKERFILE = (FOLDER / "Dockerfile").read_text()
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(TEXT)["services"]
+BUILDS: dict[str, dict[str, Any]] = yaml.safe_load(BUILD)["services"]
+TARGETS = {"COORDINATOR_IMAGE": "coordinator", "WORKER_IMAGE": "worker", "VLLM_IMAGE": "worker-vllm"}
+"""By the setting that names the image: the target of the Dockerfile."""
 SETTINGS = dict(
     line.split("=", 1)
     for line in (FOLDER / ".env").read_text().splitlines()
@@ -117,7 +124,7 @@ def test_only_the_autoscaler_has_the_socket_and_it_may_read_the_keys() -> None:
 
 
 def test_every_variable_is_in_the_documented_file_and_used() -> None:
-    used = variables_in(TEXT) | variables_in(MPS)
+    used = variables_in(TEXT) | variables_in(MPS) | variables_in(BUILD)
     assert used == set(SETTINGS) - {"COMPOSE_PROFILES"}
 
 
@@ -147,9 +154,6 @@ def test_the_profile_vllm_has_an_image_of_its_own() -> None:
         service = SERVICES[name]
         assert service["profiles"] == ["vllm"]
         assert service["image"] == "${VLLM_IMAGE}"
-        assert service["build"]["dockerfile"] == "compose/Dockerfile.vllm"
-        assert service["build"]["args"]["VLLM_BASE_IMAGE"] == "${VLLM_BASE_IMAGE}"
-        assert service["build"]["args"]["EXTRAS"] == "${EXTRAS}"
         words = PARTS[name]
         assert words[words.index("--engine") + 1] == "vllm"
     assert SERVICES["autoscaler-vllm"]["depends_on"] == ["coordinator", "prefill-vllm", "decode-vllm"]
@@ -173,9 +177,28 @@ def test_mps_changes_workers_on_gpus_alone() -> None:
         assert service["volumes"] == ["${MPS_PIPE}:" + service["environment"]["CUDA_MPS_PIPE_DIRECTORY"]]
 
 
+def test_images_are_named_by_release_and_built_only_with_the_overlay() -> None:
+    ours = {name: service for name, service in SERVICES.items() if name not in ("prometheus", "grafana")}
+    assert set(BUILDS) == set(ours)
+    for name, service in ours.items():
+        assert "build" not in service
+        image = service["image"].strip("${}")
+        assert BUILDS[name]["build"]["target"] == TARGETS[image]
+        assert SETTINGS[image].endswith(f":{__version__}")
+    assert set(re.findall(r"^ARG VERSION=(.*)$", DOCKERFILE, re.MULTILINE)) == {__version__}
+    assert set(TARGETS.values()) <= set(re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE))
+
+
+def test_nothing_writes_to_its_root() -> None:
+    for name, service in SERVICES.items():
+        if name not in ("prometheus", "grafana"):
+            assert service["read_only"], name
+            assert service["tmpfs"] == ["/tmp:exec,mode=1777"]
+
+
 def test_the_image_for_gpus_has_what_triton_compiles_with() -> None:
     """Its check for Python.h is run here, on this Python."""
-    last = (FOLDER / "Dockerfile").read_text().rpartition("\nFROM ")[2]
+    last = re.split("\nFROM .* AS worker\n", DOCKERFILE)[1]
     assert last.index("ARG TORCH") < last.index("gcc libc6-dev")
     (check,) = re.findall(r"has_header='([^']+)'", last)
     there = Path(sysconfig.get_path("include"), "Python.h").exists()
@@ -184,17 +207,20 @@ def test_the_image_for_gpus_has_what_triton_compiles_with() -> None:
 
 def test_the_vllm_image_stands_on_the_version_of_vllm_that_is_tested() -> None:
     base = f"vllm/vllm-openai:v{SUPPORTED[-1]}.0"
-    text = (FOLDER / "Dockerfile.vllm").read_text()
-    assert f"ARG VLLM_BASE_IMAGE={base}\nFROM ${{VLLM_BASE_IMAGE}}\n" in text
+    assert f"\nARG VLLM_BASE_IMAGE={base}\n" in DOCKERFILE
+    assert "\nFROM ${VLLM_BASE_IMAGE} AS worker-vllm\n" in DOCKERFILE
     assert SETTINGS["VLLM_BASE_IMAGE"] == base
 
 
-def test_both_images_hold_the_same_packages() -> None:
-    """Every folder that the wheel is made of, and the same user, entry point and places."""
-    texts = [(FOLDER / name).read_text() for name in ("Dockerfile", "Dockerfile.vllm")]
-    packages, last_lines = (
-        [re.findall(pattern, text, re.MULTILINE) for text in texts]
-        for pattern in (r"^COPY (\w+) \1$", r"^(?:USER|ENTRYPOINT|CMD) .*$|SPLITSERVE_HOME=\S+ HF_HOME=\S+$")
+def test_the_images_hold_every_package_and_run_as_the_same_user() -> None:
+    assert sorted(re.findall(r"^COPY (\w+) \1$", DOCKERFILE, re.MULTILINE)) == sorted(PACKAGES)
+    _, *parts = re.split(r"^FROM \S+ AS (\S+)$", DOCKERFILE, flags=re.MULTILINE)
+    stages = dict(zip(parts[::2], parts[1::2], strict=True))
+    for name in ("common", "worker", "worker-vllm"):
+        assert re.findall("^USER (.*)$", stages[name], re.MULTILINE)[-1] == "10001:10001"
+    ours, theirs = (
+        re.findall(r"^(?:ENTRYPOINT|CMD) .*$|HOME=/tmp SPLITSERVE_HOME=.*$", stages[name], re.MULTILINE)
+        for name in ("common", "worker-vllm")
     )
-    assert packages[0] == packages[1]
-    assert last_lines[0] == last_lines[1]
+    assert ours == theirs
+    assert len(ours) == 3
