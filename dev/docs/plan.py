@@ -220,6 +220,7 @@ NOT_RUN: Mapping[str, str] = {
     "make test-vllm-all": _PEER,
     "splitserve up --engine vllm": _PEER,
     "python -m bench.peers.vllm_pair": _PEER,
+    "python -m bench.vllm": _PEER,
     "pip install": _NETWORK,
     "cd compose": _DOCKER,
     "docker compose": _DOCKER,
