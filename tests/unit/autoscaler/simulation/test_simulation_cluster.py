@@ -21,7 +21,6 @@ from autoscaler.simulation.simulator import Simulation, run_policy, static_repli
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
 from autoscaler.snapshot import ReplicaState, Snapshot
-from coordinator.routing.router import decode_score_s
 from splitserve.config.coordinator import LocalPrefill
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import InvalidArgumentError
@@ -358,11 +357,6 @@ def test_a_draining_replica_ends_what_it_has_and_gets_nothing_new() -> None:
     events.run_until(math.inf)
     assert leaving.ended_s == pytest.approx(1.0)
     assert requests[0].finished_s is not None
-
-
-def test_decode_score() -> None:
-    assert decode_score_s(2, 10, 5, 0.1, 4, 8) == pytest.approx(0.15)
-    assert decode_score_s(12, 10, 4, 0.1, 0, 8) == pytest.approx(2 / 4 * 128 * 0.1 + 0.1)
 
 
 def test_presets() -> None:
