@@ -96,18 +96,6 @@ async def test_workers_of_another_model_end_with_one_line(cluster: Cluster, shor
     await _still_serves(cluster)
 
 
-async def test_workers_of_another_dtype_end_with_one_line(cluster: Cluster, short_smollm2: str) -> None:
-    """A second model beside the simulated one: its first worker decides, the second must fit."""
-    own = ["--engine", "torch", "--model", short_smollm2, "--num-blocks", "64"]
-    first = cluster.add_worker("prefill", "first", *own, "--dtype", "float32")
-    await asyncio.to_thread(first.wait_event, "registry.registered")
-    odd = cluster.add_worker("decode", "odd-dtype", *own, "--dtype", "bfloat16")
-    assert await asyncio.to_thread(odd.process.wait, PATIENCE_S) != 0
-    assert "dtype" in odd.log_tail()
-    assert "Traceback" not in odd.log_tail()
-    await _still_serves(cluster)
-
-
 async def _still_serves(cluster: Cluster) -> None:
     async with AsyncClient(cluster.target) as client:
         answer = await client.generate("hello", model="simulated", max_tokens=3)
