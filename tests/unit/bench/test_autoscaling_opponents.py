@@ -250,7 +250,7 @@ def test_a_schedule_orders_one_cold_start_ahead_and_keeps_through_short_troughs(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_bound_attains_and_undercuts_what_attains() -> None:
-    trace = synthetic(TraceShape("diurnal", rate=4, peak_rate=20, duration_s=600, prompt_tokens=2000, seed=1))
+    trace = synthetic(TraceShape("diurnal", rate=4, peak_rate=20, duration_s=300, prompt_tokens=2000, seed=1))
     scenario = Scenario(trace, ENGINE, SLO)
     bound = clairvoyant_bound(scenario, 0.97)
     assert bound.outcome.attainment >= 0.97

@@ -260,17 +260,18 @@ async def test_who_was_given_up_counts_only_while_a_coordinator_sees_it() -> Non
 @pytest.mark.slow
 async def test_memory_is_bounded_and_forgets_who_left() -> None:
     rig = Rig(window_s=10)
-    for number in range(1000):
+    rig.observer.keep_history(90)
+    for number in range(100):
         rig.actual = []
         rig.order(f"p{number}")
         rig.one.workers = [worker(f"p{number}", "starting")]
         rig.one.arrive(1)
         seen = await rig.look(1)
-    assert names(seen.prefill.replicas) == {"p999": "starting"}
-    assert len(seen.arrivals) <= 901
+    assert names(seen.prefill.replicas) == {"p99": "starting"}
+    assert len(seen.arrivals) <= 91
     track = rig.observer._tracks["one:1"]
     assert len(track._observations) <= 12
-    assert rig.observer._cold_starts._starting == {"p999"}
+    assert rig.observer._cold_starts._starting == {"p99"}
 
 
 async def test_workers_of_another_model_are_left_out() -> None:

@@ -117,7 +117,7 @@ def test_the_watch_pauses_after_failed_starts_and_replaces_overdue_ones() -> Non
 def test_the_same_seed_gives_the_same_run() -> None:
     policy = parse_policy({"prefill": {"target_ms": 2000}, "decode": {"target_ms": 100}})
     trace = synthetic(
-        TraceShape("burst", rate=4, peak_rate=20, duration_s=400, burst_s=200, prompt_tokens=2000, seed=1)
+        TraceShape("burst", rate=4, peak_rate=20, duration_s=200, burst_s=100, prompt_tokens=2000, seed=1)
     )
     runs = []
     for seed in (0, 0, 1):
