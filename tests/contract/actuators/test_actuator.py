@@ -123,7 +123,8 @@ async def test_replicas_of_both_pools_are_stopped_by_their_names(rig: Rig) -> No
     await rig.actuator.start("prefill", 1)
     await rig.actuator.start("decode", 2)
     await settled(rig.actuator, 3)
-    prefill, decode = (names(await rig.actuator.replicas(), pool) for pool in POOLS)
+    there = await rig.actuator.replicas()
+    prefill, decode = (names(there, pool) for pool in POOLS)
     await rig.actuator.stop([*prefill, "nobody", decode[-1]], DRAIN_S)
     assert await settled(rig.actuator, 1) == decode[:1]
 
