@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
 
 import pytest
 
 from splitserve.client import AsyncClient
 from tests.support.cluster.fake_cluster import expected, fake_cluster
-from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.real_cluster import Cluster
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(90)
 
 
-@pytest.fixture(scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    async with running(Cluster(tmp_path_factory.mktemp("logs"))) as cluster:
-        yield cluster
-
-
-async def test_workers_of_another_model_end_with_one_line(cluster: Cluster, short_smollm2: str) -> None:
+async def test_workers_of_another_model_end_with_one_line(
+    simulated_cluster: Cluster, short_smollm2: str
+) -> None:
     other = [
         "--engine",
         "torch",
@@ -33,16 +28,16 @@ async def test_workers_of_another_model_end_with_one_line(cluster: Cluster, shor
         "--num-blocks",
         "64",
     ]
-    odd = cluster.add_worker("decode", "odd-model", *other)
+    odd = simulated_cluster.add_worker("decode", "odd-model", *other)
     assert await asyncio.to_thread(odd.process.wait, PATIENCE_S) != 0
     assert "model_fingerprint" in odd.log_tail()
     assert "Traceback" not in odd.log_tail()
-    async with AsyncClient(cluster.target) as client:
+    async with AsyncClient(simulated_cluster.target) as client:
         answer = await client.generate("hello", model="simulated", max_tokens=3)
         assert len(answer.token_ids) == 3
         info = await client.server_info()
         assert not any(worker.worker_id.startswith("odd") for worker in info.workers)
-    await cluster.assert_no_leaks()
+    await simulated_cluster.assert_no_leaks()
 
 
 async def test_a_worker_that_reports_nonsense_is_passed_over_until_it_reports_sense() -> None:
