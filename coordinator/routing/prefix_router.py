@@ -267,10 +267,18 @@ def _pair(
     def cost(row: int, column: int) -> PairCost:
         return _cost(request, prefills, row, ends, column)
 
-    candidates: list[Candidate] = []
+    chosen, candidates = cost(row, column), list[Candidate]()
     if p_total is not None:
-        candidates += _candidates(prefills, p_total, row, lambda at: cost(at, column), request.session_id)
+        candidates += _candidates(
+            prefills, p_total, row, lambda at: chosen if at == row else cost(at, column), request.session_id
+        )
     if d_total is not None and ends is not None:
-        candidates += _candidates(ends.columns, d_total, column, lambda at: cost(row, at), request.session_id)
+        candidates += _candidates(
+            ends.columns,
+            d_total,
+            column,
+            lambda at: chosen if at == column else cost(row, at),
+            request.session_id,
+        )
     decode = ends.columns.workers[column] if ends is not None else None
-    return Pair(prefills.workers[row], decode, cost(row, column), tuple(candidates))
+    return Pair(prefills.workers[row], decode, chosen, tuple(candidates))
