@@ -1,4 +1,4 @@
-"""Tenants and admission with real weights: who is late, and a crowd that is served in fair order."""
+"""Tenants and admission with real weights: private prefix caches, and a crowd that is served in fair order."""
 
 from __future__ import annotations
 
@@ -95,6 +95,25 @@ async def metric(cluster: Cluster, name: str, **labels: str) -> float:
     assert response.status_code == 200
     samples = [s for family in text_string_to_metric_families(response.text) for s in family.samples]
     return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+
+
+async def test_no_hit_in_anothers_prefix_cache_and_the_same_answer(
+    cluster: Cluster, short_smollm2: str, reference: Reference
+) -> None:
+    prompt = load_tokenizer(short_smollm2).encode(sentences(40, seed=77))[:160]
+    async with (
+        cluster.client(api_key=KEYS["alice"], timeout_s=TIMEOUT_S) as alice,
+        cluster.client(api_key=KEYS["bob"], timeout_s=TIMEOUT_S) as bob,
+    ):
+        cold, warm, probe, own = [await ask(client, prompt, 8) for client in (alice, alice, bob, bob)]
+    for first, again in ((cold, warm), (probe, own)):
+        assert (first.usage.cached_prompt_tokens, first.usage.decode_cached_tokens) == (0, 0)
+        assert again.usage.cached_prompt_tokens >= len(prompt) - BLOCK
+        assert again.usage.decode_cached_tokens >= len(prompt) - BLOCK
+    assert probe.timings.transfer_bytes == cold.timings.transfer_bytes > warm.timings.transfer_bytes
+    expected = reference.greedy(prompt, 8)
+    assert [list(answer.token_ids) for answer in (cold, warm, probe, own)] == [expected] * 4
+    await cluster.assert_no_leaks()
 
 
 class Crowd:
