@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from bench.coordinator.tally import Tally
+from bench.front_door.tally import Tally
 from splitserve.rpc.channel import make_channel
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2
 from splitserve.v1.decode_pb2_grpc import DecodeServiceStub

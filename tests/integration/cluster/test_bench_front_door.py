@@ -1,4 +1,4 @@
-"""The coordinator's benchmark runs from end to end."""
+"""The benchmark of the front door runs from end to end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.waiting import PATIENCE_S
 
 @pytest.mark.slow
 def test_one_json_object_with_a_figure_a_part() -> None:
-    command = [sys.executable, "-m", "bench.coordinator", "--json", "--entrypoints", "grpc"]
+    command = [sys.executable, "-m", "bench.front_door", "--json", "--entrypoints", "grpc"]
     ended = subprocess.run(
         [*command, "--parts", "tokens", "--seconds", "0.3"],
         capture_output=True,

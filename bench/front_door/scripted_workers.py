@@ -1,4 +1,4 @@
-"""Pairs of scripted prefill and decode workers, in one process: `python -m bench.coordinator.scripted_workers`.
+"""Pairs of scripted prefill and decode workers, in one process: `python -m bench.front_door.scripted_workers`.
 
 They speak the real protocols to every coordinator named. A prompt's first token comes at once, the handoff with it;
 from then on each step gives every live request one token, all outputs of one coordinator in one message, as the real
