@@ -32,7 +32,7 @@ from splitserve.errors import (
     SplitserveError,
     UnavailableError,
 )
-from splitserve.generation.output_delta import take_merged
+from splitserve.generation.output_delta import Delta, take_merged
 from splitserve.runtime.waiting import wait_own_time
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2
 
@@ -222,7 +222,7 @@ class Attempt:
         self._ticket: kv_transfer_pb2.KvTicket | None = None
         self._collector = OutputCollector(events.decoded)
         self._prefill_task: asyncio.Task[None] | None = None
-        self._pending: deque[generation_pb2.OutputDelta] = deque()
+        self._pending: deque[Delta] = deque()
         self._decodes = False
         """Whether the decode worker has sent output. Its later outputs do not change the state, unless they end it."""
         self._written = False
@@ -299,7 +299,7 @@ class Attempt:
         request.timeout.FromNanoseconds(int(left_s * 1e9))
         self._prefill_task = self._background.start(self._prefill.prefill(request, left_s, self._collector))
 
-    async def next_delta(self) -> generation_pb2.OutputDelta | None:
+    async def next_delta(self) -> Delta | None:
         """The next delta, or None after the last one.
 
         The first token comes from prefill; decode output that arrives earlier is held back until then. Deltas that
@@ -401,11 +401,15 @@ class Attempt:
     def _accept(self, events: Iterable[WorkerEvent]) -> None:
         for event in events:
             match event:
-                case decode_pb2.SequenceOutput():  # first because it is by far the most frequent
+                case Delta():  # first because it is by far the most frequent
+                    if not self._decodes:
+                        self._decode_has_begun()
+                    self._pending.append(event)
+                case decode_pb2.SequenceOutput():
                     self._accept_output(event)
                 case prefill_pb2.FirstToken():
                     self._enter(AttemptEvent.FIRST_TOKEN)
-                    self._pending.appendleft(event.delta)
+                    self._pending.appendleft(Delta.of(event.delta))
                     self._events.prefilled(event)
                 case prefill_pb2.HandoffDone():
                     self._enter(AttemptEvent.PREFILL_OVER)
@@ -415,21 +419,24 @@ class Attempt:
                     self._accept_failure(event)
 
     def _accept_output(self, output: decode_pb2.SequenceOutput) -> None:
-        if self._decodes and not output.admitted:  # nothing but tokens follows the first output
-            self._pending.append(output.delta)
-            return
-        if self.state in AWAITS_DECODE:
-            self._enter(AttemptEvent.DECODE_HAS_KV)
         if output.admitted:
+            if self.state in AWAITS_DECODE:
+                self._enter(AttemptEvent.DECODE_HAS_KV)
             return
-        self._decodes = self.state in ONLY_DECODE_SENDS
-        if self._decode is not None:
-            self._record.report.decode_worker = self._decode.worker.worker_id
-        self._pending.append(output.delta)
+        self._decode_has_begun()
+        self._pending.append(Delta.of(output.delta))
         if output.HasField("admit_ms"):
             self._events.decode_began(output.admit_ms)
         if output.HasField("local_prefill"):
             self._events.prefilled_locally(output.local_prefill)
+
+    def _decode_has_begun(self) -> None:
+        """The decode worker has sent tokens, so it has the KV."""
+        if self.state in AWAITS_DECODE:
+            self._enter(AttemptEvent.DECODE_HAS_KV)
+        self._decodes = self.state in ONLY_DECODE_SENDS
+        if self._decode is not None:
+            self._record.report.decode_worker = self._decode.worker.worker_id
 
     def _accept_failure(self, event: WorkerFailed) -> None:
         by_prefill = event.worker == self._prefill.worker.key and self._prefill is not self._decode
@@ -448,6 +455,6 @@ def is_retryable(error: SplitserveError) -> bool:
     return isinstance(error, RETRYABLE)
 
 
-def _next_delta(pending: deque[generation_pb2.OutputDelta]) -> generation_pb2.OutputDelta:
+def _next_delta(pending: deque[Delta]) -> Delta:
     """The next delta, with those that follow it."""
     return pending.popleft() if len(pending) == 1 else take_merged(pending, MAX_MERGED_TOKENS)

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from splitserve.addresses import claim_port, join_address
 from splitserve.client import AsyncClient
@@ -141,7 +141,11 @@ async def real_workers(
     )
     async with AsyncExitStack() as stack:
         pids: dict[str, int] = {}
-        for role, place in (("prefill", cores.rest), ("decode", cores.front)):
+        roles: Mapping[Literal["prefill", "decode"], Sequence[int]] = {
+            "prefill": cores.rest,
+            "decode": cores.front,
+        }
+        for role, place in roles.items():
             config = WorkerConfig(
                 worker_id=role, role=role, model="simulated", coordinators=tuple(coordinators), engine=engine
             )

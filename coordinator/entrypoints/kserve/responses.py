@@ -10,8 +10,9 @@ from coordinator.entrypoints.kserve.tensors import Tensor, add_output
 from splitserve import __version__
 from splitserve.client.types import FINISH_REASONS
 from splitserve.errors import NotFoundError, SplitserveError
+from splitserve.generation.output_delta import Delta
 from splitserve.kserve import open_inference_pb2 as pb
-from splitserve.v1 import generation_pb2, inference_pb2
+from splitserve.v1 import inference_pb2
 
 FINAL = "triton_final_response"
 ONLY_VERSION = "1"
@@ -25,11 +26,10 @@ class Responses:
         self._name, self._id = request.model_name, request.id
         self._parsed = parsed
 
-    def whole(
-        self, deltas: Sequence[generation_pb2.OutputDelta], done: inference_pb2.GenerationDone
-    ) -> pb.ModelInferResponse:
+    def whole(self, deltas: Sequence[Delta], done: inference_pb2.GenerationDone) -> pb.ModelInferResponse:
         """The answer as one response."""
-        merged = generation_pb2.OutputDelta(
+        merged = Delta(
+            0,
             token_ids=[token for delta in deltas for token in delta.token_ids],
             text=self._parsed.prefix + "".join(delta.text for delta in deltas),
             logprobs=[entry for delta in deltas for entry in delta.logprobs],
@@ -37,9 +37,7 @@ class Responses:
         )
         return self._response(merged, done)
 
-    def piece(
-        self, delta: generation_pb2.OutputDelta, done: inference_pb2.GenerationDone | None = None
-    ) -> pb.ModelInferResponse:
+    def piece(self, delta: Delta, done: inference_pb2.GenerationDone | None = None) -> pb.ModelInferResponse:
         """One response of a stream. `done`: only in the last one."""
         response = self._response(delta, done)
         response.parameters[FINAL].bool_param = done is not None
@@ -70,9 +68,7 @@ class Responses:
         parameters["seed"].uint64_param = done.seed
         return response
 
-    def _response(
-        self, delta: generation_pb2.OutputDelta, done: inference_pb2.GenerationDone | None
-    ) -> pb.ModelInferResponse:
+    def _response(self, delta: Delta, done: inference_pb2.GenerationDone | None) -> pb.ModelInferResponse:
         response = self._envelope(done)
         for name in self._parsed.outputs:
             if name != "num_input_tokens" or done is not None:  # the prompt's length is known only at the end
@@ -97,9 +93,7 @@ def failure(request_id: str, error: SplitserveError) -> pb.ModelStreamInferRespo
     return response
 
 
-def _tensor(
-    name: str, delta: generation_pb2.OutputDelta, done: inference_pb2.GenerationDone | None
-) -> Tensor:
+def _tensor(name: str, delta: Delta, done: inference_pb2.GenerationDone | None) -> Tensor:
     match name:
         case "text_output":
             return _text(name, delta.text)
@@ -119,7 +113,7 @@ def _text(name: str, text: str) -> Tensor:
     return Tensor(name, "BYTES", (1,), (text.encode(),))
 
 
-def _logprobs(delta: generation_pb2.OutputDelta) -> Iterable[dict[str, object]]:
+def _logprobs(delta: Delta) -> Iterable[dict[str, object]]:
     for entry in delta.logprobs:
         top = [{"token_id": other.token_id, "logprob": other.logprob} for other in entry.top]
         yield {"token_id": entry.token_id, "logprob": entry.logprob, "top": top}

@@ -32,6 +32,7 @@ from splitserve.generation.bounds import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from splitserve.generation.output_delta import Delta
 from splitserve.runtime.call_thread import SHORT_BYTES
 from splitserve.v1 import generation_pb2, inference_pb2
 
@@ -410,7 +411,7 @@ class Choice(ABC):
         the choice `streams`."""
 
     @abstractmethod
-    def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
+    def delta(self, delta: Delta) -> bytes:
         """Takes the next delta."""
 
     @abstractmethod
@@ -445,7 +446,7 @@ class ChoiceStream(Choice):
         return b""
 
     @override
-    def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
+    def delta(self, delta: Delta) -> bytes:
         if self.extras.counts_continuously:
             self._tokens += len(delta.token_ids)
             usage = compact_json(token_counts(self._prompt_tokens, self._tokens))
@@ -462,14 +463,14 @@ class ChoiceStream(Choice):
         return b"" if self._ended else self._end(FINISH_REASONS[done.finish_reason]).encode()
 
     @abstractmethod
-    def _events(self, delta: generation_pb2.OutputDelta) -> str:
+    def _events(self, delta: Delta) -> str:
         """The events of the delta's tokens."""
 
     @abstractmethod
     def _end(self, finish_reason: str) -> str:
         """The events that end the choice."""
 
-    def _extra_fields(self, delta: generation_pb2.OutputDelta) -> dict[str, Any]:
+    def _extra_fields(self, delta: Delta) -> dict[str, Any]:
         """Further fields of the event with a delta's first text."""
         has_ids = self.extras.token_ids and delta.token_ids
         return {"token_ids": list(delta.token_ids)} if has_ids else {}
@@ -502,13 +503,13 @@ class ChoiceBuilder(Choice):
         return b""
 
     @override
-    def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
+    def delta(self, delta: Delta) -> bytes:
         self._read(delta)
         self._logprob_sum += sum(token.logprob for token in delta.logprobs)
         self._logprob_count += len(delta.logprobs)
         if self.extras.texts is not None:
             self._logprobs.extend(delta.logprobs)
-        if delta.HasField("prompt_logprobs"):
+        if delta.prompt_logprobs is not None:
             self._prompt = delta.prompt_logprobs
         if self.extras.token_ids:
             self._token_ids.extend(delta.token_ids)
@@ -519,7 +520,7 @@ class ChoiceBuilder(Choice):
         self._finish_reason = FINISH_REASONS[done.finish_reason]
         return b""
 
-    def _read(self, delta: generation_pb2.OutputDelta) -> None:
+    def _read(self, delta: Delta) -> None:
         """Appends the delta's text."""
         self._pieces.append(delta.text)
 

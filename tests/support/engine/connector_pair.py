@@ -19,8 +19,10 @@ from prefill_worker.kv_producer import FirstTokenReady, KvProducer, PrefillEvent
 from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import SplitserveError
+from splitserve.generation.output_delta import output_of
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.tracing.context import FinishedSpan
+from splitserve.v1 import decode_pb2
 from tests.support.transfer.memory_transport import MemoryHub, MemoryTransport
 from worker.build import EngineParts, ServedAs
 
@@ -60,7 +62,7 @@ class ConnectorPair:
             **FREE_TIME,
         )
         self.prefill_events: dict[str, list[PrefillEvent]] = defaultdict(list)
-        self.decode_outputs: Outputs = defaultdict(list)
+        self.decode_outputs: dict[str, list[decode_pb2.SequenceOutput]] = defaultdict(list)
         prefill_parts, decode_parts = self._parts("p", engine, hub), self._parts("d", engine, hub)
         self.prefill, self.decode = prefill_parts.core, decode_parts.core
         self.idle: list[str] = []
@@ -94,7 +96,7 @@ class ConnectorPair:
 
     def _on_decode(self, outputs: Outputs) -> None:
         for coordinator, batch in outputs.items():
-            self.decode_outputs[coordinator].extend(batch)
+            self.decode_outputs[coordinator] += [output_of(*row) for row in batch]
 
     def reserve(
         self, name: str, prompt: list[int], local_prefill_tokens: int = 0, **fields: Any

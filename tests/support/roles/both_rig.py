@@ -18,7 +18,9 @@ from prefill_worker.kv_producer import FirstTokenReady, KvProducer, PrefillEvent
 from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import SplitserveError
+from splitserve.generation.output_delta import output_of
 from splitserve.models.hf_tokenizer import load_tokenizer
+from splitserve.v1 import decode_pb2
 from tests.support.engine.connector_pair import COORDINATOR, FREE_TIME, MAX_TOKENS, Clock
 from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.transfer.memory_transport import MemoryHub, MemoryTransport
@@ -42,7 +44,7 @@ class BothNode:
     def __init__(self, name: str, engine: EngineConfig, hub: MemoryHub, clock: Clock, epoch: int) -> None:
         self.name, self.clock = name, clock
         self.events: dict[str, list[PrefillEvent]] = defaultdict(list)
-        self.outputs: Outputs = defaultdict(list)
+        self.outputs: dict[str, list[decode_pb2.SequenceOutput]] = defaultdict(list)
         config = WorkerConfig(worker_id=name, model="simulated", engine=engine)
         runner, tokenizer = SimulatedRunner(engine), load_tokenizer("simulated")
         self.transport = CountingTransport(hub)
@@ -71,7 +73,7 @@ class BothNode:
 
     def _on_outputs(self, outputs: Outputs) -> None:
         for coordinator, batch in outputs.items():
-            self.outputs[coordinator].extend(batch)
+            self.outputs[coordinator] += [output_of(*row) for row in batch]
 
     def reserve(
         self,

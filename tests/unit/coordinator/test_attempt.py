@@ -19,6 +19,7 @@ from coordinator.workers.output_stream import OutputCollector, WorkerEvent, Work
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker
 from splitserve.errors import ResourceExhaustedError, SplitserveError, UnavailableError
+from splitserve.generation.output_delta import News, news_of
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2, registry_pb2, scaling_pb2
 from tests.support.clients.inference_requests import inference_request
 from tests.support.cluster.registrations import registration
@@ -129,8 +130,8 @@ def first(finish: int = 0) -> prefill_pb2.FirstToken:
     return prefill_pb2.FirstToken(delta=delta(0, finish=finish), compute_ms=5.0)
 
 
-def output(position: int, finish: int = 0, **fields: Any) -> decode_pb2.SequenceOutput:
-    return decode_pb2.SequenceOutput(delta=delta(position, finish=finish), **fields)
+def output(position: int, finish: int = 0, **fields: Any) -> News:
+    return news_of(decode_pb2.SequenceOutput(delta=delta(position, finish=finish), **fields))
 
 
 HANDOFF = prefill_pb2.HandoffDone(written_bytes=10, transfer_ms=3.0)
