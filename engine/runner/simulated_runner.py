@@ -131,11 +131,15 @@ class SimulatedRunner(ModelRunner):
         keys = _mixed(previous.astype(np.uint64) ^ _mixed(newest))
         rows, slots = blocks[firsts + last // size], last % size
         self._words[rows, 0, slots], self._words[rows, 1, slots] = keys, _mixed(keys ^ np.uint64(_VALUE_SALT))
-        words = self._words[blocks]
-        places = np.arange(len(blocks) * size) - np.repeat(firsts * size, counts * size)
-        weights = np.where(places < np.repeat(ends, counts * size), 2 * places + 1, 0).astype(np.uint64)
-        summands = (words[:, 0] + np.uint64(3) * words[:, 1]).reshape(-1) * weights
-        folded = np.add.reduceat(summands, firsts * size)
+        summands = self._words[blocks, 0] + np.uint64(3) * self._words[blocks, 1]
+        summands[firsts + counts - 1] *= (np.arange(size) < (ends - (counts - 1) * size)[:, None]).astype(
+            np.uint64
+        )
+        # A word's weight is 2 * its position + 1.
+        slot_weights = np.arange(1, 2 * size, 2, dtype=np.uint64)
+        block_weights = (2 * size * (np.arange(len(blocks)) - np.repeat(firsts, counts))).astype(np.uint64)
+        of_blocks = (summands * slot_weights).sum(axis=1) + summands.sum(axis=1) * block_weights
+        folded = np.add.reduceat(of_blocks, firsts)
         choices = zip(batch, keys.tolist(), folded.tolist(), strict=True)
         return [SampledToken(_next_token(key, fold, row.banned_token_ids)) for row, key, fold in choices]
 
