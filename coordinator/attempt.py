@@ -10,7 +10,7 @@ import asyncio
 import enum
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from contextvars import copy_context
 from functools import partial
@@ -221,7 +221,8 @@ class Attempt:
         self._local_prefill_tokens, self._targets = local_prefill_tokens, targets
         self._ticket: kv_transfer_pb2.KvTicket | None = None
         self._collector = OutputCollector(events.decoded)
-        self._prefill_task: asyncio.Task[None] | None = None
+        self._cancel_prefill: Callable[[], object] | None = None
+        """Set once Prefill was called."""
         self._pending: deque[Delta] = deque()
         self._decodes = False
         """Whether the decode worker has sent output. Its later outputs do not change the state, unless they end it."""
@@ -297,7 +298,7 @@ class Attempt:
         if request.targets.ttft_ms:
             request.targets.ttft_left_ms -= report.reserve_ms
         request.timeout.FromNanoseconds(int(left_s * 1e9))
-        self._prefill_task = self._background.start(self._prefill.prefill(request, left_s, self._collector))
+        self._cancel_prefill = self._prefill.prefill(request, left_s, self._collector, self._background)
 
     async def next_delta(self) -> Delta | None:
         """The next delta, or None after the last one.
@@ -336,9 +337,11 @@ class Attempt:
         """Cancels the attempt on both workers unless they have finished with it. Never blocks."""
         self._attached.close()
         self._reader = None  # it refers to this attempt, which would form a reference cycle
-        if self._prefill_task is not None:
-            self._prefill_task.cancel()
-        release = release_of(self.state, prefill_called=self._prefill_task is not None, written=self._written)
+        if self._cancel_prefill is not None:
+            self._cancel_prefill()
+        release = release_of(
+            self.state, prefill_called=self._cancel_prefill is not None, written=self._written
+        )
         if self._decode is not None and release is not DecodeRelease.NOTHING:
             no_writer, deadline_s = release is DecodeRelease.NO_WRITER, self._request.deadline_s
             self._background.start(self._decode.abort(self.attempt_id, no_writer, deadline_s))

@@ -219,10 +219,14 @@ def _pair(
             prefill, decodes.workers[column], loads, request, rate, step_s, byte_s, others_token_s
         )
 
-    candidates: list[Candidate] = []
+    chosen, candidates = cost(row, column), list[Candidate]()
     if p_total is not None:
-        candidates += _candidates(prefills, p_total, row, lambda at: cost(at, column), request.session_id)
+        candidates += _candidates(
+            prefills, p_total, row, lambda at: chosen if at == row else cost(at, column), request.session_id
+        )
     if d_total is not None and decodes is not None:
-        candidates += _candidates(decodes, d_total, column, lambda at: cost(row, at), request.session_id)
+        candidates += _candidates(
+            decodes, d_total, column, lambda at: chosen if at == column else cost(row, at), request.session_id
+        )
     decode = decodes.workers[column] if decodes is not None else None
-    return Pair(prefills.workers[row], decode, cost(row, column), tuple(candidates))
+    return Pair(prefills.workers[row], decode, chosen, tuple(candidates))

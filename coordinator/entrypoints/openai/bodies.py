@@ -290,8 +290,12 @@ def parsed(kind: type[F], body: bytes, unsupported: Unsupported, most_values: in
         raise InvalidArgumentError("the request's body must be a JSON object", reason="MALFORMED_JSON")
     _refuse_unsupported(data, unsupported)
     _refuse_too_many_items(data)
-    ignored = (WITHOUT_EFFECT - kind.model_fields.keys()) | unsupported.keys()
-    fields = {name: value for name, value in data.items() if value is not None and name not in ignored}
+    known = kind.model_fields
+    fields = {
+        name: value
+        for name, value in data.items()
+        if value is not None and (name in known or name not in WITHOUT_EFFECT) and name not in unsupported
+    }
     return validated(kind, fields)
 
 
@@ -317,8 +321,8 @@ def check_copies(choices: int, body: bytes) -> None:
 
 
 def _refuse_unsupported(data: Mapping[str, Any], unsupported: Unsupported) -> None:
-    for name, harmless in unsupported.items():
-        value = data.get(name)
+    for name in unsupported.keys() & data.keys():
+        value, harmless = data[name], unsupported[name]
         if value is not None and not any(value == same and type(value) is type(same) for same in harmless):
             raise InvalidArgumentError(f"{name} is not supported", reason="UNSUPPORTED_FIELD", field=name)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -53,9 +53,11 @@ class ScriptedClient:
             raise self.reserve_answer
         return self.reserve_answer
 
-    async def prefill(self, request: Any, timeout_s: float, collector: OutputCollector) -> None:
+    def prefill(
+        self, request: Any, timeout_s: float, collector: OutputCollector, background: BackgroundTasks
+    ) -> Callable[[], object]:
         self.prefills += 1
-        await asyncio.Event().wait()
+        return lambda: None
 
     async def abort(self, attempt_id: str, no_writer: bool, deadline_s: float) -> None:
         self.aborts.append(no_writer)
