@@ -16,9 +16,9 @@ from splitserve.logs import log_event
 from splitserve.v1 import decode_pb2, generation_pb2
 
 MAX_MESSAGE_BYTES = 2**20
-"""About the most bytes of a message, unless it has one output only."""
-ROW_BYTES, TOKEN_BYTES = 12, 3
-"""Bytes of a row beside its id, text and tokens, and of a token."""
+"""Most bytes of a message, unless it has one output only."""
+ROW_BYTES, TOKEN_BYTES = 250, 36
+"""Memory of a row beside its id, text and tokens, and of a token, until it is sent; a message has fewer bytes."""
 
 
 Row = tuple[str, News]
@@ -35,7 +35,7 @@ class KeptOutputs:
 
     def __init__(self) -> None:
         self.sent_bytes = 0
-        """About the size of the messages that are sent and not acknowledged."""
+        """At least the size of the messages that are sent and not acknowledged."""
         self._pending: list[Row] = []
         self._latest: dict[str, News] = {}
         """The last pending progress of each request."""
@@ -47,7 +47,7 @@ class KeptOutputs:
 
     @property
     def total_bytes(self) -> int:
-        """About the size of all that is kept. Costs O(pending)."""
+        """About the memory of all that is kept. Costs O(pending)."""
         return self.sent_bytes + sum(map(size_of, self._pending))
 
     def put(self, rows: Iterable[Row]) -> None:
@@ -109,7 +109,7 @@ class KeptOutputs:
 
 
 def size_of(row: Row) -> int:
-    """About the size of a row in a message, bytes."""
+    """About the memory that a row takes, bytes."""
     name, news = row
     if not isinstance(news, Delta) or news.logprobs or news.prompt_logprobs is not None:
         return len(name) + (news.to_proto() if isinstance(news, Delta) else news).ByteSize()

@@ -123,7 +123,9 @@ class _Stream(Output):
 
     @override
     def send_now(self, delta: Delta) -> None:
-        self.writer.begin(inference_pb2.GenerateResponse(delta=delta.to_proto()))
+        response = inference_pb2.GenerateResponse()
+        delta.write_to(response.delta)
+        self.writer.begin(response)
 
 
 def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.WorkerInfo:

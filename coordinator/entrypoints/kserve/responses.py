@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
-from coordinator.entrypoints.kserve.requests import INPUTS, OUTPUTS, ParsedRequest
+from coordinator.entrypoints.kserve.requests import INPUTS, OUTPUTS, USUAL_OUTPUTS, ParsedRequest
 from coordinator.entrypoints.kserve.tensors import Tensor, add_output
 from splitserve import __version__
 from splitserve.client.types import FINISH_REASONS
@@ -25,6 +25,8 @@ class Responses:
     def __init__(self, request: pb.ModelInferRequest, parsed: ParsedRequest) -> None:
         self._name, self._id = request.model_name, request.id
         self._parsed = parsed
+        self._plain: pb.ModelStreamInferResponse | None = None
+        """What the responses to plain deltas with the usual outputs have in common."""
 
     def whole(self, deltas: Sequence[Delta], done: inference_pb2.GenerationDone) -> pb.ModelInferResponse:
         """The answer as one response."""
@@ -35,24 +37,48 @@ class Responses:
             logprobs=[entry for delta in deltas for entry in delta.logprobs],
             finish_reason=done.finish_reason,
         )
-        return self._response(merged, done)
+        response = pb.ModelInferResponse()
+        self._fill(response, merged, done)
+        return response
 
-    def piece(self, delta: Delta, done: inference_pb2.GenerationDone | None = None) -> pb.ModelInferResponse:
+    def piece(
+        self, delta: Delta, done: inference_pb2.GenerationDone | None = None
+    ) -> pb.ModelStreamInferResponse:
         """One response of a stream. `done`: only in the last one."""
-        response = self._response(delta, done)
-        response.parameters[FINAL].bool_param = done is not None
-        return response
+        is_usual = self._parsed.outputs == USUAL_OUTPUTS and not self._parsed.raw
+        if done is None and is_usual and delta.is_plain:
+            return self._usual(delta)
+        message = pb.ModelStreamInferResponse()
+        self._fill(message.infer_response, delta, done)
+        message.infer_response.parameters[FINAL].bool_param = done is not None
+        return message
 
-    def empty_final(self, done: inference_pb2.GenerationDone) -> pb.ModelInferResponse:
+    def empty_final(self, done: inference_pb2.GenerationDone) -> pb.ModelStreamInferResponse:
         """The final response of a stream, without outputs."""
-        response = self._envelope(done)
-        response.parameters[FINAL].bool_param = True
-        return response
+        message = pb.ModelStreamInferResponse()
+        self._envelope(message.infer_response, done)
+        message.infer_response.parameters[FINAL].bool_param = True
+        return message
 
-    def _envelope(self, done: inference_pb2.GenerationDone | None) -> pb.ModelInferResponse:
-        response = pb.ModelInferResponse(model_name=self._name, id=self._id)
+    def _usual(self, delta: Delta) -> pb.ModelStreamInferResponse:
+        """As `piece`, by a copy: most fields are the same in each response."""
+        if self._plain is None:
+            self._plain = pb.ModelStreamInferResponse()
+            self._fill(self._plain.infer_response, Delta(0, []), None)
+            self._plain.infer_response.parameters[FINAL].bool_param = False
+            self._plain.infer_response.outputs[0].contents.Clear()
+        message = pb.ModelStreamInferResponse()
+        message.CopyFrom(self._plain)
+        text, ids, _ = message.infer_response.outputs
+        text.contents.bytes_contents.append(delta.text.encode())
+        ids.contents.int_contents.extend(delta.token_ids)
+        ids.shape[0] = len(delta.token_ids)
+        return message
+
+    def _envelope(self, response: pb.ModelInferResponse, done: inference_pb2.GenerationDone | None) -> None:
+        response.model_name, response.id = self._name, self._id
         if done is None:
-            return response
+            return
         served, usage, timings = done.served_by, done.usage, done.timings
         response.model_name = self._name or done.model
         response.model_version = ONLY_VERSION if served.model == response.model_name else served.model
@@ -66,14 +92,14 @@ class Responses:
         parameters["prefill_worker"].string_param = served.prefill_worker
         parameters["decode_worker"].string_param = served.decode_worker
         parameters["seed"].uint64_param = done.seed
-        return response
 
-    def _response(self, delta: Delta, done: inference_pb2.GenerationDone | None) -> pb.ModelInferResponse:
-        response = self._envelope(done)
+    def _fill(
+        self, response: pb.ModelInferResponse, delta: Delta, done: inference_pb2.GenerationDone | None
+    ) -> None:
+        self._envelope(response, done)
         for name in self._parsed.outputs:
             if name != "num_input_tokens" or done is not None:  # the prompt's length is known only at the end
                 add_output(response, _tensor(name, delta, done), self._parsed.raw)
-        return response
 
 
 def failure(request_id: str, error: SplitserveError) -> pb.ModelStreamInferResponse:

@@ -116,7 +116,8 @@ class KserveService(GRPCInferenceServiceServicer):
                 if call.parsed.stream:
                     await call.pieces(writer, left_s)
                 else:
-                    await writer.put(await call.whole(left_s))
+                    whole = await call.whole(left_s)
+                    await writer.write(pb.ModelStreamInferResponse(infer_response=whole))
             except Exception as error:
                 await writer.write(failure(request.id[:MAX_ID], shown_error(error)))
             finally:
@@ -157,18 +158,14 @@ class _SharedWriter:
         async with self._turn:
             await write_whole(self.writer, response)
 
-    async def put(self, response: pb.ModelInferResponse) -> None:
-        """Writes a response."""
-        await self.write(pb.ModelStreamInferResponse(infer_response=response))
-
     @property
     def is_ready(self) -> bool:
         """Whether `begin` may be called."""
         return self.writer.is_ready and not self._turn.locked()
 
-    def begin(self, response: pb.ModelInferResponse) -> None:
-        """Begins to write a response, without waiting."""
-        self.writer.begin(pb.ModelStreamInferResponse(infer_response=response))
+    def begin(self, response: pb.ModelStreamInferResponse) -> None:
+        """Begins to write a message, without waiting."""
+        self.writer.begin(response)
 
     async def settle(self) -> None:
         """Waits for a write in progress, for a while."""
@@ -190,15 +187,15 @@ class _Pieces(Output):
         if delta.finish_reason and not self.empty_final:
             self._last = delta  # the end follows at once
         else:
-            await self.writer.put(self.responses.piece(delta))
+            await self.writer.write(self.responses.piece(delta))
 
     @override
     async def end(self, done: inference_pb2.GenerationDone) -> None:
         if self.empty_final:
-            await self.writer.put(self.responses.empty_final(done))
+            await self.writer.write(self.responses.empty_final(done))
             return
         last = self._last or Delta(0, [], finish_reason=done.finish_reason)
-        await self.writer.put(self.responses.piece(last, done))
+        await self.writer.write(self.responses.piece(last, done))
 
     @override
     def takes_now(self) -> bool:

@@ -70,9 +70,9 @@ def test_columns_of_different_lengths_are_refused(damage: dict[str, list[Any]]) 
 
 
 @given(st.text(max_size=50), st.lists(st.integers(0, 2**18), min_size=1, max_size=8))
-def test_a_rows_size_is_about_that_of_its_message(text: str, token_ids: list[int]) -> None:
+def test_a_message_has_no_more_bytes_than_its_rows_are_counted_for(text: str, token_ids: list[int]) -> None:
     rows = [(f"chatcmpl-{n}", Delta(1000 + n, list(token_ids), text)) for n in range(20)]
-    assert message_of(rows).ByteSize() <= sum(map(size_of, rows)) <= 2 * message_of(rows).ByteSize()
+    assert message_of(rows).ByteSize() <= sum(map(size_of, rows))
 
 
 def test_what_waits_is_merged_and_what_was_sent_is_not() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from splitserve.generation.output_delta import MERGE_TOKENS, Delta, news_of, take_merged
-from splitserve.v1 import decode_pb2, generation_pb2
+from splitserve.v1 import decode_pb2, generation_pb2, inference_pb2
 
 LENGTH, STOP = generation_pb2.FINISH_REASON_LENGTH, generation_pb2.FINISH_REASON_STOP
 
@@ -52,8 +52,12 @@ def test_a_delta_and_its_message_are_the_same() -> None:
         [generation_pb2.TokenLogprob(token_id=1, logprob=-0.5)],
         generation_pb2.PromptLogprobs(token_ids=[3], logprobs=[-1.0]),
     )
-    for one in (delta(0), scored):
+    for one in (delta(0), scored, Delta(0, [])):
         assert Delta.of(one.to_proto()) == one
+        response = inference_pb2.GenerateResponse()
+        one.write_to(response.delta)
+        assert response == inference_pb2.GenerateResponse(delta=one.to_proto())
+        assert response.HasField("delta")
 
 
 def test_a_run_is_taken_off_the_front_as_one() -> None:
