@@ -32,7 +32,7 @@ from splitserve.errors import (
     SplitserveError,
     UnavailableError,
 )
-from splitserve.generation.output_delta import Delta, take_merged
+from splitserve.generation.output_delta import TokenDelta, take_merged
 from splitserve.runtime.waiting import wait_own_time
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2
 
@@ -223,7 +223,7 @@ class Attempt:
         self._collector = OutputCollector(events.decoded)
         self._cancel_prefill: Callable[[], object] | None = None
         """Set once Prefill was called."""
-        self._pending: deque[Delta] = deque()
+        self._pending: deque[TokenDelta] = deque()
         self._decodes = False
         """Whether the decode worker has sent output. Its later outputs do not change the state, unless they end it."""
         self._written = False
@@ -300,7 +300,7 @@ class Attempt:
         request.timeout.FromNanoseconds(int(left_s * 1e9))
         self._cancel_prefill = self._prefill.prefill(request, left_s, self._collector, self._background)
 
-    async def next_delta(self) -> Delta | None:
+    async def next_delta(self) -> TokenDelta | None:
         """The next delta, or None after the last one.
 
         The first token comes from prefill; decode output that arrives earlier is held back until then. Deltas that
@@ -404,7 +404,7 @@ class Attempt:
     def _accept(self, events: Iterable[WorkerEvent]) -> None:
         for event in events:
             match event:
-                case Delta():  # first because it is by far the most frequent
+                case TokenDelta():  # first because it is by far the most frequent
                     if not self._decodes:
                         self._decode_has_begun()
                     self._pending.append(event)
@@ -412,7 +412,7 @@ class Attempt:
                     self._accept_output(event)
                 case prefill_pb2.FirstToken():
                     self._enter(AttemptEvent.FIRST_TOKEN)
-                    self._pending.appendleft(Delta.of(event.delta))
+                    self._pending.appendleft(TokenDelta.of(event.delta))
                     self._events.prefilled(event)
                 case prefill_pb2.HandoffDone():
                     self._enter(AttemptEvent.PREFILL_OVER)
@@ -427,7 +427,7 @@ class Attempt:
                 self._enter(AttemptEvent.DECODE_HAS_KV)
             return
         self._decode_has_begun()
-        self._pending.append(Delta.of(output.delta))
+        self._pending.append(TokenDelta.of(output.delta))
         if output.HasField("admit_ms"):
             self._events.decode_began(output.admit_ms)
         if output.HasField("local_prefill"):
@@ -458,6 +458,6 @@ def is_retryable(error: SplitserveError) -> bool:
     return isinstance(error, RETRYABLE)
 
 
-def _next_delta(pending: deque[Delta]) -> Delta:
+def _next_delta(pending: deque[TokenDelta]) -> TokenDelta:
     """The next delta, with those that follow it."""
     return pending.popleft() if len(pending) == 1 else take_merged(pending, MAX_MERGED_TOKENS)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 
 from splitserve.errors import FailedPreconditionError
-from splitserve.generation.output_delta import Delta, News, output_of, rows_of
+from splitserve.generation.output_delta import News, TokenDelta, output_of, rows_of
 from splitserve.logs import log_event
 from splitserve.v1 import decode_pb2, generation_pb2
 
@@ -56,7 +56,7 @@ class KeptOutputs:
         for row in rows:
             name, news = row
             if (before := latest.get(name)) is not None:
-                if isinstance(before, Delta) and isinstance(news, Delta) and before.extend(news):
+                if isinstance(before, TokenDelta) and isinstance(news, TokenDelta) and before.extend(news):
                     continue
                 self._repeated.add(name)
             self._pending.append(row)
@@ -111,8 +111,8 @@ class KeptOutputs:
 def size_of(row: Row) -> int:
     """About the memory that a row takes, bytes."""
     name, news = row
-    if not isinstance(news, Delta) or news.logprobs or news.prompt_logprobs is not None:
-        return len(name) + (news.to_proto() if isinstance(news, Delta) else news).ByteSize()
+    if not isinstance(news, TokenDelta) or news.logprobs or news.prompt_logprobs is not None:
+        return len(name) + (news.to_proto() if isinstance(news, TokenDelta) else news).ByteSize()
     text = news.text
     text_bytes = len(text) if text.isascii() else len(text.encode())
     return ROW_BYTES + len(name) + text_bytes + TOKEN_BYTES * len(news.token_ids)
@@ -125,7 +125,7 @@ def message_of(rows: Sequence[Row], repeated: Collection[str] = ()) -> decode_pb
     names, positions, counts, texts = list[str](), list[int](), list[int](), list[str]()
     token_ids: list[int] = []
     for name, news in rows:
-        if not isinstance(news, Delta):
+        if not isinstance(news, TokenDelta):
             outputs.append(news)
         elif name in repeated or not news.is_plain:
             outputs.append(output_of(name, news))
@@ -147,8 +147,8 @@ def message_of(rows: Sequence[Row], repeated: Collection[str] = ()) -> decode_pb
     return decode_pb2.StreamOutputsResponse(outputs=outputs, tokens=tokens)
 
 
-def _delta_of(news: News) -> Delta | generation_pb2.OutputDelta:
-    return news if isinstance(news, Delta) else news.delta
+def _delta_of(news: News) -> TokenDelta | generation_pb2.OutputDelta:
+    return news if isinstance(news, TokenDelta) else news.delta
 
 
 def _is_wanted(row: Row, positions: Mapping[str, int]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from bench.front_door.tally import Tally
-from splitserve.generation.output_delta import Delta, rows_of
+from splitserve.generation.output_delta import TokenDelta, rows_of
 from splitserve.rpc.channel import make_channel
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2
 from splitserve.v1.decode_pb2_grpc import DecodeServiceStub
@@ -49,7 +49,7 @@ class Direct:
             rows = list(rows_of(message))
             self._received += bool(rows)
             for name, news in rows:
-                delta = news if isinstance(news, Delta) else news.delta
+                delta = news if isinstance(news, TokenDelta) else news.delta
                 self._tally.text(delta.text)
                 if delta.finish_reason:
                     self._ends.pop(name).set_result(None)

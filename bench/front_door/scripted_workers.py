@@ -27,7 +27,7 @@ from bench.option_values import positive_number, positive_whole
 from decode_worker.output_streams import OutputStreams, Row
 from kv_transfer.layout import KvLayout
 from splitserve.client.registry_client import RegistryClient
-from splitserve.generation.output_delta import Delta, News
+from splitserve.generation.output_delta import News, TokenDelta
 from splitserve.rpc.carried_calls import CarriedCalls, decode_methods, prefill_methods
 from splitserve.rpc.server import RpcServer
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2, registry_pb2
@@ -153,7 +153,7 @@ class ScriptedDecode(DecodeServiceServicer):
         rows: list[Row] = []
         text = stamp()
         for number, live in list(decoding.items()):
-            delta = Delta(live.position, [TOKEN_ID], text)
+            delta = TokenDelta(live.position, [TOKEN_ID], text)
             live.position += 1
             if live.position >= live.end:
                 delta.finish_reason = generation_pb2.FINISH_REASON_LENGTH

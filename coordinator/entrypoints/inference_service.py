@@ -16,7 +16,7 @@ from coordinator.telemetry.explanation import Explainer
 from coordinator.tenants.access_control import AccessControl
 from coordinator.workers.snapshot import PoolSnapshot, Worker
 from splitserve import __version__
-from splitserve.generation.output_delta import Delta
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.rpc.server import StreamWriter
 from splitserve.v1 import inference_pb2, records_pb2, scaling_pb2
 from splitserve.v1.inference_pb2_grpc import InferenceServiceServicer
@@ -110,7 +110,7 @@ class _Stream(Output):
     writer: StreamWriter
 
     @override
-    async def send(self, delta: Delta, started: inference_pb2.GenerationStart | None) -> None:
+    async def send(self, delta: TokenDelta, started: inference_pb2.GenerationStart | None) -> None:
         await self.writer.write(inference_pb2.GenerateResponse(delta=delta.to_proto(), started=started))
 
     @override
@@ -122,7 +122,7 @@ class _Stream(Output):
         return self.writer.is_ready
 
     @override
-    def send_now(self, delta: Delta) -> None:
+    def send_now(self, delta: TokenDelta) -> None:
         response = inference_pb2.GenerateResponse()
         delta.write_to(response.delta)
         self.writer.begin(response)

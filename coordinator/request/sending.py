@@ -8,14 +8,14 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from splitserve.generation.output_delta import Delta
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.v1 import inference_pb2
 
 
 class Output(Protocol):
     """Takes the answer to one request, for an entrypoint."""
 
-    async def send(self, delta: Delta, started: inference_pb2.GenerationStart | None) -> None:
+    async def send(self, delta: TokenDelta, started: inference_pb2.GenerationStart | None) -> None:
         """Takes the next delta; with the first one that this coordinator sends, how the request began. Waits while the
         client does not read."""
 
@@ -26,7 +26,7 @@ class Output(Protocol):
         """Whether `send_now` may be called: the answer has begun, and its client reads."""
         return False
 
-    def send_now(self, delta: Delta) -> None:
+    def send_now(self, delta: TokenDelta) -> None:
         """Takes the next delta without a wait."""
         raise AssertionError("it takes nothing without a wait")
 
@@ -38,7 +38,7 @@ class WaitingOutput(Output):
     write: Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 
     @override
-    async def send(self, delta: Delta, started: inference_pb2.GenerationStart | None) -> None:
+    async def send(self, delta: TokenDelta, started: inference_pb2.GenerationStart | None) -> None:
         await self.write(inference_pb2.GenerateResponse(delta=delta.to_proto(), started=started))
 
     @override

@@ -22,7 +22,7 @@ import grpc
 
 from coordinator.workers.snapshot import Worker, WorkerKey
 from splitserve.errors import SplitserveError, UnavailableError
-from splitserve.generation.output_delta import Delta, News, rows_of
+from splitserve.generation.output_delta import News, TokenDelta, rows_of
 from splitserve.logs import log_event, log_exception
 from splitserve.rpc.credentials import Metadata
 from splitserve.rpc.status import error_from_rpc, failure_error
@@ -105,7 +105,7 @@ class WorkerFailed:
 
 
 WorkerEvent = (
-    Delta | prefill_pb2.FirstToken | prefill_pb2.HandoffDone | decode_pb2.SequenceOutput | WorkerFailed
+    TokenDelta | prefill_pb2.FirstToken | prefill_pb2.HandoffDone | decode_pb2.SequenceOutput | WorkerFailed
 )
 
 
@@ -132,8 +132,8 @@ class OutputCollector:
 
         Output that was received before is dropped. `coalescer` may hold back output between the first and the last.
         """
-        if isinstance(event, Delta):
-            delta: Delta | generation_pb2.OutputDelta = event
+        if isinstance(event, TokenDelta):
+            delta: TokenDelta | generation_pb2.OutputDelta = event
         elif isinstance(event, decode_pb2.SequenceOutput):
             delta = event.delta
         else:
@@ -151,7 +151,7 @@ class OutputCollector:
         else:
             coalescer.schedule(self._release)
 
-    def _is_new(self, delta: Delta | generation_pb2.OutputDelta) -> bool:
+    def _is_new(self, delta: TokenDelta | generation_pb2.OutputDelta) -> bool:
         if self.ended:
             return False
         if count := len(delta.token_ids):
@@ -166,7 +166,7 @@ class OutputCollector:
         if len(self._events) < MERGE_FROM:
             return False
         last = self._events[-1]
-        return isinstance(last, Delta) and isinstance(event, Delta) and last.extend(event)
+        return isinstance(last, TokenDelta) and isinstance(event, TokenDelta) and last.extend(event)
 
     def take_all(self) -> list[WorkerEvent]:
         """All events since the last call, the oldest first; none while the coalescer holds them back."""
@@ -315,7 +315,7 @@ class OutputReader:
             self._received += 1
         for name, news in rows_of(message):
             if (collector := self.collectors.get(name)) is not None:  # else the attempt was closed meanwhile
-                event = news if isinstance(news, Delta) else self._event_of(news)
+                event = news if isinstance(news, TokenDelta) else self._event_of(news)
                 collector.put(event, self.coalescer)
 
     def _event_of(self, output: decode_pb2.SequenceOutput) -> WorkerEvent:

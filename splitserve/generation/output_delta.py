@@ -18,7 +18,7 @@ MERGE_TOKENS = 128
 
 
 @dataclass(slots=True)
-class Delta:
+class TokenDelta:
     """Tokens at consecutive positions of an output. The fields are those of `generation_pb2.OutputDelta`."""
 
     first_position: int
@@ -29,7 +29,7 @@ class Delta:
     prompt_logprobs: generation_pb2.PromptLogprobs | None = None
 
     @classmethod
-    def of(cls, message: generation_pb2.OutputDelta) -> Delta:
+    def of(cls, message: generation_pb2.OutputDelta) -> TokenDelta:
         """The delta of a message."""
         return cls(
             message.first_position,
@@ -63,7 +63,7 @@ class Delta:
         """Whether it has nothing but tokens and text."""
         return not (self.finish_reason or self.logprobs or self.prompt_logprobs is not None)
 
-    def extend(self, delta: Delta, max_tokens: int = MERGE_TOKENS) -> bool:
+    def extend(self, delta: TokenDelta, max_tokens: int = MERGE_TOKENS) -> bool:
         """Appends `delta` if it is contiguous and fits in `max_tokens`; returns whether it did."""
         count = len(self.token_ids)
         if delta.first_position != self.first_position + count or self.finish_reason:
@@ -77,13 +77,13 @@ class Delta:
         self.finish_reason = delta.finish_reason
         return True
 
-    def without_output(self) -> Delta:
+    def without_output(self) -> TokenDelta:
         """The first delta of an answer as the only one of an answer of no tokens."""
         reason = generation_pb2.FINISH_REASON_LENGTH
-        return Delta(0, [], finish_reason=reason, prompt_logprobs=self.prompt_logprobs)
+        return TokenDelta(0, [], finish_reason=reason, prompt_logprobs=self.prompt_logprobs)
 
 
-News = Delta | decode_pb2.SequenceOutput
+News = TokenDelta | decode_pb2.SequenceOutput
 """Progress of one request: a delta alone, or a message that says more."""
 
 
@@ -91,12 +91,12 @@ def news_of(output: decode_pb2.SequenceOutput) -> News:
     """The progress in a message. A failure stays a message."""
     says_more = output.admitted or output.delta.finish_reason == generation_pb2.FINISH_REASON_ABORT
     says_more |= any(output.HasField(field) for field in ("admit_ms", "failure", "local_prefill"))
-    return output if says_more else Delta.of(output.delta)
+    return output if says_more else TokenDelta.of(output.delta)
 
 
 def output_of(name: str, news: News) -> decode_pb2.SequenceOutput:
     """The progress of a request as a message."""
-    if not isinstance(news, Delta):
+    if not isinstance(news, TokenDelta):
         return news
     return decode_pb2.SequenceOutput(request_id=name, delta=news.to_proto())
 
@@ -113,10 +113,10 @@ def rows_of(message: decode_pb2.StreamOutputsResponse) -> Iterator[tuple[str, Ne
         names, columns.first_positions, counts, columns.texts, strict=True
     ):
         end += count
-        yield name, Delta(position, token_ids[end - count : end], text)
+        yield name, TokenDelta(position, token_ids[end - count : end], text)
 
 
-def take_merged(pending: deque[Delta], max_tokens: int = MERGE_TOKENS) -> Delta:
+def take_merged(pending: deque[TokenDelta], max_tokens: int = MERGE_TOKENS) -> TokenDelta:
     """Removes the leading contiguous deltas and returns them merged. `pending` must not be empty."""
     merged = pending.popleft()
     while pending and merged.extend(pending[0], max_tokens):

@@ -10,7 +10,7 @@ from coordinator.entrypoints.kserve.tensors import Tensor, add_output
 from splitserve import __version__
 from splitserve.client.types import FINISH_REASONS
 from splitserve.errors import NotFoundError, SplitserveError
-from splitserve.generation.output_delta import Delta
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.kserve import open_inference_pb2 as pb
 from splitserve.v1 import inference_pb2
 
@@ -28,9 +28,11 @@ class Responses:
         self._plain: pb.ModelStreamInferResponse | None = None
         """What the responses to plain deltas with the usual outputs have in common."""
 
-    def whole(self, deltas: Sequence[Delta], done: inference_pb2.GenerationDone) -> pb.ModelInferResponse:
+    def whole(
+        self, deltas: Sequence[TokenDelta], done: inference_pb2.GenerationDone
+    ) -> pb.ModelInferResponse:
         """The answer as one response."""
-        merged = Delta(
+        merged = TokenDelta(
             0,
             token_ids=[token for delta in deltas for token in delta.token_ids],
             text=self._parsed.prefix + "".join(delta.text for delta in deltas),
@@ -42,7 +44,7 @@ class Responses:
         return response
 
     def piece(
-        self, delta: Delta, done: inference_pb2.GenerationDone | None = None
+        self, delta: TokenDelta, done: inference_pb2.GenerationDone | None = None
     ) -> pb.ModelStreamInferResponse:
         """One response of a stream. `done`: only in the last one."""
         is_usual = self._parsed.outputs == USUAL_OUTPUTS and not self._parsed.raw
@@ -60,11 +62,11 @@ class Responses:
         message.infer_response.parameters[FINAL].bool_param = True
         return message
 
-    def _usual(self, delta: Delta) -> pb.ModelStreamInferResponse:
+    def _usual(self, delta: TokenDelta) -> pb.ModelStreamInferResponse:
         """As `piece`, by a copy: most fields are the same in each response."""
         if self._plain is None:
             self._plain = pb.ModelStreamInferResponse()
-            self._fill(self._plain.infer_response, Delta(0, []), None)
+            self._fill(self._plain.infer_response, TokenDelta(0, []), None)
             self._plain.infer_response.parameters[FINAL].bool_param = False
             self._plain.infer_response.outputs[0].contents.Clear()
         message = pb.ModelStreamInferResponse()
@@ -94,7 +96,7 @@ class Responses:
         parameters["seed"].uint64_param = done.seed
 
     def _fill(
-        self, response: pb.ModelInferResponse, delta: Delta, done: inference_pb2.GenerationDone | None
+        self, response: pb.ModelInferResponse, delta: TokenDelta, done: inference_pb2.GenerationDone | None
     ) -> None:
         self._envelope(response, done)
         for name in self._parsed.outputs:
@@ -119,7 +121,7 @@ def failure(request_id: str, error: SplitserveError) -> pb.ModelStreamInferRespo
     return response
 
 
-def _tensor(name: str, delta: Delta, done: inference_pb2.GenerationDone | None) -> Tensor:
+def _tensor(name: str, delta: TokenDelta, done: inference_pb2.GenerationDone | None) -> Tensor:
     match name:
         case "text_output":
             return _text(name, delta.text)
@@ -139,7 +141,7 @@ def _text(name: str, text: str) -> Tensor:
     return Tensor(name, "BYTES", (1,), (text.encode(),))
 
 
-def _logprobs(delta: Delta) -> Iterable[dict[str, object]]:
+def _logprobs(delta: TokenDelta) -> Iterable[dict[str, object]]:
     for entry in delta.logprobs:
         top = [{"token_id": other.token_id, "logprob": other.logprob} for other in entry.top]
         yield {"token_id": entry.token_id, "logprob": entry.logprob, "top": top}

@@ -28,7 +28,7 @@ from coordinator.request.inference_request import Caller, RequestTrace
 from coordinator.request.sending import Output
 from coordinator.tenants.access_control import AccessControl
 from splitserve.errors import NotFoundError
-from splitserve.generation.output_delta import Delta
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.kserve import open_inference_pb2 as pb
 from splitserve.kserve.open_inference_pb2_grpc import GRPCInferenceServiceServicer
 from splitserve.rpc.server import StreamWriter, write_whole
@@ -180,10 +180,10 @@ class _Pieces(Output):
     responses: Responses
     writer: _SharedWriter
     empty_final: bool
-    _last: Delta | None = None
+    _last: TokenDelta | None = None
 
     @override
-    async def send(self, delta: Delta, started: inference_pb2.GenerationStart | None) -> None:
+    async def send(self, delta: TokenDelta, started: inference_pb2.GenerationStart | None) -> None:
         if delta.finish_reason and not self.empty_final:
             self._last = delta  # the end follows at once
         else:
@@ -194,7 +194,7 @@ class _Pieces(Output):
         if self.empty_final:
             await self.writer.write(self.responses.empty_final(done))
             return
-        last = self._last or Delta(0, [], finish_reason=done.finish_reason)
+        last = self._last or TokenDelta(0, [], finish_reason=done.finish_reason)
         await self.writer.write(self.responses.piece(last, done))
 
     @override
@@ -202,7 +202,7 @@ class _Pieces(Output):
         return self.writer.is_ready
 
     @override
-    def send_now(self, delta: Delta) -> None:
+    def send_now(self, delta: TokenDelta) -> None:
         self.writer.begin(self.responses.piece(delta))
 
 
@@ -210,11 +210,11 @@ class _Pieces(Output):
 class _Whole(Output):
     """An answer that is sent as one response."""
 
-    deltas: list[Delta] = field(default_factory=list)
+    deltas: list[TokenDelta] = field(default_factory=list)
     done: inference_pb2.GenerationDone | None = None
 
     @override
-    async def send(self, delta: Delta, started: inference_pb2.GenerationStart | None) -> None:
+    async def send(self, delta: TokenDelta, started: inference_pb2.GenerationStart | None) -> None:
         self.deltas.append(delta)
 
     @override
@@ -226,7 +226,7 @@ class _Whole(Output):
         return True
 
     @override
-    def send_now(self, delta: Delta) -> None:
+    def send_now(self, delta: TokenDelta) -> None:
         self.deltas.append(delta)
 
 

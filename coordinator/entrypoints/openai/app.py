@@ -66,7 +66,7 @@ from coordinator.request.inference_request import (
 from coordinator.request.sending import Output
 from splitserve import __version__
 from splitserve.errors import InvalidArgumentError, NotFoundError, SplitserveError, UnavailableError
-from splitserve.generation.output_delta import Delta
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.logs import log_event
 from splitserve.metrics import Metrics, Read
 from splitserve.models.tokenizer import Tokenizer
@@ -357,7 +357,7 @@ class _ChoiceOutput(Output):
     index: int
 
     @override
-    async def send(self, delta: Delta, started: inference_pb2.GenerationStart | None) -> None:
+    async def send(self, delta: TokenDelta, started: inference_pb2.GenerationStart | None) -> None:
         choice, events = self.choice, b""
         if started is not None:
             size = choice.size + TEXT_BYTES * len(started.prompt_token_ids)
@@ -378,7 +378,7 @@ class _ChoiceOutput(Output):
         return self.exchange.takes_events if self.choice.streams else True
 
     @override
-    def send_now(self, delta: Delta) -> None:
+    def send_now(self, delta: TokenDelta) -> None:
         if events := self.choice.delta(delta):
             self.exchange.event_now(events)
 

@@ -32,7 +32,7 @@ from splitserve.generation.bounds import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from splitserve.generation.output_delta import Delta
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.runtime.call_thread import SHORT_BYTES
 from splitserve.v1 import generation_pb2, inference_pb2
 
@@ -415,7 +415,7 @@ class Choice(ABC):
         the choice `streams`."""
 
     @abstractmethod
-    def delta(self, delta: Delta) -> bytes:
+    def delta(self, delta: TokenDelta) -> bytes:
         """Takes the next delta."""
 
     @abstractmethod
@@ -450,7 +450,7 @@ class ChoiceStream(Choice):
         return b""
 
     @override
-    def delta(self, delta: Delta) -> bytes:
+    def delta(self, delta: TokenDelta) -> bytes:
         if self.extras.counts_continuously:
             self._tokens += len(delta.token_ids)
             usage = compact_json(token_counts(self._prompt_tokens, self._tokens))
@@ -467,14 +467,14 @@ class ChoiceStream(Choice):
         return b"" if self._ended else self._end(FINISH_REASONS[done.finish_reason]).encode()
 
     @abstractmethod
-    def _events(self, delta: Delta) -> str:
+    def _events(self, delta: TokenDelta) -> str:
         """The events of the delta's tokens."""
 
     @abstractmethod
     def _end(self, finish_reason: str) -> str:
         """The events that end the choice."""
 
-    def _extra_fields(self, delta: Delta) -> dict[str, Any]:
+    def _extra_fields(self, delta: TokenDelta) -> dict[str, Any]:
         """Further fields of the event with a delta's first text."""
         has_ids = self.extras.token_ids and delta.token_ids
         return {"token_ids": list(delta.token_ids)} if has_ids else {}
@@ -507,7 +507,7 @@ class ChoiceBuilder(Choice):
         return b""
 
     @override
-    def delta(self, delta: Delta) -> bytes:
+    def delta(self, delta: TokenDelta) -> bytes:
         self._read(delta)
         self._logprob_sum += sum(token.logprob for token in delta.logprobs)
         self._logprob_count += len(delta.logprobs)
@@ -524,7 +524,7 @@ class ChoiceBuilder(Choice):
         self._finish_reason = FINISH_REASONS[done.finish_reason]
         return b""
 
-    def _read(self, delta: Delta) -> None:
+    def _read(self, delta: TokenDelta) -> None:
         """Appends the delta's text."""
         self._pieces.append(delta.text)
 

@@ -25,7 +25,7 @@ from coordinator.entrypoints.openai.formats.arguments import quoted
 from coordinator.entrypoints.openai.logprobs import CompletionLogprobs
 from coordinator.entrypoints.openai.tools import FORM_FIELDS, FormFields
 from splitserve.errors import InvalidArgumentError
-from splitserve.generation.output_delta import Delta
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.v1 import inference_pb2
 
 DEFAULT_MAX_TOKENS = 16
@@ -151,7 +151,7 @@ class CompletionStream(ChoiceStream):
         self._length = 0
 
     @override
-    def _events(self, delta: Delta) -> str:
+    def _events(self, delta: TokenDelta) -> str:
         events, text, extra = "", delta.text, self._extra_fields(delta)
         if self._echo:
             events, self._echo = self._chunk(self._echo), None

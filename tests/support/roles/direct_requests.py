@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from splitserve.errors import SplitserveError
-from splitserve.generation.output_delta import Delta, News, rows_of
+from splitserve.generation.output_delta import News, TokenDelta, rows_of
 from splitserve.rpc.channel import make_channel
 from splitserve.rpc.status import error_from_rpc, failure_error
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2
@@ -116,9 +116,9 @@ class DirectWorker:
             output = await asyncio.wait_for(self._of(name).get(), PATIENCE_S)
             if isinstance(output, SplitserveError):
                 raise output
-            if not isinstance(output, Delta) and output.HasField("failure"):
+            if not isinstance(output, TokenDelta) and output.HasField("failure"):
                 raise failure_error(output.failure.reason, output.failure.message)
-            delta = output if isinstance(output, Delta) else output.delta
+            delta = output if isinstance(output, TokenDelta) else output.delta
             tokens += delta.token_ids
             if delta.finish_reason:
                 return tokens

@@ -16,7 +16,7 @@ from coordinator.request_events import RequestEvents
 from coordinator.workers.client import BackgroundTasks
 from coordinator.workers.output_stream import WorkerFailed
 from splitserve.errors import SplitserveError
-from splitserve.generation.output_delta import Delta
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.logs import log_context, log_event
 from splitserve.v1 import inference_pb2
 from tests.unit.coordinator.test_attempt import ADMITTED, HANDOFF, LENGTH, LOST, Rig, first, output
@@ -32,7 +32,7 @@ class Client:
         self.reads = True
         self.error: Exception | None = None
 
-    async def send(self, delta: Delta, started: inference_pb2.GenerationStart | None) -> None:
+    async def send(self, delta: TokenDelta, started: inference_pb2.GenerationStart | None) -> None:
         raise AssertionError("nothing is waited for")
 
     async def end(self, done: inference_pb2.GenerationDone) -> None:
@@ -41,7 +41,7 @@ class Client:
     def takes_now(self) -> bool:
         return self.reads
 
-    def send_now(self, delta: Delta) -> None:
+    def send_now(self, delta: TokenDelta) -> None:
         if self.error is not None:
             raise self.error
         self.got += range(delta.first_position, delta.first_position + len(delta.token_ids))

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from coordinator.workers.output_stream import OutputCollector
 from decode_worker.output_streams import MAX_MESSAGE_BYTES, Attachment, KeptOutputs, Row, message_of, size_of
 from splitserve.errors import FailedPreconditionError
-from splitserve.generation.output_delta import Delta, rows_of
+from splitserve.generation.output_delta import TokenDelta, rows_of
 from splitserve.v1 import decode_pb2, generation_pb2
 
 LENGTH = generation_pb2.FINISH_REASON_LENGTH
@@ -20,7 +20,7 @@ PICK = st.integers(0, 10**6)
 
 
 def output(name: str, position: int, *, last: bool = False, text: str = "") -> Row:
-    delta = Delta(position, [position], text)
+    delta = TokenDelta(position, [position], text)
     if last:
         delta.finish_reason = LENGTH
     return name, delta
@@ -28,7 +28,7 @@ def output(name: str, position: int, *, last: bool = False, text: str = "") -> R
 
 def shown(message: decode_pb2.StreamOutputsResponse | None) -> list[tuple[str, list[int]]]:
     assert message is not None
-    rows = [(name, news) for name, news in rows_of(message) if isinstance(news, Delta)]
+    rows = [(name, news) for name, news in rows_of(message) if isinstance(news, TokenDelta)]
     return [(name, delta.token_ids) for name, delta in rows]
 
 
@@ -36,10 +36,10 @@ def test_tokens_leave_in_columns_and_all_else_in_messages() -> None:
     logprob = generation_pb2.TokenLogprob(token_id=7, logprob=-0.5)
     admitted = decode_pb2.SequenceOutput(request_id="new", admitted=True)
     rows: list[Row] = [
-        ("a", Delta(4, [5], "é")),
-        ("b", Delta(9, [1, 2], "")),
-        ("scored", Delta(0, [7], "x", logprobs=[logprob])),
-        ("ended", Delta(3, [], finish_reason=LENGTH)),
+        ("a", TokenDelta(4, [5], "é")),
+        ("b", TokenDelta(9, [1, 2], "")),
+        ("scored", TokenDelta(0, [7], "x", logprobs=[logprob])),
+        ("ended", TokenDelta(3, [], finish_reason=LENGTH)),
         ("new", admitted),
     ]
     message = message_of(rows)
@@ -71,7 +71,7 @@ def test_columns_of_different_lengths_are_refused(damage: dict[str, list[Any]]) 
 
 @given(st.text(max_size=50), st.lists(st.integers(0, 2**18), min_size=1, max_size=8))
 def test_a_message_has_no_more_bytes_than_its_rows_are_counted_for(text: str, token_ids: list[int]) -> None:
-    rows = [(f"chatcmpl-{n}", Delta(1000 + n, list(token_ids), text)) for n in range(20)]
+    rows = [(f"chatcmpl-{n}", TokenDelta(1000 + n, list(token_ids), text)) for n in range(20)]
     assert message_of(rows).ByteSize() <= sum(map(size_of, rows))
 
 
@@ -232,7 +232,7 @@ class StreamModel(RuleBasedStateMachine):
             if (collector := self.collectors.get(name)) is not None:
                 collector.put(news)
                 for event in collector.take_all():
-                    assert isinstance(event, Delta)
+                    assert isinstance(event, TokenDelta)
                     self.received[name] += event.token_ids
         if also_acknowledge:
             self.acknowledgements.append((self.reading, self.count))

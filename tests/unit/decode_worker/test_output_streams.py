@@ -10,7 +10,7 @@ import pytest
 from decode_worker import output_streams
 from decode_worker.output_streams import OutputStream, OutputStreams
 from splitserve.errors import FailedPreconditionError
-from splitserve.generation.output_delta import Delta
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.v1 import decode_pb2
 from tests.support.journal import Journal
 
@@ -26,7 +26,7 @@ class Rig:
         self.streams = OutputStreams(self.lost.add, lease_s)
 
     def produce(self, position: int, coordinator: str = "c", size: int = 1) -> None:
-        self.streams.deliver({coordinator: [("r", Delta(position, [position], "x" * size))]})
+        self.streams.deliver({coordinator: [("r", TokenDelta(position, [position], "x" * size))]})
 
 
 async def positions(stream: OutputStream, count: int) -> list[int]:

@@ -24,7 +24,7 @@ from coordinator.entrypoints.kserve.requests import ParsedRequest, read_request
 from coordinator.entrypoints.kserve.responses import Responses, failure
 from coordinator.entrypoints.kserve.tensors import Tensor, add_output, read_inputs
 from splitserve.errors import InvalidArgumentError, ResourceExhaustedError
-from splitserve.generation.output_delta import Delta
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.kserve import open_inference_pb2 as pb
 from splitserve.v1 import generation_pb2, inference_pb2
 
@@ -310,8 +310,10 @@ def test_log_probabilities_come_as_json_and_the_version_as_model_version() -> No
     assert (response.model_name, response.model_version) == ("m", "m-v2")
 
 
-@pytest.mark.parametrize("delta", [Delta(1, [5], " x"), Delta(2, [6, 7], "é"), Delta(4, [], "")])
-def test_a_piece_of_a_stream_has_the_deltas_text_and_tokens(delta: Delta) -> None:
+@pytest.mark.parametrize(
+    "delta", [TokenDelta(1, [5], " x"), TokenDelta(2, [6, 7], "é"), TokenDelta(4, [], "")]
+)
+def test_a_piece_of_a_stream_has_the_deltas_text_and_tokens(delta: TokenDelta) -> None:
     message = request(PROMPT, stream=True)
     responses = Responses(message, read_request(message))
     asked = request(PROMPT, stream=True, return_num_output_tokens=True)

@@ -11,14 +11,14 @@ from coordinator.workers.output_stream import (
     OutputCollector,
     next_interval_s,
 )
-from splitserve.generation.output_delta import Delta
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.v1 import generation_pb2
 
 MAX_S = 0.01
 
 
-def output(position: int, finish: int = 0) -> Delta:
-    return Delta(position, [7], "x", finish)  # type: ignore[arg-type]
+def output(position: int, finish: int = 0) -> TokenDelta:
+    return TokenDelta(position, [7], "x", finish)  # type: ignore[arg-type]
 
 
 def loaded() -> OutputCoalescer:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 
-from splitserve.generation.output_delta import MERGE_TOKENS, Delta, news_of, take_merged
+from splitserve.generation.output_delta import MERGE_TOKENS, TokenDelta, news_of, take_merged
 from splitserve.v1 import decode_pb2, generation_pb2, inference_pb2
 
 LENGTH, STOP = generation_pb2.FINISH_REASON_LENGTH, generation_pb2.FINISH_REASON_STOP
 
 
-def delta(position: int, count: int = 1) -> Delta:
-    return Delta(position, list(range(position, position + count)), "x" * count)
+def delta(position: int, count: int = 1) -> TokenDelta:
+    return TokenDelta(position, list(range(position, position + count)), "x" * count)
 
 
 def test_neighbours_join_with_the_last_ones_finish_reason() -> None:
@@ -44,7 +44,7 @@ def test_a_message_that_says_more_than_a_delta_stays_one() -> None:
 
 
 def test_a_delta_and_its_message_are_the_same() -> None:
-    scored = Delta(
+    scored = TokenDelta(
         7,
         [1],
         "é",
@@ -52,8 +52,8 @@ def test_a_delta_and_its_message_are_the_same() -> None:
         [generation_pb2.TokenLogprob(token_id=1, logprob=-0.5)],
         generation_pb2.PromptLogprobs(token_ids=[3], logprobs=[-1.0]),
     )
-    for one in (delta(0), scored, Delta(0, [])):
-        assert Delta.of(one.to_proto()) == one
+    for one in (delta(0), scored, TokenDelta(0, [])):
+        assert TokenDelta.of(one.to_proto()) == one
         response = inference_pb2.GenerateResponse()
         one.write_to(response.delta)
         assert response == inference_pb2.GenerateResponse(delta=one.to_proto())
