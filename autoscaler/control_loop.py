@@ -14,28 +14,26 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from autoscaler.actuators.actuator import ONE_GPU, ActualReplica, Actuator, ReplicaShape, by_role, counted
+from autoscaler.actuators.actuator import Actuator, ReplicaShape
 from autoscaler.decisions import DecisionJournal, decisions_of
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import LoopStatus
 from autoscaler.plan import Decide, Memory, ScalingPlan
+from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.reconcile import (
     Action,
     Activate,
-    Bounds,
     ChangeRole,
     Drain,
     PlannedRotation,
-    ReplicaView,
     Rest,
     Start,
     action_word,
-    members,
     planned_rotation,
     reconcile,
 )
-from autoscaler.snapshot import Snapshot
-from autoscaler.start_watch import StartLimits, StartWatch
+from autoscaler.snapshot import Replica, Snapshot
+from autoscaler.start_watch import StartWatch
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.logs import log_event
 from splitserve.roles import POOLS, PoolName
@@ -45,34 +43,23 @@ from splitserve.v1 import scaling_pb2
 CHANGE_ROLE_S = 60.0
 """How long a worker that was told to change its role counts in the new pool although it does not report the role
 yet."""
+OBSERVE_S = 10.0
+"""Deadline of observing the coordinators and the actuator."""
+ACT_S = 30.0
+"""Deadline of each action."""
+PLAN_INTERVALS = 4
+"""A plan stays valid for this many missed ticks."""
+LEAST_PLAN_S = 30.0
 
 
 class Rotation(Protocol):
     """Tells the coordinators which workers are on standby, and which roles they have."""
 
-    async def apply(self, where: PlannedRotation, decisions: Sequence[scaling_pb2.PoolDecision]) -> None:
-        """Puts replicas where the plan wants them; `decisions` explain it to people. Called at every tick. Raises
-        SplitserveError."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoopSettings:
-    """Bounds and deadlines. Times in seconds."""
-
-    bounds: Mapping[PoolName, Bounds] = field(default_factory=lambda: dict.fromkeys(POOLS, Bounds(1, 1)))
-    drain_s: Mapping[PoolName, float] = field(default_factory=lambda: dict.fromkeys(POOLS, 0.0))
-    interval_s: float = 15.0
-    observe_s: float = 10.0
-    """Deadline of observing the coordinators, and of listing replicas."""
-    act_s: float = 30.0
-    """Deadline of each action."""
-    dry_run: bool = False
-    """Decide and log, but do not act."""
-    shapes: Mapping[PoolName, ReplicaShape] = field(default_factory=lambda: dict.fromkeys(POOLS, ONE_GPU))
-    """The GPUs of one replica."""
-    starts: Mapping[PoolName, StartLimits] = field(
-        default_factory=lambda: dict.fromkeys(POOLS, StartLimits())
-    )
+    async def apply(
+        self, where: PlannedRotation, decisions: Sequence[scaling_pb2.PoolDecision], valid_s: float
+    ) -> None:
+        """Puts replicas where the plan wants them; `decisions` explain it to people. Called at every tick. The plan
+        expires after `valid_s` seconds: if the autoscaler dies, its standbys serve again. Raises SplitserveError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +67,22 @@ class PolicyChange:
     """A policy that takes the place of the one in force."""
 
     decide: Decide
-    settings: LoopSettings
+    policy: ScalingPolicy
     carry: Callable[[Memory], Memory]
     """Turns the earlier policy's memory into the new policy's, as far as it applies."""
 
 
 @dataclass(slots=True)
 class ControlLoop:
-    """Owns the policy's memory. `run` is its only task. Without an actuator every worker that the coordinators report
-    counts as a replica, and nothing is acted on."""
+    """Owns the policy's memory. `run` is its only task. Without an actuator nothing is acted on."""
 
     observe: Callable[[], Awaitable[Snapshot]]
     decide: Decide
     rotation: Rotation
     actuator: Actuator | None
-    settings: LoopSettings
+    policy: ScalingPolicy
+    dry_run: bool = False
+    """Decide and log, but do not act."""
     lease: Lease | None = None
     """None: no other autoscaler may scale the same replicas."""
     changed_policy: Callable[[], PolicyChange | None] = lambda: None
@@ -107,9 +95,7 @@ class ControlLoop:
     """The policy's memory between ticks."""
     _starts: StartWatch = field(default_factory=StartWatch)
     _own_names: frozenset[str] = frozenset()
-    """Names that the actuator has listed, and that are still registered."""
-    _started_for: Mapping[str, PoolName] = field(default_factory=dict)
-    """By name: the pool in which the actuator lists the replica. Its worker may have taken the other role since."""
+    """Names of replicas that are ours or were, and that are still registered."""
     _changing_roles: dict[str, tuple[PoolName, float]] = field(default_factory=dict)
     """Workers that were told to change their roles and have not reported it yet, by name: the new pool, and until when
     they count there."""
@@ -122,7 +108,7 @@ class ControlLoop:
         while True:
             began = time.monotonic()
             await self.tick()
-            left_s = max(0.0, began + self.settings.interval_s - time.monotonic())
+            left_s = max(0.0, began + self.policy.interval_s - time.monotonic())
             at_zero = self._last_plan is not None and self._last_plan.is_at_zero
             await (self.pause if at_zero else asyncio.sleep)(left_s)
 
@@ -133,19 +119,18 @@ class ControlLoop:
         if self.lease is not None and self._would_act:
             await self.lease.renew()
         try:
-            snapshot = await within(self.settings.observe_s, self.observe(), "observe")
-            actual = await self._replicas(snapshot)
+            snapshot = await within(OBSERVE_S, self.observe(), "observe")
         except SplitserveError as error:
             self._failed("observe", error)
             return
-        snapshot = self._starts.look(self._known(snapshot), actual, self.settings.starts)
+        snapshot = self._starts.look(self._known(snapshot), self.policy.pools)
         decided = await self._decided(snapshot)
         plan = decided or self._last_plan
         if plan is None:
             return
-        pools = self._pools(snapshot, actual)
+        pools = self._pools(snapshot)
         pauses = {pool: self._starts.pause_s(pool, snapshot.now_s) for pool in POOLS}
-        actions = reconcile(plan, pools, self.settings.bounds, self._starts.paused(snapshot.now_s))
+        actions = reconcile(plan, pools, self.policy.pools, self._starts.paused(snapshot.now_s))
         if decided is None or not snapshot.complete:
             actions = tuple(action for action in actions if isinstance(action, Start | Activate))
         self.status.starts(self._starts.failed_starts, pauses, snapshot)
@@ -171,13 +156,13 @@ class ControlLoop:
         return plan
 
     async def _carry_out(
-        self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
+        self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[Replica]], actions: Sequence[Action]
     ) -> None:
         if not self._may_act or not await self._rotate(plan, pools, actions):
             return
         assert self.actuator is not None
         try:
-            await within(self.settings.act_s, self.actuator.tidy(), "tidy")
+            await within(ACT_S, self.actuator.tidy(), "tidy")
         except SplitserveError as error:
             self._failed("tidy", error)
         for action in actions:
@@ -186,7 +171,7 @@ class ControlLoop:
 
     @property
     def _would_act(self) -> bool:
-        return self.actuator is not None and not self.settings.dry_run
+        return self.actuator is not None and not self.dry_run
 
     @property
     def _may_act(self) -> bool:
@@ -201,7 +186,7 @@ class ControlLoop:
             return
         if change is not None:
             self._last_plan = None
-            self.decide, self.settings = change.decide, change.settings
+            self.decide, self.policy = change.decide, change.policy
             self.memory = change.carry(self.memory)
             self.status.policy_is_current = True
             self.status.policy_reloads += 1
@@ -209,7 +194,9 @@ class ControlLoop:
     def _known(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot with what only the loop knows."""
         self.status.holds_lease = self.lease is None or self.lease.held
-        inventory = None if self.actuator is None else self.actuator.gpu_inventory
+        inventory = None
+        if self.actuator is not None:
+            self.status.hosts, inventory = dict(self.actuator.hosts), self.actuator.gpu_inventory
         self._now_s = snapshot.now_s
         self._changing_roles = {
             name: (pool, until_s)
@@ -218,46 +205,29 @@ class ControlLoop:
         }
         return replace(snapshot, acting=self._may_act, gpu_inventory=inventory)
 
-    async def _replicas(self, snapshot: Snapshot) -> Sequence[ActualReplica]:
-        if self.actuator is None:
-            seen = [(pool, replica.name) for pool in POOLS for replica in snapshot.pool(pool).replicas]
-            return [ActualReplica(name, pool, False, 0.0) for pool, name in seen]
-        listed = await within(self.settings.observe_s, self.actuator.replicas(), "list replicas")
-        self.status.hosts = dict(self.actuator.hosts)
-        self._started_for = {replica.name: replica.pool for replica in listed}
-        registered = {r.name for pool in POOLS for r in snapshot.pool(pool).replicas if r.registered}
-        kept = counted(listed, registered)
-        # A given-up replica is left out on purpose: that is no failed start.
-        self._starts.told_to_end(list(self._started_for.keys() - {replica.name for replica in kept}))
-        ours = [replica for replica in kept if replica.name not in snapshot.foreign]
-        return by_role(ours, snapshot.roles)
-
-    def _pools(
-        self, snapshot: Snapshot, actual: Sequence[ActualReplica]
-    ) -> dict[PoolName, tuple[ReplicaView, ...]]:
-        known = {replica.name: replica for pool in POOLS for replica in snapshot.pool(pool).replicas}
+    def _pools(self, snapshot: Snapshot) -> dict[PoolName, tuple[Replica, ...]]:
+        """The replicas of each pool. A worker that was told to change its role counts in its new pool."""
+        there = [(pool, replica) for pool in POOLS for replica in snapshot.pool(pool).replicas]
         # The coordinators know a replica for a while after it has died. It remains one of ours meanwhile.
-        registered = {name for name, replica in known.items() if replica.registered}
-        self._own_names = frozenset(replica.name for replica in actual) | (self._own_names & registered)
-        actual = by_role(actual, {name: pool for name, (pool, _) in self._changing_roles.items()})
-        others = {
-            pool: [
-                replica
-                for replica in snapshot.pool(pool).replicas
-                if replica.registered
-                and (replica.both or not (replica.ours or replica.name in self._own_names))
-            ]
-            for pool in POOLS
-        }
-        return {pool: members(pool, actual, known, others[pool]) for pool in POOLS}
+        ours = frozenset(replica.name for _, replica in there if replica.ours)
+        registered = {replica.name for _, replica in there if replica.registered}
+        self._own_names = ours | (self._own_names & registered)
+        pools: dict[PoolName, list[Replica]] = {pool: [] for pool in POOLS}
+        for pool, replica in there:
+            if replica.ours or replica.both or replica.name not in self._own_names:
+                in_pool, _ = self._changing_roles.get(replica.name, (pool, 0.0))
+                pools[in_pool].append(replica)
+        return {pool: tuple(members) for pool, members in pools.items()}
 
     async def _rotate(
-        self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
+        self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[Replica]], actions: Sequence[Action]
     ) -> bool:
         """Tells the coordinators. False when they say that another autoscaler acts."""
-        applied = self.rotation.apply(planned_rotation(pools, actions), decisions_of(plan, pools, actions))
+        valid_s = max(LEAST_PLAN_S, PLAN_INTERVALS * self.policy.interval_s)
+        decisions = decisions_of(plan, pools, actions)
+        applied = self.rotation.apply(planned_rotation(pools, actions), decisions, valid_s)
         try:
-            await within(self.settings.act_s, applied, "apply the plan")
+            await within(ACT_S, applied, "apply the plan")
         except SplitserveError as error:
             self._failed("rotate", error)
             if error.reason != "STALE_LEASE":
@@ -276,14 +246,14 @@ class ControlLoop:
         try:
             match action:
                 case Start(pool, count):
-                    started = actuator.start(pool, count, self.settings.shapes[pool])
-                    await within(self.settings.act_s, started, "start")
+                    of_pool = self.policy.pools[pool]
+                    shape = ReplicaShape(of_pool.gpus_per_replica, of_pool.gpu)
+                    started = actuator.start(pool, count, shape)
+                    await within(ACT_S, started, "start")
                 case Drain(pool, names):
                     self._starts.told_to_end(names)
-                    for home in POOLS:
-                        if of_home := [name for name in names if self._started_for.get(name, pool) == home]:
-                            stopped = actuator.stop(home, of_home, self.settings.drain_s[pool])
-                            await within(self.settings.act_s, stopped, "stop")
+                    stopped = actuator.stop(names, self.policy.pools[pool].drain_s)
+                    await within(ACT_S, stopped, "stop")
                 case Activate() | Rest() | ChangeRole():
                     return
         except SplitserveError as error:
@@ -292,7 +262,7 @@ class ControlLoop:
         self._acted(plan, action)
 
     def _log_decision(
-        self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
+        self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[Replica]], actions: Sequence[Action]
     ) -> None:
         self.status.decided(plan, pools)
         changed = bool(actions) or self._last_plan is None or plan.numbers != self._last_plan.numbers

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from autoscaler.plan import ScalingPlan
-from autoscaler.reconcile import Action, ChangeRole, ReplicaView, Start, action_word, in_state
-from autoscaler.snapshot import ReplicaState, Snapshot
+from autoscaler.reconcile import Action, ChangeRole, Start, action_word, in_state
+from autoscaler.snapshot import Replica, ReplicaState, Snapshot
 from splitserve.roles import POOLS, PoolName
 from splitserve.rpc.documents import document
 from splitserve.v1 import registry_pb2, scaling_pb2
@@ -84,14 +84,14 @@ def inputs_of(name: PoolName, snapshot: Snapshot) -> dict[str, float | None]:
 
 
 def decisions_of(
-    plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
+    plan: ScalingPlan, pools: Mapping[PoolName, Sequence[Replica]], actions: Sequence[Action]
 ) -> list[scaling_pb2.PoolDecision]:
     """One entry a pool: counts, reason, and the actions that follow from comparing the plan with its replicas."""
     return [_decision(plan, pool, pools[pool], actions) for pool in POOLS]
 
 
 def _decision(
-    plan: ScalingPlan, pool: PoolName, replicas: Sequence[ReplicaView], actions: Sequence[Action]
+    plan: ScalingPlan, pool: PoolName, replicas: Sequence[Replica], actions: Sequence[Action]
 ) -> scaling_pb2.PoolDecision:
     wanted = plan.pool(pool)
     texts = [text for action in actions if action.pool == pool for text in action_texts(action)]

@@ -10,8 +10,7 @@ from typing import get_args
 from prometheus_client.core import Metric
 
 from autoscaler.plan import Cause, PoolPlan, ScalingPlan
-from autoscaler.reconcile import ReplicaView
-from autoscaler.snapshot import DecodeSignals, PrefillSignals, ReplicaState, Snapshot
+from autoscaler.snapshot import DecodeSignals, PrefillSignals, Replica, ReplicaState, Snapshot
 from splitserve.metrics import counter, counters, gauge, gauges
 from splitserve.roles import POOLS, PoolName
 
@@ -49,7 +48,7 @@ class LoopStatus:
         self.failed_starts, self.pauses_s = dict(failed), dict(pauses_s)
         self.cold_starts_s = {pool: _cold_start_s(snapshot.pool(pool)) for pool in POOLS}
 
-    def decided(self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]]) -> None:
+    def decided(self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[Replica]]) -> None:
         """Records a decision and the replicas it was based on."""
         self.decisions += 1
         self.plans = {pool: plan.pool(pool) for pool in POOLS}

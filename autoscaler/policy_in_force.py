@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from autoscaler.actuators.actuator import ReplicaShape
-from autoscaler.control_loop import LoopSettings, PolicyChange
+from autoscaler.control_loop import PolicyChange
 from autoscaler.decide import carried, make_decide
 from autoscaler.policies.custom import bounded_functions, loaded_functions
 from autoscaler.policies.policy_file import ScalingPolicy, SloPool, named_files, policy_in, read_policy_file
 from autoscaler.policies.recommendation import Recommend
-from autoscaler.reconcile import bounds_of
 from autoscaler.signals.observer import DEFAULT_HISTORY_S, Observer
-from autoscaler.start_watch import start_limits
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
 from splitserve.runtime.reload import ReloadedFiles
@@ -87,7 +84,6 @@ class PolicyInForce:
 
     file: PolicyFile
     observer: Observer
-    dry_run: bool = False
 
     def first(self) -> PolicyChange:
         """The policy at the start. If the file has changed since, the next `poll` returns the newer one."""
@@ -112,13 +108,4 @@ class PolicyInForce:
     def _change(self, before: LoadedPolicy, after: LoadedPolicy) -> PolicyChange:
         decide = make_decide(after.rules, bounded_functions(after.functions))
         carry = partial(carried, before=before.rules, after=after.rules)
-        rules, pools = after.rules, after.rules.pools.items()
-        settings = LoopSettings(
-            bounds=bounds_of(rules),
-            drain_s={name: pool.drain_s for name, pool in pools},
-            interval_s=rules.interval_s,
-            dry_run=self.dry_run,
-            shapes={name: ReplicaShape(pool.gpus_per_replica, pool.gpu) for name, pool in pools},
-            starts=start_limits(rules),
-        )
-        return PolicyChange(decide, settings, carry)
+        return PolicyChange(decide, after.rules, carry)

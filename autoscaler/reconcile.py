@@ -7,27 +7,13 @@ started twice.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.plan import ScalingPlan
-from autoscaler.policies.policy_file import ScalingPolicy
+from autoscaler.policies.policy_file import PoolPolicy
 from autoscaler.snapshot import Replica, ReplicaState
 from splitserve.roles import OTHER_POOL, POOLS, PoolName
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Replicas in rotation of one pool, pending ones counted. Warm standby comes on top."""
-
-    min: int
-    max: int
-
-
-def bounds_of(policy: ScalingPolicy) -> dict[PoolName, Bounds]:
-    """Minimum and maximum of both pools."""
-    return {name: Bounds(pool.min_replicas, pool.max_replicas) for name, pool in policy.pools.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,86 +65,51 @@ def action_word(action: Action) -> str:
     return "change_role" if isinstance(action, ChangeRole) else type(action).__name__.lower()
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaView:
-    """A replica that exists, with what the coordinators know of it."""
-
-    name: str
-    state: ReplicaState
-    load: float
-    created_wall_s: float
-    ours: bool = True
-    """Whether the actuator lists it and it serves one pool. Other replicas count as capacity and are left alone."""
-    can_change_role: bool = False
-    """Whether it can take the other pool's role while it runs."""
-
-
-def members(
-    pool: PoolName,
-    actual: Iterable[ActualReplica],
-    seen: Mapping[str, Replica],
-    others: Iterable[Replica] = (),
-) -> tuple[ReplicaView, ...]:
-    """The replicas of one pool. The actuator says which exist, the coordinators in which state they are.
-
-    `others` are registered workers that the actuator does not list, such as those of another host, and workers of role
-    `both`: they count as capacity and are left alone.
-    """
-    views = [ReplicaView(other.name, other.state, other.load, 0.0, False) for other in others]
-    for replica in actual:
-        sighting = seen.get(replica.name)
-        if replica.pool != pool or (sighting is not None and sighting.both):
-            continue
-        state = sighting.state if sighting is not None else ReplicaState.STARTING
-        if replica.stopping:
-            state = ReplicaState.DRAINING
-        load = sighting.load if sighting is not None else 0.0
-        can_change_role = sighting is not None and sighting.can_change_role
-        views.append(ReplicaView(replica.name, state, load, replica.created_wall_s, True, can_change_role))
-    return tuple(views)
-
-
 def reconcile(
     plan: ScalingPlan,
-    pools: Mapping[PoolName, Sequence[ReplicaView]],
-    bounds: Mapping[PoolName, Bounds],
+    pools: Mapping[PoolName, Sequence[Replica]],
+    policy: Mapping[PoolName, PoolPolicy],
     paused: Collection[PoolName] = (),
 ) -> tuple[Action, ...]:
-    """Actions that bring both pools to the plan. Idempotent: once they have taken effect there are none.
+    """Actions that bring both pools to the plan. Idempotent: once they have taken effect there are none. The bounds of
+    `policy` are kept whatever the plan says.
 
     Preempted replicas do not count, so each is replaced at once, whatever `behavior` says of the number. In `paused`
     pools no replica is ordered and no overdue one is replaced, because the last ones failed. When one pool has more
     replicas in rotation than planned, and the other has too few, standby and starting ones counted, workers take the
     other role before any is started or drained: that takes no cold start.
     """
-    goals = {pool: min(max(plan.pool(pool).desired, bounds[pool].min), bounds[pool].max) for pool in POOLS}
+    goals = {
+        pool: min(max(plan.pool(pool).desired, policy[pool].min_replicas), policy[pool].max_replicas)
+        for pool in POOLS
+    }
     actions: list[Action] = []
     if plan.one_shape:
         pools = _change_roles(goals, pools, actions)
     for pool in POOLS:
         wanted, desired = plan.pool(pool), goals[pool]
-        others = [member for member in pools[pool] if not member.ours]
+        others = [member for member in pools[pool] if not member.managed]
         serving = len(in_state(others, ReplicaState.READY))
         spare = len(in_state(others, ReplicaState.STANDBY))
         coming = len(in_state(others, ReplicaState.STARTING))
         # Workers that are not ours serve a part of the count.
         desired = max(0, desired - serving - min(coming, max(0, desired - serving)))
         standby = max(0, wanted.standby - spare)
-        ours = [member for member in pools[pool] if member.ours]
+        ours = [member for member in pools[pool] if member.managed]
         actions += _reconcile_pool(pool, desired, standby, ours, pool in paused, wanted.given_up)
     return tuple(actions)
 
 
 def _change_roles(
-    goals: Mapping[PoolName, int], pools: Mapping[PoolName, Sequence[ReplicaView]], actions: list[Action]
-) -> Mapping[PoolName, Sequence[ReplicaView]]:
+    goals: Mapping[PoolName, int], pools: Mapping[PoolName, Sequence[Replica]], actions: list[Action]
+) -> Mapping[PoolName, Sequence[Replica]]:
     """Decides which workers change roles, and adds an action for each. Returns the pools after these actions."""
     after = {pool: list(pools[pool]) for pool in POOLS}
     for pool in POOLS:
         other = OTHER_POOL[pool]
         while sum(member.state in _COMING for member in after[pool]) < goals[pool]:
             ready = in_state(after[other], ReplicaState.READY)
-            able = [member for member in ready if member.ours and member.can_change_role]
+            able = [member for member in ready if member.managed and member.can_change_role]
             if not able or len(ready) <= goals[other]:
                 break
             moved = min(able, key=least_loaded)
@@ -172,7 +123,7 @@ def _reconcile_pool(
     pool: PoolName,
     desired: int,
     standby: int,
-    replicas: Sequence[ReplicaView],
+    replicas: Sequence[Replica],
     paused: bool,
     given_up: bool,
 ) -> list[Action]:
@@ -205,11 +156,11 @@ def _reconcile_pool(
 
 
 def _superfluous(
-    ready: Sequence[ReplicaView],
-    resting: Sequence[ReplicaView],
-    starting: Sequence[ReplicaView],
+    ready: Sequence[Replica],
+    resting: Sequence[Replica],
+    starting: Sequence[Replica],
     standby: int,
-) -> ReplicaView:
+) -> Replica:
     """The replica to drain first: starting, then surplus standby, then the least loaded."""
     if starting:
         return starting[-1]
@@ -230,17 +181,17 @@ class PlannedRotation:
 
 
 def planned_rotation(
-    pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
+    pools: Mapping[PoolName, Sequence[Replica]], actions: Sequence[Action]
 ) -> PlannedRotation:
     """Where our replicas are once the actions have been carried out."""
-    ours = [member for pool in POOLS for member in pools[pool] if member.ours]
+    ours = [member for pool in POOLS for member in pools[pool] if member.managed]
     standby = {member.name for member in in_state(ours, ReplicaState.STANDBY)}
     active = {member.name for member in in_state(ours, ReplicaState.READY)}
     roles = {
         member.name: pool
         for pool in POOLS
         for member in in_state(pools[pool], ReplicaState.READY)
-        if member.ours and member.can_change_role
+        if member.managed and member.can_change_role
     }
     for action in actions:
         match action:
@@ -259,16 +210,16 @@ def planned_rotation(
     return PlannedRotation(frozenset(standby), frozenset(active), roles)
 
 
-def in_state(replicas: Sequence[ReplicaView], state: ReplicaState) -> list[ReplicaView]:
+def in_state(replicas: Sequence[Replica], state: ReplicaState) -> list[Replica]:
     """The replicas in this state, in the same order."""
     return [member for member in replicas if member.state is state]
 
 
-def least_loaded(member: ReplicaView) -> tuple[float, float, str]:
+def least_loaded(member: Replica) -> tuple[float, float, str]:
     """Sort key: the least loaded first, then the youngest, whose prefix cache holds least."""
     return member.load, -member.created_wall_s, member.name
 
 
-def oldest(member: ReplicaView) -> tuple[float, str]:
+def oldest(member: Replica) -> tuple[float, str]:
     """Sort key: the oldest first."""
     return member.created_wall_s, member.name

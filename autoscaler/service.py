@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from autoscaler.actuators.actuator import Actuator
-from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
+from autoscaler.control_loop import ControlLoop
 from autoscaler.decisions import DECISIONS_PATH
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
@@ -34,9 +34,6 @@ from splitserve.security.api_keys import read_key
 from splitserve.v1 import registry_pb2, scaling_pb2
 
 T = TypeVar("T")
-PLAN_INTERVALS = 4
-"""A plan stays valid for this many missed ticks."""
-LEAST_PLAN_S = 30.0
 LEASE_INTERVALS = 3
 """A lease lasts at least this many intervals, so that its holder renews it in time."""
 
@@ -65,32 +62,24 @@ async def control_loop(
         if actuator is not None and actuator.proves_end and not dry_run:
             listing["on_ended"] = partial(report_ended, clients)
         observer = Observer(clients, **listing, model=model, window_s=window_s)
-        in_force = PolicyInForce(policy, observer, dry_run)
+        in_force = PolicyInForce(policy, observer)
         observer.keep_history(in_force.history_s)
         first = in_force.first()
         lease = None
         if lease_s is not None and actuator is not None and not dry_run:
             holder = f"{socket.gethostname()[:60]}/{uuid.uuid4()}"  # unique to this run of the autoscaler
-            valid_s = min(MAX_LEASE_S, max(lease_s, LEASE_INTERVALS * first.settings.interval_s))
+            valid_s = min(MAX_LEASE_S, max(lease_s, LEASE_INTERVALS * first.policy.interval_s))
             lease = Lease(clients, holder, model, valid_s)
             stack.push_async_callback(lease.release)
-        on_demand = partial(_on_demand, policy, observer)
-        rotation = CoordinatorRotation(clients, _plan_s(first.settings), lease, on_demand)
-
-        def changed_policy() -> PolicyChange | None:
-            change = in_force.poll()
-            if change is not None:
-                rotation.valid_s = _plan_s(change.settings)
-            return change
-
         loop = ControlLoop(
             observe=observer.observe,
             decide=first.decide,
-            rotation=rotation,
+            rotation=CoordinatorRotation(clients, lease, partial(_on_demand, policy, observer)),
             actuator=actuator,
-            settings=first.settings,
+            policy=first.policy,
+            dry_run=dry_run,
             lease=lease,
-            changed_policy=changed_policy,
+            changed_policy=in_force.poll,
             pause=DemandWatch(clients, model).pause,
         )
         yield loop
@@ -174,30 +163,26 @@ def make_actuator(config: AutoscalerConfig) -> Actuator | None:
         raise ConfigError(message, field="actuator") from None
 
 
-def _plan_s(settings: LoopSettings) -> float:
-    return max(LEAST_PLAN_S, PLAN_INTERVALS * settings.interval_s)
-
-
 @dataclass(slots=True)
 class CoordinatorRotation:
     """A `Rotation` over one client per coordinator; the caller closes the clients. One failure does not stop the
     rest."""
 
     clients: Sequence[ScalingClient]
-    valid_s: float
-    """Seconds after which a plan expires: if the autoscaler dies, its standbys serve again."""
     lease: Lease | None = None
     """Where given, each plan carries the fencing number that its coordinator gave."""
     on_demand: Callable[[], Sequence[registry_pb2.ServedModel]] = tuple
     """Returns the models whose workers are started when requests wait for them."""
 
-    async def apply(self, where: PlannedRotation, decisions: Sequence[scaling_pb2.PoolDecision] = ()) -> None:
+    async def apply(
+        self, where: PlannedRotation, decisions: Sequence[scaling_pb2.PoolDecision], valid_s: float
+    ) -> None:
         """Tells every coordinator.
 
         Raises FailedPreconditionError (STALE_LEASE) when a coordinator says that another autoscaler holds the lease,
         and UnavailableError naming the coordinators that could not be reached."""
         models = self.on_demand()
-        calls = [self._apply_to(client, where, decisions, models) for client in self.clients]
+        calls = [self._apply_to(client, where, decisions, valid_s, models) for client in self.clients]
         failed = [error for error in await asyncio.gather(*calls) if error]
         text = "; ".join(f"{target}: {error}" for target, error in failed)
         if any(error.reason == "STALE_LEASE" for _, error in failed):
@@ -210,13 +195,14 @@ class CoordinatorRotation:
         client: ScalingClient,
         where: PlannedRotation,
         decisions: Sequence[scaling_pb2.PoolDecision],
+        valid_s: float,
         models: Sequence[registry_pb2.ServedModel],
     ) -> tuple[str, SplitserveError] | None:
         try:
             await client.apply_plan(
                 standby=sorted(where.standby),
                 active=sorted(where.active),
-                valid_s=self.valid_s,
+                valid_s=valid_s,
                 lease_number=self.lease.number_at(client.target) if self.lease is not None else 0,
                 decisions=decisions,
                 roles=where.roles,

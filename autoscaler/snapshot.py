@@ -55,6 +55,17 @@ class Replica:
     """Whether its role is `both`. It is listed in both pools as capacity that no plan starts, moves or ends."""
     can_change_role: bool = False
     """Whether it can take the other pool's role while it runs."""
+    created_wall_s: float = 0.0
+    """When the actuator created it, seconds since the epoch."""
+    placeholder: bool = False
+    """Ordered, but not created yet. The replica that is created will have another name."""
+    reachable: bool = True
+    """Whether its host answers."""
+
+    @property
+    def managed(self) -> bool:
+        """Whether plans start, move and end it."""
+        return self.ours and not self.both
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +186,6 @@ class Snapshot:
     """All requests between arrival and end at the coordinators, waiting ones included."""
     model_known: bool = True
     """False until a coordinator knows the model, from a worker or from an autoscaler."""
-    foreign: frozenset[str] = frozenset()
-    """Names of other models' workers. All other fields leave these workers out."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Further exported metrics by name, for `target` policies; None while unknown."""
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoscaler.actuators.actuator import ActualReplica, Presence
-from autoscaler.policies.policy_file import ScalingPolicy
+from autoscaler.policies.policy_file import PoolPolicy
 from autoscaler.snapshot import UP, Replica, ReplicaState, Snapshot
 from splitserve.logs import log_event
 from splitserve.roles import OTHER_POOL, POOLS, PoolName
@@ -27,28 +26,11 @@ MAX_DOUBLINGS = 4
 """Each failed start doubles the next deadline, at most this many times, so that slow starts succeed in the end."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartLimits:
-    """One pool's limits."""
-
-    cold_start_s: float = 60.0
-    """From the policy file. A measured one counts instead if it is longer."""
-    deadline_cold_starts: float = 5.0
-
-
-def start_limits(policy: ScalingPolicy) -> Mapping[PoolName, StartLimits]:
-    """The limits of both pools of a policy file."""
-    return {
-        name: StartLimits(pool.cold_start_s, pool.start_deadline_cold_starts)
-        for name, pool in policy.pools.items()
-    }
-
-
-def cold_starts(snapshot: Snapshot, limits: Mapping[PoolName, StartLimits]) -> Mapping[PoolName, float]:
+def cold_starts(snapshot: Snapshot, policy: Mapping[PoolName, PoolPolicy]) -> Mapping[PoolName, float]:
     """Seconds that a start takes in each pool: the measured time or the policy file's, whichever is longer."""
     return {
         pool: max(snapshot.pool(pool).cold_start_s or 0.0, of_pool.cold_start_s)
-        for pool, of_pool in limits.items()
+        for pool, of_pool in policy.items()
     }
 
 
@@ -67,14 +49,17 @@ class _Life:
     proven: bool = False
     """It has been up for one cold start."""
     ending: bool = False
-    """It was told to end: its end is no failure."""
+    """It drains, or was told to end: its end is no failure."""
     preempted: bool = False
     """Its machine is taken away: its end is no failure either."""
+    reachable: bool = True
+    """Its host answers. Of one that is given up because its host does not, nothing is known."""
 
     @property
     def may_fail(self) -> bool:
         """Whether its end would be a failed start that has not been counted yet."""
-        return not (self.ending or self.preempted or self.proven or self.overdue or self.failed)
+        known = self.ending or self.preempted or self.proven or self.overdue or self.failed
+        return self.reachable and not known
 
 
 @dataclass(slots=True)
@@ -98,39 +83,30 @@ class StartWatch:
         """True until the first look: replicas that exist by then were ordered by another process, at an unknown
         time."""
 
-    def look(
-        self, snapshot: Snapshot, actual: Sequence[ActualReplica], limits: Mapping[PoolName, StartLimits]
-    ) -> Snapshot:
+    def look(self, snapshot: Snapshot, policy: Mapping[PoolName, PoolPolicy]) -> Snapshot:
         """The snapshot with overdue replicas marked."""
         seen = {pool: snapshot.pool(pool).replicas for pool in POOLS}
         up = {pool: any(replica.state in UP for replica in seen[pool]) for pool in POOLS}
+        ours = [(pool, replica) for pool in POOLS for replica in seen[pool] if replica.ours]
         # By pool, the reason of one failed start and of one start whose machine is taken away, which is no failure.
         failed: dict[PoolName, str] = {}
         taken: dict[PoolName, str] = {}
-        for life in self._ended(actual):
+        for life in self._ended({replica.name for _, replica in ours}):
             failed[life.pool] = "ended before it was up for one cold start"
-        known = {pool: {replica.name: replica for replica in seen[pool]} for pool in POOLS}
-        cold = cold_starts(snapshot, limits)
-        for replica in actual:
-            cold_s = cold[replica.pool]
-            sighting = known[replica.pool].get(replica.name)
-            life = self._life(replica, failed)
-            if sighting is not None and (sighting.registered or sighting.state is ReplicaState.PREEMPTED):
-                preempted = sighting.state is ReplicaState.PREEMPTED
+        cold = cold_starts(snapshot, policy)
+        for pool, replica in ours:
+            life = self._life(pool, replica, failed)
+            if replica.registered or replica.state is ReplicaState.PREEMPTED:
+                preempted = replica.state is ReplicaState.PREEMPTED
                 if preempted and not (life.preempted or life.proven or life.ending or self._adopts):
                     taken[life.pool] = "its machine is taken away before it was up for one cold start"
                 life.preempted = preempted
-            if sighting is not None and sighting.state in UP:
-                self._came_up(life, sighting, snapshot.now_s, cold_s)
-            elif not (life.ending or life.preempted) and (
-                sighting is None or sighting.state is ReplicaState.STARTING
-            ):
-                peer = OTHER_POOL[replica.pool]
-                excused = not snapshot.complete or (
-                    sighting is not None and sighting.registered and not up[peer]
-                )
-                excused = excused or replica.presence is not Presence.HERE
-                deadline_s = cold_s * limits[replica.pool].deadline_cold_starts
+            if replica.state in UP:
+                self._came_up(life, replica, snapshot.now_s, cold[pool])
+            elif replica.state is ReplicaState.STARTING and not (life.ending or life.preempted):
+                excused = not snapshot.complete or (replica.registered and not up[OTHER_POOL[pool]])
+                excused = excused or not replica.reachable
+                deadline_s = cold[pool] * policy[pool].start_deadline_cold_starts
                 deadline_s *= 2.0 ** min(self._rows[life.pool].length, MAX_DOUBLINGS)
                 if self._became_overdue(replica.name, life, snapshot.now_s, deadline_s, excused):
                     failed[life.pool] = f"not ready within {deadline_s:.0f} s"
@@ -157,13 +133,12 @@ class StartWatch:
         """The pools in which nothing may be ordered now."""
         return frozenset(pool for pool, row in self._rows.items() if row.paused_until_s > now_s)
 
-    def _ended(self, actual: Sequence[ActualReplica]) -> list[_Life]:
-        """Forgets the replicas that are gone. Returns those whose end is a failed start."""
-        names = {replica.name for replica in actual}
+    def _ended(self, names: Collection[str]) -> list[_Life]:
+        """Forgets all replicas but those of `names`. Returns those whose end is a failed start."""
         gone = [self._lives.pop(name) for name in list(self._lives) if name not in names]
         return [life for life in gone if life.may_fail and not life.placeholder]
 
-    def _life(self, replica: ActualReplica, failed: dict[PoolName, str]) -> _Life:
+    def _life(self, pool: PoolName, replica: Replica, failed: dict[PoolName, str]) -> _Life:
         life = self._lives.get(replica.name)
         if life is not None and not life.placeholder and life.created_wall_s != replica.created_wall_s:
             # The actuator has started it again under its name.
@@ -174,9 +149,10 @@ class StartWatch:
             life.created_wall_s, life.starting_s, life.up_s = replica.created_wall_s, starting_s, None
             life.proven = life.preempted = False
         if life is None:
-            life = _Life(replica.pool, replica.created_wall_s, replica.placeholder)
+            life = _Life(pool, replica.created_wall_s, replica.placeholder)
             self._lives[replica.name] = life
-        life.ending = life.ending or replica.stopping
+        life.ending = life.ending or replica.state is ReplicaState.DRAINING
+        life.reachable = replica.reachable
         return life
 
     def _came_up(self, life: _Life, replica: Replica, now_s: float, cold_s: float) -> None:

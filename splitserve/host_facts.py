@@ -41,7 +41,7 @@ def read_host_facts() -> HostFacts:
         in_container=(Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()),
         rdma_devices=rdma_devices(),
         gpus=sum(path.name[6:].isdecimal() for path in _DEV.glob("nvidia[0-9]*")),
-        ptrace_scope=_number(_PROC / "sys/kernel/yama/ptrace_scope"),
+        ptrace_scope=number_in(_PROC / "sys/kernel/yama/ptrace_scope"),
         variables={name: os.environ[name] for name in TRANSPORT_VARIABLES if os.environ.get(name)},
     )
 
@@ -80,7 +80,8 @@ def _shared_memory_bytes() -> int | None:
         return None
 
 
-def _number(path: Path) -> int | None:
+def number_in(path: Path) -> int | None:
+    """The number in a file; None if there is no such file, or if it has none, as where a limit is `max`."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

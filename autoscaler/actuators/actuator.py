@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from splitserve.roles import PoolName
 
@@ -27,7 +27,7 @@ class ActualReplica:
 
     name: str
     pool: PoolName
-    """An actuator gives the pool that the replica was started for, whatever its worker's role is now."""
+    """The pool that it was started for, whatever its worker's role is now."""
     stopping: bool
     """It is draining and has not ended yet."""
     created_wall_s: float
@@ -39,21 +39,6 @@ class ActualReplica:
     host: str = ""
     """The host that it runs on, where there are several."""
     presence: Presence = Presence.HERE
-
-
-def counted(replicas: Iterable[ActualReplica], registered: Collection[str]) -> list[ActualReplica]:
-    """The replicas that count: all but the given-up ones. A given-up one that is still `registered` serves and
-    counts."""
-    return [
-        replica
-        for replica in replicas
-        if replica.presence is not Presence.GIVEN_UP or replica.name in registered
-    ]
-
-
-def by_role(replicas: Iterable[ActualReplica], roles: Mapping[str, PoolName]) -> list[ActualReplica]:
-    """The replicas, each in the pool of its worker's role. One that is missing in `roles` keeps its pool."""
-    return [replace(replica, pool=roles.get(replica.name, replica.pool)) for replica in replicas]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +91,9 @@ class Actuator(ABC):
         the kind `shape.gpu`."""
 
     @abstractmethod
-    async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
-        """Tells these replicas of a pool to drain and to end within `drain_s` seconds; returns at once. A replica that
-        still runs after the deadline is killed. Names that do not exist are ignored."""
+    async def stop(self, names: Sequence[str], drain_s: float) -> None:
+        """Tells these replicas to drain and to end within `drain_s` seconds; returns at once. A replica that still runs
+        after the deadline is killed. Names that do not exist are ignored."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -121,8 +121,8 @@ class DockerActuator(RoomActuator):
         await self._engine.call(f"start {pool}", lambda client: self._start(client, pool, count, shape))
 
     @override
-    async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
-        await self._engine.call(f"stop {pool}", lambda client: self._stop(client, pool, names, drain_s))
+    async def stop(self, names: Sequence[str], drain_s: float) -> None:
+        await self._engine.call("stop replicas", lambda client: self._stop(client, names, drain_s))
 
     @override
     async def room(self, pool: PoolName, shape: ReplicaShape) -> Room:
@@ -303,9 +303,9 @@ class DockerActuator(RoomActuator):
             client.remove_container(container_id, v=True, force=True)
             raise
 
-    def _stop(self, client: APIClient, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
+    def _stop(self, client: APIClient, names: Sequence[str], drain_s: float) -> None:
         for container in self._ours(self._containers(client)):
-            if container.pool != pool or container.gone or container.drain_until_s is not None:
+            if container.gone or container.drain_until_s is not None:
                 continue
             facts = self._facts_of(client, container)
             if facts is None or facts.name not in names:

@@ -70,8 +70,11 @@ class KubernetesActuator(Actuator):
         await self._api.set_replicas(workload, scale.replicas + count, scale.version)
 
     @override
-    async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
-        pods = await self._look(pool)
+    async def stop(self, names: Sequence[str], drain_s: float) -> None:
+        for pool in POOLS:
+            await self._stop(await self._look(pool), names, drain_s)
+
+    async def _stop(self, pods: _WorkloadPods, names: Sequence[str], drain_s: float) -> None:
         chosen = [pod for pod in pods.staying if pod.name in names]
         fewer = len(chosen) + len(pods.pending & set(names))
         if not fewer:

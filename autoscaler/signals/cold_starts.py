@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from autoscaler.actuators.actuator import ActualReplica
-from autoscaler.snapshot import UP, ReplicaStart, ReplicaState
+from autoscaler.snapshot import UP, Replica, ReplicaStart, ReplicaState
 from splitserve.roles import POOLS, PoolName
 from splitserve.v1 import scaling_pb2
 
@@ -24,21 +23,20 @@ class ColdStarts:
         """Replicas that have been up, by name and creation time: one whose host was cut off does not start again."""
         self._took_s: dict[PoolName, deque[float]] = {pool: deque(maxlen=MAX_COLD_STARTS) for pool in POOLS}
 
-    def look(
-        self, actual: Sequence[ActualReplica], up_since: Mapping[str, tuple[ReplicaState, float]]
-    ) -> None:
-        """Updates with the existing replicas. `up_since`: state and its start (seconds since the epoch) by name."""
+    def look(self, pools: Mapping[PoolName, Sequence[Replica]], wall_ahead_s: float) -> None:
+        """Updates with the existing replicas. `wall_ahead_s`: the wall clock less the clock of `Replica.since_s`."""
         starting: set[str] = set()
         were_up: set[tuple[str, float]] = set()
-        for replica in actual:
-            state, since_s = up_since.get(replica.name, (ReplicaState.STARTING, 0.0))
+        ours = [(pool, replica) for pool, members in pools.items() for replica in members if replica.managed]
+        for pool, replica in ours:
             start = replica.name, replica.created_wall_s
-            if start in self._were_up or state in UP:
+            if start in self._were_up or replica.state in UP:
                 were_up.add(start)
-            elif state is ReplicaState.STARTING:
+            elif replica.state is ReplicaState.STARTING:
                 starting.add(replica.name)
-            if state in UP and replica.name in self._starting:
-                self._took_s[replica.pool].append(max(0.0, since_s - replica.created_wall_s))
+            if replica.state in UP and replica.name in self._starting:
+                up_wall_s = replica.since_s + wall_ahead_s
+                self._took_s[pool].append(max(0.0, up_wall_s - replica.created_wall_s))
         self._starting, self._were_up = starting, were_up
 
     def of(self, pool: PoolName) -> float | None:

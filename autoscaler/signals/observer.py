@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from autoscaler.actuators.actuator import ActualReplica, by_role, counted
+from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.signals.arrival_log import ArrivalLog
 from autoscaler.signals.cold_starts import ColdStarts, start_phases
 from autoscaler.signals.totals import CoordinatorTrack, totals_of
@@ -14,12 +14,12 @@ from autoscaler.signals.worker_view import (
     Sighting,
     context_tokens,
     decode_latency,
+    joined,
     lane_gb_per_s,
     mean_reported,
     merged,
     of_pool,
     prefill_tokens_per_s,
-    replicas,
     with_served,
 )
 from autoscaler.snapshot import DecodeSignals, LinkSignals, PrefillSignals, Snapshot
@@ -39,17 +39,14 @@ OnEnded = Callable[[Sequence[tuple[str, int]]], Awaitable[None]]
 """Takes (worker id, epoch) pairs."""
 
 
-async def _no_replicas() -> Sequence[ActualReplica]:
-    return ()
-
-
 class Observer:
     """Polls all coordinators at each `observe`; nothing runs in between. Memory is bounded by `keep_history`.
 
     The caller closes `sources`. `replicas` lists the actuator's replicas; snapshots include other workers as well.
+    Without an actuator (None) all workers count as its replicas.
     `on_ended` is told of boots whose replicas are no longer listed; give it only when that proves that they have ended.
     Histograms cover `window_s` seconds, arrivals DEFAULT_HISTORY_S or the time given to `keep_history`. An empty
-    `model` sums all models; with a model, the workers of all others are only named (`Snapshot.foreign`).
+    `model` sums all models; with a model, snapshots leave the workers of all others out.
 
     The last figures and the mean demand of a coordinator that does not answer count for `window_s` seconds and are
     missing afterwards. In both cases the snapshot is not `complete`.
@@ -58,7 +55,7 @@ class Observer:
     def __init__(
         self,
         sources: Sequence[ScalingClient],
-        replicas: Replicas = _no_replicas,
+        replicas: Replicas | None = None,
         *,
         model: str = "",
         window_s: float = DEFAULT_WINDOW_S,
@@ -86,13 +83,13 @@ class Observer:
     async def observe(self) -> Snapshot:
         """Takes a snapshot. Raises UnavailableError (NO_COORDINATOR) when none answers, and what `replicas` raises."""
         answers = await asyncio.gather(*(self._ask(source) for source in self._sources))
-        listed = await self._replicas()
+        listed = None if self._replicas is None else await self._replicas()
         answered = [answer for answer in answers if answer is not None]
         if not answered:
             named = ", ".join(source.target for source in self._sources)
             raise UnavailableError(f"no coordinator answers: {named}", reason="NO_COORDINATOR")
         if self._on_ended is not None:
-            names = [replica.name for replica in listed]
+            names = [replica.name for replica in listed or ()]
             if ended := self._ended.look(names, _boots(answered)):
                 await self._on_ended(ended)
         now, wall = self._clock(), self._wall_clock()
@@ -105,7 +102,7 @@ class Observer:
         self._learn_foreign(answered)
         known = [model for _, answer, _ in answered for model in self._models(answer)]
         self.served = with_served(self.served, known)
-        actual = [replica for replica in listed if replica.name not in self._foreign]
+        actual = listed and [replica for replica in listed if replica.name not in self._foreign]
         return self._snapshot(actual, now, wall, complete=len(answered) == len(self._sources))
 
     def _learn_foreign(self, answers: Sequence[tuple[str, scaling_pb2.GetSignalsResponse, float]]) -> None:
@@ -136,7 +133,7 @@ class Observer:
         return source.target, response, self._clock()
 
     def _snapshot(
-        self, actual: Sequence[ActualReplica], now: float, wall: float, *, complete: bool
+        self, actual: Sequence[ActualReplica] | None, now: float, wall: float, *, complete: bool
     ) -> Snapshot:
         held = [
             track
@@ -145,16 +142,15 @@ class Observer:
         ]
         models = [(self._models(track.last), track.last_s) for track in held if track.last and track.last_s]
         seen = merged(models)
-        since = {name: (worker.state, wall - (now - worker.since_s)) for name, worker in seen.items()}
-        roles = {name: worker.pools[0] for name, worker in seen.items() if len(worker.pools) == 1}
-        actual = by_role(counted(actual, seen), roles)
-        self._cold_starts.look(actual, since)
+        replicas = joined(seen, actual, now, wall)
+        if actual is not None:
+            self._cold_starts.look(replicas, wall - now)
         windows = [window for track in held if (window := track.window(now)) is not None]
         phases = sum(windows[1:], windows[0]).phases if windows else {}
         progress = [model.in_progress for answered, _ in models for model in answered]
         prefills, decodes = of_pool("prefill", seen), of_pool("decode", seen)
         prefill = PrefillSignals(
-            replicas=replicas("prefill", seen, actual, now, wall),
+            replicas=replicas["prefill"],
             waiting_requests=sum(model.prefilling_requests for model in progress),
             backlog_tokens=round(sum(model.prefilling_tokens for model in progress)),
             tokens_per_s=prefill_tokens_per_s(prefills),
@@ -164,7 +160,7 @@ class Observer:
             start=start_phases(prefills),
         )
         decode = DecodeSignals(
-            replicas=replicas("decode", seen, actual, now, wall),
+            replicas=replicas["decode"],
             running_requests=sum(worker.load.running_requests for worker in decodes),
             # Both count the same requests, but a coordinator also counts its own waiting ones.
             waiting_reservations=max(
@@ -202,7 +198,6 @@ class Observer:
                 for model in progress
             ),
             model_known=bool(self.served),
-            foreign=frozenset(self._foreign),
             metrics=_metrics(seen, progress),
         )
 

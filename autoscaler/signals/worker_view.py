@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from autoscaler.actuators.actuator import ActualReplica
+from autoscaler.actuators.actuator import ActualReplica, Presence
 from autoscaler.snapshot import Replica, ReplicaState
 from splitserve.config.engine import MAX_ADAPTERS
 from splitserve.latency_model import DecodeLatency, LatencyModel, mean_latency
@@ -55,6 +55,19 @@ class Sighting:
         load = self.signals.load
         return load.running_requests + load.waiting_requests + load.waiting_reservations
 
+    def replica(self, *, ours: bool) -> Replica:
+        """The worker as a replica."""
+        both = len(self.pools) > 1
+        return Replica(
+            self.signals.worker_id,
+            self.state,
+            self.since_s,
+            self.load,
+            ours=ours,
+            both=both,
+            can_change_role=not both and self.signals.changes_role,
+        )
+
 
 def merged(answers: Iterable[tuple[Iterable[scaling_pb2.ModelSignals], float]]) -> dict[str, Sighting]:
     """Each worker once, by name. `answers`: the models of each coordinator and the time of its answer."""
@@ -69,41 +82,41 @@ def merged(answers: Iterable[tuple[Iterable[scaling_pb2.ModelSignals], float]]) 
     return dict(sorted(sightings.items()))
 
 
-def replicas(
-    pool: PoolName,
-    seen: Mapping[str, Sighting],
-    actual: Sequence[ActualReplica],
-    now_s: float,
-    wall_s: float,
-) -> tuple[Replica, ...]:
-    """The replicas of one pool, including those that only the actuator knows yet."""
-    listed = {replica.name for replica in actual}
-    ours = {replica.name: replica for replica in actual if replica.pool == pool}
-    replicas_seen = []
-    sightings = {name: worker for name, worker in seen.items() if pool in worker.pools}
-    for name in sorted(ours.keys() | sightings.keys()):
-        worker, replica = sightings.get(name), ours.get(name)
+def joined(
+    seen: Mapping[str, Sighting], actual: Sequence[ActualReplica] | None, now_s: float, wall_s: float
+) -> dict[PoolName, tuple[Replica, ...]]:
+    """The replicas of each pool in order of their names, including those that only the actuator knows yet. A worker is
+    in the pools of its role, wherever it was started.
+
+    Replicas that were given up are left out, unless a coordinator still sees them. Without an actuator (`actual` None)
+    every worker counts as ours.
+    """
+    listed = {
+        replica.name: replica
+        for replica in actual or ()
+        if replica.presence is not Presence.GIVEN_UP or replica.name in seen
+    }
+    pools: dict[PoolName, list[Replica]] = {pool: [] for pool in POOLS}
+    for name in sorted(listed.keys() | seen.keys()):
+        worker, ordered = seen.get(name), listed.get(name)
         if worker is not None:
-            state, since_s, load = worker.state, worker.since_s, worker.load
-        else:
-            created_s = replica.created_wall_s if replica is not None else wall_s
-            state, since_s, load = ReplicaState.STARTING, now_s - max(0.0, wall_s - created_s), 0.0
-        if replica is not None and replica.stopping:
-            state = ReplicaState.DRAINING
-        both = worker is not None and len(worker.pools) > 1
-        replicas_seen.append(
-            Replica(
-                name,
-                state,
-                since_s,
-                load,
-                registered=worker is not None,
-                ours=name in listed,
-                both=both,
-                can_change_role=worker is not None and not both and worker.signals.changes_role,
+            replica, its_pools = worker.replica(ours=actual is None), worker.pools
+        if ordered is not None:
+            if worker is None:
+                since_s = now_s - max(0.0, wall_s - ordered.created_wall_s)
+                replica = Replica(name, ReplicaState.STARTING, since_s, registered=False)
+                its_pools = (ordered.pool,)
+            replica = replace(
+                replica,
+                state=ReplicaState.DRAINING if ordered.stopping else replica.state,
+                ours=True,
+                created_wall_s=ordered.created_wall_s,
+                placeholder=ordered.placeholder,
+                reachable=ordered.presence is Presence.HERE,
             )
-        )
-    return tuple(replicas_seen)
+        for pool in its_pools:
+            pools[pool].append(replica)
+    return {pool: tuple(members) for pool, members in pools.items()}
 
 
 def of_pool(pool: PoolName, seen: Mapping[str, Sighting]) -> list[scaling_pb2.WorkerSignals]:

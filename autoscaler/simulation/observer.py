@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.signals.arrival_log import ArrivalLog
 from autoscaler.signals.cold_starts import ColdStarts
 from autoscaler.signals.totals import NOTHING, READ_PHASES, CoordinatorTrack, DemandCounts, Totals
 from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import SimulatedReplica, SimulatedRequest
 from autoscaler.simulation.scenario import Scenario
-from autoscaler.snapshot import DecodeSignals, LinkSignals, PrefillSignals, Replica, ReplicaState, Snapshot
+from autoscaler.snapshot import DecodeSignals, LinkSignals, PrefillSignals, Replica, Snapshot
 from coordinator.admission.queue import NOTHING_HELD, Held
 from splitserve.histograms import LATENCY_BOUNDS_S, DurationCounts, Histogram
 from splitserve.roles import POOLS, PoolName
@@ -86,6 +85,7 @@ class SimulatedObserver:
         """The snapshot at `now_s`. Call once per decision: each call ends a bucket of arrivals."""
         cluster, engine = self._cluster, self._scenario.engine
         decode = cluster.pool("decode")
+        pools = {pool: self._seen(cluster.pool(pool)) for pool in POOLS}
         phases = {
             phase: Histogram(LATENCY_BOUNDS_S, tuple(map(float, times.counts)))
             for phase, times in self._times.items()
@@ -95,12 +95,12 @@ class SimulatedObserver:
             since_s, demand = arrived
             self._arrivals.add(since_s, now_s, demand)
         recent = (self._track.window(now_s) or NOTHING).phases
-        self._cold_starts.look(self.actual(), {r.name: (r.state, r.since_s) for r in cluster.replicas})
+        self._cold_starts.look(pools, 0.0)
         return Snapshot(
             now_s=now_s,
-            prefill=self._prefill_signals(recent),
+            prefill=self._prefill_signals(pools["prefill"], recent),
             decode=DecodeSignals(
-                replicas=self._seen(decode),
+                replicas=pools["decode"],
                 running_requests=sum(r.running for r in decode),
                 waiting_reservations=sum(r.waiting_reservations for r in decode)
                 + self._held("decode").requests,
@@ -119,20 +119,11 @@ class SimulatedObserver:
             in_progress=self._in_progress,
         )
 
-    def actual(self) -> list[ActualReplica]:
-        """The replicas that scaling concerns, as an actuator lists them. Those of role `both` are left out."""
-        return [
-            ActualReplica(r.name, pool, r.state is ReplicaState.DRAINING, r.ordered_s)
-            for pool in POOLS
-            for r in self._cluster.pool(pool)
-            if r.role != "both"
-        ]
-
-    def _prefill_signals(self, recent: Mapping[int, Histogram]) -> PrefillSignals:
+    def _prefill_signals(self, there: tuple[Replica, ...], recent: Mapping[int, Histogram]) -> PrefillSignals:
         replicas, held = self._cluster.pool("prefill"), self._held("prefill")
         rates = [rate for r in replicas if (rate := r.latency.prefill_tokens_per_s)]
         return PrefillSignals(
-            replicas=self._seen(replicas),
+            replicas=there,
             waiting_requests=sum(r.prompts.waiting for r in replicas) + held.requests,
             backlog_tokens=sum(r.prompts.tokens for r in replicas) + round(held.uncached_tokens),
             tokens_per_s=fmean(rates) if rates else None,
@@ -142,16 +133,16 @@ class SimulatedObserver:
         )
 
     def _seen(self, replicas: Sequence[SimulatedReplica]) -> tuple[Replica, ...]:
-        both = {replica.name for replica in replicas if replica.role == "both"}
         return tuple(
             Replica(
                 r.name,
                 r.state,
                 r.since_s,
                 float(r.load),
-                ours=r.name not in both,
-                both=r.name in both,
-                can_change_role=self._scenario.changes_role and r.name not in both,
+                ours=r.role != "both",
+                both=r.role == "both",
+                can_change_role=self._scenario.changes_role and r.role != "both",
+                created_wall_s=r.ordered_s,
             )
             for r in replicas
         )

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.decide import make_decide
 from autoscaler.plan import Decide, Memory, PoolPlan, ScalingPlan
-from autoscaler.policies.policy_file import ScalingPolicy
-from autoscaler.reconcile import Bounds, Drain, ReplicaView, action_word, bounds_of, members, reconcile
+from autoscaler.policies.policy_file import MOST_REPLICAS, PoolPolicy, ScalingPolicy
+from autoscaler.reconcile import Drain, action_word, reconcile
 from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.observer import SimulatedObserver
 from autoscaler.simulation.outcome import Moment, Outcome, moment_of
 from autoscaler.simulation.scenario import Scenario
-from autoscaler.snapshot import Snapshot
-from autoscaler.start_watch import StartLimits, StartWatch, start_limits
+from autoscaler.start_watch import StartWatch
 from splitserve.roles import POOLS, POOLS_OF, PoolName
 
-NO_BOUNDS: Mapping[PoolName, Bounds] = dict.fromkeys(POOLS, Bounds(1, 10_000))
+NO_BOUNDS: Mapping[PoolName, PoolPolicy] = dict.fromkeys(POOLS, PoolPolicy(max_replicas=MOST_REPLICAS))
 _PROGRESS_STEPS = 100
 SETTLED_S = 3600.0
 """As long as the longest stabilization window. Makes long gaps between requests cheap: once nothing has changed for
@@ -31,9 +29,10 @@ this much later."""
 class Simulation:
     """One run. `run` may be called once.
 
-    `interval_s`: the time between decisions. `on_progress` is called about a hundred times, with the share of the
-    requests that have arrived. `starts` are the limits of the control loop's watch over starts, which replaces overdue
-    replicas and pauses after failed ones. Without them a replica that has ended is replaced at once.
+    `interval_s`: the time between decisions. `pools` has the bounds of both pools and the limits of their starts.
+    `on_progress` is called about a hundred times, with the share of the requests that have arrived. `watch_starts`: as
+    the control loop does, replaces overdue replicas and pauses after failed ones. Without it a replica that has ended
+    is replaced at once.
     """
 
     def __init__(
@@ -41,13 +40,13 @@ class Simulation:
         scenario: Scenario,
         decide: Decide,
         interval_s: float = 15.0,
-        bounds: Mapping[PoolName, Bounds] = NO_BOUNDS,
+        pools: Mapping[PoolName, PoolPolicy] = NO_BOUNDS,
         name: str = "policy",
         on_progress: Callable[[float], None] = lambda _: None,
-        starts: Mapping[PoolName, StartLimits] | None = None,
+        watch_starts: bool = False,
     ) -> None:
-        self._scenario, self._policy, self._interval_s, self._bounds = scenario, decide, interval_s, bounds
-        self._name, self._on_progress, self._starts = name, on_progress, starts
+        self._scenario, self._policy, self._interval_s, self._pools = scenario, decide, interval_s, pools
+        self._name, self._on_progress, self._watch_starts = name, on_progress, watch_starts
         self._watch = StartWatch(lambda *_, **__: None)
         self._memory: Memory = None
         self._plan: ScalingPlan | None = None
@@ -66,7 +65,7 @@ class Simulation:
             on_end=lambda request, _: self._observer.ended(request),
             on_local=lambda request, _: self._observer.local(request),
             on_waiting=self._wake,
-            on_demand=any(pool.min == 0 for pool in bounds.values()),
+            on_demand=any(pool.min_replicas == 0 for pool in pools.values()),
         )
         self._observer = SimulatedObserver(self._cluster, scenario)
 
@@ -124,28 +123,18 @@ class Simulation:
             self._decide(now_s)
 
     def _decide(self, now_s: float) -> None:
-        snapshot, actual, paused = (
-            self._observer.snapshot(now_s),
-            self._observer.actual(),
-            frozenset[PoolName](),
-        )
-        if self._starts is not None:
-            snapshot = self._watch.look(snapshot, actual, self._starts)
+        snapshot, paused = self._observer.snapshot(now_s), frozenset[PoolName]()
+        if self._watch_starts:
+            snapshot = self._watch.look(snapshot, self._pools)
             paused = self._watch.paused(now_s)
         self._plan, self._memory = plan, _ = self._policy(self._memory, snapshot)
         self._moments.append(moment_of(snapshot, plan))
-        pools = {pool: _members(pool, actual, snapshot) for pool in POOLS}
-        for action in reconcile(plan, pools, self._bounds, paused):
+        pools = {pool: snapshot.pool(pool).replicas for pool in POOLS}
+        for action in reconcile(plan, pools, self._pools, paused):
             if isinstance(action, Drain):
                 self._watch.told_to_end(action.names)
             self._action_times.append((now_s, f"{action_word(action)} {action.pool}"))
             self._cluster.act(action, now_s)
-
-
-def _members(pool: PoolName, actual: Sequence[ActualReplica], snapshot: Snapshot) -> tuple[ReplicaView, ...]:
-    """A pool as the control loop sees it. Workers of role `both` are nobody's replicas."""
-    seen = {replica.name: replica for replica in snapshot.pool(pool).replicas}
-    return members(pool, actual, seen, [replica for replica in seen.values() if replica.both])
 
 
 POLICY_NAME = "policy"
@@ -158,8 +147,10 @@ def run_policy(
     name: str = POLICY_NAME,
 ) -> Outcome:
     """Runs the policy under the control loop's watch over starts."""
-    bounds, decide, starts = bounds_of(policy), make_decide(policy), start_limits(policy)
-    return Simulation(scenario, decide, policy.interval_s, bounds, name, on_progress, starts=starts).run()
+    decide = make_decide(policy)
+    return Simulation(
+        scenario, decide, policy.interval_s, policy.pools, name, on_progress, watch_starts=True
+    ).run()
 
 
 def static_replicas(counts: Mapping[PoolName, int]) -> Decide:

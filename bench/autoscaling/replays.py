@@ -11,7 +11,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from autoscaler.reconcile import bounds_of
 from autoscaler.simulation.outcome import Outcome
 from autoscaler.simulation.simulator import POLICY_NAME, run_policy
 from bench.autoscaling.cases import ScalingCase, default_policy, scenario_of
@@ -71,7 +70,7 @@ def replayed(replay: Replay, folder: Path) -> ReplayRow:
     elif replay.name == BOUND:
         outcome = clairvoyant_bound(scenario, ATTAINMENT).outcome
     else:
-        outcome = run_baseline(scenario, replay.name, bounds_of(policy), replay.knobs, ATTAINMENT)
+        outcome = run_baseline(scenario, replay.name, policy.pools, replay.knobs, ATTAINMENT)
     return _row(replay, outcome, time.process_time() - began)
 
 

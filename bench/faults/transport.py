@@ -109,7 +109,6 @@ class FaultyTransport(Transport):
         self._completed: list[WriteResult] = []
         self._line_free_s = 0.0
         self._last_number = 0
-        self._descriptors = 0
 
     @override
     def register_memory(self, memory: KvMemoryRegion) -> TransferEndpoint:
@@ -170,7 +169,7 @@ class FaultyTransport(Transport):
         else:
             late = self.dice.fires("late_write", agent_id)
             self._hold_or_run(write, due_s + (self._plan.hold_s if late else 0.0))
-        self._descriptors += len(merge_runs(local_blocks, remote_blocks))
+        self.descriptors_posted += len(merge_runs(local_blocks, remote_blocks))
         return write.handle
 
     @override
@@ -202,12 +201,6 @@ class FaultyTransport(Transport):
         for waiting in (self._held, self._arrivals, self._open, self._stuck, self._completed):
             waiting.clear()
         self._inner.close()
-
-    @property
-    @override
-    def descriptors_posted(self) -> int:
-        """Counts a write when it is posted here, held or not."""
-        return self._descriptors
 
     @property
     @override

@@ -195,7 +195,7 @@ def _run(workers: int, blocks: int, decisions: int) -> tuple[list[float], list[f
         request = RoutingRequest(
             MODEL.name, PROMPT_TOKENS, turn=turn, hits=hits, session_id=session, wants_candidates=True
         )
-        pair = router.choose_pair(pools.snapshot(), pools.loads, request, now)
+        pair = router.choose_pair(pools.snapshot(), pools.loads, request)
         if pair is None or pair.decode is None:
             raise AssertionError("every pair is connected")
         pools.sent(pair.prefill, PROMPT_TOKENS - pair.cost.cached_tokens)

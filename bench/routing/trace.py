@@ -63,19 +63,15 @@ class LeastWaitRouter(PrefixRouter):
     """The least predicted time where nothing is known of prefix caches."""
 
     @override
-    def choose_pair(
-        self, snapshot: PoolSnapshot, loads: WorkerLoads, request: RoutingRequest, now: float
-    ) -> Pair | None:
-        return super().choose_pair(snapshot, loads, replace(request, hits=NO_HITS), now)
+    def choose_pair(self, snapshot: PoolSnapshot, loads: WorkerLoads, request: RoutingRequest) -> Pair | None:
+        return super().choose_pair(snapshot, loads, replace(request, hits=NO_HITS))
 
 
 class RoundRobinRouter(Router):
     """Each worker in turn, whatever its load."""
 
     @override
-    def choose_pair(
-        self, snapshot: PoolSnapshot, loads: WorkerLoads, request: RoutingRequest, now: float
-    ) -> Pair | None:
+    def choose_pair(self, snapshot: PoolSnapshot, loads: WorkerLoads, request: RoutingRequest) -> Pair | None:
         prefills = _turned(snapshot, request, "prefill")
         if not request.needs_decode:
             return Pair(prefills[0], None) if prefills else None

@@ -171,9 +171,7 @@ class PairSelector:
         return self._registry.prefixes.hits(state.request.block_keys, time.monotonic())
 
     def _choose(self, request: RoutingRequest) -> Pair | None:
-        return self._router.choose_pair(
-            self._registry.snapshot(), self._registry.loads, request, time.monotonic()
-        )
+        return self._router.choose_pair(self._registry.snapshot(), self._registry.loads, request)
 
 
 def _log_chosen(pair: Pair, request: RoutingRequest) -> None:

@@ -7,12 +7,12 @@ The cost of a prefill worker p and a decode worker d is the sum of
     others    prompt tokens that p does not hold / the pool's mean rate, times `crowding`: the delay for requests
               behind this one
     transfer  bytes of the prompt's blocks that d does not hold / speed of the lane from p to d
-    decode    wait for blocks at d, and the cost of a step in its batch (`decode_score_s`); if decode workers compute
-              all prompts, also the time for the prompts that wait at d
+    decode    wait for blocks at d, and the cost of a step in its batch; if decode workers compute all prompts, also the
+              time for the prompts that wait at d
 
 Queue, prefill and transfer are Mooncake's Algorithm 1 (Qin et al., FAST 2025); the other terms and the joint choice of
-both workers are ours. docs/guides/routing.md explains each term. `router.pair_cost` computes the cost of one pair;
-`PrefixRouter` computes the same for whole pools at once, and only for pairs of the most promising prefill workers.
+both workers are ours. docs/guides/routing.md explains each term. The terms are computed for whole pools at once, and
+their sums only for pairs of the most promising prefill workers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from typing_extensions import override
 
 from coordinator.request.state import Candidate, PairCost
-from coordinator.routing.router import Pair, Router, RoutingRequest, needed_blocks, pair_cost, queue_weight
+from coordinator.routing.router import Pair, Router, RoutingRequest
 from coordinator.routing.worker_columns import (
     Column,
     DecodeColumns,
@@ -33,7 +33,7 @@ from coordinator.routing.worker_columns import (
     WorkerColumns,
 )
 from coordinator.workers.load import WorkerLoads
-from coordinator.workers.snapshot import PoolSnapshot
+from coordinator.workers.snapshot import PoolSnapshot, Worker
 
 HOME_SHARE = 0.25
 """Bonus of a session's home worker: this share of the time to compute the whole prompt, or of one decode step. A
@@ -55,6 +55,16 @@ class _Best:
     decode: int = -1
 
 
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """The decode workers at the ends of a request's handoffs: the wait at each, in seconds, and the bytes of KV that it
+    lacks; each float64 [workers]."""
+
+    columns: DecodeColumns
+    wait_s: Column
+    lacking: Column
+
+
 class PrefixRouter(Router):
     """Chooses the pair of least predicted cost, with a bonus for a session's home; see the module docstring.
 
@@ -65,9 +75,7 @@ class PrefixRouter(Router):
         self._models: dict[str, ModelColumns] = {}
 
     @override
-    def choose_pair(
-        self, snapshot: PoolSnapshot, loads: WorkerLoads, request: RoutingRequest, now: float
-    ) -> Pair | None:
+    def choose_pair(self, snapshot: PoolSnapshot, loads: WorkerLoads, request: RoutingRequest) -> Pair | None:
         columns = self._columns(request.model)
         columns.refresh(snapshot, loads)
         prefill, decode = columns.prefill, columns.decode
@@ -84,18 +92,20 @@ class PrefixRouter(Router):
             first = _first_least(p_score, request.turn)
             if p_score[first] == np.inf:
                 return None
-            return _pair(loads, prefill, first, None, 0, request, p_kept, None)
-        d_score = _decode_scores(decode, request)
-        lacking = decode.bytes_lacking(request.prompt_tokens, depths)
-        best = _least_pair(p_score, d_score, lacking, prefill, request.turn)
+            return _pair(request, prefill, first, None, 0, p_kept, None)
+        ends = _Ends(
+            decode, _decode_waits(decode, request), decode.bytes_lacking(request.prompt_tokens, depths)
+        )
+        d_score = _decode_scores(ends, request)
+        best = _least_pair(p_score, d_score, ends.lacking, prefill, request.turn)
         row, column = best.prefill, best.decode
         if row < 0:
             return None
         d_total: Column | None = None
         if p_kept is not None:
-            d_total = prefill.byte_s[row] * lacking + d_score + prefill.unreached[row]
-            p_kept += prefill.byte_s[:, column] * lacking[column] + prefill.unreached[:, column]
-        return _pair(loads, prefill, row, decode, column, request, p_kept, d_total)
+            d_total = prefill.byte_s[row] * ends.lacking + d_score + prefill.unreached[row]
+            p_kept += prefill.byte_s[:, column] * ends.lacking[column] + prefill.unreached[:, column]
+        return _pair(request, prefill, row, ends, column, p_kept, d_total)
 
     def _columns(self, model: str) -> ModelColumns:
         columns = self._models.get(model)
@@ -106,12 +116,17 @@ class PrefixRouter(Router):
         return columns
 
 
+def _queue_weight(class_rank: int) -> float:
+    """Share of a queue that a request of this class waits for, since it overtakes requests of lower classes."""
+    return float(2.0**-class_rank)
+
+
 def _prefill_scores(pool: PrefillColumns, request: RoutingRequest, depths: Column | None) -> Column:
     """Queue, prefill and others' delay of each prefill worker, in seconds, up to a common constant; float64 [workers].
 
     Infinite for workers that must not be used. `depths` are cached leading blocks by slot, float64 [slots + 1].
     """
-    scores: Column = pool.token_s * request.prompt_tokens + pool.queue_s * queue_weight(request.class_rank)
+    scores: Column = pool.token_s * request.prompt_tokens + pool.queue_s * _queue_weight(request.class_rank)
     if depths is not None:
         blocks = depths.take(pool.slots, mode="wrap")
         held = np.minimum(blocks * pool.block_size, request.prompt_tokens - 1)
@@ -128,12 +143,25 @@ def _others_token_s(pool: PrefillColumns) -> float:
     return pool.crowded * pool.mean_token_s
 
 
-def _decode_scores(pool: DecodeColumns, request: RoutingRequest) -> Column:
-    """Wait and step cost of each decode worker, in seconds, float64 [workers]; infinite for those not to be used."""
-    missing = np.maximum(needed_blocks(request, pool.block_size) - pool.free, 0.0)
-    scores: Column = missing * pool.block_s * request.expected_output_tokens + pool.batch_s
+def _decode_waits(pool: DecodeColumns, request: RoutingRequest) -> Column:
+    """Wait and step cost of each decode worker, in seconds, float64 [workers]; infinite for those not accepting.
+
+    Missing blocks become free as running sequences end: each holds its share of the blocks held, and has about as many
+    steps left as the request expects. The batch counts as one step, stretched by its fill, so that an emptier worker
+    wins while there is room.
+    """
+    # For the prompt and its expected output.
+    needed = (request.prompt_tokens + 1 + request.expected_output_tokens) // pool.block_size + 1.0
+    missing = np.maximum(needed - pool.free, 0.0)
+    waits: Column = missing * pool.block_s * request.expected_output_tokens + pool.batch_s
     if request.is_local:
-        scores += pool.prompts_s
+        waits += pool.prompts_s
+    return waits
+
+
+def _decode_scores(ends: _Ends, request: RoutingRequest) -> Column:
+    """The waits, less the bonus of a session's home, float64 [workers]; infinite for workers not to be used."""
+    pool, scores = ends.columns, ends.wait_s.copy()
     if request.session_id:
         home = pool.home(request.session_id)
         scores[home] -= HOME_SHARE * pool.step_s[home]
@@ -197,36 +225,60 @@ def _candidates(
     return [Candidate(pool.workers[row].worker_id, pool.name, costs(row), row == home) for row in rows]
 
 
+def _cost(
+    request: RoutingRequest, prefills: PrefillColumns, row: int, ends: _Ends | None, column: int
+) -> PairCost:
+    """The predicted cost of the pair at `row` and `column`; without `ends`, of the prefill worker alone."""
+    worker, token_s = prefills.workers[row], float(prefills.token_s[row])
+    # The last token is always computed, for its logits.
+    cached = min(_held_tokens(worker, request), request.prompt_tokens - 1)
+    uncached = request.prompt_tokens - cached
+    queue_s = float(prefills.queue_s[row]) * _queue_weight(request.class_rank)
+    others_s = uncached * _others_token_s(prefills)
+    if ends is None:
+        return PairCost(queue_s, uncached * token_s, others_s, cached_tokens=cached)
+    return PairCost(
+        queue_s,
+        uncached * token_s,
+        others_s,
+        transfer_s=float(prefills.byte_s[row, column] * ends.lacking[column]),
+        decode_wait_s=float(ends.wait_s[column]),
+        cached_tokens=cached,
+        decode_cached_tokens=min(_held_tokens(ends.columns.workers[column], request), request.prompt_tokens),
+    )
+
+
+def _held_tokens(worker: Worker, request: RoutingRequest) -> int:
+    """Tokens of the leading blocks that a worker caches."""
+    return request.hits.blocks(worker.prefix_slot) * worker.block_size_tokens
+
+
 def _pair(
-    loads: WorkerLoads,
+    request: RoutingRequest,
     prefills: PrefillColumns,
     row: int,
-    decodes: DecodeColumns | None,
+    ends: _Ends | None,
     column: int,
-    request: RoutingRequest,
     p_total: Column | None,
     d_total: Column | None,
 ) -> Pair:
     """The pair at `row` and `column`, with candidates of the pools whose totals are given; totals are overwritten."""
 
     def cost(row: int, column: int) -> PairCost:
-        prefill, rate = prefills.workers[row], 1 / float(prefills.token_s[row])
-        others_token_s = _others_token_s(prefills)
-        if decodes is None:
-            return pair_cost(prefill, None, loads, request, rate, 0.0, 0.0, others_token_s)
-        byte_s, step_s = float(prefills.byte_s[row, column]), float(decodes.step_s[column])
-        return pair_cost(
-            prefill, decodes.workers[column], loads, request, rate, step_s, byte_s, others_token_s
-        )
+        return _cost(request, prefills, row, ends, column)
 
     chosen, candidates = cost(row, column), list[Candidate]()
     if p_total is not None:
         candidates += _candidates(
             prefills, p_total, row, lambda at: chosen if at == row else cost(at, column), request.session_id
         )
-    if d_total is not None and decodes is not None:
+    if d_total is not None and ends is not None:
         candidates += _candidates(
-            decodes, d_total, column, lambda at: chosen if at == column else cost(row, at), request.session_id
+            ends.columns,
+            d_total,
+            column,
+            lambda at: chosen if at == column else cost(row, at),
+            request.session_id,
         )
-    decode = decodes.workers[column] if decodes is not None else None
+    decode = ends.columns.workers[column] if ends is not None else None
     return Pair(prefills.workers[row], decode, chosen, tuple(candidates))

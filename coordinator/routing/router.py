@@ -1,5 +1,5 @@
-"""The interface of routing policies, from a RoutingRequest to a Pair, the arithmetic of their predictions, and
-conditional disaggregation: when a decode worker computes a prompt itself, without prefill worker and handoff. Pure.
+"""The interface of routing policies, from a RoutingRequest to a Pair, and conditional disaggregation: when a decode
+worker computes a prompt itself, without prefill worker and handoff. Pure.
 
 The default policy is in `coordinator.routing.prefix_router`.
 
@@ -25,7 +25,6 @@ from coordinator.workers.prefix_index import NO_HITS, PrefixHits
 from coordinator.workers.snapshot import PoolSnapshot, Worker, WorkerKey
 from splitserve.config.coordinator import LocalPrefill
 from splitserve.errors import UnavailableError
-from splitserve.generation.kv_blocks import blocks_for
 from splitserve.roles import PoolName
 
 RETRY_AFTER_S = 1.0
@@ -59,11 +58,6 @@ class RoutingRequest:
     """Whether to fill in `Pair.candidates`."""
 
 
-def cached_tokens(worker: Worker, request: RoutingRequest) -> int:
-    """Leading prompt tokens that a worker does not have to compute. The last one is always computed, for its logits."""
-    return min(request.hits.blocks(worker.prefix_slot) * worker.block_size_tokens, request.prompt_tokens - 1)
-
-
 @dataclass(frozen=True, slots=True)
 class Pair:
     """A prefill worker and, unless the request needs none, a decode worker to which it is connected. A worker of role
@@ -85,13 +79,11 @@ class Pair:
 class Router(Protocol):
     """A routing policy. Implementations neither await nor read clocks."""
 
-    def choose_pair(
-        self, snapshot: PoolSnapshot, loads: WorkerLoads, request: RoutingRequest, now: float
-    ) -> Pair | None:
+    def choose_pair(self, snapshot: PoolSnapshot, loads: WorkerLoads, request: RoutingRequest) -> Pair | None:
         """The pair to use, or None if no complete pair can serve the request now.
 
         A worker of role `both` is in both pools, and may be a pair with itself, without a handoff. `loads` has the load
-        of each worker of the snapshot. `now` is in seconds on the monotonic clock.
+        of each worker of the snapshot.
         """
 
 
@@ -113,97 +105,6 @@ def no_pair(snapshot: PoolSnapshot, request: RoutingRequest, retry_after_s: floa
     else:
         message = f"no prefill worker of model {request.model!r} is connected to a decode worker"
     return UnavailableError(message, reason=reason, retry_after_s=retry_after_s)
-
-
-MOST_CROWDED = 12.0
-"""Weight of a second of prefill for other requests when every prefill worker is busy. From 4 on, the mean TTFT of
-traces is flat while cache hits still rise; see docs/guides/routing.md."""
-
-
-def crowding(busy: int, ready: int) -> float:
-    """Weight of a second of prefill for the requests behind it: 0 when all workers are idle.
-
-    Work delays all requests that arrive until the worker is idle again, which takes longer the busier the worker is.
-    The share of busy workers measures that.
-    """
-    return MOST_CROWDED * (busy / ready) ** 2 if ready else 0.0
-
-
-def decode_score_s(
-    needed_blocks: float,
-    free_blocks: float,
-    held_blocks: float,
-    step_s: float,
-    requests: float,
-    max_running_requests: int,
-    steps_left: float = DEFAULT_OUTPUT_TOKENS,
-) -> float:
-    """Seconds until a worker has room for the blocks, plus the cost of a step in its batch.
-
-    Missing blocks become free as running sequences end: each holds its share of `held_blocks` and has about
-    `steps_left` steps left. The batch counts as one step, stretched by its fill (`requests` in it or ahead of it), so
-    that an emptier worker wins while there is room.
-    """
-    missing = needed_blocks - free_blocks
-    wait_s = missing / max(1, held_blocks) * steps_left * step_s if missing > 0 else 0.0
-    return wait_s + step_s * (1 + requests / max_running_requests)
-
-
-def queue_weight(class_rank: int) -> float:
-    """Share of a queue that a request of this class waits for, since it overtakes requests of lower classes."""
-    return float(2.0**-class_rank)
-
-
-def pair_cost(
-    prefill: Worker,
-    decode: Worker | None,
-    loads: WorkerLoads,
-    request: RoutingRequest,
-    rate: float,
-    step_s: float,
-    byte_s: float,
-    others_token_s: float = 0.0,
-) -> PairCost:
-    """The predicted cost of one connected pair.
-
-    `rate` is the prefill worker's prompt tokens per second, `step_s` the decode worker's seconds per step, `byte_s`
-    the lane's seconds per byte; pool means stand in for missing measurements. `others_token_s` is the delay for other
-    requests per computed token, in seconds.
-    """
-    cached = cached_tokens(prefill, request)
-    queue_s = loads.prefill[prefill.key].queued_tokens / rate * queue_weight(request.class_rank)
-    prefill_s = (request.prompt_tokens - cached) / rate
-    others_s = (request.prompt_tokens - cached) * others_token_s
-    if decode is None:
-        return PairCost(queue_s, prefill_s, others_s, cached_tokens=cached)
-    load, size = loads.decode[decode.key], decode.block_size_tokens
-    blocks = blocks_for(request.prompt_tokens, size)
-    held = min(request.hits.blocks(decode.prefix_slot), blocks)
-    wait_s = decode_score_s(
-        needed_blocks=needed_blocks(request, float(size)),
-        free_blocks=load.free_blocks,
-        held_blocks=load.held_blocks,
-        step_s=step_s,
-        requests=load.batch_requests,
-        max_running_requests=decode.max_running_requests,
-        steps_left=request.expected_output_tokens,
-    )
-    if request.is_local:
-        wait_s += load.prompts_s
-    return PairCost(
-        queue_s,
-        prefill_s,
-        others_s,
-        transfer_s=(blocks - held) * decode.block_bytes * byte_s,
-        decode_wait_s=wait_s,
-        cached_tokens=cached,
-        decode_cached_tokens=min(held * size, request.prompt_tokens),
-    )
-
-
-def needed_blocks(request: RoutingRequest, block_size: float) -> float:
-    """KV blocks that the request will need on decode: for its prompt and its expected output."""
-    return (request.prompt_tokens + 1 + request.expected_output_tokens) // block_size + 1.0
 
 
 NO_LIMIT = 2**32 - 1

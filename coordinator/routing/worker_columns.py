@@ -17,7 +17,6 @@ import numpy.typing as npt
 import xxhash
 from typing_extensions import override
 
-from coordinator.routing.router import crowding
 from coordinator.workers.load import (
     DEFAULT_PREFILL_TOKENS_PER_S,
     DEFAULT_STEP_S,
@@ -28,6 +27,9 @@ from coordinator.workers.load import (
 from coordinator.workers.snapshot import PoolSnapshot, Worker, WorkerKey
 from splitserve.roles import PoolName
 
+MOST_CROWDED = 12.0
+"""Weight of a second of prefill for other requests when every prefill worker is busy. From 4 on, the mean TTFT of
+traces is flat while cache hits still rise; see docs/guides/routing.md."""
 Column = npt.NDArray[np.float64]
 _GB = 1e9
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -83,6 +85,15 @@ def _with_mean(measured: Column, default: float) -> tuple[Column, float]:
     known = np.count_nonzero(measured)
     mean = float(np.add.reduce(measured)) / known if known else default
     return measured if known == len(measured) else np.where(measured > 0, measured, mean), mean
+
+
+def crowding(busy: int, ready: int) -> float:
+    """Weight of a second of prefill for the requests behind it: 0 when all workers are idle.
+
+    Work delays all requests that arrive until the worker is idle again, which takes longer the busier the worker is.
+    The share of busy workers measures that.
+    """
+    return MOST_CROWDED * (busy / ready) ** 2 if ready else 0.0
 
 
 class PrefillColumns(WorkerColumns):

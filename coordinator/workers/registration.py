@@ -146,11 +146,13 @@ def check_beside(
     worker: Worker, own: TransferEndpoint, others: Iterable[tuple[Worker, TransferEndpoint]]
 ) -> None:
     """Checks a worker, with its endpoint, against workers of other ids. Raises as `_check_names` and `_check_fits`."""
+    fits = False
     for other, endpoint in others:
         if other.worker_id != worker.worker_id:
             _check_names(worker, other)
-            if other.model.name == worker.model.name:
+            if other.model.name == worker.model.name and not fits:
                 _check_fits(worker, own, other, endpoint)
+                fits = True  # those that serve the model fit each other: one of them stands for all
 
 
 def _check_names(new: Worker, old: Worker) -> None:

@@ -17,6 +17,7 @@ from kv_transfer.layout import KvLayout
 from kv_transfer.transports.regions import KvMemoryRegion
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
+from splitserve.host_facts import number_in
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Types of weights and KV, by their names in settings."""
@@ -123,7 +124,7 @@ def free_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
     machine = _line(proc / "meminfo", "MemAvailable:")
     known = [] if machine is None else [machine * _KIB]
     for folder in _groups(proc, cgroups):
-        limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
+        limit, used = number_in(folder / "memory.max"), number_in(folder / "memory.current")
         if limit is not None and used is not None:
             cache = sum(_line(folder / "memory.stat", name) or 0 for name in _CACHE)
             known.append(max(0, limit - used + cache))
@@ -160,14 +161,6 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
         # A container may see its own group as the top, but the path as seen by the host.
         for depth in range(len(parts) + 1):
             yield cgroups.joinpath(*parts[:depth])
-
-
-def _number(path: Path) -> int | None:
-    """The number in a file; None if there is no such file, or no limit (`max`)."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def _line(path: Path, name: str) -> int | None:

@@ -84,7 +84,7 @@ class VllmTransport(Transport):
         self._refused: set[str] = set()
         self._writes: dict[int, _Write] = {}
         self._failed: list[WriteResult] = []
-        self._last_handle = self._descriptors = 0
+        self._last_handle = 0
         self.on_scheduler: Callable[[pb.VllmEvent], None] = lambda event: None
         """`poll` calls it with the events of vLLM's scheduler."""
 
@@ -161,7 +161,8 @@ class VllmTransport(Transport):
             )
         )
         self._writes[self._last_handle] = _Write(peer.engine_id, after_parts, ranks)
-        self._descriptors += len(local_blocks)
+        # vLLM does not say how many descriptors it makes of the blocks.
+        self.descriptors_posted += len(local_blocks)
         return self._last_handle
 
     @override
@@ -193,12 +194,6 @@ class VllmTransport(Transport):
     @override
     def close(self) -> None:
         """Does nothing: `VllmProcesses.close` ends the connections."""
-
-    @property
-    @override
-    def descriptors_posted(self) -> int:
-        """The number of blocks: vLLM does not say how many descriptors it makes of them."""
-        return self._descriptors
 
     @property
     @override

@@ -102,6 +102,8 @@ class Transport(ABC):
 
     kind: str
     """Name in the configuration and in `TransferEndpoint.transport`."""
+    descriptors_posted = 0
+    """Number of write descriptors posted so far, after merging runs that are contiguous on both sides."""
 
     @abstractmethod
     def register_memory(self, memory: KvMemoryRegion) -> TransferEndpoint:
@@ -160,11 +162,6 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Releases handles, registrations and peers. Idempotent."""
-
-    @property
-    @abstractmethod
-    def descriptors_posted(self) -> int:
-        """Number of write descriptors posted so far, after merging runs that are contiguous on both sides."""
 
     @property
     def poll_interval_s(self) -> float:

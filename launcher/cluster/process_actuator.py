@@ -66,9 +66,9 @@ class ProcessActuator(Actuator):
                 raise
 
     @override
-    async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
+    async def stop(self, names: Sequence[str], drain_s: float) -> None:
         for member in self._cluster.processes:
-            if _pool(member.child.spec) == pool and member.name in names:
+            if _pool(member.child.spec) is not None and member.name in names:
                 self._cluster.remove(member.name, drain_s)
 
     async def close(self) -> None:

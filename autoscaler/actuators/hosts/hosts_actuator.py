@@ -96,10 +96,10 @@ class HostsActuator(Actuator):
             await self._ask([host for host in self._hosts if ordered[host.name]])
 
     @override
-    async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
+    async def stop(self, names: Sequence[str], drain_s: float) -> None:
         """Raises UnavailableError (HOST_UNKNOWN) for replicas of a host that does not answer, after all other hosts
         have been told: call again for these replicas."""
-        await self._tell_each(lambda actuator: actuator.stop(pool, names, drain_s))
+        await self._tell_each(lambda actuator: actuator.stop(names, drain_s))
         for host in self._hosts:
             untold = [replica.name for replica in host.replicas if replica.name in names]
             if untold and not host.reachable:

@@ -136,7 +136,7 @@ class SimulatedCoordinator:
             hits=self._hits(request, now_s),
             expected_output_tokens=self._expected_output,
         )
-        pair = self._router.choose_pair(self.snapshot, self.loads, routing_request, now_s)
+        pair = self._router.choose_pair(self.snapshot, self.loads, routing_request)
         if pair is None:
             return None
         prefill, decode = pair.prefill, pair.decode

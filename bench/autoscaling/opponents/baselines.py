@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoscaler.plan import Decide
-from autoscaler.reconcile import Bounds
+from autoscaler.policies.policy_file import PoolPolicy
 from autoscaler.simulation.cluster.prefix_cache import PrefixCache
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.scenario import Slo
@@ -57,7 +57,7 @@ class RuleInputs:
 
     slo: Slo
     engine: EngineModel
-    bounds: Mapping[PoolName, Bounds]
+    bounds: Mapping[PoolName, PoolPolicy]
     work_s: Mapping[PoolName, float]
     """Seconds of a fully used replica that a mean request takes of each pool."""
 
@@ -127,6 +127,6 @@ def baseline(name: str, known: RuleInputs, knobs: Knobs | None = None) -> Baseli
     return Baseline(name, rule(known, **(knobs or {})), interval_s)
 
 
-def peak_within(peak: Mapping[PoolName, int], bounds: Mapping[PoolName, Bounds]) -> dict[PoolName, int]:
+def peak_within(peak: Mapping[PoolName, int], bounds: Mapping[PoolName, PoolPolicy]) -> dict[PoolName, int]:
     """Constant counts within the bounds."""
-    return {pool: min(peak[pool], bounds[pool].max) for pool in POOLS}
+    return {pool: min(peak[pool], bounds[pool].max_replicas) for pool in POOLS}

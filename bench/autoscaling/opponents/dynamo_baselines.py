@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from autoscaler.plan import Decide, Memory, PoolPlan, ScalingPlan
-from autoscaler.reconcile import Bounds
+from autoscaler.policies.policy_file import PoolPolicy
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.scenario import Slo
 from autoscaler.snapshot import Replica, ReplicaState, Snapshot
@@ -73,7 +73,7 @@ class _SlaMemory:
 
 def dynamo_thresholds(
     engine: EngineModel,
-    bounds: Mapping[PoolName, Bounds],
+    bounds: Mapping[PoolName, PoolPolicy],
     *,
     target: Literal["throughput", "latency"] = "throughput",
 ) -> Decide:
@@ -101,14 +101,14 @@ def dynamo_thresholds(
                     count += 1
                 elif all(ratio < down or ratio == down == 0 for ratio in ratios[pool]):
                     count -= 1
-            replicas[pool] = min(max(count, bounds[pool].min), bounds[pool].max)
+            replicas[pool] = min(max(count, bounds[pool].min_replicas), bounds[pool].max_replicas)
         return ScalingPlan(PoolPlan(replicas["prefill"]), PoolPlan(replicas["decode"])), replicas
 
     return decide
 
 
 def dynamo_sla(
-    slo: Slo, engine: EngineModel, bounds: Mapping[PoolName, Bounds], knobs: SlaKnobs | None = None
+    slo: Slo, engine: EngineModel, bounds: Mapping[PoolName, PoolPolicy], knobs: SlaKnobs | None = None
 ) -> Decide:
     """The planner with targets. Every `interval_s`: predicted requests a second over what one engine carries.
 
@@ -135,7 +135,10 @@ def dynamo_sla(
                 if not _changing(snapshot, pool):
                     desired[pool] = counted(snapshot.pool(pool).replicas)[0] + step
                 desired[pool] = max(desired[pool], kept.floor.get(pool, 1))
-        replicas = {pool: min(max(desired[pool], bounds[pool].min), bounds[pool].max) for pool in POOLS}
+        replicas = {
+            pool: min(max(desired[pool], bounds[pool].min_replicas), bounds[pool].max_replicas)
+            for pool in POOLS
+        }
         plan = ScalingPlan(PoolPlan(replicas["prefill"]), PoolPlan(replicas["decode"]))
         return plan, replace(kept, desired=replicas)
 

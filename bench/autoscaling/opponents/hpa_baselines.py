@@ -18,8 +18,7 @@ from autoscaler.policies.behavior import (
     follow,
     record_change,
 )
-from autoscaler.policies.policy_file import parse_policy
-from autoscaler.reconcile import Bounds
+from autoscaler.policies.policy_file import PoolPolicy, parse_policy
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.scenario import Slo
 from autoscaler.snapshot import ArrivalBucket, Replica, ReplicaState, Snapshot
@@ -47,7 +46,7 @@ class _Scaled:
     behavior: BehaviorMemory
 
 
-def hpa_p95_latency(slo: Slo, bounds: Mapping[PoolName, Bounds], *, share: float = 1.0) -> Decide:
+def hpa_p95_latency(slo: Slo, bounds: Mapping[PoolName, PoolPolicy], *, share: float = 1.0) -> Decide:
     """HorizontalPodAutoscaler v2 on latency: ceil(ready * p95 / target), TTFT for prefill and TPOT for decode.
 
     `share`: the HPA's target as a share of the SLO's.
@@ -74,7 +73,7 @@ def hpa_formula(ready: int, value: float | None, target: float) -> int | None:
 
 
 def hpa_utilization(
-    bounds: Mapping[PoolName, Bounds], *, target: float = 0.7, down_s: int = HPA_DOWN_S
+    bounds: Mapping[PoolName, PoolPolicy], *, target: float = 0.7, down_s: int = HPA_DOWN_S
 ) -> Decide:
     """An HPA on the share of the pool's capacity in use (prefill: arriving tokens; decode: KV): the policy kind
     `target` with the metric `utilization`. `down_s`: its stabilization of scaling down."""
@@ -83,8 +82,8 @@ def hpa_utilization(
             "kind": "target",
             "metric": "utilization",
             "target": target,
-            "min_replicas": bounds[pool].min,
-            "max_replicas": bounds[pool].max,
+            "min_replicas": bounds[pool].min_replicas,
+            "max_replicas": bounds[pool].max_replicas,
             "behavior": {"scaleDown": {"stabilizationWindowSeconds": down_s}},
         }
         for pool in POOLS
@@ -94,7 +93,7 @@ def hpa_utilization(
 
 def keda_rate(
     work_s: Mapping[PoolName, float],
-    bounds: Mapping[PoolName, Bounds],
+    bounds: Mapping[PoolName, PoolPolicy],
     *,
     use: float = 0.7,
     window_s: float = 120.0,
@@ -115,7 +114,7 @@ def keda_rate(
 def token_backlog(
     slo: Slo,
     engine: EngineModel,
-    bounds: Mapping[PoolName, Bounds],
+    bounds: Mapping[PoolName, PoolPolicy],
     *,
     tail: float = LLM_D_TAIL_SHARE,
     kv: float = LLM_D_KV_THRESHOLD,
@@ -145,7 +144,7 @@ def token_backlog(
 def llm_d_slo(
     slo: Slo,
     engine: EngineModel,
-    bounds: Mapping[PoolName, Bounds],
+    bounds: Mapping[PoolName, PoolPolicy],
     *,
     share: float = 1.0,
     window_s: float = 60.0,
@@ -222,7 +221,7 @@ def _replicas(rate: float | None, per_replica: float) -> int | None:
 
 def _by_hpa(
     formulas: Mapping[PoolName, Wanted],
-    bounds: Mapping[PoolName, Bounds],
+    bounds: Mapping[PoolName, PoolPolicy],
     down_s: int = HPA_DOWN_S,
     external: bool = False,
 ) -> Decide:
@@ -243,7 +242,7 @@ def _by_hpa(
             if wanted is None:
                 after[pool] = kept
                 continue
-            low, high = bounds[pool].min, bounds[pool].max
+            low, high = bounds[pool].min_replicas, bounds[pool].max_replicas
             if external:
                 wanted = current if abs(wanted / max(1, current) - 1) <= HPA_TOLERANCE else wanted
             # When growing, HPA counts pods that are not ready with a metric of 0, so it adds none on their account.

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoscaler.reconcile import Bounds
+from autoscaler.policies.policy_file import PoolPolicy
 from autoscaler.simulation.outcome import Outcome
 from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.simulator import Simulation, static_replicas
@@ -34,13 +34,16 @@ _SPARE = 2
 def run_baseline(
     scenario: Scenario,
     name: str,
-    bounds: Mapping[PoolName, Bounds],
+    bounds: Mapping[PoolName, PoolPolicy],
     knobs: Knobs | None = None,
     share: float = DEFAULT_SHARE,
 ) -> Outcome:
     """Runs one baseline within the bounds of the policy, tuned by `knobs`. `share`: what `static-best` must attain.
     None goes to zero: they know no way from there."""
-    bounds = {pool: Bounds(max(1, pool_bounds.min), pool_bounds.max) for pool, pool_bounds in bounds.items()}
+    bounds = {
+        pool: PoolPolicy(min_replicas=max(1, of_pool.min_replicas), max_replicas=of_pool.max_replicas)
+        for pool, of_pool in bounds.items()
+    }
     if name in (STATIC_PEAK, STATIC_BEST):
         peak = static_peak(scenario)
         if name == STATIC_BEST:

@@ -87,7 +87,6 @@ class NixlTransport(Transport):
         self._flights: dict[int, _WriteInFlight] = {}
         self._completed: list[WriteResult] = []
         self._next_handle = 1
-        self._descriptors = 0
 
     @override
     def register_memory(self, memory: KvMemoryRegion) -> TransferEndpoint:
@@ -175,7 +174,7 @@ class NixlTransport(Transport):
             # NIXL posts descriptor by descriptor: those before the one that failed may be in flight.
             self._end(handle, flight, error)
             return handle
-        self._descriptors += len(merge_runs(local_blocks, remote_blocks))
+        self.descriptors_posted += len(merge_runs(local_blocks, remote_blocks))
         if completed:
             self._end(handle, flight, None)
         else:
@@ -223,11 +222,6 @@ class NixlTransport(Transport):
                 agent.deregister(self._regions)
         except TransferError as error:
             _log.warning("transport.close_incomplete: %s", error)
-
-    @property
-    @override
-    def descriptors_posted(self) -> int:
-        return self._descriptors
 
     def _check(self, handle: int, flight: _WriteInFlight) -> None:
         problem: TransferError | None = None

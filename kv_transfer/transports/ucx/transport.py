@@ -115,7 +115,6 @@ class UcxTransport(Transport):
         self._completed: list[WriteResult] = []
         self._partings = Partings(clock)
         self._next_handle = 1
-        self._descriptors = 0
 
     @override
     def register_memory(self, memory: KvMemoryRegion) -> TransferEndpoint:
@@ -190,7 +189,7 @@ class UcxTransport(Transport):
             self._drop_peer(agent_id, error.message)
             self._completed.append(WriteResult(handle, error.message, in_doubt=True))
             return handle
-        self._descriptors += len(runs)
+        self.descriptors_posted += len(runs)
         if not peer.flights:
             peer.waits_since_s = self._clock()
         peer.flights[peer.next_write] = _WriteInFlight(handle, notification, sends)
@@ -244,11 +243,6 @@ class UcxTransport(Transport):
         self._inbox.close()
         self._worker = self._receiver = None
         worker.close()
-
-    @property
-    @override
-    def descriptors_posted(self) -> int:
-        return self._descriptors
 
     @property
     @override

@@ -12,11 +12,12 @@ import pytest
 
 from autoscaler.actuators.actuator import ActualReplica, Actuator
 from autoscaler.plan import PoolPlan, ScalingPlan
-from autoscaler.reconcile import Bounds, Drain, Start, members, reconcile
-from autoscaler.snapshot import Replica, ReplicaState
+from autoscaler.policies.policy_file import PoolPolicy
+from autoscaler.reconcile import Drain, Start, reconcile
 from splitserve.errors import ResourceExhaustedError
 from splitserve.roles import POOLS
 from tests.support.scaling.actuator_rigs import RIGS, Rig
+from tests.support.scaling.signal_sources import with_actual
 from tests.support.waiting import PATIENCE_S
 
 DRAIN_S = 20.0
@@ -64,7 +65,7 @@ def names(there: Sequence[ActualReplica], pool: str | None = None) -> list[str]:
 
 async def test_nothing_at_first(rig: Rig) -> None:
     assert await rig.actuator.replicas() == ()
-    await rig.actuator.stop("decode", ["nobody"], 1.0)
+    await rig.actuator.stop(["nobody"], 1.0)
     assert await rig.actuator.replicas() == ()
 
 
@@ -94,7 +95,7 @@ async def test_a_stopped_replica_is_listed_as_such_and_then_gone(rig: Rig) -> No
     there = await settled(rig.actuator, 3)
     victim = there[-1]
     began = time.monotonic()
-    await rig.actuator.stop("decode", [victim], DRAIN_S)
+    await rig.actuator.stop([victim], DRAIN_S)
     assert time.monotonic() - began < DRAIN_S / 2
     after = {replica.name: replica.stopping for replica in await rig.actuator.replicas()}
     assert after.get(victim, True)
@@ -106,7 +107,7 @@ async def test_the_last_one_may_go_and_the_next_one_comes(rig: Rig) -> None:
     for _ in range(2):
         await rig.actuator.start("decode", 1)
         there = await settled(rig.actuator, 1)
-        await rig.actuator.stop("decode", there, DRAIN_S)
+        await rig.actuator.stop(there, DRAIN_S)
         await settled(rig.actuator, 0)
 
 
@@ -114,17 +115,18 @@ async def test_stopping_twice_takes_one(rig: Rig) -> None:
     await rig.actuator.start("decode", 3)
     there = await settled(rig.actuator, 3)
     for _ in range(3):
-        await rig.actuator.stop("decode", [there[-1]], DRAIN_S)
+        await rig.actuator.stop([there[-1]], DRAIN_S)
     assert await settled(rig.actuator, 2) == there[:-1]
 
 
-async def test_strangers_and_the_other_pool_are_left_alone(rig: Rig) -> None:
+async def test_replicas_of_both_pools_are_stopped_by_their_names(rig: Rig) -> None:
     await rig.actuator.start("prefill", 1)
-    await rig.actuator.start("decode", 1)
-    there = await settled(rig.actuator, 2)
-    prefill = names(await rig.actuator.replicas(), "prefill")
-    await rig.actuator.stop("decode", [*prefill, "nobody"], DRAIN_S)
-    assert await settled(rig.actuator, 2) == there
+    await rig.actuator.start("decode", 2)
+    await settled(rig.actuator, 3)
+    there = await rig.actuator.replicas()
+    prefill, decode = (names(there, pool) for pool in POOLS)
+    await rig.actuator.stop([*prefill, "nobody", decode[-1]], DRAIN_S)
+    assert await settled(rig.actuator, 1) == decode[:1]
 
 
 async def test_a_restarted_autoscaler_finds_them_all(rig: Rig) -> None:
@@ -135,7 +137,7 @@ async def test_a_restarted_autoscaler_finds_them_all(rig: Rig) -> None:
     again = rig.again()
     try:
         assert await again.replicas() == before
-        await again.stop("decode", names(before, "decode")[-1:], DRAIN_S)
+        await again.stop(names(before, "decode")[-1:], DRAIN_S)
         await again.start("prefill", 1)
         after = await settled(again, 3)
     finally:
@@ -161,15 +163,14 @@ async def reach(actuator: Actuator, prefill: int, decode: int) -> None:
         while True:
             actual = await actuator.replicas()
             await actuator.tidy()
-            seen = {r.name: Replica(r.name, ReplicaState.READY, 0.0) for r in actual}
-            pools = {pool: members(pool, actual, seen) for pool in POOLS}
-            actions = reconcile(plan, pools, dict.fromkeys(POOLS, Bounds(1, 8)))
+            pools = with_actual(actual, [replica.name for replica in actual])
+            actions = reconcile(plan, pools, dict.fromkeys(POOLS, PoolPolicy(max_replicas=8)))
             for action in actions:
                 match action:
                     case Start(pool, count):
                         await actuator.start(pool, count)
-                    case Drain(pool, chosen):
-                        await actuator.stop(pool, chosen, DRAIN_S)
+                    case Drain(_, chosen):
+                        await actuator.stop(chosen, DRAIN_S)
             alive = {pool: [r for r in actual if r.pool == pool] for pool in POOLS}
             if not actions and all(len(alive[pool]) == wanted[pool] for pool in POOLS):
                 return
@@ -182,7 +183,7 @@ async def test_what_does_not_end_in_time_is_killed(rig: Rig) -> None:
     await rig.actuator.start("decode", 1)
     (name,) = await settled(rig.actuator, 1)
     rig.make_stubborn(name)
-    await rig.actuator.stop("decode", [name], 3.0)  # time enough to see it first
+    await rig.actuator.stop([name], 3.0)  # time enough to see it first
     assert [replica.stopping for replica in await rig.actuator.replicas()] == [True]
     await settled(rig.actuator, 0)
 
@@ -197,7 +198,7 @@ async def test_every_replica_has_a_gpu_of_its_own(two_gpus: Rig) -> None:
     assert len(names(there, "decode")) == 1
     assert len({replica.gpu for replica in there} - {None}) == 2
     freed = there[0].gpu
-    await actuator.stop(there[0].pool, [there[0].name], DRAIN_S)
+    await actuator.stop([there[0].name], DRAIN_S)
     await settled(actuator, 1)
     await actuator.start("decode", 1)
     assert freed in {replica.gpu for replica in await actuator.replicas()}

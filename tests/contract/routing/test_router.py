@@ -48,7 +48,7 @@ def decode(number: int, **changed: Any) -> Worker:
 
 def choose(kind: str, *workers: Worker, **changed: Any) -> Pair | None:
     request = dataclasses.replace(REQUEST, **changed)
-    return routers()[kind].choose_pair(PoolSnapshot(workers), WorkerLoads.of(workers), request, now=0.0)
+    return routers()[kind].choose_pair(PoolSnapshot(workers), WorkerLoads.of(workers), request)
 
 
 def names(pair: Pair | None) -> tuple[str, str | None]:
@@ -172,4 +172,4 @@ def test_a_change_of_roles_turns_the_pair_around(kind: str) -> None:
     for each in turned:
         loads.take_role(each)
     for snapshot, expected in ((workers, ("w0", "w1")), (turned, ("w1", "w0")), (workers, ("w0", "w1"))):
-        assert names(router.choose_pair(PoolSnapshot(snapshot), loads, REQUEST, now=0.0)) == expected
+        assert names(router.choose_pair(PoolSnapshot(snapshot), loads, REQUEST)) == expected

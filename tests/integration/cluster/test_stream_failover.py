@@ -1,28 +1,31 @@
-"""A stream survives its coordinator: killed in the middle, it goes on at another one, without gap or repetition."""
+"""Two coordinators of the same workers: a stream goes on at the other one, without gap or repetition, when one dies."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from splitserve.client import AsyncClient, Client, Completion
+from splitserve.client import AsyncClient
+from splitserve.errors import UnavailableError
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.clients.traffic import REPEATS
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.processes import ServiceProcess
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.cluster.streams import Reading, eventually, tokens, until
+from tests.support.cluster.streams import Reading, tokens, until, worker
 from tests.support.engine.simulated_tokens import expected_tokens
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, SLACK_S
 
-OPTIONS = ["--simulated-step-s", "0.02", "--simulated-prefill-token-s", "0.0001", "--lease", "2"]
+LEASE_S = 2.0
+OPTIONS = ["--simulated-step-s", "0.02", "--simulated-prefill-token-s", "0.0001", "--lease", str(LEASE_S)]
 
 TOO_LONG = 100_000
 """Tokens: half an hour of decoding."""
@@ -114,29 +117,32 @@ async def test_a_drained_coordinator_hands_its_streams_over(log_dir: Path) -> No
         await cluster.assert_no_leaks()
 
 
-@pytest.mark.slow
-async def test_the_client_for_threads_does_the_same(log_dir: Path) -> None:
-    def read(client: Client, seen: list[int]) -> Completion:
-        with closing(client.stream(tokens(60, 3), max_tokens=200, ignore_eos=True)) as items:
-            for item in items:
-                if isinstance(item, Completion):
-                    return item
-                seen += item.token_ids
-        raise AssertionError("the stream ended without its last message")
-
-    async with two_coordinators(log_dir, worker_options=OPTIONS) as (cluster, _, target):
-        with Client(f"{cluster.target},{target}") as client:
-            assert client.wait_ready(PATIENCE_S).ready
-            seen: list[int] = []
-            task = asyncio.create_task(asyncio.to_thread(read, client, seen))
-            await eventually(lambda: len(seen) >= 5 or task.done(), "some tokens")
-            cluster.members["coordinator"].kill()
-            answer = await task
-            assert seen == list(answer.token_ids) == expected_tokens(tokens(60, 3), 200)
-            assert client.target == target
-            assert len(client.server_info().workers) == 2
+async def test_one_dies_and_the_other_never_notices(log_dir: Path) -> None:
+    async with (
+        two_coordinators(log_dir, worker_options=OPTIONS) as (cluster, _, target),
+        AsyncClient(cluster.target) as ours,
+        AsyncClient(target) as theirs,
+        AsyncClient(f"{cluster.target},{target}") as either,
+    ):
+        doomed = [Reading(ours, tokens(60, n), max_tokens=TOO_LONG) for n in range(3)]
+        safe = [Reading(theirs, tokens(60, 10 + n), max_tokens=TOO_LONG) for n in range(3)]
+        for reading in (*doomed, *safe):
+            await reading.got(3)
         cluster.target = target
+        # Those of the other coordinator, too: routing counts them.
+        await until(cluster, lambda info: worker(info, "decode-0").running_requests == 6, "all are seen")
+        cluster.members["coordinator"].kill()
+        killed_s = time.monotonic()
+        for reading in doomed:
+            with pytest.raises(UnavailableError):
+                await reading.task
+        for reading, before in [(reading, len(reading.tokens)) for reading in safe]:
+            await reading.got(before + 100)
+            assert reading.tokens == expected_tokens(reading.prompt, len(reading.tokens))
+            await reading.leave()
+        assert (await either.models())[0].ready, "a client of both asks the one that lives"
         await cluster.assert_no_leaks()
+        assert time.monotonic() - killed_s < LEASE_S + SLACK_S
 
 
 @pytest.fixture(scope="module")

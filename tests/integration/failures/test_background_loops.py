@@ -1,45 +1,17 @@
-"""What one peer or one fault may do to the loops of a coordinator: nothing that lasts."""
+"""What one fault may do to the loops of a coordinator: nothing that lasts."""
 
 from __future__ import annotations
 
-import asyncio
-
-import grpc
 import pytest
 
 from coordinator.health import failure_detector
-from splitserve.errors import InvalidArgumentError
-from splitserve.rpc.channel import make_channel
-from splitserve.rpc.status import error_from_rpc
-from splitserve.v1 import registry_pb2
-from splitserve.v1.registry_pb2_grpc import RegistryServiceStub
 from tests.support.cluster.fake_cluster import FakeCluster, ask, collect, fake_cluster
-from tests.support.cluster.registrations import registration
 from tests.support.journal import settled
 from tests.support.waiting import PATIENCE_S
 
 
 async def serves(cluster: FakeCluster) -> None:
     assert (await collect(cluster.client.Generate(ask(max_tokens=3), timeout=PATIENCE_S))).done
-
-
-@pytest.mark.parametrize("address", ["a..b:1", "host:0", "-:1", "999.0.0.1:1", "[::x]:1", "ü:1", "a/b:1"])
-async def test_a_worker_with_an_address_that_is_none_is_refused(address: str) -> None:
-    async with fake_cluster() as cluster, make_channel(cluster.address) as channel:
-        request = registration("odd", registry_pb2.ROLE_PREFILL, address)
-        try:
-            await RegistryServiceStub(channel).Register(request, timeout=PATIENCE_S)
-        except grpc.aio.AioRpcError as caught:
-            error = error_from_rpc(caught)
-            assert isinstance(error, InvalidArgumentError)
-            assert error.field == "address"
-        # Where it was let in, it leaves now.
-        for worker in cluster.coordinator.registry.snapshot().workers:
-            if worker.worker_id == "odd":
-                cluster.coordinator.registry.drop(worker.key, "test")
-        await asyncio.sleep(0.2)
-        await serves(cluster)
-        assert "odd" not in {w.worker_id for w in cluster.coordinator.registry.snapshot().workers}
 
 
 async def test_every_loop_that_fails_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

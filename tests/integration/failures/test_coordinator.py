@@ -44,18 +44,6 @@ async def test_sigterm_lets_open_streams_end(log_dir: Path) -> None:
         assert await asyncio.to_thread(coordinator.process.wait, PATIENCE_S) == 0
 
 
-async def test_a_drain_has_a_deadline(log_dir: Path) -> None:
-    cluster = Cluster(log_dir, worker_options=OPTIONS, coordinator_options=["--drain", "0.5"])
-    async with running(cluster), AsyncClient(cluster.target) as client:
-        reading = Reading(client, tokens(60, 1), max_tokens=3000)
-        await reading.got(3)
-        coordinator = cluster.members["coordinator"]
-        coordinator.signal(signal.SIGTERM)
-        with pytest.raises(UnavailableError, match="shutting down"):
-            await reading.task
-        assert await asyncio.to_thread(coordinator.process.wait, PATIENCE_S) == 0
-
-
 @pytest.mark.slow
 async def test_after_sigkill_workers_free_everything_and_find_the_next_one(log_dir: Path) -> None:
     port = ["--grpc-port", str(free_port())]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -13,19 +12,13 @@ from splitserve.errors import InvalidArgumentError, SplitserveError
 from splitserve.rpc.channel import make_channel
 from splitserve.rpc.status import error_from_rpc
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2
-from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.real_cluster import Cluster
 from tests.support.cluster.streams import worker
 from tests.support.waiting import PATIENCE_S
 
 NAN = float("nan")
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    async with running(Cluster(tmp_path_factory.mktemp("logs"))) as cluster:
-        yield cluster
 
 
 async def _raw(address: str, method: str, data: bytes) -> SplitserveError:
@@ -51,14 +44,14 @@ async def _still_serves(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\x12\x02\xc3\x28", b"\x12\x7f"], ids=repr)
-async def test_bytes_that_are_no_message(cluster: Cluster, data: bytes) -> None:
+async def test_bytes_that_are_no_message(simulated_cluster: Cluster, data: bytes) -> None:
     """Noise, bad UTF-8 in `text`, and a message that is cut off."""
-    error = await _raw(cluster.target, "InferenceService/Generate", data)
+    error = await _raw(simulated_cluster.target, "InferenceService/Generate", data)
     assert isinstance(error, InvalidArgumentError)
     for name, method in (("prefill-0", "PrefillService/Prefill"), ("decode-0", "DecodeService/Reserve")):
-        error = await _raw(await _address(cluster, name), method, b"\xff\xff\xff\xff")
+        error = await _raw(await _address(simulated_cluster, name), method, b"\xff\xff\xff\xff")
         assert isinstance(error, InvalidArgumentError)
-    await _still_serves(cluster)
+    await _still_serves(simulated_cluster)
 
 
 def _request(kind: type, **changed: Any) -> bytes:
@@ -100,16 +93,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changed", "field"), BAD, ids=lambda value: value if isinstance(value, str) else "")
-async def test_workers_check_for_themselves(cluster: Cluster, changed: dict[str, Any], field: str) -> None:
+async def test_workers_check_for_themselves(
+    simulated_cluster: Cluster, changed: dict[str, Any], field: str
+) -> None:
     data = _request(prefill_pb2.PrefillRequest, **changed)
-    error = await _raw(await _address(cluster, "prefill-0"), "PrefillService/Prefill", data)
+    error = await _raw(await _address(simulated_cluster, "prefill-0"), "PrefillService/Prefill", data)
     assert isinstance(error, InvalidArgumentError)
     assert error.field == field
-    await _still_serves(cluster)
+    await _still_serves(simulated_cluster)
 
 
-async def test_a_reservation_for_nobody_is_refused(cluster: Cluster) -> None:
+async def test_a_reservation_for_nobody_is_refused(simulated_cluster: Cluster) -> None:
     data = _request(decode_pb2.ReserveRequest)
-    error = await _raw(await _address(cluster, "decode-0"), "DecodeService/Reserve", data)
+    error = await _raw(await _address(simulated_cluster, "decode-0"), "DecodeService/Reserve", data)
     assert error.reason == "NO_OUTPUT_STREAM"
-    await _still_serves(cluster)
+    await _still_serves(simulated_cluster)

@@ -58,7 +58,7 @@ class ClusterActuator(Actuator):
             self.started[pool] += 1
             self._made[name] = pool, self._cluster.add_worker(pool, name), time.time()
 
-    async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
+    async def stop(self, names: Sequence[str], drain_s: float) -> None:
         for name in names:
             if name in self._made and name not in self._stopping:
                 self._stopping.add(name)

@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 
-from autoscaler.control_loop import ControlLoop, LoopSettings, Rotation
+from autoscaler.control_loop import ControlLoop, Rotation
 from autoscaler.plan import Memory, PoolPlan, ScalingPlan
+from autoscaler.policies.policy_file import parse_policy
 from autoscaler.reconcile import PlannedRotation
-from autoscaler.snapshot import DecodeSignals, PrefillSignals, Replica, ReplicaState, Snapshot
-from autoscaler.start_watch import StartLimits
+from autoscaler.snapshot import DecodeSignals, PrefillSignals, Snapshot
 from launcher.cluster.child_process import ChildSpec
 from launcher.cluster.placement import Place, make_inventory
 from launcher.cluster.process_actuator import ProcessActuator
 from splitserve.errors import FailedPreconditionError, UnavailableError
 from splitserve.roles import POOLS, PoolName
 from tests.support.scaling.actuator_rigs import ProcessRig, open_process
+from tests.support.scaling.signal_sources import with_actual
 from tests.support.waiting import PATIENCE_S
 
 DEAD = (sys.executable, "-I", "-S", "-c", "raise SystemExit('error: no luck')")
@@ -43,7 +44,7 @@ async def eventually(rig: ProcessRig, holds: Callable[[list[str]], bool]) -> Non
 
 async def test_a_name_is_never_given_again(rig: ProcessRig) -> None:
     await rig.actuator.start("decode", 2)
-    await rig.actuator.stop("decode", ["decode-1"], 10.0)
+    await rig.actuator.stop(["decode-1"], 10.0)
     await eventually(rig, lambda names: names == ["decode-0"])
     await rig.actuator.start("decode", 1)
     await eventually(rig, lambda names: names == ["decode-0", "decode-2"])
@@ -73,7 +74,7 @@ async def test_a_crash_loop_gives_the_worker_up_and_not_the_cluster(rig: Process
 async def test_leaving_between_two_lives(rig: ProcessRig) -> None:
     await rig.cluster.add(ChildSpec("prefill-9", "prefill", DEAD))
     await rig.cluster.processes[0].child.wait()
-    await rig.actuator.stop("prefill", ["prefill-9"], 10.0)
+    await rig.actuator.stop(["prefill-9"], 10.0)
     await eventually(rig, lambda names: not names)
 
 
@@ -99,20 +100,20 @@ async def test_a_pool_whose_workers_crash_is_tried_ever_later(rig: ProcessRig) -
     orders: list[float] = []
 
     class Counted(Rotation):
-        async def apply(self, where: PlannedRotation, decisions: Any) -> None:
+        async def apply(self, where: PlannedRotation, decisions: Any, valid_s: float) -> None:
             pass
 
     async def observe() -> Snapshot:
-        up = tuple(
-            Replica(r.name, ReplicaState.READY, 0.0) for r in await actuator.replicas() if r.pool == "decode"
-        )
-        return Snapshot(time.monotonic(), PrefillSignals(), DecodeSignals(up))
+        actual = await actuator.replicas()
+        pools = with_actual(actual, [replica.name for replica in actual if replica.pool == "decode"])
+        signals = PrefillSignals(pools["prefill"]), DecodeSignals(pools["decode"])
+        return Snapshot(time.monotonic(), *signals)
 
     def decide(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
         return ScalingPlan(PoolPlan(1), PoolPlan(1)), memory
 
-    limits = dict.fromkeys(POOLS, StartLimits(cold_start_s=2.0))
-    loop = ControlLoop(observe, decide, Counted(), actuator, LoopSettings(starts=limits))
+    policy = parse_policy({pool: {"target_ms": 1000, "cold_start_s": 2.0} for pool in POOLS})
+    loop = ControlLoop(observe, decide, Counted(), actuator, policy)
     deadline = time.monotonic() + PATIENCE_S
     while len(orders) < 3:
         assert time.monotonic() < deadline, orders

@@ -83,6 +83,7 @@ async def test_concurrency(tmp_path: Path, tokenized: list[int]) -> None:
         error = await ending(cluster, ask(text=LONG))
         assert isinstance(error, ResourceExhaustedError)
         assert error.reason == "TENANT_CONCURRENCY"
+        assert error.retry_after_s
         assert tokenized == []
         cluster.prefills[0].first_token_gate.open()
         await collect(call)

@@ -27,9 +27,6 @@ from splitserve.v1.inference_pb2_grpc import InferenceServiceStub
 from splitserve.v1.routes_pb2_grpc import RoutesServiceStub
 from tests.support.cluster.fake_cluster import FakeCluster, ask, collect, fake_cluster
 from tests.support.cluster.ports import free_port
-from tests.support.cluster.processes import ServiceProcess
-from tests.support.cluster.real_cluster import Cluster
-from tests.support.cluster.streams import eventually
 from tests.support.engine.word_tokenizer import load_word_tokenizer
 from tests.support.journal import settled
 from tests.support.waiting import PATIENCE_S
@@ -226,37 +223,6 @@ async def settled_async(ask: Callable[[], object], wanted: object) -> None:
             except OSError:
                 pass
             await asyncio.sleep(0.1)
-
-
-POLICY = "interval_s: 0.2\nprefill: {target_ms: 500}\ndecode: {target_ms: 50, min_replicas: 1}\n"
-
-
-@pytest.mark.timeout(120)
-async def test_an_autoscaler_survives_a_wrong_policy(simulated_cluster: Cluster, tmp_path: Path) -> None:
-    path = tmp_path / "policy.yaml"
-    path.write_text(POLICY)
-    options = ["--policy", str(path), "--coordinator", simulated_cluster.target, "--metrics-port", "0"]
-    process = ServiceProcess("autoscaler", ["autoscaler", *options], tmp_path)
-    process.start()
-
-    def seen(event: str, text: str) -> bool:
-        return any(e["event"] == event and text in str(e) for e in process.events())
-
-    try:
-        await asyncio.to_thread(process.wait_event, "scaling.decided")
-        for wrong, said in (
-            (POLICY.replace("500", "2026-02-30"), "line 2"),
-            (POLICY.replace("min_replicas: 1", "min_replicas: none"), "line 3"),
-            ("[", "line 2"),
-        ):
-            path.write_text(wrong)
-            await eventually(lambda: seen("file.rejected", said), f"{wrong} is refused")  # noqa: B023
-        path.write_text(POLICY.replace("min_replicas: 1", "min_replicas: 3"))
-        await eventually(lambda: seen("file.reloaded", "policy"), "the new policy")
-        await eventually(lambda: seen("scaling.decided", "'desired': 3"), "three replicas are wanted")
-        assert process.process.poll() is None
-    finally:
-        assert process.terminate() == 0
 
 
 def test_yaml_is_what_the_tests_think() -> None:

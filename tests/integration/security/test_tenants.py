@@ -165,22 +165,6 @@ async def test_output_is_charged_while_it_is_sent(tmp_path: Path) -> None:
         await answer(cluster, "alice", ask(max_tokens=1))
 
 
-async def test_concurrency(tmp_path: Path) -> None:
-    async with tenants_cluster(tmp_path, alice={"max_concurrent_requests": 1}) as cluster:
-        cluster.decodes[0].pause_at = 3
-        call = cluster.client.Generate(ask(), timeout=PATIENCE_S, metadata=key_metadata(KEYS["alice"]))
-        held = Collected()
-        await read(call, held, 3)
-        error = await refused(cluster, "alice")
-        assert isinstance(error, ResourceExhaustedError)
-        assert error.reason == "TENANT_CONCURRENCY"
-        assert error.retry_after_s
-        cluster.decodes[0].pause_at = None
-        cluster.decodes[0].let_go()
-        assert (await finish(call, held)).done
-        await answer(cluster, "alice")
-
-
 async def test_bounds_and_their_default(tmp_path: Path) -> None:
     async with tenants_cluster(tmp_path, alice={"max_prompt_tokens": 4, "max_output_tokens": 5}) as cluster:
         error = await refused(cluster, "alice", ask(max_tokens=6))

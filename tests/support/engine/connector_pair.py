@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal
 
 from decode_worker.kv_consumer import KvConsumer, Outputs
@@ -25,6 +24,7 @@ from splitserve.tracing.context import FinishedSpan
 from splitserve.v1 import decode_pb2
 from tests.support.transfer.memory_transport import MemoryHub, MemoryTransport
 from worker.build import EngineParts, ServedAs
+from worker.connector import WorkerStatus
 
 COORDINATOR = "c"
 MAX_TOKENS = 12
@@ -41,6 +41,50 @@ class Clock:
         return self.now
 
 
+def engine_config(num_blocks: int, max_step_tokens: int, **engine: Any) -> EngineConfig:
+    """Blocks of 8 tokens, and steps that take no time."""
+    return EngineConfig(
+        kind="simulated",
+        block_size_tokens=8,
+        num_blocks=num_blocks,
+        max_step_tokens=max_step_tokens,
+        **FREE_TIME,
+        **engine,
+    )
+
+
+def engine_parts(
+    config: WorkerConfig,
+    transport: MemoryTransport,
+    clock: Clock,
+    runner_class: type[SimulatedRunner] = SimulatedRunner,
+) -> EngineParts:
+    """A worker's engine, its memory registered with the transport."""
+    runner, tokenizer = runner_class(config.engine), load_tokenizer("simulated")
+    endpoint = transport.register_memory(runner.kv_memory.region)
+    core = EngineCore(runner, config.engine, tokenizer, clock)
+    grammars, served = GrammarCompiler(tokenizer, runner.facts), ServedAs("simulated", "simulated")
+    return EngineParts(core, runner.facts, runner.kv_memory, grammars, transport, endpoint, served, config)
+
+
+def request_of(
+    name: str, prompt: list[int], clock: Clock, *, prefill_only: bool, **fields: Any
+) -> EngineRequest:
+    """A request; `fields` replace those of the engine's request."""
+    stop = StopParams(max_tokens=fields.pop("max_tokens", MAX_TOKENS))
+    usual = {"sampling": SamplingParams(), "stop": stop, "deadline_s": clock.now + 300}
+    return EngineRequest(name, tuple(prompt), prefill_only=prefill_only, **(usual | fields))
+
+
+def assert_unused(core: EngineCore, status: WorkerStatus) -> None:
+    """Nothing is held, and nothing runs or waits."""
+    load = core.load()
+    assert (load.reserved_blocks, load.quarantined_blocks, load.referenced_blocks) == (0, 0, 0)
+    assert load.free_blocks == load.total_blocks
+    assert load.running_requests == load.waiting_requests == 0
+    assert (status.in_progress, status.transfers_in_flight, status.waiting_reservations) == (0, 0, 0)
+
+
 class ConnectorPair:
     """One prefill and one decode engine, stepped by hand."""
 
@@ -52,18 +96,16 @@ class ConnectorPair:
         verify_kv: Literal["off", "all"] = "off",
     ) -> None:
         self.clock = Clock()
-        self._runner, self._verify_kv = runner, verify_kv
-        hub = MemoryHub()
-        engine = EngineConfig(
-            kind="simulated",
-            block_size_tokens=8,
-            num_blocks=num_blocks,
-            max_step_tokens=max_step_tokens,
-            **FREE_TIME,
-        )
+        hub, engine = MemoryHub(), engine_config(num_blocks, max_step_tokens)
         self.prefill_events: dict[str, list[PrefillEvent]] = defaultdict(list)
         self.decode_outputs: dict[str, list[decode_pb2.SequenceOutput]] = defaultdict(list)
-        prefill_parts, decode_parts = self._parts("p", engine, hub), self._parts("d", engine, hub)
+        configs = (
+            WorkerConfig(worker_id=name, model="simulated", engine=engine, verify_kv=verify_kv)
+            for name in "pd"
+        )
+        prefill_parts, decode_parts = (
+            engine_parts(config, MemoryTransport(hub), self.clock, runner) for config in configs
+        )
         self.prefill, self.decode = prefill_parts.core, decode_parts.core
         self.idle: list[str] = []
         self.on_prefill: Callable[[str, PrefillEvent], object] = lambda request_id, event: None
@@ -76,18 +118,6 @@ class ConnectorPair:
             decode_parts, 77, self._on_decode, lambda: self.idle.append("d"), self.decode_spans.extend
         )
         self.producer.connect(decode_parts.endpoint)
-
-    def _parts(self, name: str, engine: EngineConfig, hub: MemoryHub) -> EngineParts:
-        config = WorkerConfig(worker_id=name, model="simulated", engine=engine, verify_kv=self._verify_kv)
-        runner = self._runner(engine)
-        transport = MemoryTransport(hub)
-        endpoint = transport.register_memory(runner.kv_memory.region)
-        core = EngineCore(runner, engine, load_tokenizer("simulated"), self.clock)
-        grammars = GrammarCompiler(load_tokenizer("simulated"), runner.facts)
-        served = ServedAs("simulated", "simulated")
-        return EngineParts(
-            core, runner.facts, runner.kv_memory, grammars, transport, endpoint, served, config
-        )
 
     def _on_prefill(self, events: list[tuple[str, PrefillEvent]]) -> None:
         for request_id, event in events:
@@ -104,7 +134,7 @@ class ConnectorPair:
         """`fields` replace those of the engine's request."""
         answers: list[Granted | SplitserveError] = []
         entry = WaitingReservation(
-            self._request(f"{COORDINATOR}/{name}", prompt, prefill_only=False, **fields),
+            request_of(f"{COORDINATOR}/{name}", prompt, self.clock, prefill_only=False, **fields),
             COORDINATOR,
             self.producer.endpoint.agent_id,
             self.clock.now,
@@ -115,16 +145,8 @@ class ConnectorPair:
         return answers
 
     def start(self, name: str, prompt: list[int], ticket: KvTicket | None, **fields: Any) -> None:
-        asked = self._request(name, prompt, prefill_only=True, **fields)
+        asked = request_of(name, prompt, self.clock, prefill_only=True, **fields)
         self.producer.start(self.prefill, asked, ticket, self.clock.now)
-
-    def _request(self, name: str, prompt: list[int], *, prefill_only: bool, **fields: Any) -> EngineRequest:
-        stop = StopParams(max_tokens=MAX_TOKENS)
-        deadline_s = self.clock.now + 300
-        made = EngineRequest(
-            name, tuple(prompt), SamplingParams(), stop, deadline_s=deadline_s, prefill_only=prefill_only
-        )
-        return replace(made, **fields)
 
     def round(self) -> None:
         """One iteration of both engine threads."""
@@ -154,18 +176,15 @@ class ConnectorPair:
         return tokens
 
     def assert_empty(self) -> None:
-        for core in (self.prefill, self.decode):
-            load = core.load()
-            assert (load.reserved_blocks, load.quarantined_blocks, load.referenced_blocks) == (0, 0, 0)
-            assert load.free_blocks == load.total_blocks
-            assert load.running_requests == load.waiting_requests == 0
-        for status in (self.producer.status, self.consumer.status):
-            assert (status.in_progress, status.transfers_in_flight, status.waiting_reservations) == (0, 0, 0)
+        assert_unused(self.prefill, self.producer.status)
+        assert_unused(self.decode, self.consumer.status)
 
 
 def ticket_of(answers: list[Granted | SplitserveError]) -> KvTicket:
+    """The ticket of a reservation that was granted at once."""
     assert len(answers) == 1
     assert isinstance(answers[0], Granted)
+    assert answers[0].ticket is not None
     return answers[0].ticket
 
 

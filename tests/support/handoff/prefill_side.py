@@ -90,10 +90,6 @@ class OpenTransport(Transport):
     def close(self) -> None:
         raise NotImplementedError
 
-    @property
-    def descriptors_posted(self) -> int:
-        return 0
-
     def land(self, handle: int) -> None:
         """All bytes of a write arrive, and its notification follows them."""
         write = self.open[handle]

@@ -7,11 +7,6 @@ from typing import Any
 
 from decode_worker.kv_consumer import KvConsumer, Outputs
 from decode_worker.requests import Granted, WaitingReservation
-from engine.core.engine import EngineRequest, StopParams
-from engine.core.engine_core import EngineCore
-from engine.core.model_runner import SamplingParams
-from engine.runner.simulated_runner import SimulatedRunner
-from engine.runner.structured_output import GrammarCompiler
 from kv_transfer.handoff.messages import KvTicket
 from kv_transfer.transports.transport import PollResult
 from prefill_worker.kv_producer import FirstTokenReady, KvProducer, PrefillEvent, engine_id
@@ -19,12 +14,19 @@ from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import SplitserveError
 from splitserve.generation.output_delta import output_of
-from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.v1 import decode_pb2
-from tests.support.engine.connector_pair import COORDINATOR, FREE_TIME, MAX_TOKENS, Clock
+from tests.support.engine.connector_pair import (
+    COORDINATOR,
+    MAX_TOKENS,
+    Clock,
+    assert_unused,
+    engine_config,
+    engine_parts,
+    request_of,
+    ticket_of,
+)
 from tests.support.engine.simulated_tokens import expected_tokens
 from tests.support.transfer.memory_transport import MemoryHub, MemoryTransport
-from worker.build import EngineParts, ServedAs
 from worker.connector import PairedConnector
 
 
@@ -46,15 +48,10 @@ class BothNode:
         self.events: dict[str, list[PrefillEvent]] = defaultdict(list)
         self.outputs: dict[str, list[decode_pb2.SequenceOutput]] = defaultdict(list)
         config = WorkerConfig(worker_id=name, model="simulated", engine=engine)
-        runner, tokenizer = SimulatedRunner(engine), load_tokenizer("simulated")
         self.transport = CountingTransport(hub)
-        endpoint = self.transport.register_memory(runner.kv_memory.region)
-        self.core = EngineCore(runner, engine, tokenizer, clock)
+        parts = engine_parts(config, self.transport, clock)
+        self.core = parts.core
         self.core.keep_prompt_room(True)
-        grammars, served = GrammarCompiler(tokenizer, runner.facts), ServedAs("simulated", "simulated")
-        parts = EngineParts(
-            self.core, runner.facts, runner.kv_memory, grammars, self.transport, endpoint, served, config
-        )
         self.idle = 0
         self.producer = KvProducer(parts, self._on_events, self._on_idle)
         self.consumer = KvConsumer(parts, epoch, self._on_outputs, self._on_idle, polls=self.producer.polls)
@@ -86,7 +83,7 @@ class BothNode:
     ) -> list[Granted | SplitserveError]:
         """The answers; empty while the reservation waits. `came_before_s`: how long the engine took to look at it."""
         answers: list[Granted | SplitserveError] = []
-        asked = self._request(f"{COORDINATOR}/{name}", prompt, prefill_only=False, **fields)
+        asked = request_of(f"{COORDINATOR}/{name}", prompt, self.clock, prefill_only=False, **fields)
         entry = WaitingReservation(
             asked,
             COORDINATOR,
@@ -101,21 +98,8 @@ class BothNode:
     def start(
         self, name: str, prompt: list[int], ticket: KvTicket | None, number: int = 1, **fields: Any
     ) -> None:
-        asked = self._request(engine_id(name, number), prompt, prefill_only=True, **fields)
+        asked = request_of(engine_id(name, number), prompt, self.clock, prefill_only=True, **fields)
         self.producer.start(self.core, asked, ticket, self.clock.now)
-
-    def _request(self, name: str, prompt: list[int], *, prefill_only: bool, **fields: Any) -> EngineRequest:
-        stop = StopParams(max_tokens=fields.pop("max_tokens", MAX_TOKENS))
-        deadline_s = self.clock.now + 300
-        return EngineRequest(
-            name,
-            tuple(prompt),
-            SamplingParams(),
-            stop,
-            deadline_s=deadline_s,
-            prefill_only=prefill_only,
-            **fields,
-        )
 
     def round(self) -> None:
         """One iteration of the engine thread."""
@@ -153,12 +137,7 @@ class BothNode:
         return [output.failure.reason for output in outputs if output.HasField("failure")]
 
     def assert_empty(self) -> None:
-        load = self.core.load()
-        assert (load.reserved_blocks, load.quarantined_blocks, load.referenced_blocks) == (0, 0, 0)
-        assert load.free_blocks == load.total_blocks
-        assert load.running_requests == load.waiting_requests == 0
-        status = self.connector.status
-        assert (status.in_progress, status.transfers_in_flight, status.waiting_reservations) == (0, 0, 0)
+        assert_unused(self.core, self.connector.status)
 
 
 class BothRig:
@@ -166,15 +145,7 @@ class BothRig:
 
     def __init__(self, num_blocks: int = 64, max_step_tokens: int = 32, **engine: Any) -> None:
         self.clock = Clock()
-        config = EngineConfig(
-            kind="simulated",
-            block_size_tokens=8,
-            num_blocks=num_blocks,
-            max_step_tokens=max_step_tokens,
-            **FREE_TIME,
-            **engine,
-        )
-        hub = MemoryHub()
+        hub, config = MemoryHub(), engine_config(num_blocks, max_step_tokens, **engine)
         self.a = BothNode("a", config, hub, self.clock, 77)
         self.b = BothNode("b", config, hub, self.clock, 78)
         self.a.producer.connect(self.b.connector.endpoint)
@@ -194,14 +165,6 @@ class BothRig:
     def assert_empty(self) -> None:
         self.a.assert_empty()
         self.b.assert_empty()
-
-
-def ticket_of(answers: list[Granted | SplitserveError]) -> KvTicket:
-    """The ticket of a reservation that was granted at once."""
-    assert len(answers) == 1
-    assert isinstance(answers[0], Granted)
-    assert answers[0].ticket is not None
-    return answers[0].ticket
 
 
 def answer(sender: BothNode, receiver: BothNode, name: str) -> list[int]:

@@ -40,13 +40,11 @@ class FakeActuator(Actuator):
             self._number += 1
             self.there[name] = ActualReplica(name, pool, False, float(self._number))
 
-    async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
+    async def stop(self, names: Sequence[str], drain_s: float) -> None:
         self._fail()
-        self.calls.append(("stop", pool, tuple(names), drain_s))
-        for name in names:
-            found = self.there.get(name)
-            if found is not None and found.pool == pool:
-                self.there[name] = replace(found, stopping=True)
+        self.calls.append(("stop", tuple(names), drain_s))
+        for name in self.there.keys() & set(names):
+            self.there[name] = replace(self.there[name], stopping=True)
 
     async def close(self) -> None:
         self.closed = True

@@ -81,11 +81,11 @@ class MemoryHost(RoomActuator):
                 self.failure = LOST
                 raise LOST
 
-    async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
+    async def stop(self, names: Sequence[str], drain_s: float) -> None:
         await self._answer()
         for name in names:
             found = self.there.get(name)
-            if found is not None and found.pool == pool and not found.stopping:
+            if found is not None and not found.stopping:
                 self.there[name] = replace(found, stopping=True)
                 self._deadlines[name] = time.monotonic() + drain_s
 

@@ -6,8 +6,12 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autoscaler.actuators.actuator import ActualReplica
+from autoscaler.signals.worker_view import Sighting, joined
+from autoscaler.snapshot import Replica
 from splitserve.errors import UnavailableError
 from splitserve.histograms import LATENCY_BOUNDS_S
+from splitserve.roles import PoolName
 from splitserve.v1 import registry_pb2, scaling_pb2
 
 ROLES = {"prefill": registry_pb2.ROLE_PREFILL, "decode": registry_pb2.ROLE_DECODE}
@@ -112,6 +116,14 @@ def worker(
         max_running_requests=64,
         **{"role": ROLES[pool]} | fields,
     )
+
+
+def with_actual(
+    actual: Sequence[ActualReplica], serving: Sequence[str]
+) -> dict[PoolName, tuple[Replica, ...]]:
+    """An actuator's replicas as the autoscaler sees them, where the coordinators see those of `serving` as ready."""
+    listed = {replica.name for replica in actual}
+    return joined({name: Sighting(worker(name), 0.0) for name in listed & set(serving)}, actual, 0.0, 0.0)
 
 
 def names(replicas: Sequence[Any]) -> dict[str, str]:

@@ -122,7 +122,6 @@ class MemoryTransport(Transport):
         self._pending: deque[_PendingWrite] = deque()
         self._failed: list[WriteResult] = []
         self._next_handle = 1
-        self._descriptors = 0
 
     @override
     def register_memory(self, memory: KvMemoryRegion) -> TransferEndpoint:
@@ -173,7 +172,7 @@ class MemoryTransport(Transport):
         runs = merge_runs(local_blocks, remote_blocks)
         handle = self._next_handle
         self._next_handle += 1
-        self._descriptors += len(runs)
+        self.descriptors_posted += len(runs)
         self._pending.append(_PendingWrite(handle, agent_id, runs, notification, (own, theirs)))
         return handle
 
@@ -206,8 +205,3 @@ class MemoryTransport(Transport):
         self._peers.clear()
         self._pending.clear()
         self._failed.clear()
-
-    @property
-    @override
-    def descriptors_posted(self) -> int:
-        return self._descriptors

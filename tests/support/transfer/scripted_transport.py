@@ -33,7 +33,6 @@ class ScriptedTransport(Transport):
         self.sent: list[tuple[str, bytes]] = []
         self.refuse_writes: str | None = None
         self._result = PollResult()
-        self._descriptors = 0
 
     def end(self, handle: int, error: str | None = None, *, in_doubt: bool = False) -> None:
         """Ends an open write; its notification counts as sent when there is no error."""
@@ -78,7 +77,7 @@ class ScriptedTransport(Transport):
         handle = len(self.writes) + 1
         self.writes[handle] = PostedWrite(agent_id, tuple(local_blocks), tuple(remote_blocks), notification)
         self.open.add(handle)
-        self._descriptors += len(merge_runs(local_blocks, remote_blocks))
+        self.descriptors_posted += len(merge_runs(local_blocks, remote_blocks))
         return handle
 
     def notify(self, agent_id: str, notification: bytes) -> None:
@@ -92,7 +91,3 @@ class ScriptedTransport(Transport):
 
     def close(self) -> None:
         self.peers.clear()
-
-    @property
-    def descriptors_posted(self) -> int:
-        return self._descriptors

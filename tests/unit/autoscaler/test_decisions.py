@@ -9,8 +9,8 @@ import pytest
 
 from autoscaler.decisions import MOST_DECISIONS, DecisionJournal, decisions_of
 from autoscaler.plan import PoolPlan, ScalingPlan
-from autoscaler.reconcile import Action, Activate, Drain, ReplicaView, Rest, Start
-from autoscaler.snapshot import ReplicaState, Snapshot
+from autoscaler.reconcile import Action, Activate, Drain, Rest, Start
+from autoscaler.snapshot import Replica, ReplicaState, Snapshot
 from splitserve.v1 import registry_pb2
 from tests.support.scaling.snapshots import snapshot
 
@@ -45,17 +45,16 @@ def test_it_is_bounded_and_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
     assert page["decisions"][0]["pools"]["decode"]["desired"] == 1
 
 
-def view(name: str, state: ReplicaState) -> ReplicaView:
-    return ReplicaView(name, state, 0.0, 0.0)
-
-
 def test_each_pool_has_its_counts_reason_and_next_actions() -> None:
     plan = ScalingPlan(
         PoolPlan(3, 1, "queue is long", cause="policy"), PoolPlan(1, 0, "quiet", cause="bounds")
     )
     pools = {
-        "prefill": (view("prefill-0", ReplicaState.READY), view("prefill-1", ReplicaState.STARTING)),
-        "decode": (view("decode-0", ReplicaState.READY), view("decode-1", ReplicaState.READY)),
+        "prefill": (
+            Replica("prefill-0", ReplicaState.READY, 0.0),
+            Replica("prefill-1", ReplicaState.STARTING, 0.0),
+        ),
+        "decode": [Replica(f"decode-{n}", ReplicaState.READY, 0.0) for n in range(2)],
     }
     actions = [
         Start("prefill", 2),

@@ -10,22 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.plan import PoolPlan, ScalingPlan
+from autoscaler.policies.policy_file import PoolPolicy
 from autoscaler.reconcile import (
     Activate,
-    Bounds,
     ChangeRole,
     Drain,
-    ReplicaView,
     Rest,
     Start,
-    members,
     planned_rotation,
     reconcile,
 )
 from autoscaler.snapshot import Replica, ReplicaState
-from splitserve.roles import PoolName
+from splitserve.roles import POOLS, PoolName
 
 READY, STANDBY, STARTING, DRAINING, OVERDUE, PREEMPTED = (
     ReplicaState.READY,
@@ -35,14 +32,23 @@ READY, STANDBY, STARTING, DRAINING, OVERDUE, PREEMPTED = (
     ReplicaState.OVERDUE,
     ReplicaState.PREEMPTED,
 )
-BOUNDS: Mapping[PoolName, Bounds] = {"prefill": Bounds(1, 8), "decode": Bounds(1, 8)}
+BOUNDS: Mapping[PoolName, PoolPolicy] = dict.fromkeys(POOLS, PoolPolicy(max_replicas=8))
+TO_ZERO = dict.fromkeys(POOLS, PoolPolicy(min_replicas=0, max_replicas=8))
 NUMBERS = itertools.count()
-ONE = (ReplicaView("decode-0", READY, 0.0, 0.0),)
 
 
-def of(*states: ReplicaState) -> list[ReplicaView]:
+def view(
+    name: str, state: ReplicaState, load: float = 0.0, created_wall_s: float = 0.0, **fields: bool
+) -> Replica:
+    return Replica(name, state, 0.0, load, created_wall_s=created_wall_s, **fields)
+
+
+ONE = (view("decode-0", READY),)
+
+
+def of(*states: ReplicaState) -> list[Replica]:
     """Prefill replicas in these states, the first the oldest and the most loaded."""
-    return [ReplicaView(f"prefill-{n}", state, 10.0 - n, float(n)) for n, state in enumerate(states)]
+    return [view(f"prefill-{n}", state, 10.0 - n, float(n)) for n, state in enumerate(states)]
 
 
 @pytest.mark.parametrize(
@@ -57,11 +63,10 @@ def of(*states: ReplicaState) -> list[ReplicaView]:
 )
 def test_a_start_that_nobody_waits_for_any_more_ends(states: list[ReplicaState], drained: list[str]) -> None:
     """Else nothing is drained where no replica is seen: the coordinators may have just restarted."""
-    bounds = dict.fromkeys(BOUNDS, Bounds(0, 8))
     pools = {"prefill": of(*states), "decode": ()}
 
     def found(plan: ScalingPlan) -> list[object]:
-        return list(reconcile(plan, pools, bounds))
+        return list(reconcile(plan, pools, TO_ZERO))
 
     given_up = ScalingPlan(PoolPlan(0, cause="to_zero"), PoolPlan(0, cause="to_zero"))
     assert found(given_up) == [Drain("prefill", (name,)) for name in drained]
@@ -70,7 +75,7 @@ def test_a_start_that_nobody_waits_for_any_more_ends(states: list[ReplicaState],
 
 
 def actions(
-    desired: int, there: Sequence[ReplicaView], standby: int = 0, *, paused: bool = False
+    desired: int, there: Sequence[Replica], standby: int = 0, *, paused: bool = False
 ) -> list[object]:
     plan = ScalingPlan(PoolPlan(desired, standby), PoolPlan(1))
     return list(reconcile(plan, {"prefill": there, "decode": ONE}, BOUNDS, ["prefill"] if paused else []))
@@ -114,9 +119,9 @@ def test_while_starts_fail_nothing_is_ordered_and_nothing_replaced() -> None:
     assert actions(1, of(READY, READY), paused=True) == [Drain("prefill", ("prefill-1",))]
 
 
-def others(*states: ReplicaState) -> list[ReplicaView]:
+def others(*states: ReplicaState) -> list[Replica]:
     """Workers that the actuator does not have."""
-    return [ReplicaView(f"far-{n}", state, 0.0, 0.0, ours=False) for n, state in enumerate(states)]
+    return [view(f"far-{n}", state, 0.0, 0.0, ours=False) for n, state in enumerate(states)]
 
 
 @pytest.mark.parametrize(
@@ -139,35 +144,14 @@ def test_workers_of_others_are_capacity_and_are_left_alone(
 
 
 def test_the_least_loaded_is_drained_and_of_equals_the_youngest() -> None:
-    there = [ReplicaView("a", READY, 3, 0), ReplicaView("b", READY, 1, 1), ReplicaView("c", READY, 1, 2)]
+    there = [view("a", READY, 3, 0), view("b", READY, 1, 1), view("c", READY, 1, 2)]
     assert actions(2, there) == [Drain("prefill", ("c",))]
 
 
-def test_what_exists_is_the_actuators_word() -> None:
-    actual = [
-        ActualReplica("prefill-0", "prefill", False, 5.0),
-        ActualReplica("prefill-1", "prefill", True, 6.0),
-        ActualReplica("prefill-2", "prefill", False, 7.0),
-        ActualReplica("decode-0", "decode", False, 8.0),
-    ]
-    seen = {
-        "prefill-0": Replica("prefill-0", READY, 0.0, 4.0),
-        "prefill-1": Replica("prefill-1", READY, 0.0, 2.0),
-        "somebody": Replica("somebody", READY, 0.0, 0.0),
-    }
-    assert members("prefill", actual, seen) == (
-        ReplicaView("prefill-0", READY, 4.0, 5.0),
-        ReplicaView("prefill-1", DRAINING, 2.0, 6.0),
-        ReplicaView("prefill-2", STARTING, 0.0, 7.0),
-    )
-
-
-def pools_of(*states: ReplicaState) -> st.SearchStrategy[list[ReplicaView]]:
+def pools_of(*states: ReplicaState) -> st.SearchStrategy[list[Replica]]:
     rows = st.lists(st.tuples(st.sampled_from(states), st.floats(0, 9), st.floats(0, 9)), max_size=12)
     return rows.map(
-        lambda rows: [
-            ReplicaView(f"prefill-{n}", state, load, at) for n, (state, load, at) in enumerate(rows)
-        ]
+        lambda rows: [view(f"prefill-{n}", state, load, at) for n, (state, load, at) in enumerate(rows)]
     )
 
 
@@ -177,9 +161,7 @@ standbys = st.integers(0, 3)
 
 
 @given(pools, desires, standbys)
-def test_never_below_the_minimum_and_one_at_a_time(
-    there: list[ReplicaView], desired: int, standby: int
-) -> None:
+def test_never_below_the_minimum_and_one_at_a_time(there: list[Replica], desired: int, standby: int) -> None:
     done = actions(desired, there, standby)
     drained = [name for action in done if isinstance(action, Drain) for name in action.names]
     assert len(drained) <= 1
@@ -189,7 +171,7 @@ def test_never_below_the_minimum_and_one_at_a_time(
     after = apply(done, there)
     serving = [m for m in after if m.state in (READY, STARTING)]
     if drained or any(isinstance(action, Rest) for action in done):
-        assert len(serving) >= BOUNDS["prefill"].min
+        assert len(serving) >= BOUNDS["prefill"].min_replicas
     states = {member.name: member.state for member in there}
     if drained and states[drained[0]] is not STARTING:
         assert not [member for member in there if member.state is STARTING]
@@ -197,7 +179,7 @@ def test_never_below_the_minimum_and_one_at_a_time(
 
 @given(pools, desires, standbys)
 def test_asked_again_before_anything_happened_it_orders_nothing_twice(
-    there: list[ReplicaView], desired: int, standby: int
+    there: list[Replica], desired: int, standby: int
 ) -> None:
     after = apply(actions(desired, there, standby), there)
     again = actions(desired, after, standby)
@@ -205,7 +187,7 @@ def test_asked_again_before_anything_happened_it_orders_nothing_twice(
 
 
 @given(pools_of(*ReplicaState), desires, standbys)
-def test_it_comes_to_rest_at_the_plan(there: list[ReplicaView], desired: int, standby: int) -> None:
+def test_it_comes_to_rest_at_the_plan(there: list[Replica], desired: int, standby: int) -> None:
     """Replicas become ready and end between ticks; reconciliation converges to the plan from any state."""
     for _ in range(40):
         before, done = there, actions(desired, there, standby)
@@ -221,7 +203,7 @@ def test_it_comes_to_rest_at_the_plan(there: list[ReplicaView], desired: int, st
     assert sum(member.state is STANDBY for member in there) == standby
 
 
-def apply(done: Sequence[object], there: Sequence[ReplicaView]) -> list[ReplicaView]:
+def apply(done: Sequence[object], there: Sequence[Replica]) -> list[Replica]:
     """Applies actions as an instantaneous actuator and coordinators."""
     after = {member.name: member for member in there}
     for action in done:
@@ -229,7 +211,7 @@ def apply(done: Sequence[object], there: Sequence[ReplicaView]) -> list[ReplicaV
             case Start(count=count):
                 for _ in range(count):
                     name = f"new-{next(NUMBERS)}"
-                    after[name] = ReplicaView(name, STARTING, 0.0, 99.0)
+                    after[name] = view(name, STARTING, 0.0, 99.0)
             case Activate(name=name):
                 after[name] = replace(after[name], state=READY)
             case Rest(name=name):
@@ -240,18 +222,18 @@ def apply(done: Sequence[object], there: Sequence[ReplicaView]) -> list[ReplicaV
     return list(after.values())
 
 
-def able(name: str, load: float = 0.0) -> ReplicaView:
-    return ReplicaView(name, ReplicaState.READY, load, 0.0, can_change_role=True)
+def able(name: str, load: float = 0.0) -> Replica:
+    return view(name, ReplicaState.READY, load, 0.0, can_change_role=True)
 
 
 def role_changes(
     desired: tuple[int, int],
-    prefill: Sequence[ReplicaView],
-    decode: Sequence[ReplicaView],
+    prefill: Sequence[Replica],
+    decode: Sequence[Replica],
     one_shape: bool = True,
 ) -> tuple[object, ...]:
     plan = ScalingPlan(PoolPlan(desired[0]), PoolPlan(desired[1]), one_shape)
-    bounds: dict[PoolName, Bounds] = {"prefill": Bounds(1, 9), "decode": Bounds(1, 9)}
+    bounds = dict.fromkeys(POOLS, PoolPolicy(max_replicas=9))
     return reconcile(plan, {"prefill": prefill, "decode": decode}, bounds)
 
 
@@ -281,18 +263,15 @@ def test_workers_of_others_keep_their_role() -> None:
 
 
 def test_a_pool_that_will_have_enough_gets_no_worker_of_the_other() -> None:
-    coming = ReplicaView("s", ReplicaState.STARTING, 0.0, 0.0)
+    coming = view("s", ReplicaState.STARTING, 0.0, 0.0)
     assert role_changes((2, 1), [able("p"), coming], [able("a"), able("b")]) == (Drain("decode", ("a",)),)
 
 
 def test_workers_with_both_roles_are_capacity_of_both_pools_and_are_left_alone() -> None:
-    both = Replica("b", READY, 0.0, both=True)
-    listed = [ActualReplica("b", "prefill", False, 1.0)]
-    there = {pool: members(pool, listed, {"b": both}, [both]) for pool in BOUNDS}
-    assert [[member.ours for member in there[pool]] for pool in BOUNDS] == [[False], [False]]
+    there = dict.fromkeys(BOUNDS, (view("b", READY, both=True),))
     plan = ScalingPlan(PoolPlan(2), PoolPlan(1))
     assert reconcile(plan, there, BOUNDS) == (Start("prefill", 1),)
-    assert reconcile(ScalingPlan(PoolPlan(0), PoolPlan(0)), there, dict.fromkeys(BOUNDS, Bounds(0, 8))) == ()
+    assert reconcile(ScalingPlan(PoolPlan(0), PoolPlan(0)), there, TO_ZERO) == ()
     assert planned_rotation(there, []).active == set()
 
 
@@ -324,7 +303,7 @@ def test_changes_of_roles_keep_the_total_and_end_where_the_plan_is(
 
 
 def test_coordinators_are_told_the_roles_of_workers_that_can_change_them() -> None:
-    there = {"prefill": [able("p"), ReplicaView("v", READY, 0.0, 0.0)], "decode": [able("a"), able("b")]}
+    there = {"prefill": [able("p"), view("v", READY, 0.0, 0.0)], "decode": [able("a"), able("b")]}
     assert planned_rotation(there, []).roles == {"p": "prefill", "a": "decode", "b": "decode"}
     assert planned_rotation(there, [ChangeRole("prefill", "b")]).roles["b"] == "prefill"
 
@@ -341,7 +320,7 @@ def test_a_preempted_replica_is_replaced_at_once_and_told_to_end_once_it_is_empt
 
 
 def test_where_everything_is_once_the_actions_are_done() -> None:
-    pools: dict[PoolName, Sequence[ReplicaView]] = {
+    pools: dict[PoolName, Sequence[Replica]] = {
         "prefill": of(READY, READY, STANDBY, STANDBY),
         "decode": ONE,
     }

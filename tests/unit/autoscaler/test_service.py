@@ -84,7 +84,7 @@ async def test_all_coordinators_get_the_same_plan() -> None:
     why = scaling_pb2.PoolDecision(reason="busy")
     x = frozenset({"x"})
     where = PlannedRotation(standby=x, active=frozenset({"z", "y"}), roles={"z": "decode"})
-    await CoordinatorRotation(clients, 60.0).apply(where, [why])
+    await CoordinatorRotation(clients).apply(where, [why], 60.0)
     assert clients[0].roles == clients[1].roles == {"z": "decode"}
     assert clients[0].decisions == clients[1].decisions == [why]
     assert clients[0].plans == clients[1].plans == [(["x"], ["y", "z"], 60.0)]
@@ -93,15 +93,15 @@ async def test_all_coordinators_get_the_same_plan() -> None:
 async def test_the_others_get_the_plan_when_one_is_unreachable() -> None:
     clients = [Told("a:1", away=True), Told("b:2")]
     with pytest.raises(UnavailableError, match="a:1: no answer"):
-        await CoordinatorRotation(clients, 60.0).apply(PlannedRotation())
+        await CoordinatorRotation(clients).apply(PlannedRotation(), [], 60.0)
     assert clients[1].plans
 
 
 async def test_plans_name_the_models_whose_workers_are_started_on_demand() -> None:
     client, models = Told("a:1"), [registry_pb2.ServedModel(name="m")]
-    rotation = CoordinatorRotation([client], 60.0, on_demand=lambda: models)
-    await rotation.apply(PlannedRotation())
+    rotation = CoordinatorRotation([client], on_demand=lambda: models)
+    await rotation.apply(PlannedRotation(), [], 60.0)
     assert client.on_demand == models
     models.clear()
-    await rotation.apply(PlannedRotation())
+    await rotation.apply(PlannedRotation(), [], 60.0)
     assert client.on_demand == []

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from autoscaler.actuators.actuator import ActualReplica, Presence
+from autoscaler.policies.policy_file import PoolPolicy
 from autoscaler.snapshot import DecodeSignals, PrefillSignals, Replica, ReplicaState, Snapshot
-from autoscaler.start_watch import MAX_PAUSE_S, StartLimits, StartWatch
-from splitserve.roles import PoolName
+from autoscaler.start_watch import MAX_PAUSE_S, StartWatch
+from splitserve.roles import POOLS
 
 READY, STARTING, OVERDUE = ReplicaState.READY, ReplicaState.STARTING, ReplicaState.OVERDUE
-LIMITS: dict[PoolName, StartLimits] = dict.fromkeys(("prefill", "decode"), StartLimits(10.0, 3.0))
+POLICY = dict.fromkeys(POOLS, PoolPolicy(cold_start_s=10.0, start_deadline_cold_starts=3.0))
 
 
 class Pools:
@@ -21,40 +22,32 @@ class Pools:
     def __init__(self) -> None:
         self.watch = StartWatch()
         self.now = 1000.0
-        self.actual = {"decode-0": ActualReplica("decode-0", "decode", False, 0.0)}
-        self.states = {"decode-0": READY}
-        self.unregistered: set[str] = set()
-        self.since: dict[str, float] = {}
+        self.there = {"decode-0": Replica("decode-0", READY, 0.0)}
         self.complete = True
         self.cold_start_s: float | None = None
 
     def has(self, name: str, state: ReplicaState, registered: bool = False) -> None:
-        pool: PoolName = "prefill" if name.startswith("prefill") else "decode"
-        self.actual[name] = self.actual.get(name) or ActualReplica(name, pool, False, self.now)
-        if self.states.get(name) is not state:
-            self.since[name] = self.now
-        self.states[name] = state
-        (self.unregistered.discard if registered or state is READY else self.unregistered.add)(name)
+        before = self.there.get(name) or Replica(name, state, self.now, created_wall_s=self.now)
+        since_s = before.since_s if before.state is state else self.now
+        registered = registered or state is READY
+        self.there[name] = replace(before, state=state, since_s=since_s, registered=registered)
+
+    def changes(self, name: str, **fields: Any) -> None:
+        self.there[name] = replace(self.there[name], **fields)
 
     def loses(self, name: str) -> None:
-        del self.actual[name], self.states[name]
+        del self.there[name]
 
     def after(self, seconds: float) -> dict[str, ReplicaState]:
         """The states that are seen after a while."""
         self.now += seconds
         seen = {
-            pool: tuple(
-                Replica(
-                    name, self.states[name], self.since.get(name, 0.0), 0.0, name not in self.unregistered
-                )
-                for name, replica in self.actual.items()
-                if replica.pool == pool
-            )
+            pool: tuple(replica for name, replica in self.there.items() if name.startswith(pool))
             for pool in ("prefill", "decode")
         }
         prefill = PrefillSignals(seen["prefill"], cold_start_s=self.cold_start_s)
         snapshot = Snapshot(self.now, prefill, DecodeSignals(seen["decode"]), complete=self.complete)
-        found = self.watch.look(snapshot, list(self.actual.values()), LIMITS)
+        found = self.watch.look(snapshot, POLICY)
         return {replica.name: replica.state for replica in (*found.prefill.replicas, *found.decode.replicas)}
 
     @property
@@ -98,10 +91,10 @@ def test_a_restart_of_the_coordinator_makes_nothing_overdue(pools: Pools) -> Non
 
 def test_time_in_which_it_could_not_become_ready_does_not_count(pools: Pools) -> None:
     pools.has("prefill-0", STARTING, registered=True)
-    pools.states["decode-0"] = STARTING
+    pools.changes("decode-0", state=STARTING)
     for _ in range(10):
         assert pools.after(20)["prefill-0"] is STARTING, "nobody to connect to"
-    pools.states["decode-0"] = READY
+    pools.changes("decode-0", state=READY)
     pools.complete = False
     for _ in range(10):
         assert pools.after(20)["prefill-0"] is STARTING, "a coordinator does not answer"
@@ -111,7 +104,7 @@ def test_time_in_which_it_could_not_become_ready_does_not_count(pools: Pools) ->
 
 
 def test_what_never_registers_is_overdue_whatever_the_other_pool_does(pools: Pools) -> None:
-    pools.states["decode-0"] = STARTING
+    pools.changes("decode-0", state=STARTING)
     pools.has("prefill-0", STARTING)
     pools.after(0)
     assert pools.after(31)["prefill-0"] is OVERDUE
@@ -154,7 +147,7 @@ def test_what_was_told_to_end_has_not_failed(pools: Pools) -> None:
     pools.after(1)
     pools.watch.told_to_end(["prefill-0"])
     pools.loses("prefill-0")
-    pools.actual["prefill-1"] = replace(pools.actual["prefill-1"], stopping=True)
+    pools.changes("prefill-1", state=ReplicaState.DRAINING)
     pools.after(100)
     pools.loses("prefill-1")
     pools.after(1)
@@ -163,7 +156,7 @@ def test_what_was_told_to_end_has_not_failed(pools: Pools) -> None:
 
 def test_a_placeholder_that_becomes_a_pod_has_not_failed(pools: Pools) -> None:
     pools.has("prefill-pending-0", STARTING)
-    pools.actual["prefill-pending-0"] = replace(pools.actual["prefill-pending-0"], placeholder=True)
+    pools.changes("prefill-pending-0", placeholder=True)
     pools.after(1)
     pools.loses("prefill-pending-0")
     pools.has("prefill-abc", STARTING)
@@ -174,7 +167,7 @@ def test_a_placeholder_that_becomes_a_pod_has_not_failed(pools: Pools) -> None:
 def test_a_process_that_is_started_again_under_its_name_has_failed_once(pools: Pools) -> None:
     pools.has("prefill-0", STARTING)
     for life in range(5):
-        pools.actual["prefill-0"] = replace(pools.actual["prefill-0"], created_wall_s=float(life))
+        pools.changes("prefill-0", created_wall_s=float(life))
         pools.after(1)
     assert pools.watch.failed_starts["prefill"] == 1
     pools.loses("prefill-0")
@@ -183,7 +176,7 @@ def test_a_process_that_is_started_again_under_its_name_has_failed_once(pools: P
     pools.has("prefill-1", STARTING)
     pools.after(0)
     for life in range(20):
-        pools.actual["prefill-1"] = replace(pools.actual["prefill-1"], created_wall_s=-float(life))
+        pools.changes("prefill-1", created_wall_s=-float(life))
         seen = pools.after(7)
     assert seen["prefill-1"] is OVERDUE, "its deadline does not begin anew"
 
@@ -193,7 +186,7 @@ def test_a_process_that_had_proven_itself_and_was_started_again_has_a_new_start(
     pools.after(0)
     pools.after(20)
     pools.has("prefill-0", STARTING)
-    pools.actual["prefill-0"] = replace(pools.actual["prefill-0"], created_wall_s=5.0)
+    pools.changes("prefill-0", created_wall_s=5.0)
     assert pools.after(1)["prefill-0"] is STARTING
     assert pools.watch.failed_starts["prefill"] == 0
     pools.loses("prefill-0")
@@ -216,10 +209,10 @@ def test_each_failure_gives_the_next_one_more_time(pools: Pools) -> None:
 def test_a_replica_whose_host_does_not_answer_is_never_overdue(pools: Pools) -> None:
     pools.has("prefill-0", STARTING)
     pools.after(5)
-    pools.actual["prefill-0"] = replace(pools.actual["prefill-0"], presence=Presence.UNKNOWN)
+    pools.changes("prefill-0", reachable=False)
     for _ in range(20):
         assert pools.after(10)["prefill-0"] is STARTING
-    pools.actual["prefill-0"] = replace(pools.actual["prefill-0"], presence=Presence.HERE)
+    pools.changes("prefill-0", reachable=True)
     assert pools.after(25)["prefill-0"] is STARTING
     assert pools.after(10)["prefill-0"] is OVERDUE
 
@@ -273,7 +266,7 @@ def test_one_that_starts_again_on_its_machine_after_a_notice_is_watched_again(po
     pools.after(1)
     pools.has("prefill-0", ReplicaState.PREEMPTED)
     pools.after(1)
-    pools.actual["prefill-0"] = replace(pools.actual["prefill-0"], created_wall_s=pools.now)
+    pools.changes("prefill-0", created_wall_s=pools.now)
     pools.has("prefill-0", STARTING)
     assert pools.after(1)["prefill-0"] is STARTING
     assert pools.after(200)["prefill-0"] is OVERDUE

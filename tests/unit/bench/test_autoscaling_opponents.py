@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autoscaler.plan import Decide
-from autoscaler.reconcile import Bounds, bounds_of
+from autoscaler.policies.policy_file import PoolPolicy
 from autoscaler.simulation.engine_model import preset
 from autoscaler.simulation.scenario import Scenario, Slo
 from autoscaler.simulation.simulator import NO_BOUNDS, Simulation, run_policy
@@ -33,6 +33,7 @@ from bench.autoscaling.opponents.runs import run_baseline, static_peak
 from bench.autoscaling.opponents.static_search import best_static
 from bench.autoscaling.opponents.trend_filter import TrendFilter
 from splitserve.histograms import Histogram
+from splitserve.roles import POOLS
 from tests.support.scaling.engine_models import changed
 
 ENGINE = preset("h100-8b")
@@ -81,7 +82,7 @@ def test_hpa_on_latency() -> None:
     assert desired(decide, snapshot()) == (4, 4)  # nothing measured, nothing changed
     assert desired(decide, snapshot(starting=8, ttft=slow)) == (12, 4)  # what starts is counted
     assert (
-        desired(hpa_p95_latency(SLO, {"prefill": Bounds(1, 6), "decode": Bounds(1, 6)}), snapshot(ttft=slow))[
+        desired(hpa_p95_latency(SLO, dict.fromkeys(POOLS, PoolPolicy(max_replicas=6))), snapshot(ttft=slow))[
             0
         ]
         == 6
@@ -205,7 +206,7 @@ def test_the_best_static_cluster_attains_with_the_fewest_replicas() -> None:
         run = run_baseline(
             replace(scenario, initial=initial),
             "static-peak",
-            {"prefill": Bounds(1, prefill), "decode": Bounds(1, decode)},
+            {"prefill": PoolPolicy(max_replicas=prefill), "decode": PoolPolicy(max_replicas=decode)},
         )
         if run.attainment >= 0.97:
             attaining.append(run.total_replica_hours)
@@ -249,13 +250,13 @@ def test_a_schedule_orders_one_cold_start_ahead_and_keeps_through_short_troughs(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_bound_attains_and_undercuts_what_attains() -> None:
-    trace = synthetic(TraceShape("diurnal", rate=4, peak_rate=20, duration_s=600, prompt_tokens=2000, seed=1))
+    trace = synthetic(TraceShape("diurnal", rate=4, peak_rate=20, duration_s=300, prompt_tokens=2000, seed=1))
     scenario = Scenario(trace, ENGINE, SLO)
     bound = clairvoyant_bound(scenario, 0.97)
     assert bound.outcome.attainment >= 0.97
     policy = default_policy(SLO, 60.0)
     found = run_policy(scenario, policy)
-    for outcome in (found, run_baseline(scenario, "static-peak", bounds_of(policy))):
+    for outcome in (found, run_baseline(scenario, "static-peak", policy.pools)):
         if outcome.attainment >= 0.97:
             assert bound.replica_hours <= outcome.total_replica_hours
     assert found.attainment >= 0.97

@@ -12,8 +12,8 @@ from engine.core.engine_core import EngineCore
 from kv_transfer.handoff.messages import Drained, encode
 from prefill_worker.kv_producer import Failed, HandedOff, engine_id, public_id
 from splitserve.errors import FailedPreconditionError
-from tests.support.engine.connector_pair import COORDINATOR
-from tests.support.roles.both_rig import BothRig, answer, expected, ticket_of
+from tests.support.engine.connector_pair import COORDINATOR, ticket_of
+from tests.support.roles.both_rig import BothRig, answer, expected
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -53,9 +53,7 @@ async def test_with_a_model_only_its_containers_are_replicas() -> None:
     assert made["Config"]["Labels"]["splitserve.model"] == "a"
     assert made["Name"] == "/shop-prefill-a-2"
     assert len(await names(scaled)) == 2
-    await scaled.stop(
-        "prefill", [f"prefill-{made['Config']['Hostname']}" for made in docker.there.values()], 9.0
-    )
+    await scaled.stop([f"prefill-{made['Config']['Hostname']}" for made in docker.there.values()], 9.0)
     stopped = {docker.there[one]["Config"]["Labels"]["splitserve.model"] for one in docker.killed}
     assert stopped == {"a"}
     assert len(await names(actuator(docker))) == 4, "without a model all of the project"
@@ -122,7 +120,7 @@ async def test_a_restarted_autoscaler_gives_no_gpu_twice() -> None:
     await again.start("prefill", 1)
     assert {replica.gpu for replica in await again.replicas()} == {"0", "1", "2,3", "4,5"}
     first = next(replica for replica in await again.replicas() if replica.gpu == "2,3")
-    await again.stop("decode", [first.name], 60.0)
+    await again.stop([first.name], 60.0)
     await actuator(docker, gpus=gpus).start("decode", 1, ReplicaShape(2))
     assert {replica.gpu for replica in await again.replicas()} == {"0", "1", "2,3", "4,5", "6,7"}
     with pytest.raises(ResourceExhaustedError, match="none of the 8"):
@@ -288,7 +286,7 @@ async def test_a_wall_clock_that_is_set_neither_kills_nor_spares_a_draining_repl
     docker = FakeDocker()
     ours = docker.runs("prefill", "prefill")
     scaled = actuator(docker)
-    await scaled.stop("prefill", [ours], 30.0)
+    await scaled.stop([ours], 30.0)
     asked = list(docker.killed)
     clocks["wall"] += jump_s
     clocks["own"] += 29.0

@@ -70,7 +70,7 @@ async def test_ordered_pods_count_before_they_exist(
 async def test_an_order_is_taken_back_before_its_pod_exists(
     actuator: KubernetesActuator, kubernetes: FakeKubernetes
 ) -> None:
-    await actuator.stop("decode", ["decode-pending-2"], 30.0)
+    await actuator.stop(["decode-pending-2"], 30.0)
     assert kubernetes.workloads["deployment", "decode"].replicas == 2
     assert not [request for request in kubernetes.requests if "/pods/" in request[1]]
 
@@ -81,7 +81,7 @@ async def test_the_chosen_pod_goes_and_nothing_is_ordered_twice(
     kubernetes.control()
     first, chosen, last = kubernetes.pods
     for _ in range(2):
-        await actuator.stop("decode", [chosen], 30.0)
+        await actuator.stop([chosen], 30.0)
         assert await listed(actuator) == {first: False, chosen: True, last: False}
     assert kubernetes.workloads["deployment", "decode"].replicas == 2
     changes = [path.rpartition("/")[2] for method, path in kubernetes.requests if method == "PATCH"]
@@ -99,7 +99,7 @@ async def test_an_attempt_that_went_no_further_is_undone(
     first, second, _ = kubernetes.pods
     kubernetes.pods[first].annotations[COST] = "-1000"
     assert not any((await listed(actuator)).values())
-    await actuator.stop("decode", [second], 30.0)
+    await actuator.stop([second], 30.0)
     assert COST not in kubernetes.pods[first].annotations
     kubernetes.control()
     assert [name for name, pod in kubernetes.pods.items() if pod.deleting] == [second]
@@ -113,7 +113,7 @@ async def test_a_pod_too_many_of_a_rolling_update_is_not_scaled_in(
     surge = list(kubernetes.pods)[-1]
     kubernetes.pods[surge].ready = False
     assert [name for name, stopping in (await listed(actuator)).items() if stopping] == [surge]
-    await actuator.stop("decode", [surge], 30.0)
+    await actuator.stop([surge], 30.0)
     assert kubernetes.workloads["deployment", "decode"].replicas == 3
 
 

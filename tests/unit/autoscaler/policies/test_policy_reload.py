@@ -47,7 +47,7 @@ class Edited:
             first.decide,
             self,
             self.actuator,
-            first.settings,
+            first.policy,
             changed_policy=self.changed,
         )
 
@@ -55,7 +55,7 @@ class Edited:
         reread(self.policy.file)
         return self.policy.poll()
 
-    async def apply(self, where: PlannedRotation, decisions: Any) -> None:
+    async def apply(self, where: PlannedRotation, decisions: Any, valid_s: float) -> None:
         pass
 
     async def tick(self) -> tuple[int, float, float]:
@@ -83,7 +83,7 @@ async def test_an_edit_is_taken_at_the_next_tick_and_nothing_is_forgotten(tmp_pa
     edited.path.write_text(POLICY.format(least=3))
     assert await edited.tick() == (3, 1, 0)
     assert edited.loop.status.policy_reloads == 1
-    assert edited.loop.settings.bounds["prefill"].min == 3
+    assert edited.loop.policy.prefill.min_replicas == 3
     after = edited.loop.memory
     assert before.decode.behavior.recommendations[0] in after.decode.behavior.recommendations
     assert len((await edited.observer.observe()).arrivals) == 2, "what arrived before the edit still counts"

@@ -260,42 +260,46 @@ async def test_who_was_given_up_counts_only_while_a_coordinator_sees_it() -> Non
 @pytest.mark.slow
 async def test_memory_is_bounded_and_forgets_who_left() -> None:
     rig = Rig(window_s=10)
-    for number in range(1000):
+    rig.observer.keep_history(90)
+    for number in range(100):
         rig.actual = []
         rig.order(f"p{number}")
         rig.one.workers = [worker(f"p{number}", "starting")]
         rig.one.arrive(1)
         seen = await rig.look(1)
-    assert names(seen.prefill.replicas) == {"p999": "starting"}
-    assert len(seen.arrivals) <= 901
+    assert names(seen.prefill.replicas) == {"p99": "starting"}
+    assert len(seen.arrivals) <= 91
     track = rig.observer._tracks["one:1"]
     assert len(track._observations) <= 12
-    assert rig.observer._cold_starts._starting == {"p999"}
+    assert rig.observer._cold_starts._starting == {"p99"}
 
 
-async def test_workers_of_another_model_are_named_and_not_counted() -> None:
+async def test_workers_of_another_model_are_left_out() -> None:
     rig = Rig(model="m")
     for name in ("p-0", "p-1", "d-0"):
         rig.order(name)
     rig.one.workers = [worker("p-0")]
     rig.one.other_workers = [worker("p-1"), worker("d-0")]
     seen = await rig.look()
-    assert seen.foreign == {"p-1", "d-0"}
     assert names(seen.prefill.replicas) == {"p-0": "ready"}
     assert names(seen.decode.replicas) == {}
     rig.one.other_workers = []
     seen = await rig.look(1)
-    assert seen.foreign == {"p-1", "d-0"}, "whoever is not registered now belongs to the same as before"
+    assert names(seen.prefill.replicas) == {"p-0": "ready"}, (
+        "one that left belongs to the same model as before"
+    )
+    assert names(seen.decode.replicas) == {}
     rig.one.workers = [worker("p-0"), worker("p-1")]
     seen = await rig.look(1)
-    assert seen.foreign == {"d-0"}
+    assert names(seen.prefill.replicas) == {"p-0": "ready", "p-1": "ready"}
+    assert names(seen.decode.replicas) == {}
 
 
 async def test_all_models_are_one_unless_one_is_named() -> None:
     rig = Rig()
     rig.one.workers, rig.one.other_workers = [worker("p-0")], [worker("p-1")]
     seen = await rig.look()
-    assert (seen.foreign, sorted(names(seen.prefill.replicas))) == (frozenset(), ["p-0", "p-1"])
+    assert sorted(names(seen.prefill.replicas)) == ["p-0", "p-1"]
 
 
 async def test_whose_a_worker_is_and_whether_it_is_registered() -> None:
@@ -305,6 +309,8 @@ async def test_whose_a_worker_is_and_whether_it_is_registered() -> None:
     rig.one.workers = [worker("p-0"), worker("p-9")]
     found = {r.name: (r.ours, r.registered) for r in (await rig.look()).prefill.replicas}
     assert found == {"p-0": (True, True), "p-1": (True, False), "p-9": (False, True)}
+    without_actuator = await Observer([rig.one], clock=rig.clock).observe()
+    assert [replica.ours for replica in without_actuator.prefill.replicas] == [True, True]
 
 
 async def test_requests_that_coordinators_hold_for_decode_wait_for_decode() -> None:

@@ -93,13 +93,12 @@ def worst_s(seen: list[Snapshot]) -> float:
     return max((one.percentile(90) or 0.0 for one in found if one is not None), default=0.0)
 
 
-@pytest.mark.slow
 def test_a_wait_at_the_coordinator_counts_for_the_pool_that_lacked_capacity() -> None:
     last = [TraceRequest(60.0, 10, 1)]  # decisions stop with it
-    _, crowd = run(Trace("crowd", [*burst(40, 400, 4).requests, *last]))
+    _, crowd = run(Trace("crowd", [*burst(40, 400, 4).requests, *last]), interval_s=0.5)
     assert worst_s(crowd) > 5.0
     engine = changed(ENGINE, kv_capacity_tokens=8_192, prefill_token_s=1e-5)
-    _, full = run(Trace("full", [*burst(30, 1000, 200).requests, *last]), engine)
+    _, full = run(Trace("full", [*burst(30, 1000, 200).requests, *last]), engine, interval_s=0.5)
     assert worst_s(full) < 1.0
 
 

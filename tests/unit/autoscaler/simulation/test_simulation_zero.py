@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
-from autoscaler.reconcile import bounds_of
 from autoscaler.simulation.scenario import Scenario, Slo, StartTimes
 from autoscaler.simulation.simulator import run_policy
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
@@ -69,5 +68,5 @@ def test_a_gap_of_weeks_takes_hardly_more_decisions_than_one_of_hours() -> None:
 
 
 def test_baselines_keep_one_of_each() -> None:
-    hpa = run_baseline(SCENARIO, "hpa-p95-latency", bounds_of(policy(0)))
+    hpa = run_baseline(SCENARIO, "hpa-p95-latency", policy(0).pools)
     assert hpa.failed_requests == 0

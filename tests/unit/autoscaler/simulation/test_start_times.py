@@ -8,25 +8,23 @@ from statistics import median, quantiles
 import pytest
 
 from autoscaler.plan import Decide, Memory, PoolPlan, ScalingPlan
-from autoscaler.policies.policy_file import parse_policy
+from autoscaler.policies.policy_file import PoolPolicy, parse_policy
 from autoscaler.simulation.engine_model import preset
 from autoscaler.simulation.outcome import Outcome
 from autoscaler.simulation.scenario import Scenario, Slo, StartTimes
 from autoscaler.simulation.simulator import Simulation, run_policy
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.snapshot import ReplicaState, Snapshot
-from autoscaler.start_watch import StartLimits
 from bench.autoscaling.opponents.clairvoyant import clairvoyant_bound
 from splitserve.errors import InvalidArgumentError
+from splitserve.roles import POOLS
 
 ENGINE = preset("h100-8b")
 TRACE = synthetic(TraceShape("constant", rate=2, duration_s=600, prompt_tokens=500, output_tokens=20))
-LIMITS = dict.fromkeys(("prefill", "decode"), StartLimits(20.0, 5.0))
+POLICY = dict.fromkeys(POOLS, PoolPolicy(cold_start_s=20.0))
 
 
-def started(
-    starts: StartTimes, decide: Decide, limits: dict[str, StartLimits] | None = None
-) -> tuple[Outcome, list[Snapshot]]:
+def started(starts: StartTimes, decide: Decide, watch_starts: bool = False) -> tuple[Outcome, list[Snapshot]]:
     """One replica a pool at first; the run, and what the policy saw."""
     seen: list[Snapshot] = []
 
@@ -35,7 +33,7 @@ def started(
         return decide(memory, snapshot)
 
     scenario = Scenario(TRACE, ENGINE, Slo(), starts, initial={"prefill": 1, "decode": 1})
-    return Simulation(scenario, watched, 5.0, starts=limits).run(), seen  # type: ignore[arg-type]
+    return Simulation(scenario, watched, 5.0, POLICY, watch_starts=watch_starts).run(), seen
 
 
 def wants(prefill: int) -> Decide:
@@ -103,14 +101,14 @@ def test_a_failed_start_is_ordered_again_and_costs_what_it_took() -> None:
 def test_the_watch_pauses_after_failed_starts_and_replaces_overdue_ones() -> None:
     hopeless = StartTimes(20.0, failing=0.99, seed=0)
     _, unwatched = started(hopeless, wants(2))
-    _, watched = started(hopeless, wants(2), LIMITS)
+    _, watched = started(hopeless, wants(2), watch_starts=True)
 
     def orders(seen: list[Snapshot]) -> int:
         return len({replica.name for snapshot in seen for replica in snapshot.prefill.replicas})
 
     assert orders(watched) < orders(unwatched) / 1.5
     slow = StartTimes(400.0)
-    _, seen = started(slow, wants(2), LIMITS)
+    _, seen = started(slow, wants(2), watch_starts=True)
     states = {replica.state for snapshot in seen for replica in snapshot.prefill.replicas}
     assert ReplicaState.OVERDUE in states
 
@@ -119,7 +117,7 @@ def test_the_watch_pauses_after_failed_starts_and_replaces_overdue_ones() -> Non
 def test_the_same_seed_gives_the_same_run() -> None:
     policy = parse_policy({"prefill": {"target_ms": 2000}, "decode": {"target_ms": 100}})
     trace = synthetic(
-        TraceShape("burst", rate=4, peak_rate=20, duration_s=400, burst_s=200, prompt_tokens=2000, seed=1)
+        TraceShape("burst", rate=4, peak_rate=20, duration_s=200, burst_s=100, prompt_tokens=2000, seed=1)
     )
     runs = []
     for seed in (0, 0, 1):

@@ -14,13 +14,8 @@ from hypothesis import strategies as st
 from coordinator.request.state import PairCost
 from coordinator.routing import prefix_router
 from coordinator.routing.prefix_router import PrefixRouter
-from coordinator.routing.router import (
-    Pair,
-    RoutingRequest,
-    crowding,
-    no_pair,
-    pair_cost,
-)
+from coordinator.routing.router import Pair, RoutingRequest, no_pair
+from coordinator.routing.worker_columns import crowding
 from coordinator.workers.load import WorkerLoads
 from coordinator.workers.prefix_index import PrefixHits
 from coordinator.workers.snapshot import Model, PoolSnapshot, Worker
@@ -74,7 +69,7 @@ def choose(*workers: Worker, **changed: Any) -> Pair | None:
 
 
 def choose_among(workers: Sequence[Worker], request: RoutingRequest) -> Pair | None:
-    return PrefixRouter().choose_pair(PoolSnapshot(tuple(workers)), WorkerLoads.of(workers), request, now=0.0)
+    return PrefixRouter().choose_pair(PoolSnapshot(tuple(workers)), WorkerLoads.of(workers), request)
 
 
 def chosen(*workers: Worker, **changed: Any) -> tuple[str, str | None]:
@@ -118,7 +113,7 @@ def test_what_was_sent_since_the_last_report_counts() -> None:
     workers = prefill("p0", "d0"), prefill("p1", "d0"), decode("d0")
     loads = WorkerLoads.of(workers)
     loads.count_prompt(("p0", 1), 500)
-    pair = PrefixRouter().choose_pair(PoolSnapshot(workers), loads, REQUEST, 0.0)
+    pair = PrefixRouter().choose_pair(PoolSnapshot(workers), loads, REQUEST)
     assert pair is not None
     assert pair.prefill.worker_id == "p1"
 
@@ -321,17 +316,8 @@ def test_the_search_equals_trying_every_pair(
             if p.draining or not p.reaches(d):
                 continue
             speed = speeds.get((p.agent_id, d.agent_id), mean_speed)
-            parts = pair_cost(
-                p,
-                d,
-                loads,
-                request,
-                rate or mean_rate,
-                step_s or mean_step,
-                1e-9 / speed,
-                crowded / mean_rate,
-            )
-            totals.append(total_s(parts))
+            computing = rate or mean_rate, crowded / mean_rate
+            totals.append(pair_s(p, d, loads, request, *computing, step_s or mean_step, 1e-9 / speed))
     pair = choose_among((*ds, *ps), request)
     assert (pair is None or pair.is_own) == (not totals), (
         "a worker of role both serves alone where there is no pair"
@@ -341,6 +327,31 @@ def test_the_search_equals_trying_every_pair(
         assert pair.prefill.reaches(pair.decode)
         assert not pair.prefill.draining
         assert total_s(pair.cost) == pytest.approx(min(totals))
+
+
+def pair_s(
+    p: Worker,
+    d: Worker,
+    loads: WorkerLoads,
+    request: RoutingRequest,
+    rate: float,
+    others_token_s: float,
+    step_s: float,
+    byte_s: float,
+) -> float:
+    """The predicted cost of one pair, term by term."""
+    load, size = loads.decode[d.key], d.block_size_tokens
+    uncached = request.prompt_tokens - min(
+        request.hits.blocks(p.prefix_slot) * size, request.prompt_tokens - 1
+    )
+    queue_s = loads.prefill[p.key].queued_tokens / rate * 2.0**-request.class_rank
+    blocks = -(-request.prompt_tokens // size)
+    transfer_s = (blocks - min(request.hits.blocks(d.prefix_slot), blocks)) * d.block_bytes * byte_s
+    needed = (request.prompt_tokens + 1 + request.expected_output_tokens) // size + 1
+    missing = max(0, needed - load.free_blocks)
+    room_s = missing / max(1, load.held_blocks) * request.expected_output_tokens * step_s
+    batch_s = step_s * (1 + load.batch_requests / d.max_running_requests)
+    return queue_s + uncached * (1 / rate + others_token_s) + transfer_s + room_s + batch_s
 
 
 def total_s(parts: PairCost) -> float:
@@ -391,8 +402,8 @@ def test_a_router_that_saw_other_snapshots_answers_like_a_new_one(
         if amount % 11 == 0:
             continue  # several changes between two decisions
         snapshot = PoolSnapshot(tuple(workers))
-        assert seasoned.choose_pair(snapshot, loads, request, 0.0) == PrefixRouter().choose_pair(
-            snapshot, loads, request, 0.0
+        assert seasoned.choose_pair(snapshot, loads, request) == PrefixRouter().choose_pair(
+            snapshot, loads, request
         )
 
 
@@ -404,7 +415,7 @@ def test_more_load_on_a_busy_one_or_more_hits_never_turns_the_choice_away(
     request = dataclasses.replace(REQUEST, hits=held)
     loads = WorkerLoads.of([*ds, *ps])
     snapshot = PoolSnapshot((*ds, *ps))
-    first = PrefixRouter().choose_pair(snapshot, loads, request, 0.0)
+    first = PrefixRouter().choose_pair(snapshot, loads, request)
     if first is None:
         return
     other = ps[place % len(ps)]
@@ -416,7 +427,7 @@ def test_more_load_on_a_busy_one_or_more_hits_never_turns_the_choice_away(
         more = {slot: held.blocks(slot) + amount // 100 for slot in [first.prefill.prefix_slot]}
         kept = {w.prefix_slot: held.blocks(w.prefix_slot) for w in (*ps, *ds)}
         request = dataclasses.replace(request, hits=hits_of(kept | more))
-    again = PrefixRouter().choose_pair(snapshot, loads, request, 0.0)
+    again = PrefixRouter().choose_pair(snapshot, loads, request)
     assert again is not None
     assert again.prefill.key == first.prefill.key
     assert again.cost.wait_s <= first.cost.wait_s + 1e-9

@@ -76,11 +76,9 @@ async def test_a_scrape_with_a_thousand_workers_takes_less_than_a_second(
     join(coordinator.registry, 1000, models)
     for model in range(models):
         coordinator.stats.of(f"model-{model}")
-    best = min(scraped(coordinator, monkeypatch)[1] for _ in range(3))
-    text, _ = scraped(coordinator, monkeypatch)
-    print(f"{models} models: {best * 1e3:.0f} ms, {len(text)} bytes")
-    assert 'splitserve_ready_workers{pool="prefill"} 500.0' in text
-    assert best < LIMIT_S
+    pages, times_s = zip(*(scraped(coordinator, monkeypatch) for _ in range(2)), strict=True)
+    assert 'splitserve_ready_workers{pool="prefill"} 500.0' in pages[0]
+    assert min(times_s) < LIMIT_S
 
 
 async def test_nothing_is_left_of_departed_workers(

@@ -117,7 +117,7 @@ def test_requests_go_to_pairs_that_have_the_adapter() -> None:
         found = set()
         for turn in range(16):
             request = RoutingRequest(model, prompt_tokens=10, turn=turn)
-            pair = router.choose_pair(registry.snapshot(), registry.loads, request, 0.0)
+            pair = router.choose_pair(registry.snapshot(), registry.loads, request)
             if pair is not None and pair.decode is not None:
                 found.add((pair.prefill.worker_id, pair.decode.worker_id))
         return found

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from autoscaler.actuators.actuator import Presence, ReplicaShape, Room, counted
+from autoscaler.actuators.actuator import Presence, ReplicaShape, Room
 from autoscaler.actuators.hosts.host_watch import HostWatch
 from autoscaler.actuators.hosts.hosts_actuator import HostsActuator
 from autoscaler.plan import PoolPlan, ScalingPlan
-from autoscaler.reconcile import Bounds, Drain, Start, members, reconcile
-from autoscaler.snapshot import Replica, ReplicaState
+from autoscaler.policies.policy_file import PoolPolicy
+from autoscaler.reconcile import Drain, Start, reconcile
 from splitserve.errors import (
     FailedPreconditionError,
     ResourceExhaustedError,
@@ -22,6 +22,7 @@ from splitserve.errors import (
 )
 from splitserve.roles import POOLS
 from tests.support.scaling.memory_host import MemoryHost
+from tests.support.scaling.signal_sources import with_actual
 
 UNKNOWN_S = 600.0
 ANSWER_S = 0.2
@@ -55,17 +56,15 @@ class Pair:
 
     async def tick(self, plan: ScalingPlan = PLAN, serving: Sequence[str] = ()) -> list[SplitserveError]:
         """One decision, which is carried out; the errors. `serving` are those that the coordinators see."""
-        actual = counted(await self.actuator.replicas(), serving)
-        seen = {name: Replica(name, ReplicaState.READY, 0.0) for name in serving}
-        pools = {pool: members(pool, actual, seen) for pool in POOLS}
+        pools = with_actual(await self.actuator.replicas(), serving)
         errors = []
-        for action in reconcile(plan, pools, dict.fromkeys(POOLS, Bounds(1, 8))):
+        for action in reconcile(plan, pools, dict.fromkeys(POOLS, PoolPolicy(max_replicas=8))):
             try:
                 match action:
                     case Start(pool, count):
                         await self.actuator.start(pool, count)
-                    case Drain(pool, names):
-                        await self.actuator.stop(pool, names, 0.0)
+                    case Drain(_, names):
+                        await self.actuator.stop(names, 0.0)
             except SplitserveError as error:
                 errors.append(error)
         return errors
