@@ -115,7 +115,7 @@ peer-vllm: setup model ## vLLM's prefill/decode pair beside ours; vLLM gets an e
 
 peer-dynamo: setup model ## The coordinator beside NVIDIA Dynamo's frontend; Dynamo gets an environment of its own
 	$(BIN)/python bench/peers/dynamo_setup.py
-	$(BIN)/python -m bench.coordinator --parts tokens,dynamo --entrypoints sse
+	$(BIN)/python -m bench.front_door --parts tokens,dynamo --entrypoints sse
 
 clean: ## Remove the environment and caches
 	rm -rf $(VENV) .venv-vllm* .peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -10,7 +10,7 @@ import asyncio
 import enum
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from contextvars import copy_context
 from functools import partial
@@ -32,7 +32,7 @@ from splitserve.errors import (
     SplitserveError,
     UnavailableError,
 )
-from splitserve.generation.output_delta import take_merged
+from splitserve.generation.output_delta import TokenDelta, take_merged
 from splitserve.runtime.waiting import wait_own_time
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2
 
@@ -221,8 +221,9 @@ class Attempt:
         self._local_prefill_tokens, self._targets = local_prefill_tokens, targets
         self._ticket: kv_transfer_pb2.KvTicket | None = None
         self._collector = OutputCollector(events.decoded)
-        self._prefill_task: asyncio.Task[None] | None = None
-        self._pending: deque[generation_pb2.OutputDelta] = deque()
+        self._cancel_prefill: Callable[[], object] | None = None
+        """Set once Prefill was called."""
+        self._pending: deque[TokenDelta] = deque()
         self._decodes = False
         """Whether the decode worker has sent output. Its later outputs do not change the state, unless they end it."""
         self._written = False
@@ -297,9 +298,9 @@ class Attempt:
         if request.targets.ttft_ms:
             request.targets.ttft_left_ms -= report.reserve_ms
         request.timeout.FromNanoseconds(int(left_s * 1e9))
-        self._prefill_task = self._background.start(self._prefill.prefill(request, left_s, self._collector))
+        self._cancel_prefill = self._prefill.prefill(request, left_s, self._collector, self._background)
 
-    async def next_delta(self) -> generation_pb2.OutputDelta | None:
+    async def next_delta(self) -> TokenDelta | None:
         """The next delta, or None after the last one.
 
         The first token comes from prefill; decode output that arrives earlier is held back until then. Deltas that
@@ -336,9 +337,11 @@ class Attempt:
         """Cancels the attempt on both workers unless they have finished with it. Never blocks."""
         self._attached.close()
         self._reader = None  # it refers to this attempt, which would form a reference cycle
-        if self._prefill_task is not None:
-            self._prefill_task.cancel()
-        release = release_of(self.state, prefill_called=self._prefill_task is not None, written=self._written)
+        if self._cancel_prefill is not None:
+            self._cancel_prefill()
+        release = release_of(
+            self.state, prefill_called=self._cancel_prefill is not None, written=self._written
+        )
         if self._decode is not None and release is not DecodeRelease.NOTHING:
             no_writer, deadline_s = release is DecodeRelease.NO_WRITER, self._request.deadline_s
             self._background.start(self._decode.abort(self.attempt_id, no_writer, deadline_s))
@@ -401,11 +404,15 @@ class Attempt:
     def _accept(self, events: Iterable[WorkerEvent]) -> None:
         for event in events:
             match event:
-                case decode_pb2.SequenceOutput():  # first because it is by far the most frequent
+                case TokenDelta():  # first because it is by far the most frequent
+                    if not self._decodes:
+                        self._decode_has_begun()
+                    self._pending.append(event)
+                case decode_pb2.SequenceOutput():
                     self._accept_output(event)
                 case prefill_pb2.FirstToken():
                     self._enter(AttemptEvent.FIRST_TOKEN)
-                    self._pending.appendleft(event.delta)
+                    self._pending.appendleft(TokenDelta.of(event.delta))
                     self._events.prefilled(event)
                 case prefill_pb2.HandoffDone():
                     self._enter(AttemptEvent.PREFILL_OVER)
@@ -415,21 +422,24 @@ class Attempt:
                     self._accept_failure(event)
 
     def _accept_output(self, output: decode_pb2.SequenceOutput) -> None:
-        if self._decodes and not output.admitted:  # nothing but tokens follows the first output
-            self._pending.append(output.delta)
-            return
-        if self.state in AWAITS_DECODE:
-            self._enter(AttemptEvent.DECODE_HAS_KV)
         if output.admitted:
+            if self.state in AWAITS_DECODE:
+                self._enter(AttemptEvent.DECODE_HAS_KV)
             return
-        self._decodes = self.state in ONLY_DECODE_SENDS
-        if self._decode is not None:
-            self._record.report.decode_worker = self._decode.worker.worker_id
-        self._pending.append(output.delta)
+        self._decode_has_begun()
+        self._pending.append(TokenDelta.of(output.delta))
         if output.HasField("admit_ms"):
             self._events.decode_began(output.admit_ms)
         if output.HasField("local_prefill"):
             self._events.prefilled_locally(output.local_prefill)
+
+    def _decode_has_begun(self) -> None:
+        """The decode worker has sent tokens, so it has the KV."""
+        if self.state in AWAITS_DECODE:
+            self._enter(AttemptEvent.DECODE_HAS_KV)
+        self._decodes = self.state in ONLY_DECODE_SENDS
+        if self._decode is not None:
+            self._record.report.decode_worker = self._decode.worker.worker_id
 
     def _accept_failure(self, event: WorkerFailed) -> None:
         by_prefill = event.worker == self._prefill.worker.key and self._prefill is not self._decode
@@ -448,6 +458,6 @@ def is_retryable(error: SplitserveError) -> bool:
     return isinstance(error, RETRYABLE)
 
 
-def _next_delta(pending: deque[generation_pb2.OutputDelta]) -> generation_pb2.OutputDelta:
+def _next_delta(pending: deque[TokenDelta]) -> TokenDelta:
     """The next delta, with those that follow it."""
     return pending.popleft() if len(pending) == 1 else take_merged(pending, MAX_MERGED_TOKENS)

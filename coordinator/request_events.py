@@ -12,8 +12,9 @@ from coordinator.telemetry.record_keeper import RecordKeeper, failure_text
 from coordinator.telemetry.request_stats import ModelStats, Phase, RequestStats, outcome_of
 from coordinator.workers.snapshot import Worker
 from splitserve.errors import SplitserveError
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.logs import log_exception
-from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2, scaling_pb2
+from splitserve.v1 import decode_pb2, prefill_pb2, scaling_pb2
 
 BATCH_TOKENS = 8
 """Tokens of a stream that are reported to `RequestControl` at once, half a KV block or less."""
@@ -184,7 +185,7 @@ class RequestEvents:
         attempt.report.decode_admit_ms = admit_ms
         self._add(scaling_pb2.PHASE_DECODE_ADMIT, admit_ms / 1e3, self._cold_decode)
 
-    def sent(self, delta: generation_pb2.OutputDelta, now: float) -> None:
+    def sent(self, delta: TokenDelta, now: float) -> None:
         """Appends a delta that is about to be sent to the client.
 
         Raises SplitserveError (OUTPUT_GAP), and counts nothing, unless the delta follows the previous one.

@@ -51,7 +51,6 @@ from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.errors import DeadlineExceededError, SplitserveError, UnavailableError
 from splitserve.generation.bounds import check_prompt_logprobs
 from splitserve.generation.kv_blocks import chain_salt
-from splitserve.generation.output_delta import without_output
 from splitserve.grammars.processes import GrammarProcesses
 from splitserve.logs import log_context, log_event
 from splitserve.models.tokenizer import TooManyTokensError
@@ -146,11 +145,11 @@ class RequestFlow:
                 self.admission.freed(state)
                 while (delta := await attempt.next_delta()) is not None:
                     if state.request.prompt_only:
-                        delta = without_output(delta)
+                        delta = delta.without_output()
                     first = state.first_token_s is None
                     events.sent(delta, time.monotonic())  # first token from prefill, the rest from decode
                     started = state.started() if first else None
-                    await output.send(inference_pb2.GenerateResponse(delta=delta, started=started))
+                    await output.send(delta, started)
                 await attempt.settle()
                 self.breakers.attempt_completed(state)
             except SplitserveError as error:
@@ -166,7 +165,7 @@ class RequestFlow:
         events.completed()
         done = state.done()
         _log_completed(done)  # before the last message: the client may end the call before `send` returns
-        await output.send(inference_pb2.GenerateResponse(done=done))
+        await output.end(done)
 
     def _events_of(self, request: InferenceRequest) -> RequestEvents:
         now = time.monotonic()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence, Set
 
 from typing_extensions import override
 
+from decode_worker.output_streams import Row
 from decode_worker.requests import (
     Granted,
     LiveRequest,
@@ -35,11 +36,11 @@ from splitserve.errors import SplitserveError
 from splitserve.logs import log_context, log_event
 from splitserve.rpc.status import request_error
 from splitserve.tracing.context import SpanSink, trace_id_of
-from splitserve.v1 import decode_pb2
 from worker.build import EngineParts
 from worker.connector import KvConnector, WorkerStatus
 
-Outputs = dict[str, list[decode_pb2.SequenceOutput]]
+Outputs = dict[str, list[Row]]
+"""Rows by coordinator id."""
 Emit = Callable[[Outputs], None]
 
 
@@ -141,7 +142,7 @@ class KvConsumer(KvConnector):
 
     @override
     def after_step(self, core: Engine, result: StepResult, now: float) -> None:
-        """Converts a step's outputs to messages for their coordinators."""
+        """Hands a step's outputs to their coordinators."""
         for engine_id, cached_tokens in result.started.items():
             request, began_s = self._requests.get(engine_id), now - result.duration_s
             if request is None:
@@ -167,6 +168,8 @@ class KvConsumer(KvConnector):
     def _grant(self, core: Engine, now: float) -> None:
         for engine_id in self._waiting.expire(now):
             self._give_up_waiting(core, engine_id)
+        if not len(self._waiting):
+            return
         load = core.load()
         state = (load.free_blocks, load.reserved_blocks, load.running_requests)
         self._waiting.grant(state, now, lambda entry: self._try_reserve(core, entry, now))
@@ -260,7 +263,7 @@ class KvConsumer(KvConnector):
         self._admitted += 1
         with log_context(request_id=request.public_id, trace_id=trace_id_of(request.trace)):
             log_event("handoff.admitted", level=logging.DEBUG, admitted_s=time.monotonic())
-        self._outputs[request.coordinator_id].append(request.admitted())
+        self._outputs[request.coordinator_id].append((request.public_id, request.admitted()))
         if output is not None:
             self._on_output(core, output, now)
 
@@ -297,7 +300,7 @@ class KvConsumer(KvConnector):
             self._requests[output.request_id] = request
         elif output.finish_reason is not None:
             self._table.finished(output.request_id)
-        self._outputs[request.coordinator_id].append(request.progressed(output, now))
+        self._outputs[request.coordinator_id].append((request.public_id, request.progressed(output, now)))
         if output.finish_reason is not None:
             self._requests.end(output.request_id, ": ".join(output.failure or ()))
 
@@ -323,7 +326,7 @@ class KvConsumer(KvConnector):
     def _fail(self, engine_id: str, reason: str, text: str) -> None:
         request = self._requests.end(engine_id, f"{reason}: {text}")
         if request is not None:
-            self._outputs[request.coordinator_id].append(request.failed(reason, text))
+            self._outputs[request.coordinator_id].append((request.public_id, request.failed(reason, text)))
 
     def _flush(self, core: Engine) -> None:
         """Publishes the status, then sends replies and outputs: when a reply arrives, its request is in the status."""

@@ -8,63 +8,75 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 
 from splitserve.errors import FailedPreconditionError
-from splitserve.generation.output_delta import extend_output
+from splitserve.generation.output_delta import News, TokenDelta, output_of, rows_of
 from splitserve.logs import log_event
-from splitserve.v1 import decode_pb2
+from splitserve.v1 import decode_pb2, generation_pb2
 
 MAX_MESSAGE_BYTES = 2**20
 """Most bytes of a message, unless it has one output only."""
+ROW_BYTES, TOKEN_BYTES = 250, 36
+"""Memory of a row beside its id, text and tokens, and of a token, until it is sent; a message has fewer bytes."""
+
+
+Row = tuple[str, News]
+"""A request's id, and its progress."""
 
 
 class KeptOutputs:
     """Outputs in order, as messages that are kept until they are acknowledged.
 
-    Everything since the last message is sent together, and the outputs of one request are merged. So a slow reader gets
+    Everything since the last message is sent together, and the deltas of one request are merged. So a slow reader gets
     fewer, larger messages, and what waits is bounded by the `max_tokens` of the live requests. A sent message is not
     changed any more, so what a coordinator has received always ends where an output ends.
     """
 
     def __init__(self) -> None:
         self.sent_bytes = 0
-        """Size of the messages that are sent and not acknowledged."""
-        self._pending: list[decode_pb2.SequenceOutput] = []
-        self._latest: dict[str, decode_pb2.SequenceOutput] = {}
-        """The last pending output of each request."""
+        """At least the size of the messages that are sent and not acknowledged."""
+        self._pending: list[Row] = []
+        self._latest: dict[str, News] = {}
+        """The last pending progress of each request."""
+        self._repeated: set[str] = set()
+        """Requests with several pending rows, whose order columns would not show."""
         self._sent: deque[tuple[decode_pb2.StreamOutputsResponse, int]] = deque()
         self._acknowledged = 0
         """Messages of the present stream that are no longer kept."""
 
     @property
     def total_bytes(self) -> int:
-        """Size of all that is kept. Costs O(pending)."""
-        return self.sent_bytes + sum(output.ByteSize() for output in self._pending)
+        """About the memory of all that is kept. Costs O(pending)."""
+        return self.sent_bytes + sum(map(size_of, self._pending))
 
-    def put(self, outputs: Iterable[decode_pb2.SequenceOutput]) -> None:
-        """Adds outputs, and takes them over."""
-        for output in outputs:
-            before = self._latest.get(output.request_id)
-            if before is None or not extend_output(before, output):
-                self._pending.append(output)
-                self._latest[output.request_id] = output
+    def put(self, rows: Iterable[Row]) -> None:
+        """Adds progress, and takes it over."""
+        latest = self._latest
+        for row in rows:
+            name, news = row
+            if (before := latest.get(name)) is not None:
+                if isinstance(before, TokenDelta) and isinstance(news, TokenDelta) and before.extend(news):
+                    continue
+                self._repeated.add(name)
+            self._pending.append(row)
+            latest[name] = news
 
     def take(self) -> decode_pb2.StreamOutputsResponse | None:
         """The next message to send; None if there is none. It is kept until it is acknowledged."""
         if not self._pending:
             return None
-        message = decode_pb2.StreamOutputsResponse(outputs=self._pending)
-        rest: list[decode_pb2.SequenceOutput] = []
-        size = message.ByteSize()
-        if size > MAX_MESSAGE_BYTES and len(self._pending) > 1:
-            count = _fitting(self._pending)
-            rest = self._pending[count:]
-            message = decode_pb2.StreamOutputsResponse(outputs=self._pending[:count])
-            size = message.ByteSize()
-        self._pending = []
-        self._latest.clear()
-        self.put(rest)
+        pending, repeated = self._pending, self._repeated
+        self._pending, self._latest, self._repeated = [], {}, set()
+        size, count = 0, 0
+        for row in pending:
+            row_bytes = size_of(row)
+            if count and size + row_bytes > MAX_MESSAGE_BYTES:
+                self.put(pending[count:])
+                break
+            size += row_bytes
+            count += 1
+        message = message_of(pending[:count], repeated)
         self._sent.append((message, size))
         self.sent_bytes += size
         return message
@@ -81,38 +93,70 @@ class KeptOutputs:
         `positions` has the requests that the coordinator still wants, each with the position after the last token that
         it has received. Returns those that are neither `live` nor have their last output here: they are lost.
         """
-        outputs = [output for message, _ in self._sent for output in message.outputs]
-        outputs += self._pending
+        rows = [row for message, _ in self._sent for row in rows_of(message)]
+        rows += self._pending
         self.clear()
-        wanted = [output for output in outputs if _is_wanted(output, positions)]
+        wanted = [row for row in rows if _is_wanted(row, positions)]
         self.put(wanted)
-        ended = {output.request_id for output in wanted if output.delta.finish_reason}
+        ended = {name for name, news in wanted if _delta_of(news).finish_reason}
         return [name for name in positions if name not in live and name not in ended]
 
     def clear(self) -> None:
         """Forgets everything."""
-        self._pending = []
-        self._latest.clear()
+        self._pending, self._latest, self._repeated = [], {}, set()
         self._sent.clear()
         self.sent_bytes = self._acknowledged = 0
 
 
-def _fitting(outputs: list[decode_pb2.SequenceOutput]) -> int:
-    """How many of the first outputs fit in a message; at least one."""
-    size = 0
-    for count, output in enumerate(outputs):
-        size += output.ByteSize()
-        if size > MAX_MESSAGE_BYTES and count:
-            return count
-    return len(outputs)
+def size_of(row: Row) -> int:
+    """About the memory that a row takes, bytes."""
+    name, news = row
+    if not isinstance(news, TokenDelta) or news.logprobs or news.prompt_logprobs is not None:
+        return len(name) + (news.to_proto() if isinstance(news, TokenDelta) else news).ByteSize()
+    text = news.text
+    text_bytes = len(text) if text.isascii() else len(text.encode())
+    return ROW_BYTES + len(name) + text_bytes + TOKEN_BYTES * len(news.token_ids)
 
 
-def _is_wanted(output: decode_pb2.SequenceOutput, positions: Mapping[str, int]) -> bool:
-    """Whether the coordinator wants an output. One without tokens may be repeated: it is the first or the last."""
-    position = positions.get(output.request_id)
+def message_of(rows: Sequence[Row], repeated: Collection[str] = ()) -> decode_pb2.StreamOutputsResponse:
+    """Rows as one message: what is tokens and nothing else in columns. `repeated`: the requests that may have several
+    rows."""
+    outputs: list[decode_pb2.SequenceOutput] = []
+    names, positions, counts, texts = list[str](), list[int](), list[int](), list[str]()
+    token_ids: list[int] = []
+    for name, news in rows:
+        if not isinstance(news, TokenDelta):
+            outputs.append(news)
+        elif name in repeated or not news.is_plain:
+            outputs.append(output_of(name, news))
+        else:
+            names.append(name)
+            positions.append(news.first_position)
+            counts.append(len(news.token_ids))
+            token_ids += news.token_ids
+            texts.append(news.text)
+    if not names:
+        return decode_pb2.StreamOutputsResponse(outputs=outputs)
+    tokens = decode_pb2.StepTokens(
+        request_ids=names,
+        first_positions=positions,
+        counts=counts if counts.count(1) < len(counts) else (),
+        token_ids=token_ids,
+        texts=texts,
+    )
+    return decode_pb2.StreamOutputsResponse(outputs=outputs, tokens=tokens)
+
+
+def _delta_of(news: News) -> TokenDelta | generation_pb2.OutputDelta:
+    return news if isinstance(news, TokenDelta) else news.delta
+
+
+def _is_wanted(row: Row, positions: Mapping[str, int]) -> bool:
+    """Whether the coordinator wants a row. One without tokens may be repeated: it is the first or the last."""
+    position, delta = positions.get(row[0]), _delta_of(row[1])
     if position is None:
         return False
-    return not output.delta.token_ids or output.delta.first_position >= position
+    return not delta.token_ids or delta.first_position >= position
 
 
 MAX_KEPT_BYTES = 64 * 2**20
@@ -236,9 +280,9 @@ class _CoordinatorOutputs:
             self.reader.close()
         self.lease = self.reader = None
 
-    def put(self, batch: list[decode_pb2.SequenceOutput]) -> None:
+    def put(self, batch: list[Row]) -> None:
         if self.reader is None:
-            self.detached_bytes += sum(output.ByteSize() for output in batch)
+            self.detached_bytes += sum(map(size_of, batch))
         self.kept.put(batch)
         if self.reader is not None:
             self.reader.wake()
@@ -276,7 +320,7 @@ class OutputStreams:
         outputs = self._coordinators.get(coordinator_id)
         return outputs is not None and outputs.attachment.takes(number)
 
-    def deliver(self, outputs: dict[str, list[decode_pb2.SequenceOutput]]) -> None:
+    def deliver(self, outputs: Mapping[str, list[Row]]) -> None:
         """Adds one step's outputs, by coordinator id."""
         for coordinator_id, batch in outputs.items():
             if (coordinator := self._coordinators.get(coordinator_id)) is None:

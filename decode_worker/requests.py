@@ -14,6 +14,7 @@ from engine.core.engine import EngineRequest, FinishReason, RequestOutput
 from engine.scheduling.waiting_queue import Precedence, WaitingQueue
 from kv_transfer.handoff.messages import KvTicket
 from splitserve.errors import DeadlineExceededError, ResourceExhaustedError, SplitserveError
+from splitserve.generation.output_delta import News, TokenDelta, news_of
 from splitserve.queues import LazyHeap, Offer, offer_in_order
 from splitserve.tracing.context import Attributes, FinishedSpan, SpanSink, TraceContext, unix_offset_s
 from splitserve.v1 import decode_pb2
@@ -202,8 +203,11 @@ class LiveRequest:
         """The message that the request's KV has arrived and the request decodes."""
         return decode_pb2.SequenceOutput(request_id=self.public_id, admitted=True)
 
-    def progressed(self, output: RequestOutput, now: float) -> decode_pb2.SequenceOutput:
-        """The message with a step's tokens, and the times that were not sent yet. Call it once per output."""
+    def progressed(self, output: RequestOutput, now: float) -> News:
+        """A step's tokens, with the times that were not sent yet. Call it once per output."""
+        has_times = self.admit_ms is not None or (self.is_local and not self.local_reported)
+        if not has_times and output.is_plain:
+            return TokenDelta(output.first_position, output.token_ids, output.text)
         message = decode_pb2.SequenceOutput(request_id=self.public_id, delta=output_delta(output))
         if self.admit_ms is not None:
             message.admit_ms, self.admit_ms = self.admit_ms, None
@@ -214,7 +218,7 @@ class LiveRequest:
             message.local_prefill.compute_ms = (now - self.began_s) * 1e3
         if output.failure is not None:
             message.failure.reason, message.failure.message = output.failure
-        return message
+        return news_of(message)
 
     def failed(self, reason: str, text: str) -> decode_pb2.SequenceOutput:
         """The message that the request has failed."""

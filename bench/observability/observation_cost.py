@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from bench.coordinator.cases import ANSWER_TOKENS, STREAMS
-from bench.coordinator.processes import (
+from bench.front_door.cases import ANSWER_TOKENS, STREAMS
+from bench.front_door.processes import (
     HOST,
     Cores,
     Process,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from bench.coordinator.processes import answers, coordinator, scripted_workers, split_cores
+from bench.front_door.processes import answers, coordinator, scripted_workers, split_cores
 from bench.machine import report, this_machine
 from bench.option_values import positive_number, positive_whole
 from launcher.cluster.placement import available_cores

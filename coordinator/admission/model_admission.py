@@ -25,7 +25,7 @@ from coordinator.admission.queue import (
     Release,
 )
 from coordinator.request.state import GONE, Entry, PairCost
-from coordinator.routing.local_prefill import local_prefill_tokens
+from coordinator.routing.router import local_prefill_tokens
 from coordinator.workers.load import DecodeLoad, PrefillLoad, WorkerLoads
 from coordinator.workers.snapshot import PoolSnapshot
 from splitserve.config.coordinator import AdmissionConfig, LocalPrefill

@@ -16,8 +16,9 @@ from coordinator.telemetry.explanation import Explainer
 from coordinator.tenants.access_control import AccessControl
 from coordinator.workers.snapshot import PoolSnapshot, Worker
 from splitserve import __version__
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.rpc.server import StreamWriter
-from splitserve.v1 import generation_pb2, inference_pb2, records_pb2, scaling_pb2
+from splitserve.v1 import inference_pb2, records_pb2, scaling_pb2
 from splitserve.v1.inference_pb2_grpc import InferenceServiceServicer
 
 if TYPE_CHECKING:
@@ -109,16 +110,22 @@ class _Stream(Output):
     writer: StreamWriter
 
     @override
-    async def send(self, response: inference_pb2.GenerateResponse) -> None:
-        await self.writer.write(response)
+    async def send(self, delta: TokenDelta, started: inference_pb2.GenerationStart | None) -> None:
+        await self.writer.write(inference_pb2.GenerateResponse(delta=delta.to_proto(), started=started))
+
+    @override
+    async def end(self, done: inference_pb2.GenerationDone) -> None:
+        await self.writer.write(inference_pb2.GenerateResponse(done=done))
 
     @override
     def takes_now(self) -> bool:
         return self.writer.is_ready
 
     @override
-    def send_now(self, delta: generation_pb2.OutputDelta) -> None:
-        self.writer.begin(inference_pb2.GenerateResponse(delta=delta))
+    def send_now(self, delta: TokenDelta) -> None:
+        response = inference_pb2.GenerateResponse()
+        delta.write_to(response.delta)
+        self.writer.begin(response)
 
 
 def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.WorkerInfo:

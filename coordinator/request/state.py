@@ -16,6 +16,7 @@ from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker, WorkerKey
 from splitserve.errors import SplitserveError
 from splitserve.generation.bounds import MAX_TTFT_MS
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.roles import PoolName
 from splitserve.tracing.context import TraceContext
 from splitserve.v1 import decode_pb2, generation_pb2, inference_pb2, prefill_pb2
@@ -359,7 +360,7 @@ class RequestState:
             return 0.0
         return (self.last_token_s - self.first_token_s) / (count - 1)
 
-    def append(self, delta: generation_pb2.OutputDelta, now: float) -> None:
+    def append(self, delta: TokenDelta, now: float) -> None:
         """Appends the next delta. Raises SplitserveError (OUTPUT_GAP) unless it follows the previous one."""
         expected, first, token_ids = len(self.token_ids), delta.first_position, delta.token_ids
         if first != expected and (token_ids or first > expected):

@@ -12,8 +12,14 @@ from collections.abc import Callable
 
 from coordinator.request.inference_request import CLASS_RANKS
 from coordinator.request.state import NO_WAITS, RequestState
-from coordinator.routing.local_prefill import local_tokens_of_pair
-from coordinator.routing.router import RETRY_AFTER_S, Pair, Router, RoutingRequest, no_pair
+from coordinator.routing.router import (
+    RETRY_AFTER_S,
+    Pair,
+    Router,
+    RoutingRequest,
+    local_tokens_of_pair,
+    no_pair,
+)
 from coordinator.workers.prefix_index import PrefixHits
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker

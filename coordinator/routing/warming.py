@@ -89,7 +89,12 @@ class Warmer:
         )
         request.timeout.FromNanoseconds(int(WARM_S * 1e9))
         collector = OutputCollector()
-        await self._clients.client_for(worker).prefill(request, WARM_S, collector)
+        client, background = self._clients.client_for(worker), self._clients.background
+        cancel = client.prefill(request, WARM_S, collector, background)
+        try:
+            await collector.wait()
+        finally:
+            cancel()
         for event in collector.take_all():
             if isinstance(event, WorkerFailed):
                 raise event.error

@@ -270,7 +270,8 @@ def _facts(attempt: AttemptRecord, received_s: float, now: float) -> AttemptFact
         decode_worker=attempt.decode.worker_id if attempt.decode is not None else "",
         is_local=attempt.is_local,
         candidates=attempt.candidates,
-        report=dataclasses.replace(attempt.report),
+        # A running attempt goes on with its own.
+        report=attempt.report if attempt.ended_s is not None else dataclasses.replace(attempt.report),
         began_ms=(attempt.began_s - received_s) * 1e3,
         reserving_ms=_since(received_s, attempt.reserving_s),
         prefilling_ms=_since(received_s, attempt.prefilling_s),

@@ -51,6 +51,7 @@ ARRIVE_S = 2.0
 
 T = TypeVar("T")
 OnPrefill = Callable[[prefill_pb2.PrefillResponse], None]
+OnEnd = Callable[[SplitserveError | None], None]
 
 
 class BackgroundTasks:
@@ -164,10 +165,14 @@ class WorkerClient:
         request.attachment = self.outputs.attachment
         return await self._calls.reserve(request, timeout_s)
 
-    async def prefill(
-        self, request: prefill_pb2.PrefillRequest, timeout_s: float, collector: OutputCollector
-    ) -> None:
-        """Calls Prefill and puts its messages, or its failure, into `collector`. Cancelling this cancels the call; see
+    def prefill(
+        self,
+        request: prefill_pb2.PrefillRequest,
+        timeout_s: float,
+        collector: OutputCollector,
+        background: BackgroundTasks,
+    ) -> Callable[[], object]:
+        """Calls Prefill and puts its messages, or its failure, into `collector`. Returns what cancels the call; see
         `WorkerCalls.prefill`."""
         complete = False
 
@@ -180,12 +185,13 @@ class WorkerClient:
                 complete = True
                 collector.put(response.handoff)
 
-        try:
-            await self._calls.prefill(request, timeout_s, accept)
-            if not complete:
-                raise UnavailableError(f"{self.worker.name} ended a prefill early", reason="WORKER_LOST")
-        except SplitserveError as error:
-            collector.put(WorkerFailed(self.worker.key, error))
+        def ended(error: SplitserveError | None) -> None:
+            if error is None and not complete:
+                error = UnavailableError(f"{self.worker.name} ended a prefill early", reason="WORKER_LOST")
+            if error is not None:
+                collector.put(WorkerFailed(self.worker.key, error))
+
+        return self._calls.prefill(request, timeout_s, accept, ended, background)
 
     async def abort(self, attempt_id: str, no_writer: bool, deadline_s: float) -> None:
         """Calls Abort until the worker has answered or is dropped.
@@ -270,22 +276,36 @@ class WorkerCalls:
         finally:
             self._reserving.pop(request.request_id, None)
 
-    async def prefill(
-        self, request: prefill_pb2.PrefillRequest, timeout_s: float, on_response: OnPrefill
-    ) -> None:
-        """Calls Prefill until its end.
+    def prefill(
+        self,
+        request: prefill_pb2.PrefillRequest,
+        timeout_s: float,
+        on_response: OnPrefill,
+        on_end: OnEnd,
+        background: BackgroundTasks,
+    ) -> Callable[[], object]:
+        """Begins to call Prefill, and returns what cancels the call. `on_end` gets the error of a call that has failed,
+        or None; it is not called after a cancellation. A call on the stream needs no task.
 
         A cancellation cancels the call after it has reached the worker: if it never arrived, the decode worker could
         not tell whether its ticket is in use.
         """
-        self._require_live()
+        if self.lost is not None:
+            on_end(self.lost)
+            return lambda: None
         if (data := _carried(request)) is None:
-            await self._prefill_by_itself(request, timeout_s, on_response)
-            return
+            return background.start(self._prefill_by_itself(request, timeout_s, on_response, on_end)).cancel
         read = prefill_pb2.PrefillResponse.FromString
-        await _end_of(
-            self._stream.begin("prefill", data, timeout_s, lambda answer: on_response(read(answer)))
-        )
+        call = self._stream.begin("prefill", data, timeout_s, lambda answer: on_response(read(answer)))
+
+        def ended(future: asyncio.Future[None]) -> None:
+            if not future.cancelled():
+                error = future.exception()
+                assert error is None or isinstance(error, SplitserveError)
+                on_end(error)
+
+        call.ended.add_done_callback(ended)
+        return call.cancel
 
     async def abort(self, request: decode_pb2.AbortRequest, timeout_s: float) -> None:
         """Calls Abort and ignores its answer. On the stream it cannot overtake the reservation that it ends."""
@@ -323,18 +343,23 @@ class WorkerCalls:
             raise failed[0] from None
 
     async def _prefill_by_itself(
-        self, request: prefill_pb2.PrefillRequest, timeout_s: float, on_response: OnPrefill
+        self, request: prefill_pb2.PrefillRequest, timeout_s: float, on_response: OnPrefill, on_end: OnEnd
     ) -> None:
         call = self._prefill.Prefill(request, timeout=timeout_s, metadata=self._metadata)
         arrived = asyncio.ensure_future(call.initial_metadata())
         try:
-            await asyncio.shield(arrived)
-            async for response in call:
-                on_response(response)
-        except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
-            raise self._translated(error) from None
-        finally:
-            await self._cancel_call(call, arrived)
+            try:
+                await asyncio.shield(arrived)
+                async for response in call:
+                    on_response(response)
+            except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
+                raise self._translated(error) from None
+            finally:
+                await self._cancel_call(call, arrived)
+        except SplitserveError as error:
+            on_end(error)
+        else:
+            on_end(None)
 
     async def _cancel_call(self, call: grpc.aio.Call, arrived: asyncio.Future[Any]) -> None:
         try:

@@ -22,7 +22,7 @@ import grpc
 
 from coordinator.workers.snapshot import Worker, WorkerKey
 from splitserve.errors import SplitserveError, UnavailableError
-from splitserve.generation.output_delta import extend_output
+from splitserve.generation.output_delta import News, TokenDelta, rows_of
 from splitserve.logs import log_event, log_exception
 from splitserve.rpc.credentials import Metadata
 from splitserve.rpc.status import error_from_rpc, failure_error
@@ -104,7 +104,9 @@ class WorkerFailed:
     error: SplitserveError
 
 
-WorkerEvent = prefill_pb2.FirstToken | prefill_pb2.HandoffDone | decode_pb2.SequenceOutput | WorkerFailed
+WorkerEvent = (
+    TokenDelta | prefill_pb2.FirstToken | prefill_pb2.HandoffDone | decode_pb2.SequenceOutput | WorkerFailed
+)
 
 
 class OutputCollector:
@@ -130,11 +132,14 @@ class OutputCollector:
 
         Output that was received before is dropped. `coalescer` may hold back output between the first and the last.
         """
-        if not isinstance(event, decode_pb2.SequenceOutput):
+        if isinstance(event, TokenDelta):
+            delta: TokenDelta | generation_pb2.OutputDelta = event
+        elif isinstance(event, decode_pb2.SequenceOutput):
+            delta = event.delta
+        else:
             self._events.append(event)
             self._release()
             return
-        delta = event.delta
         if not self._is_new(delta):
             return
         if not self._merged(event):
@@ -146,7 +151,7 @@ class OutputCollector:
         else:
             coalescer.schedule(self._release)
 
-    def _is_new(self, delta: generation_pb2.OutputDelta) -> bool:
+    def _is_new(self, delta: TokenDelta | generation_pb2.OutputDelta) -> bool:
         if self.ended:
             return False
         if count := len(delta.token_ids):
@@ -157,11 +162,11 @@ class OutputCollector:
         self.ended = bool(delta.finish_reason)
         return True
 
-    def _merged(self, event: decode_pb2.SequenceOutput) -> bool:
+    def _merged(self, event: News) -> bool:
         if len(self._events) < MERGE_FROM:
             return False
         last = self._events[-1]
-        return isinstance(last, decode_pb2.SequenceOutput) and extend_output(last, event)
+        return isinstance(last, TokenDelta) and isinstance(event, TokenDelta) and last.extend(event)
 
     def take_all(self) -> list[WorkerEvent]:
         """All events since the last call, the oldest first; none while the coalescer holds them back."""
@@ -306,19 +311,17 @@ class OutputReader:
             if (collector := self.collectors.get(name)) is not None:
                 error = UnavailableError(f"{self.worker.name} has lost the request", reason="REQUEST_LOST")
                 collector.put(WorkerFailed(self.worker.key, error))
-        if message.outputs:
+        if message.outputs or message.HasField("tokens"):
             self._received += 1
-        for output in message.outputs:
-            self._deliver(output)
+        for name, news in rows_of(message):
+            if (collector := self.collectors.get(name)) is not None:  # else the attempt was closed meanwhile
+                event = news if isinstance(news, TokenDelta) else self._event_of(news)
+                collector.put(event, self.coalescer)
 
-    def _deliver(self, output: decode_pb2.SequenceOutput) -> None:
-        collector = self.collectors.get(output.request_id)
-        if collector is None:  # the attempt was closed while the worker was still computing
-            return
+    def _event_of(self, output: decode_pb2.SequenceOutput) -> WorkerEvent:
         if output.HasField("failure") or output.delta.finish_reason == generation_pb2.FINISH_REASON_ABORT:
-            collector.put(WorkerFailed(self.worker.key, _failure(output, self.worker.name)))
-        else:
-            collector.put(output, self.coalescer)
+            return WorkerFailed(self.worker.key, _failure(output, self.worker.name))
+        return output
 
     async def _acknowledge(self) -> None:
         while True:

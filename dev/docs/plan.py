@@ -163,7 +163,7 @@ SHORT: Mapping[str, str] = {
         "python -m bench.autoscaling.from_zero --model simulated --rounds 1 --interval 1 --json > zero.json"
         " || grep -q '\"ratio\"' zero.json"
     ),
-    "python -m bench.coordinator": "python -m bench.coordinator --parts tokens --entrypoints sse --seconds 0.3 --json",
+    "python -m bench.front_door": "python -m bench.front_door --parts tokens --entrypoints sse --seconds 0.3 --json",
     "python -m bench.observability.page_cost": (
         "python -m bench.observability.page_cost --workers 4 --requests-per-s 5 --rounds 1 --seconds 0.5 --json"
     ),

@@ -118,6 +118,11 @@ class RequestOutput:
     prompt_logprobs: PromptLogprobs | None = None
     """With the first output token, if they are wanted and the prompt was computed here."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has nothing but tokens and text."""
+        return not (self.finish_reason or self.logprobs or self.failure or self.prompt_logprobs)
+
 
 @dataclass(slots=True)
 class ChunkProgress:

@@ -342,19 +342,20 @@ class Sequence:
 
     def scheduled(self, num_new: int) -> ScheduledSequence:
         """This sequence's part of a step that computes its next `num_new` tokens."""
-        return ScheduledSequence(
-            request_id=self.request_id,
-            token_ids=self.tokens,
-            prompt_tokens=self.prompt_tokens,
-            num_computed=self.num_computed,
-            num_new=num_new,
-            block_ids=self.block_ids,
-            sample=self.remaining == num_new,
-            sampling=self.request.sampling,
-            banned_token_ids=self.banned_token_ids,
-            matcher=self.matcher,
-            table_id=self.table_id,
-            prompt_logprobs=self.prompt_logprobs,
+        request = self.request
+        return ScheduledSequence(  # by position, which takes half of the time
+            request.request_id,
+            self.tokens,
+            self.prompt_tokens,
+            self.num_computed,
+            num_new,
+            self.block_ids,
+            self.remaining == num_new,
+            request.sampling,
+            self.banned_token_ids,
+            self.matcher,
+            self.table_id,
+            self.prompt_logprobs,
         )
 
     def take_progress(self, block_size: int) -> ChunkProgress:

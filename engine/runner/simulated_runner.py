@@ -11,6 +11,7 @@ import hashlib
 import mmap
 import time
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +88,12 @@ class SimulatedRunner(ModelRunner):
     def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
         end = time.monotonic() + self._duration_s(batch)
         masks = masks_of(batch)
-        sampled = [self._compute(sequence, masks.get(index)) for index, sequence in enumerate(batch)]
+        decodes = [n for n, row in enumerate(batch) if row.num_new == 1 and row.sample and n not in masks]
+        tokens = self._decode([batch[n] for n in decodes]) if decodes else []
+        decoded = dict(zip(decodes, tokens, strict=True))
+        sampled = [
+            decoded[n] if n in decoded else self._compute(row, masks.get(n)) for n, row in enumerate(batch)
+        ]
         if stuck := tuple(index for index in masks if sampled[index] is None):
             raise GrammarFailedError(NOTHING_LEFT, stuck)
         left = end - time.monotonic()
@@ -110,6 +116,32 @@ class SimulatedRunner(ModelRunner):
                 total += config.simulated_prefill_token_s * (end - start)
                 total += config.simulated_prefill_token2_s * (end**2 - start**2)
         return total
+
+    def _decode(self, batch: list[ScheduledSequence]) -> list[SampledToken]:
+        """As `_compute`, for a whole batch of sequences with one new token each."""
+        size = self.layout.block_size_tokens
+        ends = np.array([row.num_computed + 1 for row in batch])
+        last, before = ends - 1, np.maximum(ends - 2, 0)
+        tables = [row.block_ids[: blocks_for(row.num_computed + 1, size)] for row in batch]
+        counts = np.array([len(table) for table in tables])
+        blocks = np.array([*chain.from_iterable(tables)])
+        firsts = np.cumsum(counts) - counts
+        previous = np.where(last > 0, self._words[blocks[firsts + before // size], 0, before % size], 0)
+        newest = np.array([row.token_ids[row.num_computed] for row in batch], dtype=np.uint64)
+        keys = _mixed(previous.astype(np.uint64) ^ _mixed(newest))
+        rows, slots = blocks[firsts + last // size], last % size
+        self._words[rows, 0, slots], self._words[rows, 1, slots] = keys, _mixed(keys ^ np.uint64(_VALUE_SALT))
+        summands = self._words[blocks, 0] + np.uint64(3) * self._words[blocks, 1]
+        summands[firsts + counts - 1] *= (np.arange(size) < (ends - (counts - 1) * size)[:, None]).astype(
+            np.uint64
+        )
+        # A word's weight is 2 * its position + 1.
+        slot_weights = np.arange(1, 2 * size, 2, dtype=np.uint64)
+        block_weights = (2 * size * (np.arange(len(blocks)) - np.repeat(firsts, counts))).astype(np.uint64)
+        of_blocks = (summands * slot_weights).sum(axis=1) + summands.sum(axis=1) * block_weights
+        folded = np.add.reduceat(of_blocks, firsts)
+        choices = zip(batch, keys.tolist(), folded.tolist(), strict=True)
+        return [SampledToken(_next_token(key, fold, row.banned_token_ids)) for row, key, fold in choices]
 
     def _compute(self, sequence: ScheduledSequence, mask: Mask | None) -> SampledToken | None:
         start, end = sequence.num_computed, sequence.num_computed + sequence.num_new
@@ -148,6 +180,14 @@ def _mix(word: int) -> int:
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
     return word ^ (word >> 31)
+
+
+def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`_mix` of each word."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
 
 
 def _key(previous: int, token: int) -> int:

@@ -91,6 +91,7 @@ class StepMeter:
         self.latency = LatencyFit()
         self.totals: TotalsByKind = {"prefill": StepTotals(), "decode": StepTotals()}
         self._parts: Sequence[StepPart] = ()
+        self._size = StepTokens(0, 0, 0, 0.0)
         self._busy_since_s: float | None = None
         self._began_s = 0.0
 
@@ -112,7 +113,8 @@ class StepMeter:
 
         None while its kind of work (decoding, prompts) has not been measured.
         """
-        self._parts, size, model = parts, StepTokens.of(parts), self.latency.model
+        size, model = StepTokens.of(parts), self.latency.model
+        self._parts, self._size = parts, size
         decode_s = model.decode_step_s(size.decodes, size.decode_context_tokens) if size.decodes else 0.0
         if decode_s is None or not size.prompt_tokens:
             return decode_s
@@ -126,7 +128,7 @@ class StepMeter:
         parts, self._parts, duration_s = self._parts, (), now - self._began_s
         if not parts:
             return
-        size = StepTokens.of(parts)
+        size = self._size
         self.totals["prefill" if size.prompt_tokens else "decode"].record(parts, size, duration_s)
         if not is_first:
             self.latency.record(size, duration_s)

@@ -263,7 +263,7 @@ class ByteTokenizer(Tokenizer):
 
     @override
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
-        return bytes(token for token in token_ids if token < self.EOS).decode("utf-8", errors="replace")
+        return bytes([token for token in token_ids if token < self.EOS]).decode("utf-8", errors="replace")
 
 
 _SHARED_FILES = (

@@ -352,9 +352,9 @@ WRITE_GRACE_S = 1.0
 """Time that a begun write has to end after its call was cancelled, or its messages were to settle."""
 
 
-async def write_whole(context: grpc.aio.ServicerContext[Any, Any], message: Any) -> None:
+async def write_whole(stream: grpc.aio.ServicerContext[Any, Any] | StreamWriter, message: Any) -> None:
     """Completes the write even when cancelled: gRPC accepts no status while a write is in progress."""
-    write = asyncio.ensure_future(context.write(message))
+    write = asyncio.ensure_future(stream.write(message))
     try:
         await asyncio.shield(write)
     except asyncio.CancelledError:

@@ -27,7 +27,7 @@ from splitserve.v1 import generation_pb2 as splitserve_dot_v1_dot_generation__pb
 from splitserve.v1 import kv_transfer_pb2 as splitserve_dot_v1_dot_kv__transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1asplitserve/v1/decode.proto\x12\rsplitserve.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1esplitserve/v1/generation.proto\x1a\x1fsplitserve/v1/kv_transfer.proto\"\x9e\x04\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0e\x63oordinator_id\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x1b\n\x13prior_output_tokens\x18\x04 \x01(\r\x12/\n\x08sampling\x18\x05 \x01(\x0b\x32\x1d.splitserve.v1.SamplingParams\x12\'\n\x04stop\x18\x06 \x01(\x0b\x32\x19.splitserve.v1.StopParams\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\ncache_salt\x18\t \x01(\x0c\x12\x17\n\x0fwriter_agent_id\x18\n \x01(\t\x12\x1c\n\x14local_prefill_tokens\x18\x0b \x01(\r\x12\x12\n\nattachment\x18\x0c \x01(\x04\x12-\n\nprecedence\x18\x0f \x01(\x0b\x32\x19.splitserve.v1.Precedence\x12*\n\x05trace\x18\x10 \x01(\x0b\x32\x1b.splitserve.v1.TraceContext\x12*\n\x07\x61\x64\x61pter\x18\x12 \x01(\x0b\x32\x19.splitserve.v1.AdapterRef\x12.\n\x07targets\x18\x13 \x01(\x0b\x32\x1d.splitserve.v1.ServiceTargetsJ\x04\x08\x07\x10\x08J\x04\x08\x32\x10\x33J\x04\x08\x44\x10\x45\"K\n\x0fReserveResponse\x12\'\n\x06ticket\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.KvTicket\x12\x0f\n\x07wait_ms\x18\x02 \x01(\x01\"M\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0e\x63oordinator_id\x18\x02 \x01(\t\x12\x11\n\tno_writer\x18\x03 \x01(\x08\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"t\n\x14StreamOutputsRequest\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\x04\x12\x30\n\x08requests\x18\x03 \x03(\x0b\x32\x1e.splitserve.v1.AttachedRequest\"<\n\x0f\x41ttachedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rnext_position\x18\x02 \x01(\r\"\x9a\x01\n\x15StreamOutputsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12.\n\x07outputs\x18\x02 \x03(\x0b\x32\x1d.splitserve.v1.SequenceOutput\x12(\n\x05lease\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10lost_request_ids\x18\x04 \x03(\t\"Y\n\x19\x41\x63knowledgeOutputsRequest\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\x04\x12\x10\n\x08messages\x18\x03 \x01(\x04\"\x1c\n\x1a\x41\x63knowledgeOutputsResponse\"\xe2\x01\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1a.splitserve.v1.OutputDelta\x12\x15\n\x08\x61\x64mit_ms\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\'\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x16.splitserve.v1.Failure\x12\x10\n\x08\x61\x64mitted\x18\x05 \x01(\x08\x12\x32\n\rlocal_prefill\x18\x06 \x01(\x0b\x32\x1b.splitserve.v1.LocalPrefillB\x0b\n\t_admit_ms\"K\n\x0cLocalPrefill\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x12\n\ncompute_ms\x18\x03 \x01(\x01\"*\n\x07\x46\x61ilure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2\xe6\x02\n\rDecodeService\x12H\n\x07Reserve\x12\x1d.splitserve.v1.ReserveRequest\x1a\x1e.splitserve.v1.ReserveResponse\x12\x42\n\x05\x41\x62ort\x12\x1b.splitserve.v1.AbortRequest\x1a\x1c.splitserve.v1.AbortResponse\x12\\\n\rStreamOutputs\x12#.splitserve.v1.StreamOutputsRequest\x1a$.splitserve.v1.StreamOutputsResponse0\x01\x12i\n\x12\x41\x63knowledgeOutputs\x12(.splitserve.v1.AcknowledgeOutputsRequest\x1a).splitserve.v1.AcknowledgeOutputsResponseB\x1cZ\x1asplitserve/v1;splitservev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1asplitserve/v1/decode.proto\x12\rsplitserve.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1esplitserve/v1/generation.proto\x1a\x1fsplitserve/v1/kv_transfer.proto\"\x9e\x04\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0e\x63oordinator_id\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x1b\n\x13prior_output_tokens\x18\x04 \x01(\r\x12/\n\x08sampling\x18\x05 \x01(\x0b\x32\x1d.splitserve.v1.SamplingParams\x12\'\n\x04stop\x18\x06 \x01(\x0b\x32\x19.splitserve.v1.StopParams\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\ncache_salt\x18\t \x01(\x0c\x12\x17\n\x0fwriter_agent_id\x18\n \x01(\t\x12\x1c\n\x14local_prefill_tokens\x18\x0b \x01(\r\x12\x12\n\nattachment\x18\x0c \x01(\x04\x12-\n\nprecedence\x18\x0f \x01(\x0b\x32\x19.splitserve.v1.Precedence\x12*\n\x05trace\x18\x10 \x01(\x0b\x32\x1b.splitserve.v1.TraceContext\x12*\n\x07\x61\x64\x61pter\x18\x12 \x01(\x0b\x32\x19.splitserve.v1.AdapterRef\x12.\n\x07targets\x18\x13 \x01(\x0b\x32\x1d.splitserve.v1.ServiceTargetsJ\x04\x08\x07\x10\x08J\x04\x08\x32\x10\x33J\x04\x08\x44\x10\x45\"K\n\x0fReserveResponse\x12\'\n\x06ticket\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.KvTicket\x12\x0f\n\x07wait_ms\x18\x02 \x01(\x01\"M\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0e\x63oordinator_id\x18\x02 \x01(\t\x12\x11\n\tno_writer\x18\x03 \x01(\x08\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"t\n\x14StreamOutputsRequest\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\x04\x12\x30\n\x08requests\x18\x03 \x03(\x0b\x32\x1e.splitserve.v1.AttachedRequest\"<\n\x0f\x41ttachedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rnext_position\x18\x02 \x01(\r\"\xc5\x01\n\x15StreamOutputsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12.\n\x07outputs\x18\x02 \x03(\x0b\x32\x1d.splitserve.v1.SequenceOutput\x12(\n\x05lease\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10lost_request_ids\x18\x04 \x03(\t\x12)\n\x06tokens\x18\x05 \x01(\x0b\x32\x19.splitserve.v1.StepTokens\"x\n\nStepTokens\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x1b\n\x0f\x66irst_positions\x18\x02 \x03(\rB\x02\x10\x01\x12\x12\n\x06\x63ounts\x18\x03 \x03(\rB\x02\x10\x01\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\r\n\x05texts\x18\x05 \x03(\t\"Y\n\x19\x41\x63knowledgeOutputsRequest\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\x04\x12\x10\n\x08messages\x18\x03 \x01(\x04\"\x1c\n\x1a\x41\x63knowledgeOutputsResponse\"\xe2\x01\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1a.splitserve.v1.OutputDelta\x12\x15\n\x08\x61\x64mit_ms\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\'\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x16.splitserve.v1.Failure\x12\x10\n\x08\x61\x64mitted\x18\x05 \x01(\x08\x12\x32\n\rlocal_prefill\x18\x06 \x01(\x0b\x32\x1b.splitserve.v1.LocalPrefillB\x0b\n\t_admit_ms\"K\n\x0cLocalPrefill\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x12\n\ncompute_ms\x18\x03 \x01(\x01\"*\n\x07\x46\x61ilure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2\xe6\x02\n\rDecodeService\x12H\n\x07Reserve\x12\x1d.splitserve.v1.ReserveRequest\x1a\x1e.splitserve.v1.ReserveResponse\x12\x42\n\x05\x41\x62ort\x12\x1b.splitserve.v1.AbortRequest\x1a\x1c.splitserve.v1.AbortResponse\x12\\\n\rStreamOutputs\x12#.splitserve.v1.StreamOutputsRequest\x1a$.splitserve.v1.StreamOutputsResponse0\x01\x12i\n\x12\x41\x63knowledgeOutputs\x12(.splitserve.v1.AcknowledgeOutputsRequest\x1a).splitserve.v1.AcknowledgeOutputsResponseB\x1cZ\x1asplitserve/v1;splitservev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,6 +37,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'Z\032splitserve/v1;splitservev1'
   _globals['_RESERVEREQUEST'].fields_by_name['token_ids']._loaded_options = None
   _globals['_RESERVEREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
+  _globals['_STEPTOKENS'].fields_by_name['first_positions']._loaded_options = None
+  _globals['_STEPTOKENS'].fields_by_name['first_positions']._serialized_options = b'\020\001'
+  _globals['_STEPTOKENS'].fields_by_name['counts']._loaded_options = None
+  _globals['_STEPTOKENS'].fields_by_name['counts']._serialized_options = b'\020\001'
+  _globals['_STEPTOKENS'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_STEPTOKENS'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_RESERVEREQUEST']._serialized_start=143
   _globals['_RESERVEREQUEST']._serialized_end=685
   _globals['_RESERVERESPONSE']._serialized_start=687
@@ -50,17 +56,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTACHEDREQUEST']._serialized_start=995
   _globals['_ATTACHEDREQUEST']._serialized_end=1055
   _globals['_STREAMOUTPUTSRESPONSE']._serialized_start=1058
-  _globals['_STREAMOUTPUTSRESPONSE']._serialized_end=1212
-  _globals['_ACKNOWLEDGEOUTPUTSREQUEST']._serialized_start=1214
-  _globals['_ACKNOWLEDGEOUTPUTSREQUEST']._serialized_end=1303
-  _globals['_ACKNOWLEDGEOUTPUTSRESPONSE']._serialized_start=1305
-  _globals['_ACKNOWLEDGEOUTPUTSRESPONSE']._serialized_end=1333
-  _globals['_SEQUENCEOUTPUT']._serialized_start=1336
-  _globals['_SEQUENCEOUTPUT']._serialized_end=1562
-  _globals['_LOCALPREFILL']._serialized_start=1564
-  _globals['_LOCALPREFILL']._serialized_end=1639
-  _globals['_FAILURE']._serialized_start=1641
-  _globals['_FAILURE']._serialized_end=1683
-  _globals['_DECODESERVICE']._serialized_start=1686
-  _globals['_DECODESERVICE']._serialized_end=2044
+  _globals['_STREAMOUTPUTSRESPONSE']._serialized_end=1255
+  _globals['_STEPTOKENS']._serialized_start=1257
+  _globals['_STEPTOKENS']._serialized_end=1377
+  _globals['_ACKNOWLEDGEOUTPUTSREQUEST']._serialized_start=1379
+  _globals['_ACKNOWLEDGEOUTPUTSREQUEST']._serialized_end=1468
+  _globals['_ACKNOWLEDGEOUTPUTSRESPONSE']._serialized_start=1470
+  _globals['_ACKNOWLEDGEOUTPUTSRESPONSE']._serialized_end=1498
+  _globals['_SEQUENCEOUTPUT']._serialized_start=1501
+  _globals['_SEQUENCEOUTPUT']._serialized_end=1727
+  _globals['_LOCALPREFILL']._serialized_start=1729
+  _globals['_LOCALPREFILL']._serialized_end=1804
+  _globals['_FAILURE']._serialized_start=1806
+  _globals['_FAILURE']._serialized_end=1848
+  _globals['_DECODESERVICE']._serialized_start=1851
+  _globals['_DECODESERVICE']._serialized_end=2209
 # @@protoc_insertion_point(module_scope)

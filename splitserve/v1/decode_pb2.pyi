@@ -261,7 +261,7 @@ Global___AttachedRequest: _TypeAlias = AttachedRequest  # noqa: Y015
 
 @_typing.final
 class StreamOutputsResponse(_message.Message):
-    """The outputs of one step."""
+    """The outputs of one step. A request is in `outputs` or in `tokens`, not in both."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -269,6 +269,7 @@ class StreamOutputsResponse(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     LOST_REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Boot epoch of the worker. In the first message only, which has no outputs."""
     @_builtins.property
@@ -283,6 +284,10 @@ class StreamOutputsResponse(_message.Message):
     def lost_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Requests named in StreamOutputsRequest that the worker does not have. In a message before any outputs."""
 
+    @_builtins.property
+    def tokens(self) -> Global___StepTokens:
+        """Tokens of requests that are not in `outputs`."""
+
     def __init__(
         self,
         *,
@@ -290,14 +295,63 @@ class StreamOutputsResponse(_message.Message):
         outputs: _abc.Iterable[Global___SequenceOutput] | None = ...,
         lease: _duration_pb2.Duration | None = ...,
         lost_request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        tokens: Global___StepTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease", b"lease", "lost_request_ids", b"lost_request_ids", "outputs", b"outputs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease", b"lease", "lost_request_ids", b"lost_request_ids", "outputs", b"outputs", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StreamOutputsResponse: _TypeAlias = StreamOutputsResponse  # noqa: Y015
+
+@_typing.final
+class StepTokens(_message.Message):
+    """New tokens of several requests that have nothing else to report, in columns: entry i of a column is about request i."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    FIRST_POSITIONS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the requests, each once."""
+
+    @_builtins.property
+    def first_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Output position of each request's first token."""
+
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of new tokens. Default: each request has one."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens, all of the first request before those of the next."""
+
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Text that each request's tokens complete. May be empty."""
+
+    def __init__(
+        self,
+        *,
+        request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        first_positions: _abc.Iterable[_builtins.int] | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "first_positions", b"first_positions", "request_ids", b"request_ids", "texts", b"texts", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTokens: _TypeAlias = StepTokens  # noqa: Y015
 
 @_typing.final
 class AcknowledgeOutputsRequest(_message.Message):
@@ -313,7 +367,7 @@ class AcknowledgeOutputsRequest(_message.Message):
     attachment: _builtins.int
     """StreamOutputsRequest.attachment of the stream."""
     messages: _builtins.int
-    """Number of messages with outputs that were received on the stream, from its start."""
+    """Number of messages with outputs or tokens that were received on the stream, from its start."""
     def __init__(
         self,
         *,

@@ -17,9 +17,8 @@ from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.scenario import Scenario
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS
 from coordinator.request.state import DEFAULT_OUTPUT_TOKENS, RequestEstimate
-from coordinator.routing.local_prefill import local_tokens_of_pair
 from coordinator.routing.prefix_router import PrefixRouter
-from coordinator.routing.router import Router, RoutingRequest
+from coordinator.routing.router import Router, RoutingRequest, local_tokens_of_pair
 from coordinator.workers.load import Flight, WorkerLoads
 from coordinator.workers.prefix_index import NO_HITS, PrefixHits, PrefixIndex
 from coordinator.workers.snapshot import Model, PoolSnapshot, Worker

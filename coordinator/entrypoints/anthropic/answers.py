@@ -16,8 +16,9 @@ from coordinator.entrypoints.openai.formats.arguments import quoted
 from coordinator.entrypoints.openai.items import AnswerItem, ItemAnswer, event
 from coordinator.request.inference_request import MESSAGE_PREFIX
 from splitserve.generation.bounds import MAX_STOP_STRING_CHARACTERS
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.models.tokenizer import Tokenizer
-from splitserve.v1 import generation_pb2, inference_pb2
+from splitserve.v1 import inference_pb2
 
 ERROR_TYPES: Mapping[int, str] = {
     401: "authentication_error",
@@ -91,7 +92,7 @@ class MessageAnswer(ItemAnswer):
         }
 
     @override
-    def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
+    def delta(self, delta: TokenDelta) -> bytes:
         if self._stops is not None:
             self._stops.add(delta.token_ids)
         return super().delta(delta)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
-from coordinator.entrypoints.kserve.requests import INPUTS, OUTPUTS, ParsedRequest
+from coordinator.entrypoints.kserve.requests import INPUTS, OUTPUTS, USUAL_OUTPUTS, ParsedRequest
 from coordinator.entrypoints.kserve.tensors import Tensor, add_output
 from splitserve import __version__
 from splitserve.client.types import FINISH_REASONS
 from splitserve.errors import NotFoundError, SplitserveError
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.kserve import open_inference_pb2 as pb
-from splitserve.v1 import generation_pb2, inference_pb2
+from splitserve.v1 import inference_pb2
 
 FINAL = "triton_final_response"
 ONLY_VERSION = "1"
@@ -24,37 +25,62 @@ class Responses:
     def __init__(self, request: pb.ModelInferRequest, parsed: ParsedRequest) -> None:
         self._name, self._id = request.model_name, request.id
         self._parsed = parsed
+        self._plain: pb.ModelStreamInferResponse | None = None
+        """What the responses to plain deltas with the usual outputs have in common."""
 
     def whole(
-        self, deltas: Sequence[generation_pb2.OutputDelta], done: inference_pb2.GenerationDone
+        self, deltas: Sequence[TokenDelta], done: inference_pb2.GenerationDone
     ) -> pb.ModelInferResponse:
         """The answer as one response."""
-        merged = generation_pb2.OutputDelta(
+        merged = TokenDelta(
+            0,
             token_ids=[token for delta in deltas for token in delta.token_ids],
             text=self._parsed.prefix + "".join(delta.text for delta in deltas),
             logprobs=[entry for delta in deltas for entry in delta.logprobs],
             finish_reason=done.finish_reason,
         )
-        return self._response(merged, done)
+        response = pb.ModelInferResponse()
+        self._fill(response, merged, done)
+        return response
 
     def piece(
-        self, delta: generation_pb2.OutputDelta, done: inference_pb2.GenerationDone | None = None
-    ) -> pb.ModelInferResponse:
+        self, delta: TokenDelta, done: inference_pb2.GenerationDone | None = None
+    ) -> pb.ModelStreamInferResponse:
         """One response of a stream. `done`: only in the last one."""
-        response = self._response(delta, done)
-        response.parameters[FINAL].bool_param = done is not None
-        return response
+        is_usual = self._parsed.outputs == USUAL_OUTPUTS and not self._parsed.raw
+        if done is None and is_usual and delta.is_plain:
+            return self._usual(delta)
+        message = pb.ModelStreamInferResponse()
+        self._fill(message.infer_response, delta, done)
+        message.infer_response.parameters[FINAL].bool_param = done is not None
+        return message
 
-    def empty_final(self, done: inference_pb2.GenerationDone) -> pb.ModelInferResponse:
+    def empty_final(self, done: inference_pb2.GenerationDone) -> pb.ModelStreamInferResponse:
         """The final response of a stream, without outputs."""
-        response = self._envelope(done)
-        response.parameters[FINAL].bool_param = True
-        return response
+        message = pb.ModelStreamInferResponse()
+        self._envelope(message.infer_response, done)
+        message.infer_response.parameters[FINAL].bool_param = True
+        return message
 
-    def _envelope(self, done: inference_pb2.GenerationDone | None) -> pb.ModelInferResponse:
-        response = pb.ModelInferResponse(model_name=self._name, id=self._id)
+    def _usual(self, delta: TokenDelta) -> pb.ModelStreamInferResponse:
+        """As `piece`, by a copy: most fields are the same in each response."""
+        if self._plain is None:
+            self._plain = pb.ModelStreamInferResponse()
+            self._fill(self._plain.infer_response, TokenDelta(0, []), None)
+            self._plain.infer_response.parameters[FINAL].bool_param = False
+            self._plain.infer_response.outputs[0].contents.Clear()
+        message = pb.ModelStreamInferResponse()
+        message.CopyFrom(self._plain)
+        text, ids, _ = message.infer_response.outputs
+        text.contents.bytes_contents.append(delta.text.encode())
+        ids.contents.int_contents.extend(delta.token_ids)
+        ids.shape[0] = len(delta.token_ids)
+        return message
+
+    def _envelope(self, response: pb.ModelInferResponse, done: inference_pb2.GenerationDone | None) -> None:
+        response.model_name, response.id = self._name, self._id
         if done is None:
-            return response
+            return
         served, usage, timings = done.served_by, done.usage, done.timings
         response.model_name = self._name or done.model
         response.model_version = ONLY_VERSION if served.model == response.model_name else served.model
@@ -68,16 +94,14 @@ class Responses:
         parameters["prefill_worker"].string_param = served.prefill_worker
         parameters["decode_worker"].string_param = served.decode_worker
         parameters["seed"].uint64_param = done.seed
-        return response
 
-    def _response(
-        self, delta: generation_pb2.OutputDelta, done: inference_pb2.GenerationDone | None
-    ) -> pb.ModelInferResponse:
-        response = self._envelope(done)
+    def _fill(
+        self, response: pb.ModelInferResponse, delta: TokenDelta, done: inference_pb2.GenerationDone | None
+    ) -> None:
+        self._envelope(response, done)
         for name in self._parsed.outputs:
             if name != "num_input_tokens" or done is not None:  # the prompt's length is known only at the end
                 add_output(response, _tensor(name, delta, done), self._parsed.raw)
-        return response
 
 
 def failure(request_id: str, error: SplitserveError) -> pb.ModelStreamInferResponse:
@@ -97,9 +121,7 @@ def failure(request_id: str, error: SplitserveError) -> pb.ModelStreamInferRespo
     return response
 
 
-def _tensor(
-    name: str, delta: generation_pb2.OutputDelta, done: inference_pb2.GenerationDone | None
-) -> Tensor:
+def _tensor(name: str, delta: TokenDelta, done: inference_pb2.GenerationDone | None) -> Tensor:
     match name:
         case "text_output":
             return _text(name, delta.text)
@@ -119,7 +141,7 @@ def _text(name: str, text: str) -> Tensor:
     return Tensor(name, "BYTES", (1,), (text.encode(),))
 
 
-def _logprobs(delta: generation_pb2.OutputDelta) -> Iterable[dict[str, object]]:
+def _logprobs(delta: TokenDelta) -> Iterable[dict[str, object]]:
     for entry in delta.logprobs:
         top = [{"token_id": other.token_id, "logprob": other.logprob} for other in entry.top]
         yield {"token_id": entry.token_id, "logprob": entry.logprob, "top": top}

@@ -66,6 +66,7 @@ from coordinator.request.inference_request import (
 from coordinator.request.sending import Output
 from splitserve import __version__
 from splitserve.errors import InvalidArgumentError, NotFoundError, SplitserveError, UnavailableError
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.logs import log_event
 from splitserve.metrics import Metrics, Read
 from splitserve.models.tokenizer import Tokenizer
@@ -356,18 +357,20 @@ class _ChoiceOutput(Output):
     index: int
 
     @override
-    async def send(self, response: inference_pb2.GenerateResponse) -> None:
-        choice, delta, events = self.choice, response.delta, b""
-        if response.HasField("done"):
-            self.usage.add(self.index, response.done, choice.reasoning_tokens)
-            events = choice.done(response.done)
-        else:
-            if response.HasField("started"):
-                size = choice.size + TEXT_BYTES * len(response.started.prompt_token_ids)
-                events = await self.parser.run(size, choice.begin, response.started)
+    async def send(self, delta: TokenDelta, started: inference_pb2.GenerationStart | None) -> None:
+        choice, events = self.choice, b""
+        if started is not None:
+            size = choice.size + TEXT_BYTES * len(started.prompt_token_ids)
+            events = await self.parser.run(size, choice.begin, started)
+        if delta.prompt_logprobs is not None:
             self.usage.add_prompt_logprobs(delta.prompt_logprobs)
-            events += choice.delta(delta)
-        if events:
+        if events := events + choice.delta(delta):
+            await self.exchange.event(events)
+
+    @override
+    async def end(self, done: inference_pb2.GenerationDone) -> None:
+        self.usage.add(self.index, done, self.choice.reasoning_tokens)
+        if events := self.choice.done(done):
             await self.exchange.event(events)
 
     @override
@@ -375,7 +378,7 @@ class _ChoiceOutput(Output):
         return self.exchange.takes_events if self.choice.streams else True
 
     @override
-    def send_now(self, delta: generation_pb2.OutputDelta) -> None:
+    def send_now(self, delta: TokenDelta) -> None:
         if events := self.choice.delta(delta):
             self.exchange.event_now(events)
 

@@ -32,6 +32,7 @@ from splitserve.generation.bounds import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.runtime.call_thread import SHORT_BYTES
 from splitserve.v1 import generation_pb2, inference_pb2
 
@@ -289,8 +290,12 @@ def parsed(kind: type[F], body: bytes, unsupported: Unsupported, most_values: in
         raise InvalidArgumentError("the request's body must be a JSON object", reason="MALFORMED_JSON")
     _refuse_unsupported(data, unsupported)
     _refuse_too_many_items(data)
-    ignored = (WITHOUT_EFFECT - kind.model_fields.keys()) | unsupported.keys()
-    fields = {name: value for name, value in data.items() if value is not None and name not in ignored}
+    known = kind.model_fields
+    fields = {
+        name: value
+        for name, value in data.items()
+        if value is not None and (name in known or name not in WITHOUT_EFFECT) and name not in unsupported
+    }
     return validated(kind, fields)
 
 
@@ -316,8 +321,8 @@ def check_copies(choices: int, body: bytes) -> None:
 
 
 def _refuse_unsupported(data: Mapping[str, Any], unsupported: Unsupported) -> None:
-    for name, harmless in unsupported.items():
-        value = data.get(name)
+    for name in unsupported.keys() & data.keys():
+        value, harmless = data[name], unsupported[name]
         if value is not None and not any(value == same and type(value) is type(same) for same in harmless):
             raise InvalidArgumentError(f"{name} is not supported", reason="UNSUPPORTED_FIELD", field=name)
 
@@ -410,7 +415,7 @@ class Choice(ABC):
         the choice `streams`."""
 
     @abstractmethod
-    def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
+    def delta(self, delta: TokenDelta) -> bytes:
         """Takes the next delta."""
 
     @abstractmethod
@@ -445,7 +450,7 @@ class ChoiceStream(Choice):
         return b""
 
     @override
-    def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
+    def delta(self, delta: TokenDelta) -> bytes:
         if self.extras.counts_continuously:
             self._tokens += len(delta.token_ids)
             usage = compact_json(token_counts(self._prompt_tokens, self._tokens))
@@ -462,14 +467,14 @@ class ChoiceStream(Choice):
         return b"" if self._ended else self._end(FINISH_REASONS[done.finish_reason]).encode()
 
     @abstractmethod
-    def _events(self, delta: generation_pb2.OutputDelta) -> str:
+    def _events(self, delta: TokenDelta) -> str:
         """The events of the delta's tokens."""
 
     @abstractmethod
     def _end(self, finish_reason: str) -> str:
         """The events that end the choice."""
 
-    def _extra_fields(self, delta: generation_pb2.OutputDelta) -> dict[str, Any]:
+    def _extra_fields(self, delta: TokenDelta) -> dict[str, Any]:
         """Further fields of the event with a delta's first text."""
         has_ids = self.extras.token_ids and delta.token_ids
         return {"token_ids": list(delta.token_ids)} if has_ids else {}
@@ -502,13 +507,13 @@ class ChoiceBuilder(Choice):
         return b""
 
     @override
-    def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
+    def delta(self, delta: TokenDelta) -> bytes:
         self._read(delta)
         self._logprob_sum += sum(token.logprob for token in delta.logprobs)
         self._logprob_count += len(delta.logprobs)
         if self.extras.texts is not None:
             self._logprobs.extend(delta.logprobs)
-        if delta.HasField("prompt_logprobs"):
+        if delta.prompt_logprobs is not None:
             self._prompt = delta.prompt_logprobs
         if self.extras.token_ids:
             self._token_ids.extend(delta.token_ids)
@@ -519,7 +524,7 @@ class ChoiceBuilder(Choice):
         self._finish_reason = FINISH_REASONS[done.finish_reason]
         return b""
 
-    def _read(self, delta: generation_pb2.OutputDelta) -> None:
+    def _read(self, delta: TokenDelta) -> None:
         """Appends the delta's text."""
         self._pieces.append(delta.text)
 

@@ -43,6 +43,7 @@ from coordinator.entrypoints.openai.tools import (
     ToolChoice,
 )
 from splitserve.errors import InvalidArgumentError
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.models.tokenizer import THINKING
 from splitserve.v1 import generation_pb2, inference_pb2
 
@@ -306,7 +307,7 @@ class ChatStream(ChoiceStream):
         self._begun = False
 
     @override
-    def _events(self, delta: generation_pb2.OutputDelta) -> str:
+    def _events(self, delta: TokenDelta) -> str:
         text = delta.text
         if self._is_plain:
             events = f"{self._text_head}{quoted(text)}{self._text_tail}" if text else ""
@@ -321,7 +322,7 @@ class ChatStream(ChoiceStream):
             events = first + events
         return events
 
-    def _special(self, delta: generation_pb2.OutputDelta) -> str:
+    def _special(self, delta: TokenDelta) -> str:
         """The events of a delta with logprobs or token ids, which its first event carries, or with parts that the
         parser finds."""
         extra = self._extra_fields(delta)
@@ -379,7 +380,7 @@ class ChatResponse(ChoiceBuilder):
         self._calls: list[tuple[CallPart, list[str]]] = []
 
     @override
-    def _read(self, delta: generation_pb2.OutputDelta) -> None:
+    def _read(self, delta: TokenDelta) -> None:
         if self._parser is None:
             super()._read(delta)
         else:

@@ -25,7 +25,8 @@ from coordinator.entrypoints.openai.formats.arguments import quoted
 from coordinator.entrypoints.openai.logprobs import CompletionLogprobs
 from coordinator.entrypoints.openai.tools import FORM_FIELDS, FormFields
 from splitserve.errors import InvalidArgumentError
-from splitserve.v1 import generation_pb2, inference_pb2
+from splitserve.generation.output_delta import TokenDelta
+from splitserve.v1 import inference_pb2
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""
@@ -150,7 +151,7 @@ class CompletionStream(ChoiceStream):
         self._length = 0
 
     @override
-    def _events(self, delta: generation_pb2.OutputDelta) -> str:
+    def _events(self, delta: TokenDelta) -> str:
         events, text, extra = "", delta.text, self._extra_fields(delta)
         if self._echo:
             events, self._echo = self._chunk(self._echo), None

@@ -28,6 +28,7 @@ from coordinator.entrypoints.openai.formats.writer import (
     ReasoningPart,
     TextPart,
 )
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.v1 import generation_pb2, inference_pb2
 
 SYSTEM = ("system", "developer")
@@ -167,7 +168,7 @@ class ItemAnswer(Choice):
         return self._sent(self._begin(started.prompt_tokens))
 
     @override
-    def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
+    def delta(self, delta: TokenDelta) -> bytes:
         return self._sent(self._appended(self._parser.feed(delta.text, delta.token_ids)))
 
     @override

@@ -18,8 +18,10 @@ from prefill_worker.kv_producer import FirstTokenReady, KvProducer, PrefillEvent
 from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import SplitserveError
+from splitserve.generation.output_delta import output_of
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.tracing.context import FinishedSpan
+from splitserve.v1 import decode_pb2
 from tests.support.transfer.memory_transport import MemoryHub, MemoryTransport
 from worker.build import EngineParts, ServedAs
 from worker.connector import WorkerStatus
@@ -96,7 +98,7 @@ class ConnectorPair:
         self.clock = Clock()
         hub, engine = MemoryHub(), engine_config(num_blocks, max_step_tokens)
         self.prefill_events: dict[str, list[PrefillEvent]] = defaultdict(list)
-        self.decode_outputs: Outputs = defaultdict(list)
+        self.decode_outputs: dict[str, list[decode_pb2.SequenceOutput]] = defaultdict(list)
         configs = (
             WorkerConfig(worker_id=name, model="simulated", engine=engine, verify_kv=verify_kv)
             for name in "pd"
@@ -124,7 +126,7 @@ class ConnectorPair:
 
     def _on_decode(self, outputs: Outputs) -> None:
         for coordinator, batch in outputs.items():
-            self.decode_outputs[coordinator].extend(batch)
+            self.decode_outputs[coordinator] += [output_of(*row) for row in batch]
 
     def reserve(
         self, name: str, prompt: list[int], local_prefill_tokens: int = 0, **fields: Any

@@ -13,6 +13,8 @@ from prefill_worker.kv_producer import FirstTokenReady, KvProducer, PrefillEvent
 from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import SplitserveError
+from splitserve.generation.output_delta import output_of
+from splitserve.v1 import decode_pb2
 from tests.support.engine.connector_pair import (
     COORDINATOR,
     MAX_TOKENS,
@@ -44,7 +46,7 @@ class BothNode:
     def __init__(self, name: str, engine: EngineConfig, hub: MemoryHub, clock: Clock, epoch: int) -> None:
         self.name, self.clock = name, clock
         self.events: dict[str, list[PrefillEvent]] = defaultdict(list)
-        self.outputs: Outputs = defaultdict(list)
+        self.outputs: dict[str, list[decode_pb2.SequenceOutput]] = defaultdict(list)
         config = WorkerConfig(worker_id=name, model="simulated", engine=engine)
         self.transport = CountingTransport(hub)
         parts = engine_parts(config, self.transport, clock)
@@ -68,7 +70,7 @@ class BothNode:
 
     def _on_outputs(self, outputs: Outputs) -> None:
         for coordinator, batch in outputs.items():
-            self.outputs[coordinator].extend(batch)
+            self.outputs[coordinator] += [output_of(*row) for row in batch]
 
     def reserve(
         self,

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from splitserve.errors import SplitserveError
+from splitserve.generation.output_delta import News, TokenDelta, rows_of
 from splitserve.rpc.channel import make_channel
 from splitserve.rpc.status import error_from_rpc, failure_error
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2
@@ -30,7 +31,7 @@ class DirectWorker:
         self.coordinator_id = coordinator_id
         self.prefill: Any = PrefillServiceStub(channel)
         self.decode: Any = DecodeServiceStub(channel)
-        self._outputs: dict[str, asyncio.Queue[decode_pb2.SequenceOutput | SplitserveError]] = {}
+        self._outputs: dict[str, asyncio.Queue[News | SplitserveError]] = {}
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def listen(self) -> None:
@@ -42,8 +43,8 @@ class DirectWorker:
             async for response in call:
                 if not self._opened.done():
                     self._opened.set_result(None)
-                for output in response.outputs:
-                    self._of(output.request_id).put_nowait(output)
+                for name, news in rows_of(response):
+                    self._of(name).put_nowait(news)
         except grpc.aio.AioRpcError as error:
             for queue in self._outputs.values():
                 queue.put_nowait(error_from_rpc(error))
@@ -115,10 +116,11 @@ class DirectWorker:
             output = await asyncio.wait_for(self._of(name).get(), PATIENCE_S)
             if isinstance(output, SplitserveError):
                 raise output
-            if output.HasField("failure"):
+            if not isinstance(output, TokenDelta) and output.HasField("failure"):
                 raise failure_error(output.failure.reason, output.failure.message)
-            tokens += output.delta.token_ids
-            if output.delta.finish_reason:
+            delta = output if isinstance(output, TokenDelta) else output.delta
+            tokens += delta.token_ids
+            if delta.finish_reason:
                 return tokens
 
     async def abort(self, name: str, *, no_writer: bool = False) -> bool:
@@ -132,7 +134,7 @@ class DirectWorker:
         assert await self.reserve(name, prompt, local=len(prompt), **stop) is None
         return await self.rest(name)
 
-    def _of(self, name: str) -> asyncio.Queue[decode_pb2.SequenceOutput | SplitserveError]:
+    def _of(self, name: str) -> asyncio.Queue[News | SplitserveError]:
         return self._outputs.setdefault(name, asyncio.Queue())
 
 

@@ -16,6 +16,7 @@ from kv_transfer.transports.transport import TransferEndpoint
 from splitserve.client.registry_client import RegistryClient
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import SplitserveError
+from splitserve.generation.output_delta import output_of, rows_of
 from splitserve.rpc.channel import make_channel
 from splitserve.rpc.status import error_from_rpc
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2, registry_pb2
@@ -114,7 +115,7 @@ async def _listen(
     async for response in call:
         if not opened.done():
             opened.set_result(None)
-        outputs += response.outputs
+        outputs += [output_of(*row) for row in rows_of(response)]
 
 
 def _registration(endpoint: TransferEndpoint) -> registry_pb2.RegisterRequest:

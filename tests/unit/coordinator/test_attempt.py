@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from coordinator.workers.output_stream import OutputCollector, WorkerEvent, Work
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker
 from splitserve.errors import ResourceExhaustedError, SplitserveError, UnavailableError
+from splitserve.generation.output_delta import News, news_of
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2, registry_pb2, scaling_pb2
 from tests.support.clients.inference_requests import inference_request
 from tests.support.cluster.registrations import registration
@@ -52,9 +53,11 @@ class ScriptedClient:
             raise self.reserve_answer
         return self.reserve_answer
 
-    async def prefill(self, request: Any, timeout_s: float, collector: OutputCollector) -> None:
+    def prefill(
+        self, request: Any, timeout_s: float, collector: OutputCollector, background: BackgroundTasks
+    ) -> Callable[[], object]:
         self.prefills += 1
-        await asyncio.Event().wait()
+        return lambda: None
 
     async def abort(self, attempt_id: str, no_writer: bool, deadline_s: float) -> None:
         self.aborts.append(no_writer)
@@ -129,8 +132,8 @@ def first(finish: int = 0) -> prefill_pb2.FirstToken:
     return prefill_pb2.FirstToken(delta=delta(0, finish=finish), compute_ms=5.0)
 
 
-def output(position: int, finish: int = 0, **fields: Any) -> decode_pb2.SequenceOutput:
-    return decode_pb2.SequenceOutput(delta=delta(position, finish=finish), **fields)
+def output(position: int, finish: int = 0, **fields: Any) -> News:
+    return news_of(decode_pb2.SequenceOutput(delta=delta(position, finish=finish), **fields))
 
 
 HANDOFF = prefill_pb2.HandoffDone(written_bytes=10, transfer_ms=3.0)

@@ -16,8 +16,9 @@ from coordinator.request_events import RequestEvents
 from coordinator.workers.client import BackgroundTasks
 from coordinator.workers.output_stream import WorkerFailed
 from splitserve.errors import SplitserveError
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.logs import log_context, log_event
-from splitserve.v1 import generation_pb2, inference_pb2
+from splitserve.v1 import inference_pb2
 from tests.unit.coordinator.test_attempt import ADMITTED, HANDOFF, LENGTH, LOST, Rig, first, output
 
 pytestmark = pytest.mark.timeout(10)
@@ -31,13 +32,16 @@ class Client:
         self.reads = True
         self.error: Exception | None = None
 
-    async def send(self, response: inference_pb2.GenerateResponse) -> None:
+    async def send(self, delta: TokenDelta, started: inference_pb2.GenerationStart | None) -> None:
+        raise AssertionError("nothing is waited for")
+
+    async def end(self, done: inference_pb2.GenerationDone) -> None:
         raise AssertionError("nothing is waited for")
 
     def takes_now(self) -> bool:
         return self.reads
 
-    def send_now(self, delta: generation_pb2.OutputDelta) -> None:
+    def send_now(self, delta: TokenDelta) -> None:
         if self.error is not None:
             raise self.error
         self.got += range(delta.first_position, delta.first_position + len(delta.token_ids))

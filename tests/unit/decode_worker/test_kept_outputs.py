@@ -2,29 +2,77 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from coordinator.workers.output_stream import OutputCollector
-from decode_worker.output_streams import MAX_MESSAGE_BYTES, Attachment, KeptOutputs
+from decode_worker.output_streams import MAX_MESSAGE_BYTES, Attachment, KeptOutputs, Row, message_of, size_of
 from splitserve.errors import FailedPreconditionError
+from splitserve.generation.output_delta import TokenDelta, rows_of
 from splitserve.v1 import decode_pb2, generation_pb2
 
 LENGTH = generation_pb2.FINISH_REASON_LENGTH
 PICK = st.integers(0, 10**6)
 
 
-def output(name: str, position: int, *, last: bool = False, text: str = "") -> decode_pb2.SequenceOutput:
-    delta = generation_pb2.OutputDelta(first_position=position, token_ids=[position], text=text)
+def output(name: str, position: int, *, last: bool = False, text: str = "") -> Row:
+    delta = TokenDelta(position, [position], text)
     if last:
         delta.finish_reason = LENGTH
-    return decode_pb2.SequenceOutput(request_id=name, delta=delta)
+    return name, delta
 
 
 def shown(message: decode_pb2.StreamOutputsResponse | None) -> list[tuple[str, list[int]]]:
     assert message is not None
-    return [(one.request_id, list(one.delta.token_ids)) for one in message.outputs]
+    rows = [(name, news) for name, news in rows_of(message) if isinstance(news, TokenDelta)]
+    return [(name, delta.token_ids) for name, delta in rows]
+
+
+def test_tokens_leave_in_columns_and_all_else_in_messages() -> None:
+    logprob = generation_pb2.TokenLogprob(token_id=7, logprob=-0.5)
+    admitted = decode_pb2.SequenceOutput(request_id="new", admitted=True)
+    rows: list[Row] = [
+        ("a", TokenDelta(4, [5], "é")),
+        ("b", TokenDelta(9, [1, 2], "")),
+        ("scored", TokenDelta(0, [7], "x", logprobs=[logprob])),
+        ("ended", TokenDelta(3, [], finish_reason=LENGTH)),
+        ("new", admitted),
+    ]
+    message = message_of(rows)
+    assert list(message.tokens.request_ids) == ["a", "b"]
+    assert [one.request_id for one in message.outputs] == ["scored", "ended", "new"]
+    back = dict(rows_of(decode_pb2.StreamOutputsResponse.FromString(message.SerializeToString())))
+    assert back == dict(rows)
+    assert not message_of(rows[:1]).tokens.counts
+    assert message_of(rows[2:]).HasField("tokens") is False
+
+
+def test_rows_of_a_request_that_cannot_be_one_stay_in_order() -> None:
+    kept = KeptOutputs()
+    admitted = decode_pb2.SequenceOutput(request_id="a", admitted=True)
+    kept.put([("a", admitted), output("a", 1), output("b", 1), output("a", 7)])
+    message = kept.take()
+    assert message is not None
+    assert [name for name, _ in rows_of(message)] == ["a", "a", "a", "b"]
+    assert shown(message) == [("a", [1]), ("a", [7]), ("b", [1])]
+
+
+@pytest.mark.parametrize("damage", [{"texts": ["x"]}, {"counts": [1]}, {"first_positions": []}])
+def test_columns_of_different_lengths_are_refused(damage: dict[str, list[Any]]) -> None:
+    columns = {"request_ids": ["a", "b"], "first_positions": [1, 2], "token_ids": [1, 2], "texts": ["", ""]}
+    damaged = decode_pb2.StreamOutputsResponse(tokens=decode_pb2.StepTokens(**(columns | damage)))
+    with pytest.raises(ValueError, match="zip"):
+        list(rows_of(damaged))
+
+
+@given(st.text(max_size=50), st.lists(st.integers(0, 2**18), min_size=1, max_size=8))
+def test_a_message_has_no_more_bytes_than_its_rows_are_counted_for(text: str, token_ids: list[int]) -> None:
+    rows = [(f"chatcmpl-{n}", TokenDelta(1000 + n, list(token_ids), text)) for n in range(20)]
+    assert message_of(rows).ByteSize() <= sum(map(size_of, rows))
 
 
 def test_what_waits_is_merged_and_what_was_sent_is_not() -> None:
@@ -80,7 +128,7 @@ def test_outputs_without_tokens_come_again() -> None:
     admitted = decode_pb2.SequenceOutput(request_id="a", admitted=True)
     failed = decode_pb2.SequenceOutput(request_id="b", failure=decode_pb2.Failure(reason="X"))
     failed.delta.finish_reason = generation_pb2.FINISH_REASON_ABORT
-    kept.put([admitted, failed])
+    kept.put([("a", admitted), ("b", failed)])
     kept.take()
     assert kept.rewind({"a": 0, "b": 7}, {"a"}) == []
     message = kept.take()
@@ -98,7 +146,7 @@ def test_much_that_waits_leaves_in_several_messages() -> None:
     sent = []
     while (message := kept.take()) is not None:
         sent.append(shown(message))
-        assert message.ByteSize() < MAX_MESSAGE_BYTES or len(message.outputs) == 1
+        assert message.ByteSize() < MAX_MESSAGE_BYTES or len(message.tokens.request_ids) == 1
     assert [name for outputs in sent for name, _ in outputs] == ["0", "1", "2", "3", "4", "large"]
     assert len(sent) > 2
 
@@ -180,12 +228,12 @@ class StreamModel(RuleBasedStateMachine):
     @rule(also_acknowledge=st.booleans())
     def receive(self, also_acknowledge: bool) -> None:
         self.count += 1
-        for one in self.wire.pop(0).outputs:
-            if (collector := self.collectors.get(one.request_id)) is not None:
-                collector.put(one)
+        for name, news in rows_of(self.wire.pop(0)):
+            if (collector := self.collectors.get(name)) is not None:
+                collector.put(news)
                 for event in collector.take_all():
-                    assert isinstance(event, decode_pb2.SequenceOutput)
-                    self.received[one.request_id] += event.delta.token_ids
+                    assert isinstance(event, TokenDelta)
+                    self.received[name] += event.token_ids
         if also_acknowledge:
             self.acknowledgements.append((self.reading, self.count))
 

@@ -10,7 +10,8 @@ import pytest
 from decode_worker import output_streams
 from decode_worker.output_streams import OutputStream, OutputStreams
 from splitserve.errors import FailedPreconditionError
-from splitserve.v1 import decode_pb2, generation_pb2
+from splitserve.generation.output_delta import TokenDelta
+from splitserve.v1 import decode_pb2
 from tests.support.journal import Journal
 
 pytestmark = pytest.mark.timeout(30)
@@ -25,8 +26,7 @@ class Rig:
         self.streams = OutputStreams(self.lost.add, lease_s)
 
     def produce(self, position: int, coordinator: str = "c", size: int = 1) -> None:
-        delta = generation_pb2.OutputDelta(first_position=position, token_ids=[position], text="x" * size)
-        self.streams.deliver({coordinator: [decode_pb2.SequenceOutput(request_id="r", delta=delta)]})
+        self.streams.deliver({coordinator: [("r", TokenDelta(position, [position], "x" * size))]})
 
 
 async def positions(stream: OutputStream, count: int) -> list[int]:
@@ -34,7 +34,7 @@ async def positions(stream: OutputStream, count: int) -> list[int]:
     got: list[int] = []
     messages: AsyncIterator[decode_pb2.StreamOutputsResponse] = stream.messages()
     while len(got) < count:
-        got += [token for output in (await anext(messages)).outputs for token in output.delta.token_ids]
+        got += (await anext(messages)).tokens.token_ids
     return got
 
 

@@ -24,6 +24,7 @@ from coordinator.entrypoints.kserve.requests import ParsedRequest, read_request
 from coordinator.entrypoints.kserve.responses import Responses, failure
 from coordinator.entrypoints.kserve.tensors import Tensor, add_output, read_inputs
 from splitserve.errors import InvalidArgumentError, ResourceExhaustedError
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.kserve import open_inference_pb2 as pb
 from splitserve.v1 import generation_pb2, inference_pb2
 
@@ -307,6 +308,26 @@ def test_log_probabilities_come_as_json_and_the_version_as_model_version() -> No
     found = json.loads(response.outputs[-1].contents.bytes_contents[0])
     assert found == [{"token_id": 5, "logprob": -0.5, "top": [{"token_id": 5, "logprob": -0.5}]}]
     assert (response.model_name, response.model_version) == ("m", "m-v2")
+
+
+@pytest.mark.parametrize(
+    "delta", [TokenDelta(1, [5], " x"), TokenDelta(2, [6, 7], "é"), TokenDelta(4, [], "")]
+)
+def test_a_piece_of_a_stream_has_the_deltas_text_and_tokens(delta: TokenDelta) -> None:
+    message = request(PROMPT, stream=True)
+    responses = Responses(message, read_request(message))
+    asked = request(PROMPT, stream=True, return_num_output_tokens=True)
+    slowly = Responses(asked, read_request(asked)).piece(delta)  # not the usual outputs
+    del slowly.infer_response.outputs[3:]
+    for _ in range(2):
+        piece = responses.piece(delta)
+        assert piece == slowly
+        text, ids, reason = piece.infer_response.outputs
+        assert (text.contents.bytes_contents[0].decode(), list(ids.contents.int_contents)) == (
+            delta.text,
+            delta.token_ids,
+        )
+        assert (list(ids.shape), reason.contents.bytes_contents[0]) == ([len(delta.token_ids)], b"")
 
 
 def test_a_failure_says_what_a_program_needs() -> None:

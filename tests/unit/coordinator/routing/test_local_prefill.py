@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.request.state import PairCost
-from coordinator.routing.local_prefill import (
+from coordinator.routing.router import (
     MAX_TOKENS_WITHOUT_TARGET,
+    Pair,
     local_prefill_tokens,
     local_tokens_of_pair,
 )
-from coordinator.routing.router import Pair
 from coordinator.workers.load import DecodeLoad, Flight, PrefillLoad, WorkerLoads
 from splitserve.latency_model import DecodeLatency, LatencyModel, PrefillLatency
 from tests.support.clients.admission_parts import worker

@@ -11,15 +11,14 @@ from coordinator.workers.output_stream import (
     OutputCollector,
     next_interval_s,
 )
-from splitserve.v1 import decode_pb2, generation_pb2
+from splitserve.generation.output_delta import TokenDelta
+from splitserve.v1 import generation_pb2
 
 MAX_S = 0.01
 
 
-def output(position: int, finish: int = 0) -> decode_pb2.SequenceOutput:
-    delta = generation_pb2.OutputDelta(first_position=position, token_ids=[7], text="x")
-    delta.finish_reason = finish  # type: ignore[assignment]
-    return decode_pb2.SequenceOutput(request_id="r", delta=delta)
+def output(position: int, finish: int = 0) -> TokenDelta:
+    return TokenDelta(position, [7], "x", finish)  # type: ignore[arg-type]
 
 
 def loaded() -> OutputCoalescer:
@@ -65,7 +64,7 @@ async def test_middle_tokens_wait_for_the_interval_and_come_together() -> None:
     collector.put(output(2), coalescer)
     assert collector.take_all() == []
     await collector.wait()
-    assert [event.delta.first_position for event in collector.take_all()] == [1, 2]  # type: ignore[union-attr]
+    assert [event.first_position for event in collector.take_all()] == [1, 2]  # type: ignore[union-attr]
 
 
 async def test_first_token_and_end_do_not_wait() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.workers.client import WorkerCalls
+from coordinator.workers.client import BackgroundTasks, WorkerCalls
 from coordinator.workers.output_stream import OutputCoalescer
 from coordinator.workers.registry import Registry
 from splitserve.errors import UnavailableError
@@ -79,7 +79,10 @@ async def ask_all(calls: WorkerCalls, tokens: int) -> list[int]:
     ids = [2**31] * tokens  # of five bytes each
     reserved = await calls.reserve(decode_pb2.ReserveRequest(request_id="a", token_ids=ids), LONG_S)
     prompts: list[prefill_pb2.PrefillResponse] = []
-    await calls.prefill(prefill_pb2.PrefillRequest(request_id="a", token_ids=ids), LONG_S, prompts.append)
+    background, ended = BackgroundTasks(), asyncio.get_running_loop().create_future()
+    request = prefill_pb2.PrefillRequest(request_id="a", token_ids=ids)
+    calls.prefill(request, LONG_S, prompts.append, ended.set_result, background)
+    assert await ended is None
     await calls.abort(decode_pb2.AbortRequest(request_id="a"), LONG_S)
     return [int(reserved.wait_ms), prompts[0].handoff.descriptors]
 
@@ -99,4 +102,7 @@ async def test_calls_to_a_lost_worker_fail_at_once() -> None:
         calls.lose(UnavailableError("gone", reason="WORKER_LOST"))
         with pytest.raises(UnavailableError, match="gone"):
             await ask_all(calls, 10)
+        errors: list[Any] = []
+        calls.prefill(prefill_pb2.PrefillRequest(), LONG_S, errors.append, errors.append, BackgroundTasks())()
+        assert [error.reason for error in errors] == ["WORKER_LOST"]
     assert worker.ways == []

@@ -8,7 +8,7 @@ import re
 import time
 from typing import cast
 
-from bench.coordinator.tally import Tally
+from bench.front_door.tally import Tally
 
 CONTENT = re.compile(rb'"content": ?"((?:[^"\\]|\\.)*)"')
 USAGE = re.compile(rb'"completion_tokens": ?(\d+)')

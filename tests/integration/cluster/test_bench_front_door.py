@@ -1,4 +1,4 @@
-"""The coordinator's benchmark runs from end to end."""
+"""The benchmark of the front door runs from end to end."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.support.waiting import PATIENCE_S
 
 @pytest.mark.slow
 def test_one_json_object_with_a_figure_a_part() -> None:
-    command = [sys.executable, "-m", "bench.coordinator", "--json", "--entrypoints", "grpc"]
+    command = [sys.executable, "-m", "bench.front_door", "--json", "--entrypoints", "grpc"]
     ended = subprocess.run(
-        [*command, "--parts", "tokens", "--seconds", "0.3"],
+        [*command, "--parts", "tokens,workers", "--seconds", "0.3"],
         capture_output=True,
         timeout=PATIENCE_S,
         check=True,
@@ -24,4 +24,6 @@ def test_one_json_object_with_a_figure_a_part() -> None:
     assert {"date", "command", "machine"} <= set(report)
     assert report["cpu_us_per_token_grpc"] > 0
     assert report["cpu_us_per_token_grpc_saturated"] > 0
+    assert report["cpu_us_per_token_worker"] > 0
+    assert report["wait_ms_grpc_p99"] >= report["wait_ms_grpc_p50"] > 0
     assert report["tokens_per_message_grpc"] >= 1

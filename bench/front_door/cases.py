@@ -1,4 +1,4 @@
-"""The measurements of `bench.coordinator`, each with its processes."""
+"""The measurements of `bench.front_door`, each with its processes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ from typing import Any
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.coordinator.dynamo import dynamo
-from bench.coordinator.processes import Cores, Process, front_and_workers, generate_load
+from bench.front_door.dynamo import dynamo
+from bench.front_door.processes import (
+    Cores,
+    Process,
+    answers,
+    coordinator,
+    front_and_workers,
+    generate_load,
+    real_workers,
+)
+from bench.front_door.profile import profiled
 from splitserve.config.coordinator import CoordinatorConfig
 
 STREAMS = 64
@@ -20,8 +29,9 @@ ANSWER_TOKENS = 64
 ENDLESS_TOKENS = 8000
 FEW_TOKENS = 2
 LAG_STREAMS = 500
-OPEN_STREAMS = 5000
-IDLE_STEP_MS = 5000.0
+OPEN_STREAMS = 10_000
+IDLE_STEP_MS = 600_000.0
+FRONTS = (1, 2, 4)
 LAG_METRIC = "splitserve_event_loop_lag_seconds"
 
 Result = dict[str, Any]
@@ -39,11 +49,14 @@ class LoadPlan:
     tokenizer: str
     vocabulary: int
     coalesce_ms: float
+    profiles: bool
 
     @property
     def config(self) -> CoordinatorConfig:
         """Settings of a coordinator that admits everything."""
-        return CoordinatorConfig(max_running_requests=20_000, max_coalesce_ms=self.coalesce_ms)
+        return CoordinatorConfig(
+            max_running_requests=20_000, max_coalesce_ms=self.coalesce_ms, local_prefill="never"
+        )
 
     @property
     def model(self) -> tuple[str, int]:
@@ -53,15 +66,32 @@ class LoadPlan:
     async def load(self, front: Process, entrypoint: str, max_tokens: int, **changed: Any) -> Result:
         """One window against a process."""
         target = front.http if entrypoint == "sse" else front.grpc
-        options = {"streams": STREAMS, "seconds": self.seconds, "model": self.tokenizer} | changed
-        return await generate_load(
-            self.cores.rest,
-            entrypoint=entrypoint,
-            target=target,
-            pid=front.pid,
-            max_tokens=max_tokens,
-            **options,
-        )
+        options = {
+            "entrypoint": entrypoint,
+            "target": target,
+            "pid": front.pid,
+            "max_tokens": max_tokens,
+            "streams": STREAMS,
+            "seconds": self.seconds,
+            "model": self.tokenizer,
+        }
+        return await generate_load(self.cores.rest, **options | changed)
+
+    async def costs(self, front: Process, entrypoint: str, **changed: Any) -> Result:
+        """Windows of tokens alone, of answers with their requests, and of requests with few tokens; the CPU time of a
+        token and of a request."""
+        sizes = {"endless": ENDLESS_TOKENS, "answers": ANSWER_TOKENS, "few": FEW_TOKENS}
+        windows = {name: await self.load(front, entrypoint, size, **changed) for name, size in sizes.items()}
+        token_us, few = windows["endless"]["cpu_us_per_token_all"], windows["few"]
+        request_us = 1e6 * few["cpu_s"] / max(1, few["requests"]) - FEW_TOKENS * token_us
+        costs = {"cpu_us_per_token": token_us, "cpu_us_per_request": request_us, "windows": windows}
+        if self.profiles:
+            pid = changed.get("pid", front.pid)
+            costs["profiles"] = {
+                name: await profiled(pid, self.load(front, entrypoint, sizes[name], **changed))
+                for name in ("endless", "few")
+            }
+        return costs
 
 
 async def token_costs(plan: LoadPlan, entrypoints: list[str]) -> Result:
@@ -71,20 +101,19 @@ async def token_costs(plan: LoadPlan, entrypoints: list[str]) -> Result:
     for pace, step_ms in (("paced", paced), ("saturated", fast)):
         async with front_and_workers(plan.config, step_ms, plan.model, plan.cores) as (fronts, workers):
             for entrypoint in entrypoints:
-                endless = await plan.load(fronts[0], entrypoint, ENDLESS_TOKENS)
-                answers = await plan.load(fronts[0], entrypoint, ANSWER_TOKENS)
-                few = await plan.load(fronts[0], entrypoint, FEW_TOKENS)
-                token_us = endless["cpu_us_per_token_all"]
-                request_us = 1e6 * few["cpu_s"] / max(1, few["requests"]) - FEW_TOKENS * token_us
-                costs[f"{entrypoint}_{pace}"] = {
-                    "cpu_us_per_token": token_us,
-                    "cpu_us_per_request": request_us,
-                    "windows": {"endless": endless, "answers": answers, "few": few},
-                }
+                costs[f"{entrypoint}_{pace}"] = await plan.costs(fronts[0], entrypoint)
             if pace == "paced":
                 direct = Process(fronts[0].pid, workers.grpc)
                 costs["direct_paced"] = await plan.load(direct, "direct", ANSWER_TOKENS)
     return costs
+
+
+async def worker_costs(plan: LoadPlan) -> Result:
+    """CPU time of a real decode worker with the simulated engine, its steps paced."""
+    async with coordinator(plan.config, plan.cores.rest) as front:
+        await answers(front.grpc)
+        async with real_workers([front.grpc], plan.paced_step_ms, STREAMS, plan.cores) as decode:
+            return {"worker_paced": await plan.costs(front, "grpc", pid=decode.pid, model="simulated")}
 
 
 async def loop_lag(plan: LoadPlan) -> Result:
@@ -98,18 +127,18 @@ async def loop_lag(plan: LoadPlan) -> Result:
 
 
 async def open_streams(plan: LoadPlan) -> Result:
-    """Resident memory of the coordinator against the number of idle streams."""
+    """Resident memory of the coordinator against the number of idle streams, and what they cost while idle."""
     async with front_and_workers(plan.config, IDLE_STEP_MS, plan.model, plan.cores) as (fronts, _):
         options = {"streams": OPEN_STREAMS, "open": True}
-        points = (await plan.load(fronts[0], "grpc", ENDLESS_TOKENS, **options))["rss_bytes"]
-    streams, sizes = np.array(points, dtype=float).T
-    return {"bytes_per_stream": float(np.polyfit(streams, sizes, 1)[0]), "points": points}
+        opened = await plan.load(fronts[0], "grpc", ENDLESS_TOKENS, **options)
+    streams, sizes = np.array(opened["rss_bytes"], dtype=float).T
+    return opened | {"bytes_per_stream": float(np.polyfit(streams, sizes, 1)[0])}
 
 
 async def scaling(plan: LoadPlan) -> Result:
-    """Throughput of answers of 64 tokens, through one coordinator and through two."""
+    """Throughput of answers of 64 tokens, through one coordinator and through several."""
     by_count: Result = {}
-    for count in (1, 2):
+    for count in FRONTS:
         async with front_and_workers(plan.config, plan.fast_step_ms, plan.model, plan.cores, count) as (
             fronts,
             _,
@@ -129,17 +158,7 @@ async def beside_dynamo(plan: LoadPlan, model_path: Path, paced_speedup: float) 
     costs: Result = {}
     for pace, speedup in (("paced", paced_speedup), ("saturated", 0.0)):
         async with dynamo(model_path, speedup, plan.cores) as front:
-            model = str(model_path)
-            endless = await plan.load(front, "sse", ENDLESS_TOKENS // 2, model=model)
-            answers = await plan.load(front, "sse", ANSWER_TOKENS, model=model)
-            few = await plan.load(front, "sse", FEW_TOKENS, model=model)
-        token_us = endless["cpu_us_per_token_all"]
-        request_us = 1e6 * few["cpu_s"] / max(1, few["requests"]) - FEW_TOKENS * token_us
-        costs[f"dynamo_{pace}"] = {
-            "cpu_us_per_token": token_us,
-            "cpu_us_per_request": request_us,
-            "windows": {"endless": endless, "answers": answers, "few": few},
-        }
+            costs[f"dynamo_{pace}"] = await plan.costs(front, "sse", model=str(model_path))
     return costs
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 
-from bench.coordinator.tally import Tally
+from bench.front_door.tally import Tally
+from splitserve.generation.output_delta import TokenDelta, rows_of
 from splitserve.rpc.channel import make_channel
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2
 from splitserve.v1.decode_pb2_grpc import DecodeServiceStub
@@ -45,11 +46,13 @@ class Direct:
 
     async def _read(self, outputs: Any) -> None:
         while (message := await outputs.read()) is not grpc.aio.EOF:
-            self._received += bool(message.outputs)
-            for output in message.outputs:
-                self._tally.text(output.delta.text)
-                if output.delta.finish_reason:
-                    self._ends.pop(output.request_id).set_result(None)
+            rows = list(rows_of(message))
+            self._received += bool(rows)
+            for name, news in rows:
+                delta = news if isinstance(news, TokenDelta) else news.delta
+                self._tally.text(delta.text)
+                if delta.finish_reason:
+                    self._ends.pop(name).set_result(None)
 
     async def _acknowledge(self) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Pairs of scripted prefill and decode workers, in one process: `python -m bench.coordinator.scripted_workers`.
+"""Pairs of scripted prefill and decode workers, in one process: `python -m bench.front_door.scripted_workers`.
 
 They speak the real protocols to every coordinator named. A prompt's first token comes at once, the handoff with it;
 from then on each step gives every live request one token, all outputs of one coordinator in one message, as the real
@@ -24,9 +24,10 @@ import uvloop
 from typing_extensions import override
 
 from bench.option_values import positive_number, positive_whole
-from decode_worker.output_streams import OutputStreams
+from decode_worker.output_streams import OutputStreams, Row
 from kv_transfer.layout import KvLayout
 from splitserve.client.registry_client import RegistryClient
+from splitserve.generation.output_delta import News, TokenDelta
 from splitserve.rpc.carried_calls import CarriedCalls, decode_methods, prefill_methods
 from splitserve.rpc.server import RpcServer
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2, registry_pb2
@@ -149,20 +150,22 @@ class ScriptedDecode(DecodeServiceServicer):
                 self._work.clear()
 
     def _step(self, coordinator_id: str, decoding: dict[int, _Live]) -> None:
-        made, text = [], stamp()
+        rows: list[Row] = []
+        text = stamp()
         for number, live in list(decoding.items()):
-            output = decode_pb2.SequenceOutput(request_id=live.request_id)
-            output.delta.first_position = live.position
-            output.delta.token_ids.append(TOKEN_ID)
-            output.delta.text = text
-            if live.fresh:
-                output.admit_ms, live.fresh = ADMIT_MS, False
+            delta = TokenDelta(live.position, [TOKEN_ID], text)
             live.position += 1
             if live.position >= live.end:
-                output.delta.finish_reason = generation_pb2.FINISH_REASON_LENGTH
+                delta.finish_reason = generation_pb2.FINISH_REASON_LENGTH
                 del decoding[number]
-            made.append(output)
-        self._streams.deliver({coordinator_id: made})
+            news: News = delta
+            if live.fresh:
+                live.fresh = False
+                news = decode_pb2.SequenceOutput(
+                    request_id=live.request_id, delta=delta.to_proto(), admit_ms=ADMIT_MS
+                )
+            rows.append((live.request_id, news))
+        self._streams.deliver({coordinator_id: rows})
 
 
 class ScriptedPrefill(PrefillServiceServicer):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from bench.coordinator.scripted_workers import CLOCK_MASK
+from bench.front_door.scripted_workers import CLOCK_MASK
 
 STAMP = re.compile(r" ([0-9a-f]{6})")
 LATEST_US = 10_000_000
@@ -56,13 +56,13 @@ class Tally:
         self.counting = True
         self._cpu_s, self._since_s = self.meter.cpu_s(), time.monotonic()
 
-    def text(self, text: str) -> None:
-        """Counts a message with text: one token per time stamp, or one without any."""
+    def text(self, text: str, tokens: int = 1) -> None:
+        """Counts a message with text: one token per time stamp, or `tokens` without any."""
         if not self.counting:
             return
         stamps = STAMP.findall(text)
         self.messages += 1
-        self.tokens += len(stamps) or 1
+        self.tokens += len(stamps) or tokens
         if stamps:
             now_us = time.monotonic_ns() // 1000
             ages = [(now_us - int(stamp, 16)) & CLOCK_MASK for stamp in stamps]

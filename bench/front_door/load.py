@@ -1,8 +1,9 @@
-"""The load generator, a separate process: `python -m bench.coordinator.load`.
+"""The load generator, a separate process: `python -m bench.front_door.load`.
 
 Keeps a number of requests in flight for a while, then prints one JSON object: tokens received, their ages, and
 the CPU time that the loaded process used meanwhile. With `--open` it opens that many streams instead, waits for each
-one's first token, and prints the resident memory of the loaded process at some points.
+one's first token, and prints the resident memory of the loaded process at some points, and the share of a core that it
+then takes while nothing happens.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import asyncio
 import contextlib
 import gc
 import json
+import time
 from typing import Any
 
 import uvloop
 
-from bench.coordinator.direct_load import run_direct
-from bench.coordinator.grpc_load import run_grpc
-from bench.coordinator.sse_load import run_sse
-from bench.coordinator.tally import ProcessMeter, Tally
+from bench.front_door.direct_load import run_direct
+from bench.front_door.grpc_load import kserve_api, own_api, run_grpc
+from bench.front_door.sse_load import run_sse
+from bench.front_door.tally import ProcessMeter, Tally
 
 PROMPT = "Tell me a short story about the sea, please, number"
 STEPS = 10
@@ -32,7 +34,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--entrypoint", choices=("grpc", "sse", "direct"), default="grpc")
+    parser.add_argument("--entrypoint", choices=("grpc", "sse", "kserve", "direct"), default="grpc")
     parser.add_argument("--target", required=True, help="host:port")
     parser.add_argument("--pid", type=int, required=True, help="process whose CPU time counts")
     parser.add_argument("--model", default="")
@@ -45,9 +47,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def _work(args: argparse.Namespace, tally: Tally, streams: int) -> Any:
+    prompts = [f"{PROMPT} {number}" for number in range(streams)]
     match args.entrypoint:
         case "grpc":
-            return run_grpc(tally, args.target, args.model, streams, PROMPT, args.max_tokens)
+            return run_grpc(tally, args.target, own_api(args.model, prompts, args.max_tokens))
+        case "kserve":
+            return run_grpc(tally, args.target, kserve_api(args.model, prompts, args.max_tokens))
         case "sse":
             return run_sse(tally, args.target, args.model, streams, PROMPT, args.max_tokens)
     return run_direct(tally, args.target, streams, args.max_tokens)
@@ -83,7 +88,10 @@ async def opened(args: argparse.Namespace) -> dict[str, Any]:
             async with asyncio.timeout(OPENED_WAIT_S):
                 await tally.reached.wait()
             points.append((len(works) * tally.awaited, meter.rss_bytes()))
-        return {"rss_bytes": points}
+        began_s, cpu_s = time.monotonic(), meter.cpu_s()
+        await asyncio.sleep(args.seconds)
+        idle_share = (meter.cpu_s() - cpu_s) / (time.monotonic() - began_s)
+        return {"rss_bytes": points, "idle_cpu_share": idle_share}
     finally:
         for work in works:
             work.cancel()

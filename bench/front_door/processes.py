@@ -11,12 +11,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from splitserve.addresses import claim_port, join_address
 from splitserve.client import AsyncClient
 from splitserve.config.command_line import arguments
 from splitserve.config.coordinator import CoordinatorConfig
+from splitserve.config.engine import EngineConfig
+from splitserve.config.worker import WorkerConfig
 
 HOST = "127.0.0.1"
 READY_S = 30.0
@@ -111,7 +113,7 @@ async def scripted_workers(
     pairs: int = 1,
 ) -> AsyncIterator[Process]:
     """Pairs of scripted workers; ready when every coordinator can serve with one of them."""
-    command = [sys.executable, "-m", "bench.coordinator.scripted_workers", "--step-ms", str(step_ms)]
+    command = [sys.executable, "-m", "bench.front_door.scripted_workers", "--step-ms", str(step_ms)]
     command += ["--tokenizer", tokenizer, "--vocabulary", str(vocabulary), "--pairs", str(pairs)]
     for address in coordinators:
         command += ["--coordinator", address]
@@ -124,9 +126,40 @@ async def scripted_workers(
         yield Process(process.pid, address)
 
 
+@asynccontextmanager
+async def real_workers(
+    coordinators: Sequence[str], step_ms: float, streams: int, cores: Cores
+) -> AsyncIterator[Process]:
+    """A prefill and a decode worker with simulated engines; yields the decode worker, which has the front's cores.
+    Ready when every coordinator can serve with them."""
+    engine = EngineConfig(
+        kind="simulated",
+        simulated_step_s=step_ms / 1e3,
+        simulated_sequence_s=0.0,
+        simulated_prefill_token_s=0.0,
+        max_running_requests=2 * streams,
+    )
+    async with AsyncExitStack() as stack:
+        pids: dict[str, int] = {}
+        roles: Mapping[Literal["prefill", "decode"], Sequence[int]] = {
+            "prefill": cores.rest,
+            "decode": cores.front,
+        }
+        for role, place in roles.items():
+            config = WorkerConfig(
+                worker_id=role, role=role, model="simulated", coordinators=tuple(coordinators), engine=engine
+            )
+            command = [sys.executable, "-m", "launcher", "worker", *arguments(config)]
+            pids[role] = (await stack.enter_async_context(program(command, place))).pid
+        for target in coordinators:
+            async with AsyncClient(target) as client:
+                await client.wait_ready(READY_S)
+        yield Process(pids["decode"], "")
+
+
 async def generate_load(cores: Sequence[int], **options: Any) -> dict[str, Any]:
     """Runs a load generator and returns what it printed. Raises RuntimeError with its output if it fails."""
-    command = [sys.executable, "-m", "bench.coordinator.load"]
+    command = [sys.executable, "-m", "bench.front_door.load"]
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
         command += [flag] if value is True else [flag, str(value)]
@@ -157,7 +190,8 @@ async def front_and_workers(
     async with AsyncExitStack() as stack:
         fronts = []
         for number in range(count):
-            place = cores.front if count == 1 else [[*cores.front, *cores.rest][number % 2]]
+            both = [*cores.front, *cores.rest]
+            place = cores.front if count == 1 else [both[number % len(both)]]
             fronts.append(await stack.enter_async_context(coordinator(config, place)))
         for front in fronts:
             await answers(front.grpc)

@@ -1,4 +1,5 @@
-"""Load over gRPC, parsed with as little work as possible: raw HTTP/2 frames, hardly any flow control.
+"""Load over gRPC, our API's or KServe's, parsed with as little work as possible: raw HTTP/2 frames, hardly any flow
+control.
 
 A client library takes more CPU time for a message than the coordinator does, and would be what is measured on a small
 machine. Frames: RFC 9113; headers as literals without indexing: RFC 7541, 6.2.2; messages: gRPC over HTTP/2.
@@ -9,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
-from typing import cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
 
-from bench.coordinator.tally import Tally
+from bench.front_door.tally import Tally
+from splitserve.kserve import open_inference_pb2
 from splitserve.v1 import generation_pb2, inference_pb2
 
 CONNECTIONS = 8
 """Connections that share the streams, like those of a few clients."""
-PATH = "/splitserve.v1.InferenceService/Generate"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
@@ -32,6 +35,67 @@ class Broken(RuntimeError):
     """The server ended a call or the connection without an answer."""
 
 
+class Received(NamedTuple):
+    """What a response brings: text and the number of its tokens, or the end with that of all tokens."""
+
+    text: str
+    tokens: int
+    ends: bool = False
+
+
+@dataclass(frozen=True)
+class StreamedApi:
+    """A method that streams an answer to one request."""
+
+    path: str
+    requests: Sequence[bytes]
+    """Serialized, one a stream."""
+    read: Callable[[bytes], Received]
+
+
+def own_api(model: str, prompts: Sequence[str], max_tokens: int) -> StreamedApi:
+    """Our own Generate."""
+    stop = generation_pb2.StopParams(max_tokens=max_tokens, ignore_eos=True)
+    requests = [
+        inference_pb2.GenerateRequest(model=model, text=prompt, stop=stop).SerializeToString()
+        for prompt in prompts
+    ]
+    return StreamedApi("/splitserve.v1.InferenceService/Generate", requests, _read_own)
+
+
+def _read_own(payload: bytes) -> Received:
+    response = inference_pb2.GenerateResponse.FromString(payload)
+    if response.HasField("done"):
+        return Received("", response.done.usage.completion_tokens, ends=True)
+    return Received(response.delta.text, len(response.delta.token_ids))
+
+
+def kserve_api(model: str, prompts: Sequence[str], max_tokens: int) -> StreamedApi:
+    """KServe's ModelStreamInfer, one request a call, with typed tensors and the usual outputs."""
+    requests = []
+    for prompt in prompts:
+        request = open_inference_pb2.ModelInferRequest(model_name=model)
+        text = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+        text.contents.bytes_contents.append(prompt.encode())
+        request.parameters["stream"].bool_param = True
+        request.parameters["ignore_eos"].bool_param = True
+        request.parameters["max_tokens"].int64_param = max_tokens
+        requests.append(request.SerializeToString())
+    return StreamedApi("/inference.GRPCInferenceService/ModelStreamInfer", requests, _read_kserve)
+
+
+def _read_kserve(payload: bytes) -> Received:
+    message = open_inference_pb2.ModelStreamInferResponse.FromString(payload)
+    if message.error_message:
+        raise Broken(message.error_message)
+    response = message.infer_response
+    if "completion_tokens" in response.parameters:
+        return Received("", response.parameters["completion_tokens"].int64_param, ends=True)
+    outputs = {output.name: output.contents for output in response.outputs}
+    text = outputs["text_output"].bytes_contents[0].decode()
+    return Received(text, len(outputs["output_ids"].int_contents))
+
+
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     """One HTTP/2 frame."""
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
@@ -45,18 +109,18 @@ def literal(name: str, value: str) -> bytes:
 class GrpcConnection(asyncio.Protocol):
     """One connection with several streams; each sends its next request when its answer is complete."""
 
-    def __init__(self, tally: Tally, authority: str, requests: list[inference_pb2.GenerateRequest]) -> None:
+    def __init__(self, tally: Tally, authority: str, api: StreamedApi, requests: Sequence[bytes]) -> None:
         fields = {
             ":method": "POST",
             ":scheme": "http",
-            ":path": PATH,
+            ":path": api.path,
             ":authority": authority,
             "te": "trailers",
             "content-type": "application/grpc",
         }
         self._headers = b"".join(literal(name, value) for name, value in fields.items())
-        payloads = [request.SerializeToString() for request in requests]
-        self._requests = [struct.pack(">BI", 0, len(payload)) + payload for payload in payloads]
+        self._requests = [struct.pack(">BI", 0, len(payload)) + payload for payload in requests]
+        self._read = api.read
         self._tally = tally
         self._buffer = b""
         self._next_id = 1
@@ -120,19 +184,19 @@ class GrpcConnection(asyncio.Protocol):
             end = start + 5 + int.from_bytes(data[start + 1 : start + 5], "big")
             if len(data) < end:
                 break
-            self._message(stream, inference_pb2.GenerateResponse.FromString(data[start + 5 : end]))
+            self._message(stream, self._read(data[start + 5 : end]))
             start = end
         stream.rest = data[start:]
 
-    def _message(self, stream: _Stream, response: inference_pb2.GenerateResponse) -> None:
-        if response.HasField("done"):
+    def _message(self, stream: _Stream, received: Received) -> None:
+        if received.ends:
             stream.done = True
-            self._tally.ended(response.done.usage.completion_tokens)
-        elif response.delta.text:
+            self._tally.ended(received.tokens)
+        elif received.text:
             if not stream.heard:
                 stream.heard = True
                 self._tally.began(stream.asked_s)
-            self._tally.text(response.delta.text)
+            self._tally.text(received.text, received.tokens)
 
     def _ask(self, request: bytes) -> None:
         number, self._next_id = self._next_id, self._next_id + STREAM_IDS
@@ -153,18 +217,14 @@ class _Stream:
         self.rest = b""
 
 
-async def run_grpc(tally: Tally, target: str, model: str, streams: int, prompt: str, max_tokens: int) -> None:
-    """Keeps `streams` requests in flight until cancelled. Raises Broken when one fails."""
+async def run_grpc(tally: Tally, target: str, api: StreamedApi) -> None:
+    """Keeps the requests of `api` in flight, each again when it has ended, until cancelled. Raises Broken when one
+    fails."""
     host, _, port = target.rpartition(":")
-    stop = generation_pb2.StopParams(max_tokens=max_tokens, ignore_eos=True)
-    requests = [
-        inference_pb2.GenerateRequest(model=model, text=f"{prompt} {number}", stop=stop)
-        for number in range(streams)
-    ]
     loop = asyncio.get_running_loop()
     protocols = []
-    for share in (requests[first::CONNECTIONS] for first in range(CONNECTIONS)):
-        protocol = GrpcConnection(tally, target, share)
+    for first in range(CONNECTIONS):
+        protocol = GrpcConnection(tally, target, api, api.requests[first::CONNECTIONS])
         await loop.create_connection(lambda made=protocol: made, host, int(port))  # type: ignore[misc]
         protocols.append(protocol)
     try:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from bench.coordinator.processes import HOST, Cores, Process, program
+from bench.front_door.processes import HOST, Cores, Process, program
 from bench.peers.dynamo_setup import FOLDER
 from splitserve.addresses import claim_port, join_address
 
