@@ -131,6 +131,8 @@ class ScriptedDecode(DecodeServiceServicer):
         """The KV has arrived."""
         if (entry := self._reserved.pop(number, None)) is not None:
             coordinator_id, live = entry
+            admitted = decode_pb2.SequenceOutput(request_id=live.request_id, admitted=True)
+            self._streams.deliver({coordinator_id: [(live.request_id, admitted)]})
             self._decoding.setdefault(coordinator_id, {})[number] = live
             self._work.set()
 
