@@ -235,6 +235,7 @@ NOT_RUN: Mapping[str, str] = {
     "docker push": "needs a registry of images",
     "helm": "needs a Kubernetes cluster; tests/unit/autoscaler/actuators/test_chart.py renders the chart",
     "kubectl": "needs a Kubernetes cluster",
+    "curl --no-buffer": "needs a Kubernetes cluster",
     "grpcurl": _CLIENT
     + "; tests/integration/entrypoints/test_kserve.py and test_services.py make the same calls",
     "aiperf": _CLIENT,
@@ -262,6 +263,9 @@ FOREIGN_FLAGS = frozenset(
         "--cap-add",
         "--ipc",
         "--ulimit",
+        "--set",
+        "--shm-size",
+        "--values",
         "--speedup-ratio",
     ]
 )

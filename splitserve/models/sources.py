@@ -160,9 +160,9 @@ def localize_model(source: ModelSource, *, weights: bool = True) -> ModelSource:
     """Ensures that a model's files are on this machine, and not damaged; downloads a Hugging Face model if needed.
 
     Without `weights`, only configuration and tokenizer. First queries the hub with a timeout of `HUB_TIMEOUT_S`, so
-    that a missing network fails fast. Raises ConfigError for an id unknown to the hub, PermissionDeniedError (MODEL_GATED),
-    UnavailableError if the hub is unreachable and nothing is cached, or if the disk takes no more, and the errors of
-    `check_folder` and `check_gguf`.
+    that a missing network fails fast. Raises ConfigError for an id unknown to the hub, PermissionDeniedError
+    (MODEL_GATED), UnavailableError if the hub is unreachable and nothing is cached, or if the disk takes no more, and
+    the errors of `check_folder` and `check_gguf`.
     """
     local = source if source.is_local else _downloaded(source, weights)
     if local.gguf_file and weights:
@@ -189,7 +189,9 @@ def _downloaded(source: ModelSource, weights: bool) -> ModelSource:
         HfApi().model_info(source.path, timeout=HUB_TIMEOUT_S)
         path = snapshot_download(source.path, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S)
     except GatedRepoError:
-        message = f"model {source.path} is gated: accept its terms at Hugging Face and set HF_TOKEN to your token"
+        message = (
+            f"model {source.path} is gated: accept its terms at Hugging Face and set HF_TOKEN to your token"
+        )
         raise PermissionDeniedError(message, reason="MODEL_GATED", field="model") from None
     except (RepositoryNotFoundError, HFValidationError):
         names = ", ".join(EMBEDDED)

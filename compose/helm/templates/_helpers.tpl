@@ -11,7 +11,11 @@ app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 {{- end }}
 
+{{/* Pods' names are worker ids, of at most 64 characters, and services' names begin with a letter. */}}
 {{- define "splitserve.metadata" -}}
+{{- if not (regexMatch "^[a-z][-a-z0-9]{0,37}[a-z0-9]$" .root.Release.Name) }}
+{{- fail "the release's name must have 2 to 39 of a-z, 0-9 and -, and begin with a letter" }}
+{{- end -}}
 name: {{ .root.Release.Name }}-{{ .part }}
 labels: {{- include "splitserve.labels" . | nindent 2 }}
 {{- end }}

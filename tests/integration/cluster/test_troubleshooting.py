@@ -1,4 +1,4 @@
-"""docs/guides/troubleshooting.md quotes what the product says: each text happens here, or in a test that is named here."""
+"""docs/guides/troubleshooting.md quotes what the product says: each text happens here or in a test that is named."""
 
 from __future__ import annotations
 
@@ -307,7 +307,8 @@ ELSEWHERE = {
         ),
         (
             "the call carries no or a wrong cluster token",
-            INTEGRATION + "security/test_secure_cluster.py::test_a_worker_without_the_token_ends_with_one_line",
+            INTEGRATION
+            + "security/test_secure_cluster.py::test_a_worker_without_the_token_ends_with_one_line",
             "no or a wrong cluster token",
         ),
         (
@@ -355,7 +356,8 @@ ELSEWHERE = {
         ),
         (
             "connections are open, which is the limit",
-            INTEGRATION + "entrypoints/test_connections.py::test_http_connections_beyond_the_limit_are_refused",
+            INTEGRATION
+            + "entrypoints/test_connections.py::test_http_connections_beyond_the_limit_are_refused",
             "too_many_connections",
         ),
     )

@@ -21,7 +21,9 @@ def run_helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs Helm. Skips the test where there is none."""
     if (program := helm()) is None:
         pytest.skip("no helm: python -m dev.system.helm")
-    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=RENDER_S, check=False)
+    return subprocess.run(
+        [program, *arguments], capture_output=True, text=True, timeout=RENDER_S, check=False
+    )
 
 
 @cache

@@ -61,7 +61,9 @@ def test_the_api_takes_every_document(options: tuple[str, ...]) -> None:
 def test_commands_labels_and_safety(options: tuple[str, ...]) -> None:
     documents = rendered(*options)
     deployments = of_kind(documents, "Deployment")
-    assert sorted(deployments) == [name for name in DEPLOYMENTS if name != DEPLOYMENTS[0] or scales(documents)]
+    assert sorted(deployments) == [
+        name for name in DEPLOYMENTS if name != DEPLOYMENTS[0] or scales(documents)
+    ]
     for deployment in deployments.values():
         labels = deployment["spec"]["template"]["metadata"]["labels"]
         assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
@@ -243,7 +245,19 @@ def test_wrong_values_are_refused_by_name(value: str, named: str) -> None:
     assert named in refusal("--set", value)
 
 
-@pytest.mark.parametrize("model", ["org/na:me", 'a"b', "a: b", "{a}", "-x"])
+@pytest.mark.parametrize("release", ["a.b", "0a", "a" * 40])
+def test_a_release_whose_names_the_api_would_refuse(release: str) -> None:
+    run = run_helm("template", release, str(CHART))
+    assert "the release's name must have 2 to 39 of a-z" in run.stderr
+
+
+def test_only_the_autoscaler_may_speak_to_the_api() -> None:
+    for name, deployment in of_kind(rendered(), "Deployment").items():
+        assert ("serviceAccountName" in pod(deployment)) == (name == "splitserve-autoscaler")
+        assert pod(deployment).get("automountServiceAccountToken", True) == (name == "splitserve-autoscaler")
+
+
+@pytest.mark.parametrize("model", ["org/na:me", 'a"b', "a: b", "-x", "it's"])
 def test_a_value_stays_a_value(model: str) -> None:
     args = container(of_kind(rendered("--set-string", f"model={model}"), "Deployment")[POOLS[0]])["args"]
     assert f"--model={model}" in args
