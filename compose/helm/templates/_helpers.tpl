@@ -25,7 +25,7 @@ labels: {{- include "splitserve.labels" . | nindent 2 }}
 {runAsNonRoot: true, runAsUser: 10001, fsGroup: 10001, seccompProfile: {type: RuntimeDefault}}
 {{- end }}
 {{- define "splitserve.container-security" -}}
-{allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
+{allowPrivilegeEscalation: false, readOnlyRootFilesystem: true, capabilities: {drop: [ALL]}}
 {{- end }}
 
 {{/* The volume with the cluster token alone. */}}

@@ -253,6 +253,11 @@ ELSEWHERE = {
             UNIT + "engine/backends/cpu/test_kernel_build.py::test_a_processor_that_lacks_something",
             "engine.cpu_kernels_off",
         ),
+        (
+            "needs more than is installed: pip install 'splitserve[…]'",
+            UNIT + "splitserve/test_extras.py::test_a_command_says_what_to_install",
+            "pip install 'splitserve[",
+        ),
         ("torch … was built without CUDA", DEVICE, "was built without CUDA"),
         ("there is no NVIDIA driver", DEVICE, "there is no NVIDIA driver"),
         ("the NVIDIA driver supports …; update the driver", DEVICE, "; update the driver"),

@@ -11,6 +11,7 @@ import yaml
 
 from autoscaler.policies.policy_file import parse_policy
 from launcher.cli.main import main
+from splitserve import __version__
 from splitserve.config.autoscaler import KubernetesConfig
 from splitserve.config.command_line import settings_of
 from tests.support.kubernetes.chart import CHART, of_kind, refusal, rendered, run_helm
@@ -79,6 +80,7 @@ def test_commands_labels_and_safety(options: tuple[str, ...]) -> None:
         assert pod(deployment)["securityContext"]["runAsNonRoot"] is True
         assert part["securityContext"] == {
             "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
 
@@ -156,7 +158,7 @@ def test_workers_agree_with_the_policy(options: tuple[str, ...]) -> None:
 def test_vllm_has_its_image_its_model_and_its_time_to_load() -> None:
     for name in POOLS:
         part = container(of_kind(rendered(*VLLM), "Deployment")[name])
-        assert part["image"] == "splitserve-vllm:latest"
+        assert part["image"] == f"splitserve/worker-vllm:{__version__}"
         assert {"--engine=vllm", "--model=Qwen/Qwen3-8B"} <= set(part["args"])
         assert part["startupProbe"]["periodSeconds"] * part["startupProbe"]["failureThreshold"] == 1800
         assert part["resources"]["requests"] == {"cpu": "2", "memory": "32Gi"}
@@ -265,5 +267,6 @@ def test_a_value_stays_a_value(model: str) -> None:
 
 def test_the_versions_agree() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert chart["version"] == chart["appVersion"] == version
+    assert chart["version"] == chart["appVersion"] == __version__
+    images = {container(deployment)["image"] for deployment in of_kind(rendered(), "Deployment").values()}
+    assert images == {f"splitserve/{name}:{__version__}" for name in ("coordinator", "worker-cpu")}
