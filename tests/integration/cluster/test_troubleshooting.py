@@ -330,7 +330,8 @@ ELSEWHERE = {
         ),
         (
             "LAYOUT_MISMATCH",
-            INTEGRATION + "failures/test_registration.py::test_an_unequal_layout_is_refused_naming_the_field",
+            INTEGRATION
+            + "cluster/test_coordinator_membership.py::test_a_worker_with_another_layout_is_refused",
             "LAYOUT_MISMATCH",
         ),
         (
