@@ -47,6 +47,7 @@ demo: setup model ## One prefill and one decode worker, one streamed answer, cle
 # Outside of tests' time limits.
 libraries: setup
 	$(BIN)/python -m dev.system.debian libibverbs1
+	$(BIN)/python -m dev.system.helm
 
 test: setup model libraries ## The tests that need neither Docker nor a GPU nor a quiet machine, without the long ones
 	$(PYTEST) $(SIDE_BY_SIDE) -m 'not docker and not vllm and not wheel and not slow and not alone'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -314,6 +315,9 @@ class Coordinator:
         others += self.page.paths if self.page is not None else ()
         app = make_app(self.api, self.metrics, chats, others, frozenset(config.allowed_origins))
         most = connections_that_fit(config.max_connections, LISTENERS)
+        if most < config.max_connections:
+            advice = "raise the limit of open files (ulimit -n, LimitNOFILE) or lower max_connections"
+            log_event("connections.limited", level=logging.WARNING, most=most, advice=advice)
         tls = self.access.security.server_tls
         async with serving_http(app, config.host, config.http_port, tls, most) as port:
             self.http_port = port

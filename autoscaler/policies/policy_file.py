@@ -20,7 +20,7 @@ from autoscaler.policies.behavior import (
     broken_rule,
 )
 from autoscaler.policies.schedule import ScheduleWindow
-from splitserve.config.yaml_file import YamlFile, read_yaml_file
+from splitserve.config.yaml_file import YamlFile, read_yaml_file, what_is_wrong
 from splitserve.errors import ConfigError
 from splitserve.gpus.inventory import is_slices
 from splitserve.roles import POOLS, PoolName
@@ -326,7 +326,7 @@ def parse_policy(values: dict[str, Any]) -> ScalingPolicy:
             message = f"{field}: {first['msg'].removeprefix('Value error, ')}"
         else:
             given = "" if first["type"] == "missing" else f" (given: {_BRIEF.repr(first.get('input'))})"
-            message = f"{field}: {first['msg']}{given}"
+            message = f"{field}: {what_is_wrong(first)}{given}"
         raise ConfigError(message, field=field) from None
 
 

@@ -15,6 +15,7 @@ PROGRAMS = frozenset(
             "curl",
             "docker",
             "grpcurl",
+            "helm",
             "guidellm",
             "inference-perf",
             "kubectl",

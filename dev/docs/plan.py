@@ -231,8 +231,11 @@ NOT_RUN: Mapping[str, str] = {
     "splitserve up --batch-folder": "tests/integration/entrypoints/test_batches.py runs it",
     "splitserve autoscaler --policy policy.yaml --actuator docker": _DOCKER,
     "python -m dev.docs.request_path": "tests/integration/cluster/test_request_path.py runs it",
-    "kubectl": "needs a Kubernetes cluster; "
-    "tests/unit/autoscaler/actuators/test_kubernetes_manifests.py checks the files",
+    "docker build": _DOCKER,
+    "docker push": "needs a registry of images",
+    "helm": "needs a Kubernetes cluster; tests/unit/autoscaler/actuators/test_chart.py renders the chart",
+    "kubectl": "needs a Kubernetes cluster",
+    "curl --no-buffer": "needs a Kubernetes cluster",
     "grpcurl": _CLIENT
     + "; tests/integration/entrypoints/test_kserve.py and test_services.py make the same calls",
     "aiperf": _CLIENT,
@@ -260,6 +263,9 @@ FOREIGN_FLAGS = frozenset(
         "--cap-add",
         "--ipc",
         "--ulimit",
+        "--set",
+        "--shm-size",
+        "--values",
         "--speedup-ratio",
     ]
 )

@@ -134,6 +134,8 @@ def describe_exit(code: int) -> str:
     """An exit code in words."""
     if code >= 0:
         return f"exited with code {code}"
+    if code == -signal.SIGKILL:
+        return "was killed by SIGKILL (out of memory?)"
     try:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:

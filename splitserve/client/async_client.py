@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 
 DEFAULT_TIMEOUT_S = 120.0
-INFO_TIMEOUT_S = 5.0
+INFO_TIMEOUT_S = 10.0
+"""Longer than an attempt to connect takes, whose failure says more than this limit."""
 READY_POLL_S = 0.1
 
 T = TypeVar("T")

@@ -36,7 +36,7 @@ def described(
     hung_up = _HUNG_UP.search(known.message)
     match error.code():
         case grpc.StatusCode.UNAVAILABLE if known.reason == "TLS_FAILED":
-            message = f"no trusted connection to {target}: its certificate or ours was not accepted"
+            message = f"no trusted connection to {target}: its certificate or ours was not accepted, or it has no TLS"
             return UnavailableError(message, reason="TLS_FAILED")
         case grpc.StatusCode.UNAVAILABLE if received or (
             hung_up and not known.message.startswith(NEVER_SENT)

@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from splitserve.addresses import MAX_PORT, check_address
-from splitserve.config.yaml_file import read_yaml_file
+from splitserve.config.yaml_file import read_yaml_file, what_is_wrong
 from splitserve.errors import ConfigError
 
 
@@ -122,7 +122,7 @@ def merge_settings(kind: type[S], values: dict[str, Any], *layers: Mapping[str, 
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or kind.__name__
         given = "" if first["type"] == "missing" else f" (given: {first.get('input')!r})"
-        raise ConfigError(f"{field}: {first['msg']}{given}", field=field) from None
+        raise ConfigError(f"{field}: {what_is_wrong(first)}{given}", field=field) from None
 
 
 def idle_among(**settings: tuple[bool, str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from typing_extensions import override
 
 from splitserve.errors import ConfigError
@@ -96,7 +97,12 @@ class YamlFile:
         except ValidationError as error:
             first = error.errors(include_input=False)[0]
             place = ".".join(str(part) for part in first["loc"]) or whole
-            raise ConfigError(f"{place}: {first['msg']}", field=place) from None
+            raise ConfigError(f"{place}: {what_is_wrong(first)}", field=place) from None
+
+
+def what_is_wrong(error: ErrorDetails) -> str:
+    """An error of validation in words for people."""
+    return "there is no such setting" if error["type"] == "extra_forbidden" else error["msg"]
 
 
 def read_yaml_file(path: Path, setting: str = "config", *, most_bytes: int = SMALL_FILE_BYTES) -> YamlFile:

@@ -52,7 +52,8 @@ def fetch_embedded(model: EmbeddedModel, progress: Progress) -> Path:
                 if not target.is_dir():  # else a concurrent fetch has published the same content
                     raise
     except OSError as error:
-        message = f"cannot store {model.name} in {target.parent}: {error.strerror or error}"
+        why = f"{error.strerror or error}; SPLITSERVE_HOME names another folder"
+        message = f"cannot store {model.name} in {target.parent}: {why}"
         raise UnavailableError(message, reason="MODEL_STORE_FAILED") from None
     progress("done", 1.0)
     return target

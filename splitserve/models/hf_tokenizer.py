@@ -314,7 +314,8 @@ def tokenizer_of(files: ModelSource) -> HfTokenizer:
     """
     folder = Path(files.path)
     if not files.gguf_file and not has_tokenizer(folder):
-        raise NotFoundError(f"model {files.path} has no usable tokenizer: it has no tokenizer files")
+        why = "it has no tokenizer files, such as tokenizer.json"
+        raise NotFoundError(f"model {files.path} has no usable tokenizer: {why}")
     try:
         plain = not files.gguf_file and is_plain(folder)
         return HfTokenizer(read_tokenizer(folder) if plain else converted_tokenizer(files))

@@ -6,6 +6,7 @@ but not the network; only `splitserve.models.fetch` and `localize_model` use the
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from splitserve.config.engine import SIMULATED
-from splitserve.errors import ConfigError, NotFoundError, UnavailableError
+from splitserve.errors import ConfigError, NotFoundError, PermissionDeniedError, UnavailableError
 from splitserve.models.model_files import check_folder, check_gguf
 
 Progress = Callable[[str, float], None]
@@ -21,6 +22,7 @@ Progress = Callable[[str, float], None]
 
 GGUF_SUFFIX = ".gguf"
 HUB_TIMEOUT_S = 5.0
+_NO_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _WEIGHT_FILES = ("*.safetensors",)
@@ -158,8 +160,9 @@ def localize_model(source: ModelSource, *, weights: bool = True) -> ModelSource:
     """Ensures that a model's files are on this machine, and not damaged; downloads a Hugging Face model if needed.
 
     Without `weights`, only configuration and tokenizer. First queries the hub with a timeout of `HUB_TIMEOUT_S`, so
-    that a missing network fails fast. Raises ConfigError for an id unknown to the hub, UnavailableError if the
-    hub is unreachable and nothing is cached, and the errors of `check_folder` and `check_gguf`.
+    that a missing network fails fast. Raises ConfigError for an id unknown to the hub, PermissionDeniedError
+    (MODEL_GATED), UnavailableError if the hub is unreachable and nothing is cached, or if the disk takes no more, and
+    the errors of `check_folder` and `check_gguf`.
     """
     local = source if source.is_local else _downloaded(source, weights)
     if local.gguf_file and weights:
@@ -172,7 +175,12 @@ def localize_model(source: ModelSource, *, weights: bool = True) -> ModelSource:
 def _downloaded(source: ModelSource, weights: bool) -> ModelSource:
     # Imported lazily: resolving names must stay cheap.
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
@@ -180,18 +188,26 @@ def _downloaded(source: ModelSource, weights: bool) -> ModelSource:
     try:
         HfApi().model_info(source.path, timeout=HUB_TIMEOUT_S)
         path = snapshot_download(source.path, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S)
+    except GatedRepoError:
+        message = (
+            f"model {source.path} is gated: accept its terms at Hugging Face and set HF_TOKEN to your token"
+        )
+        raise PermissionDeniedError(message, reason="MODEL_GATED", field="model") from None
     except (RepositoryNotFoundError, HFValidationError):
         names = ", ".join(EMBEDDED)
-        raise _no_model(
-            f"{source.path} is no embedded model ({names}), no folder and not on Hugging Face"
-        ) from None
-    except Exception as error:  # httpx, hub or OS errors: the hub is unreachable
+        why = f"{source.path} is no embedded model ({names}), no folder and not on Hugging Face"
+        raise _no_model(f"{why}, or it is private and HF_TOKEN is not set") from None
+    except Exception as error:  # httpx, hub or OS errors
+        if isinstance(error, OSError) and error.errno in _NO_STORAGE:
+            message = f"model {source.path} cannot be stored: {error.strerror}; HF_HOME names another folder"
+            raise UnavailableError(message, reason="MODEL_STORE_FAILED") from None
         try:
             path = snapshot_download(source.path, allow_patterns=patterns, local_files_only=True)
         except LocalEntryNotFoundError:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             message = (
-                f"model {source.path}: not on this machine, and Hugging Face cannot be reached ({reason})"
+                f"model {source.path}: not on this machine, and Hugging Face cannot be reached ({reason}):"
+                " give a local folder, or set HTTPS_PROXY or HF_ENDPOINT"
             )
             raise UnavailableError(message, reason="MODEL_HUB_UNREACHABLE") from None
     return ModelSource(path, None, source.short_name)

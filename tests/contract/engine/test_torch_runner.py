@@ -196,7 +196,7 @@ def test_facts_layout_and_pool(folder: Path) -> None:
 
 
 def test_settings_that_do_not_fit_the_model(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="context_tokens"):
+    with pytest.raises(ConfigError, match="is more than the model's own"):
         runner_of(folder, "llama", context_tokens=CONTEXT + 1)
     source = checked_model(str(make_tiny_model("llama", folder)))
     config = EngineConfig(

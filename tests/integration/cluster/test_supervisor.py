@@ -125,7 +125,7 @@ async def test_a_killed_worker_is_started_again(up: Supervised) -> None:
     await up.says("prefill-0: ready")
     before = up.pid("prefill-0")
     os.kill(before, signal.SIGKILL)
-    await up.says("prefill-0 was killed by SIGKILL; starting it again")
+    await up.says("prefill-0 was killed by SIGKILL (out of memory?); starting it again")
     await up.says("prefill-0: ready")
     assert up.pid("prefill-0") != before
     up.note_children()
@@ -138,7 +138,7 @@ async def test_a_killed_coordinator_is_started_again_on_its_port(up: Supervised)
     await up.start()
     target = (await up.ready()).split()[3]
     os.kill(up.pid("coordinator"), signal.SIGKILL)
-    await up.says("coordinator was killed by SIGKILL; starting it again")
+    await up.says("coordinator was killed by SIGKILL (out of memory?); starting it again")
     await up.says("coordinator: started")
     async with AsyncClient(target) as client:
         await client.wait_ready(PATIENCE_S)

@@ -46,6 +46,7 @@ class Http:
         response = await self.post(path, body | {"stream": True})
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["x-accel-buffering"] == "no"  # else nginx keeps the pieces back
         return payloads(response.text)
 
     async def raw(self, *pieces: bytes) -> bytes:

@@ -75,7 +75,7 @@ WINDOW = {"start": "08:00", "end": "18:00", "replicas": 2}
         ),
         ({"prefill": {"target_ms": 1, "percentile": 0}}, "prefill.percentile", "greater than or equal to 1"),
         ({"prefill": {}}, "prefill.target_ms", "required"),
-        ({"prefill": {"target_ms": 1, "targt": 1}}, "prefill.targt", "not permitted"),
+        ({"prefill": {"target_ms": 1, "targt": 1}}, "prefill.targt", "no such setting"),
         ({"prefill": {"target_ms": 1, "percentile": 100}}, "prefill.percentile", "less than 100"),
         (
             {"prefill": {"target_ms": 1, "min_replicas": 9}},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,6 +103,16 @@ def test_an_unreachable_hub_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UnavailableError, match="Name or service not known") as error:
         localize_model(ModelSource("some-org/never-cached", None, "never-cached"))
     assert error.value.reason == "MODEL_HUB_UNREACHABLE"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EACCES])
+def test_a_disk_that_takes_no_more_is_no_matter_of_the_network(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    _hub(monkeypatch, OSError(number, os.strerror(number)))
+    with pytest.raises(UnavailableError, match=f"{os.strerror(number)}; HF_HOME names") as error:
+        localize_model(ModelSource("some-org/never-cached", None, "never-cached"))
+    assert error.value.reason == "MODEL_STORE_FAILED"
 
 
 def test_an_unknown_id_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, Field, ValidationError
 
+from engine.vllm import boot
 from engine.vllm.options import MAX_REASON, own_options, rank_count, reason_of, require_own
 from splitserve.config.engine import EngineConfig
-from splitserve.errors import ConfigError
+from splitserve.errors import ConfigError, UnavailableError
 
 
 def options_of(config: EngineConfig, *, on_cpu: bool = True) -> dict[str, Any]:
@@ -115,3 +118,14 @@ def test_a_failed_check_names_its_field() -> None:
     with pytest.raises(ValidationError) as raised:
         Checked(share=7)
     assert reason_of(raised.value) == "share: Input should be less than or equal to 1"
+
+
+def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
+    monkeypatch.setattr(other, "__version__", "0.30.1", raising=False)
+    monkeypatch.setattr(platforms, "current_platform", None, raising=False)
+    monkeypatch.setitem(sys.modules, "vllm", other)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setattr(boot, "prepare_environment", lambda threads: None)
+    with pytest.raises(UnavailableError, match=r"vLLM 0\.30\.1 is not supported"):
+        boot.start_vllm(EngineConfig(kind="vllm"), tmp_path, "nixl")
