@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 from splitserve.v1 import decode_pb2, generation_pb2
 
@@ -102,13 +101,15 @@ def output_of(name: str, news: News) -> decode_pb2.SequenceOutput:
 
 
 def rows_of(message: decode_pb2.StreamOutputsResponse) -> Iterator[tuple[str, News]]:
-    """The progress in a message of an output stream, with the request's id. Raises ValueError for columns of different
-    lengths."""
+    """The progress in a message of an output stream, with the request's id. Raises ValueError for columns that do
+    not fit each other."""
     for output in message.outputs:
         yield output.request_id, news_of(output)
     columns = message.tokens
     names, token_ids, end = columns.request_ids, list(columns.token_ids), 0
-    counts = columns.counts or repeat(1, len(names))
+    counts = columns.counts or [1] * len(names)
+    if sum(counts) != len(token_ids):
+        raise ValueError(f"{len(token_ids)} tokens came for counts of {sum(counts)}")
     for name, position, count, text in zip(
         names, columns.first_positions, counts, columns.texts, strict=True
     ):

@@ -61,11 +61,21 @@ def test_rows_of_a_request_that_cannot_be_one_stay_in_order() -> None:
     assert shown(message) == [("a", [1]), ("a", [7]), ("b", [1])]
 
 
-@pytest.mark.parametrize("damage", [{"texts": ["x"]}, {"counts": [1]}, {"first_positions": []}])
-def test_columns_of_different_lengths_are_refused(damage: dict[str, list[Any]]) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"texts": ["x"]},
+        {"first_positions": []},
+        {"counts": [2]},
+        {"counts": [1, 2]},
+        {"counts": [0, 2**32 - 1]},
+        {"token_ids": [1]},
+    ],
+)
+def test_columns_that_do_not_fit_each_other_are_refused(damage: dict[str, list[Any]]) -> None:
     columns = {"request_ids": ["a", "b"], "first_positions": [1, 2], "token_ids": [1, 2], "texts": ["", ""]}
     damaged = decode_pb2.StreamOutputsResponse(tokens=decode_pb2.StepTokens(**(columns | damage)))
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="zip|tokens came for counts"):
         list(rows_of(damaged))
 
 
