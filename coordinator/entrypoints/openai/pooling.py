@@ -27,6 +27,7 @@ from coordinator.request.sending import Output
 from coordinator.workers.snapshot import Model
 from splitserve.errors import InvalidArgumentError, SplitserveError
 from splitserve.generation.bounds import MAX_PRIORITY
+from splitserve.generation.output_delta import TokenDelta
 from splitserve.v1 import generation_pb2, inference_pb2
 
 MAX_INPUTS = 2048
@@ -132,11 +133,12 @@ class _Result(Output):
     tokens: int = 0
 
     @override
-    async def send(self, response: inference_pb2.GenerateResponse) -> None:
-        if response.HasField("done"):
-            self.tokens = response.done.usage.prompt_tokens
-        else:
-            self.vector = np.array(response.delta.pooled, np.float32)
+    async def send(self, delta: TokenDelta, started: inference_pb2.GenerationStart | None) -> None:
+        self.vector = np.array(delta.pooled, np.float32)
+
+    @override
+    async def end(self, done: inference_pb2.GenerationDone) -> None:
+        self.tokens = done.usage.prompt_tokens
 
 
 class PoolingEndpoints:
