@@ -294,7 +294,10 @@ class Attempt:
         self._enter(AttemptEvent.ASK_PREFILL)
         self._events.prefilling(now)
         left_s = self._left_s()
-        request = prefill_pb2.PrefillRequest(ticket=self._ticket, **self._fields())
+        asked = self._request
+        request = prefill_pb2.PrefillRequest(
+            ticket=self._ticket, pooling=asked.pooling, second_begins=asked.second_begins, **self._fields()
+        )
         if request.targets.ttft_ms:
             request.targets.ttft_left_ms -= report.reserve_ms
         request.timeout.FromNanoseconds(int(left_s * 1e9))

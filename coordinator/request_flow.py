@@ -30,6 +30,7 @@ from coordinator.request.inference_request import (
     check_prompt_form,
     check_request,
     check_resume,
+    check_task,
     kept_tokens,
     resolved_sampling,
     resolved_stop,
@@ -302,6 +303,7 @@ class InputProcessor:
         key, served = request.session_id or request_id, request.resume.served_model
         resolved = await self.find_model(request.model, key, caller, served)
         model = resolved.model
+        check_task(request, model)
         check_request(request, model)
         targets, slo_ttft_s = resolved_targets(request, caller, self.config.admission)
         if request.sampling.HasField("grammar"):
@@ -330,7 +332,10 @@ class InputProcessor:
         check_length(len(prompt.token_ids), prompt_field, model, caller.max_prompt_tokens)
         check_highest(prompt.highest, prompt_field, model)
         check_prompt_logprobs(request.sampling, len(prompt.token_ids))
-        stop = resolved_stop(request.stop, len(prompt.token_ids), model, caller.max_output_tokens)
+        if model.pooling:
+            stop = generation_pb2.StopParams(max_tokens=1)  # one output, without a token
+        else:
+            stop = resolved_stop(request.stop, len(prompt.token_ids), model, caller.max_output_tokens)
         check_resume(request.resume, stop.max_tokens)
         prompt_only = not stop.max_tokens
         stop.max_tokens = max(stop.max_tokens, 1)
@@ -355,6 +360,8 @@ class InputProcessor:
             slo_ttft_s=slo_ttft_s,
             prompt_only=prompt_only,
             returns_prompt=request.return_prompt_token_ids,
+            pooling=request.pooling if model.pooling else None,
+            second_begins=prompt.second_begins,
         )
 
     async def find_model(self, name: str, key: str, caller: Caller, served: str = "") -> Found:

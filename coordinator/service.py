@@ -25,6 +25,7 @@ from coordinator.entrypoints.inference_api import InferenceApi, InputLimits, Tra
 from coordinator.entrypoints.inference_service import InferenceService
 from coordinator.entrypoints.kserve.service import KserveService
 from coordinator.entrypoints.openai.app import AnswerFormats, OpenAIServing, make_app
+from coordinator.entrypoints.openai.pooling import PoolingEndpoints
 from coordinator.entrypoints.openai.tokenization import TokenizationEndpoints
 from coordinator.entrypoints.page.endpoints import PageAccess, PageEndpoints
 from coordinator.entrypoints.responses.endpoints import ResponsesEndpoints
@@ -295,11 +296,12 @@ class Coordinator:
             return
         formats = AnswerFormats(self.api, config.tool_format, config.reasoning_format)
         chats = OpenAIServing(self.api, formats)
-        responses = ResponsesEndpoints(self.api, chats)
+        responses, pooling = ResponsesEndpoints(self.api, chats), PoolingEndpoints(self.api, chats)
         handlers = {
             "/v1/chat/completions": chats.chat,
             "/v1/completions": chats.completion,
             "/v1/responses": responses.create,
+            "/v1/embeddings": pooling.embeddings,
         }
         if self.batch_folder is not None:
             door = Door(self.api, self.access, self.admission, handlers)
@@ -309,6 +311,7 @@ class Coordinator:
         others = [
             *TokenizationEndpoints(self.api, chats).paths,
             *responses.paths,
+            *pooling.paths,
             *MessagesEndpoints(self.api, chats).paths,
             *BatchEndpoints(chats, self.batches, handlers).paths,
         ]

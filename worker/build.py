@@ -28,7 +28,7 @@ from splitserve.models.hf_tokenizer import ByteTokenizer, tokenizer_of
 from splitserve.models.sources import checked_model, local_files
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.roles import ROLE_NUMBERS, RoleName
-from splitserve.v1 import generation_pb2, registry_pb2
+from splitserve.v1 import generation_pb2, kv_transfer_pb2, registry_pb2
 
 Post = Callable[[Callable[[Engine], object]], None]
 """Runs a function on the engine thread, between two steps."""
@@ -70,6 +70,11 @@ class EngineParts:
     ) -> registry_pb2.RegisterRequest:
         """The message with which the worker registers: its boot `epoch`, and its address "host:port"."""
         config, facts, engine = self.config, self.facts, self.config.engine
+        endpoint = self.endpoint.to_proto()
+        if facts.pooling:
+            endpoint = kv_transfer_pb2.TransferEndpoint(
+                agent_id=endpoint.agent_id, host_id=endpoint.host_id, layout=endpoint.layout
+            )
         return registry_pb2.RegisterRequest(
             worker_id=config.worker_id,
             epoch=epoch,
@@ -85,8 +90,9 @@ class EngineParts:
                 adapters=[
                     generation_pb2.AdapterRef(**adapter._asdict()) for adapter in facts.adapters.values()
                 ],
+                pooling=facts.pooling,
             ),
-            endpoint=self.endpoint.to_proto(),
+            endpoint=endpoint,
             max_step_tokens=self.core.max_step_tokens,
             max_running_requests=engine.max_running_requests,
             standby=config.standby,
@@ -160,6 +166,9 @@ def _vllm(config: WorkerConfig, clock: StartClock, post: Post) -> EngineParts:
     clock.imported()
     log_event("worker.loading", worker_id=config.worker_id)
     vllm = start_vllm(config.engine, Path(source.path), config.transport)
+    if vllm.facts.pooling and config.role != "both":
+        message = f"role: a pooling model needs role both, not {config.role} (a local cluster: --workers N)"
+        raise ConfigError(message, field="role")
     clock.loaded()
     from engine.vllm.sampling import VllmGrammars
     from engine.vllm.vllm_engine import VllmEngine

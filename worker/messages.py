@@ -10,6 +10,7 @@ from engine.core.engine import (
     EngineLoad,
     EngineRequest,
     FinishReason,
+    PoolingParams,
     RequestGrammar,
     RequestOutput,
     StopParams,
@@ -72,6 +73,10 @@ def engine_request(
     limit = ceilings.max_output_tokens
     if limit is not None and message.stop.max_tokens > limit:
         raise InvalidArgumentError(f"stop.max_tokens must be at most {limit} here", field="stop.max_tokens")
+    pooling = _pooling_params(message)
+    require(
+        (pooling is not None) == bool(facts.pooling), "pooling", "set for pooling models, and only for them"
+    )
     check_sampling(message.sampling, facts.vocabulary_size)
     require(not message.sampling.bad_words, "sampling.bad_words", "empty here: coordinators tokenize them")
     check_stop(message.stop, facts.vocabulary_size, facts.context_tokens)
@@ -93,7 +98,19 @@ def engine_request(
         trace=TraceContext.from_proto(message.trace) if message.HasField("trace") else None,
         tpot_s=tpot_s,
         first_due_s=first_due_s,
+        pooling=pooling,
     )
+
+
+def _pooling_params(
+    message: prefill_pb2.PrefillRequest | decode_pb2.ReserveRequest,
+) -> PoolingParams | None:
+    if not isinstance(message, prefill_pb2.PrefillRequest) or not message.HasField("pooling"):
+        return None
+    require(message.second_begins <= len(message.token_ids), "second_begins", "at most the prompt's length")
+    how = message.pooling
+    activation = how.use_activation if how.HasField("use_activation") else None
+    return PoolingParams(how.dimensions or None, activation, message.second_begins)
 
 
 def _targets(
@@ -170,6 +187,7 @@ def output_delta(output: RequestOutput) -> generation_pb2.OutputDelta:
         ],
         finish_reason=FINISH_REASONS[output.finish_reason],
         prompt_logprobs=_prompt_logprobs(output.prompt_logprobs) if output.prompt_logprobs else None,
+        pooled=output.pooled,
     )
 
 

@@ -134,7 +134,9 @@ class WorkerProcess:
         self.engine.poll_interval_s = parts.transport.poll_interval_s
         connector = self._make_connector(parts, self.epoch)
         parts.core.poll_while_computing(connector.polls.poll)
-        if self.role.may_change:
+        if parts.facts.pooling:
+            self.role.may_change = False  # a pooling model has no KV to hand over
+        elif self.role.may_change:
             parts.core.keep_prompt_room(self._keeps_prompt_room)
         self._built = parts, connector
         return parts.core, connector

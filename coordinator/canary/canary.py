@@ -88,7 +88,8 @@ class Canary:
 
     async def round(self) -> None:
         """One round of each model. A model that fails does not keep the others from their round."""
-        served = self._registry.snapshot().models()
+        models = self._registry.snapshot().models()
+        served = {name: model for name, model in models.items() if not model.pooling}
         self._models = {name: self._models.get(name) or ModelCanary() for name in served}
         for name, model in served.items():
             try:

@@ -219,10 +219,19 @@ class InferenceApi:
             )
         return await self.tokenizers.tokenizer(resolved.model.tokenizer_source)
 
+    async def model(self, name: str, key: str, caller: Caller) -> Model:
+        """The model that `generate` would choose for a request of this name and key. Waits for the first worker if
+        needed. Raises the errors of `InputProcessor.find_model`."""
+        return (await self.flow.inputs.find_model(name, key, caller)).model
+
+    def most_at_once(self, caller: Caller) -> int:
+        """How many requests the caller's tenant may have in progress; at most the limit of all requests."""
+        named = self.flow.tenants.named(caller.tenant) if self.flow.tenants else None
+        return min(self.max_running_requests, (named and named[1]) or self.max_running_requests)
+
     async def tokenizer_of(self, name: str, key: str, caller: Caller) -> tuple[str, Tokenizer]:
-        """The source and the tokenizer of the model that `generate` would choose for a request of this name and key.
-        Waits for the first worker if needed. Raises the errors of `InputProcessor.find_model`, and of loading."""
-        source = (await self.flow.inputs.find_model(name, key, caller)).model.tokenizer_source
+        """The source and the tokenizer of this `model`. Raises its errors, and those of loading."""
+        source = (await self.model(name, key, caller)).tokenizer_source
         return source, await self.tokenizers.tokenizer(source)
 
     async def tokenize(
@@ -231,7 +240,7 @@ class InferenceApi:
         """The tokens of a request's prompt, which may be longer than the context, with the model and its tokenizer.
         Raises SplitserveError as `generate` does."""
         async with self._counted(request.model, caller):
-            model = (await self.flow.inputs.find_model(request.model, "", caller)).model
+            model = await self.model(request.model, "", caller)
             check = partial(check_prompt_form, request, model)
             source = model.tokenizer_source
             encode = partial(self.tokenizers.encode_named, add_special_tokens=add_special_tokens)
@@ -241,7 +250,7 @@ class InferenceApi:
     async def detokenize(self, name: str, token_ids: Sequence[int], caller: Caller) -> str:
         """The text of the token ids of the model of this name, special tokens included. Raises SplitserveError."""
         async with self._counted(name, caller):
-            model = (await self.flow.inputs.find_model(name, "", caller)).model
+            model = await self.model(name, "", caller)
             tokenizer = await self.tokenizers.tokenizer(model.tokenizer_source)
 
             def decoded() -> str:

@@ -47,6 +47,8 @@ class EncodedPrompt(NamedTuple):
     block_keys: tuple[int, ...]
     highest: int
     """The highest token id; -1 of an empty prompt."""
+    second_begins: int = 0
+    """Where the second text of a pair begins; 0: the model does not tell texts apart."""
 
 
 class PromptTokenizers:
@@ -128,14 +130,21 @@ class PromptTokenizers:
 
         def work() -> EncodedPrompt:
             check()
-            token_ids = self._token_ids(tokenizer, request, most, add_special_tokens)
+            second_begins = 0
+            if form == "pair" and tokenizer is not None:
+                token_ids, second_begins = tokenizer.encode_pair(
+                    request.pair.first, request.pair.second, most
+                )
+            else:
+                token_ids = self._token_ids(tokenizer, request, most, add_special_tokens)
             if kept is not None:
                 token_ids = token_ids[-kept:]
             keys = block_keys(token_ids, block_size, cache_salt, MAX_NAMED_BLOCKS) if block_size else ()
             slices = (
                 token_ids[start : start + SLICE_TOKENS] for start in range(0, len(token_ids), SLICE_TOKENS)
             )
-            return EncodedPrompt(tuple(token_ids), keys, max(map(max, slices), default=-1))
+            highest = max(map(max, slices), default=-1)
+            return EncodedPrompt(tuple(token_ids), keys, highest, second_begins)
 
         if is_short:
             return work()
@@ -250,6 +259,8 @@ def _prompt_bytes(request: inference_pb2.GenerateRequest) -> bytes:
             return request.chat.SerializeToString(deterministic=True)
         case "token_ids":
             return request.token_ids.SerializeToString()
+        case "pair":
+            return request.pair.SerializeToString()
     return request.text.encode()
 
 

@@ -151,7 +151,7 @@ def _checked_s(name: str, value_ms: float, most_ms: int, least_s: float | None, 
     return value_ms / 1e3
 
 
-Operation = Literal["chat", "text_completion"]
+Operation = Literal["chat", "text_completion", "embeddings"]
 """Values of `gen_ai.operation.name` in OpenTelemetry's conventions."""
 
 
@@ -199,6 +199,15 @@ def choice_id(request_id: str, index: int) -> str:
     return f"{request_id}-{index}"
 
 
+TASKS: Mapping[int, str] = MappingProxyType(
+    {
+        generation_pb2.POOLING_UNSPECIFIED: "generates text",
+        generation_pb2.POOLING_EMBED: "computes embeddings and generates no text",
+        generation_pb2.POOLING_SCORE: "scores pairs of texts and generates no text",
+        generation_pb2.POOLING_SCORE_JOINED: "scores pairs of texts and generates no text",
+    }
+)
+"""What a model does, by its `Pooling`."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
 MAX_MESSAGES = 4096
 MAX_TEMPLATE_CHARACTERS = 2**15
@@ -241,6 +250,10 @@ class InferenceRequest:
     """Whether the log-probabilities of the prompt are the whole answer. A worker samples a token, which is dropped."""
     returns_prompt: bool = False
     """Whether the client gets the prompt's tokens."""
+    pooling: generation_pb2.PoolingParams | None = None
+    """How a pooling model computes its result; None: the model generates."""
+    second_begins: int = 0
+    """Where the second text of a pair begins; 0: the model does not tell texts apart."""
 
     @property
     def max_tokens(self) -> int:
@@ -279,6 +292,26 @@ def check_request(request: inference_pb2.GenerateRequest, model: Model) -> None:
     check_stop(request.stop, model.vocabulary_size, model.context_tokens, least_tokens)
 
 
+def check_task(request: inference_pb2.GenerateRequest, model: Model) -> None:
+    """Checks that the request asks for what the model does (reason WRONG_TASK), and that only models with a form for
+    pairs get one."""
+    pools = request.HasField("pooling")
+    if pools != bool(model.pooling):
+        raise wrong_task(
+            request.model or model.name, model, "an embedding or a score" if pools else "an answer"
+        )
+    if request.HasField("pair") and model.pooling != generation_pb2.POOLING_SCORE:
+        fail("prompt.pair", "left out: this model takes no pairs")
+    if pools and request.truncate_prompt_tokens:
+        fail("truncate_prompt_tokens", "left out for a pooling model")
+
+
+def wrong_task(name: str, model: Model, wanted: str) -> InvalidArgumentError:
+    """The error of a request for what the model of this public name does not do."""
+    message = f"model {name[:128]!r} {TASKS[model.pooling]}; the request asks for {wanted}"
+    return InvalidArgumentError(message, reason="WRONG_TASK", field="model")
+
+
 def timeout_s(request: inference_pb2.GenerateRequest, limit_s: float, call_left_s: float | None) -> float:
     """Seconds for the whole request: the least of its `timeout`, the call's deadline and the server's limit."""
     requested_s = limit_s
@@ -308,9 +341,10 @@ def check_not_longer(tokens: int, has: str, field: str, model: Model, limit: int
     if limit is not None and tokens > limit:
         message = f"{has}; this API key's prompts have at most {limit}"
         raise InvalidArgumentError(message, reason="TENANT_LIMIT", field=field)
-    context = model.context_tokens
-    if tokens >= context:
-        message = f"{has}; the context of {context} must also hold the answer"
+    if tokens > model.prompt_tokens:
+        message = f"{has}; the context of {model.context_tokens} must also hold the answer"
+        if model.pooling:
+            message = f"{has}; the context has {model.context_tokens}"
         raise InvalidArgumentError(message, reason="PROMPT_TOO_LONG", field=field)
 
 
@@ -395,6 +429,8 @@ def check_prompt_form(request: inference_pb2.GenerateRequest, model: Model) -> N
     elif form == "text":
         require(bool(request.text), "prompt.text", "at least one character long")
         characters = len(request.text)
+    elif form == "pair":
+        characters = len(request.pair.first) + len(request.pair.second)
     elif form == "token_ids":
         require(bool(request.token_ids.ids), "prompt.token_ids", "at least one token long")
         if not request.truncate_prompt_tokens:

@@ -18,7 +18,7 @@ from splitserve.generation.kv_blocks import Adapter
 from splitserve.host_facts import MAX_HOST_ID_LENGTH
 from splitserve.roles import ROLE_NAMES
 from splitserve.security.tls import PeerIdentity
-from splitserve.v1 import registry_pb2
+from splitserve.v1 import generation_pb2, registry_pb2
 from splitserve.v1.kv_transfer_pb2 import TransferEndpoint
 
 WORKER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
@@ -66,10 +66,14 @@ def checked_worker(request: registry_pb2.RegisterRequest, certificate: str = "")
     require(request.epoch != 0, "epoch", "not 0")
     require(request.role in ROLE_NAMES, "role", "ROLE_PREFILL, ROLE_DECODE or ROLE_BOTH")
     check_address(request.address, "address")
-    model = replace(
-        checked_model(request.model, "model"), block_size_tokens=request.endpoint.layout.block_size_tokens
-    )
-    _check_endpoint(request.endpoint)
+    layout = request.endpoint.layout
+    model = checked_model(request.model, "model")
+    if model.pooling:
+        is_both = request.role == registry_pb2.ROLE_BOTH and not request.changes_role
+        require(is_both, "role", "ROLE_BOTH, without changes, for a pooling model")
+    else:
+        model = replace(model, block_size_tokens=layout.block_size_tokens)
+    _check_endpoint(request.endpoint, has_kv=not model.pooling)
     between("max_step_tokens", request.max_step_tokens, 1, 2**20)
     between("max_running_requests", request.max_running_requests, 1, 65536)
     return Worker(
@@ -82,7 +86,7 @@ def checked_worker(request: registry_pb2.RegisterRequest, certificate: str = "")
         agent_id=request.endpoint.agent_id,
         transport=request.endpoint.transport,
         host_id=request.endpoint.host_id,
-        block_size_tokens=request.endpoint.layout.block_size_tokens,
+        block_size_tokens=max(1, layout.block_size_tokens),
         block_bytes=request.endpoint.block_bytes,
         max_running_requests=request.max_running_requests,
         max_step_tokens=request.max_step_tokens,
@@ -178,6 +182,9 @@ def _check_fits(new: Worker, endpoint: TransferEndpoint, old: Worker, peer: Tran
     Raises FailedPreconditionError: LAYOUT_MISMATCH, TRANSPORT_MISMATCH or MODEL_MISMATCH, naming the field.
     """
     who = old.name
+    if new.model.pooling != old.model.pooling:
+        message = f"pooling differs from {who}"
+        raise FailedPreconditionError(message, reason="MODEL_MISMATCH", field="model.pooling")
     KvLayout.from_proto(endpoint.layout).require_fits(KvLayout.from_proto(peer.layout), who=who)
     if new.transport != old.transport:
         raise FailedPreconditionError(
@@ -200,7 +207,14 @@ def checked_model(model: registry_pb2.ServedModel, at: str) -> Model:
     require(bool(model.tokenizer_source), f"{at}.tokenizer_source", "not empty")
     between(f"{at}.context_tokens", model.context_tokens, 1, 2**24)
     between(f"{at}.vocabulary_size", model.vocabulary_size, 1, 2**24)
-    return Model(model.name, model.tokenizer_source, model.context_tokens, model.vocabulary_size)
+    require(model.pooling in generation_pb2.Pooling.values(), f"{at}.pooling", "a Pooling")
+    return Model(
+        model.name,
+        model.tokenizer_source,
+        model.context_tokens,
+        model.vocabulary_size,
+        pooling=model.pooling,
+    )
 
 
 def checked_adapters(model: registry_pb2.ServedModel, at: str) -> Mapping[str, Adapter]:
@@ -215,24 +229,26 @@ def checked_adapters(model: registry_pb2.ServedModel, at: str) -> Mapping[str, A
     return adapters or NO_ADAPTERS
 
 
-def _check_endpoint(endpoint: TransferEndpoint) -> None:
+def _check_endpoint(endpoint: TransferEndpoint, *, has_kv: bool) -> None:
     _matches("endpoint.agent_id", endpoint.agent_id, AGENT_ID, "a UUID of 36 characters")
+    between("endpoint.host_id (characters)", len(endpoint.host_id), 0, MAX_HOST_ID_LENGTH)
+    layout = endpoint.layout
+    _matches("endpoint.layout.model_fingerprint", layout.model_fingerprint, FINGERPRINT, "64 hex digits")
+    require(layout.dtype in DTYPE_BYTES, "endpoint.layout.dtype", f"one of {', '.join(DTYPE_BYTES)}")
+    between("endpoint.layout.engine_version (characters)", len(layout.engine_version), 1, MAX_NAME)
+    if not has_kv:
+        return
     require(endpoint.transport in TRANSPORTS, "endpoint.transport", f"one of {', '.join(TRANSPORTS)}")
     between("endpoint.metadata (bytes)", len(endpoint.metadata), 1, MAX_METADATA_BYTES)
     require(endpoint.base_address >= 1, "endpoint.base_address", "not 0")
     between("endpoint.num_blocks", endpoint.num_blocks, 1, 2**31 - 1)
     between("endpoint.probe_blocks", endpoint.probe_blocks, 0, endpoint.num_blocks - 1)
-    between("endpoint.host_id (characters)", len(endpoint.host_id), 0, MAX_HOST_ID_LENGTH)
     require(endpoint.memory_kind in MEMORY_KINDS, "endpoint.memory_kind", "DRAM or VRAM")
-    layout = endpoint.layout
-    _matches("endpoint.layout.model_fingerprint", layout.model_fingerprint, FINGERPRINT, "64 hex digits")
-    require(layout.dtype in DTYPE_BYTES, "endpoint.layout.dtype", f"one of {', '.join(DTYPE_BYTES)}")
     between("endpoint.layout.block_size_tokens", layout.block_size_tokens, 1, 1024)
     between("endpoint.layout.axis_order (characters)", len(layout.axis_order), 1, MAX_NAME)
     between("endpoint.layout.num_layers", layout.num_layers, 1, 1024)
     between("endpoint.layout.num_kv_heads", layout.num_kv_heads, 1, 1024)
     between("endpoint.layout.head_dim", layout.head_dim, 1, 4096)
-    between("endpoint.layout.engine_version (characters)", len(layout.engine_version), 1, MAX_NAME)
     size = KvLayout.from_proto(layout).block_bytes
     require(endpoint.block_bytes == size, "endpoint.block_bytes", f"{size}, the size that the layout gives")
 

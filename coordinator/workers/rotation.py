@@ -191,6 +191,7 @@ def may_join(worker: Worker, others: Iterable[Worker], waited_s: float, *, cold:
 
 def _is_settled(source: Worker, target: Worker) -> bool:
     """Whether the lane from `source` to `target`, if KV may take it, is up or was refused as too slow."""
-    if not (source.computes_prompts and target.decodes) or source.reaches(target):
+    takes_prompts = source.sends_kv and source.computes_prompts and target.decodes
+    if not takes_prompts or source.reaches(target):
         return True
     return any(lane.refused and lane.agent_id == target.agent_id for lane in source.lanes)

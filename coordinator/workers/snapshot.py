@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from splitserve.generation.kv_blocks import Adapter
 from splitserve.roles import POOLS_OF, PoolName, RoleName
-from splitserve.v1 import registry_pb2, scaling_pb2
+from splitserve.v1 import generation_pb2, registry_pb2, scaling_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,18 @@ class Model:
     """The adapter that this name stands for; None: a base model."""
     base: str = ""
     """Name of an adapter's base model."""
+    pooling: generation_pb2.Pooling.ValueType = generation_pb2.POOLING_UNSPECIFIED
+    """What a pooling model computes; 0: it generates."""
 
     @property
     def base_name(self) -> str:
         """The model whose workers serve it: an adapter's base model, else the model itself."""
         return self.base or self.name
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The most tokens of a prompt. An answer needs room for one token."""
+        return self.context_tokens if self.pooling else self.context_tokens - 1
 
 
 class ModelCatalog:
@@ -206,6 +213,8 @@ class Worker:
     @property
     def sends_kv(self) -> bool:
         """Whether it writes KV to others, for prompts of an earlier role, too."""
+        if self.model.pooling:
+            return False
         return self.computes_prompts or "prefill" in self.earlier_pools
 
     @property

@@ -257,6 +257,7 @@ FOREIGN_FLAGS = frozenset(
         "--build-arg",
         "--kv-offloading-size",
         "--max-loras",
+        "--runner",
         "--speculative-config",
         "--max-lora-rank",
         "--max-cpu-loras",

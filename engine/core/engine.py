@@ -50,6 +50,18 @@ class StopParams:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """How a pooling model computes its result; see `PoolingParams` in the protos."""
+
+    dimensions: int | None = None
+    """None: all."""
+    use_activation: bool | None = None
+    """None: as the model says."""
+    second_begins: int = 0
+    """Where the second text of a pair begins; 0: the model does not tell texts apart."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One sequence to compute.
 
@@ -82,6 +94,8 @@ class EngineRequest:
     """The TPOT target in seconds a token, which bounds the prompt tokens of a step beside this stream."""
     first_due_s: float = float("inf")
     """When the first token is due by its TTFT target, on the engine's clock."""
+    pooling: PoolingParams | None = None
+    """None: tokens are sampled."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -117,6 +131,8 @@ class RequestOutput:
     failure: tuple[str, str] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     """With the first output token, if they are wanted and the prompt was computed here."""
+    pooled: list[float] = field(default_factory=list)
+    """The result of a pooling model."""
 
     @property
     def is_plain(self) -> bool:
@@ -236,7 +252,7 @@ class RequestLimits:
         if request.stop.max_tokens <= prior:
             message = f"max_tokens must exceed the {prior} tokens that were output already"
             raise InvalidArgumentError(message, field="max_tokens")
-        if len(tokens) >= self.context_tokens:
+        if len(tokens) + (request.pooling is None) > self.context_tokens:
             needed = "tokens must hold it and one output token"
             message = f"the prompt has {len(tokens)} tokens; the context of {self.context_tokens} {needed}"
             raise InvalidArgumentError(message, field="prompt")

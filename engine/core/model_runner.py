@@ -17,18 +17,21 @@ from kv_transfer.transports.regions import KvMemoryRegion
 from splitserve.errors import SplitserveError
 from splitserve.generation.kv_blocks import Adapter, blocks_for
 from splitserve.logs import log_event
+from splitserve.v1 import generation_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Properties of the model that the rest of the worker needs. `adapters`: those that requests may name.
-    `scores_prompts`: whether the runner has log-probabilities of prompts."""
+    `scores_prompts`: whether the runner has log-probabilities of prompts. `pooling`: what a pooling model
+    computes; 0: it generates."""
 
     context_tokens: int
     vocabulary_size: int
     eos_token_ids: frozenset[int]
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     scores_prompts: bool = True
+    pooling: generation_pb2.Pooling.ValueType = generation_pb2.POOLING_UNSPECIFIED
 
 
 class OutputMatcher(Protocol):

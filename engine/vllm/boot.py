@@ -55,6 +55,8 @@ class StartedVllm:
     events: PrefixEvents
     adapters: LoadedAdapters | None
     """None if the worker has no adapters."""
+    task: str = "generate"
+    """vLLM's task of all requests: `generate`, `embed` or `classify`."""
     stats: Any = None
     """vLLM's `SchedulerStats` of its latest step; None before the first step. A reader thread replaces it."""
 
@@ -112,6 +114,14 @@ def start_vllm(config: EngineConfig, folder: Path, transport: str) -> StartedVll
     processes = VllmProcesses(ranks)
     try:
         with processes.temporary_files():
+            model = args.create_model_config()
+            if model.runner_type == "pooling":
+                from engine.vllm.pooling import load_pooling
+                from engine.vllm.prefix_events import PrefixEvents
+
+                engine, pooling, facts, task = load_pooling(args, config, model, folder, processes)
+                unread = PrefixEvents(KvEventLog())
+                return StartedVllm(engine, processes, pooling, facts, unread, None, task)
             engine = _load(args, processes, folder, adapters, on_cpu)
         processes.join()
         return _started(engine, processes, folder, adapters)

@@ -58,7 +58,6 @@ REFUSED = {
         "a worker is on one machine": "nnodes node_rank",
         "the handoff depends on vLLM's own": "worker_cls scheduler_cls",
         "the handoff's first token needs its own": "worker_extension_cls logits_processors",
-        "workers generate text": "runner convert",
         "tokens are sampled one after the other": "diffusion_config",
     }.items()
     for name in names.split()

@@ -17,7 +17,7 @@ from engine.core.engine import EngineRequest, ReservedBlocks
 from engine.core.sequence import Sequence, SequenceStatus
 from engine.vllm.boot import StartedVllm
 from engine.vllm.first_token import ID_FIELD
-from engine.vllm.sampling import vllm_params
+from engine.vllm.sampling import vllm_params, vllm_pooling_params
 from splitserve.errors import InvalidArgumentError, SplitserveError
 from splitserve.queues import Offer, offer_in_order
 from splitserve.v1 import vllm_pb2 as pb
@@ -197,9 +197,14 @@ class VllmRequests:
         prompt = tokens_input(list(request.token_ids), cache_salt=request.cache_salt.hex() or None)
         processor = self._vllm.engine.input_processor
         try:
-            params = vllm_params(request, awaits_kv=entry.awaits_kv)
+            task = self._vllm.task
+            params = (
+                vllm_params(request, awaits_kv=entry.awaits_kv)
+                if request.pooling is None
+                else vllm_pooling_params(request, task, processor)
+            )
             core_request = processor.process_inputs(
-                str(entry.sequence.arrival), prompt, params, supported_tasks=("generate",), lora_request=lora
+                str(entry.sequence.arrival), prompt, params, supported_tasks=(task,), lora_request=lora
             )
         except Exception as error:
             self._release_adapter(entry)
@@ -238,7 +243,9 @@ class VllmRequests:
         if entry.owes_sent and self.held.get(entry.request.request_id) is not entry:
             entry.owes_sent = False
             self._vllm.processes.command(pb.VllmCommand(reports=pb.VllmReports(sent=[entry.vllm_id])))
-        if entry.ended_at_vllm and not (entry.owes_received or entry.owes_sent):
+        # 3. Without a connector, as with pooling models, nobody says that a request has ended.
+        ended_at_vllm = entry.ended_at_vllm or entry.request.pooling is not None
+        if ended_at_vllm and not (entry.owes_received or entry.owes_sent):
             self.at_vllm.pop(entry.vllm_id, None)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from engine.core.engine import EngineRequest
 from engine.core.model_runner import Logprob, OutputMatcher, PromptLogprobs, SampledToken
 from engine.vllm.connector import AWAITS_FIELD, HOLD_FIELD, PRIOR_FIELD
-from splitserve.errors import BrokenInvariantError
+from splitserve.errors import BrokenInvariantError, InvalidArgumentError
 from splitserve.v1 import generation_pb2
 
 MAX_SEED = 2**63 - 1
@@ -82,6 +83,29 @@ def vllm_params(request: EngineRequest, *, awaits_kv: bool) -> SamplingParams:
         output_kind=RequestOutputKind.DELTA,
         structured_outputs=grammar.params if isinstance(grammar, VllmGrammar) else None,
         extra_args={"kv_transfer_params": transfer},
+    )
+
+
+def vllm_pooling_params(request: EngineRequest, task: str, processor: Any) -> PoolingParams:
+    """Returns the parameters of a request that is pooled, by vLLM's `task` and `InputProcessor`.
+
+    Raises InvalidArgumentError (field `pooling.dimensions`) for dimensions that the model does not offer.
+    """
+    how, model = request.pooling, processor.model_config
+    assert how is not None, "the request is pooled"
+    if (dimensions := how.dimensions) is not None:
+        field, offered = "pooling.dimensions", model.matryoshka_dimensions
+        if not model.is_matryoshka:
+            message = f"{field} is not supported: the model is not trained for shorter embeddings"
+            raise InvalidArgumentError(message, reason="UNSUPPORTED_FIELD", field=field)
+        if not (dimensions in offered if offered else dimensions <= model.embedding_size):
+            bound = f"one of {', '.join(map(str, offered))}" if offered else f"1..{model.embedding_size}"
+            raise InvalidArgumentError(f"{field} must be {bound}, not {dimensions}", field=field)
+    # A model whose tokenizer names no types takes none: vLLM would end.
+    typed = how.second_begins and "token_type_ids" in processor.get_tokenizer().model_input_names
+    pairs = {"compressed_token_type_ids": how.second_begins} if typed else None
+    return PoolingParams(
+        task=task, dimensions=how.dimensions, use_activation=how.use_activation, extra_kwargs=pairs
     )
 
 

@@ -68,8 +68,14 @@ class VllmTransport(Transport):
     kind = "nixl"
 
     def __init__(
-        self, processes: VllmProcesses, engine_id: str, tensor_parallel_size: int, memory: KvMemoryRegion
+        self,
+        processes: VllmProcesses,
+        engine_id: str,
+        tensor_parallel_size: int,
+        memory: KvMemoryRegion,
+        agent_id: str = "",
     ) -> None:
+        """`agent_id`: of a vLLM whose processes have not joined; else the first rank has one."""
         self._processes = processes
         ranks = processes.ranks
         connect = pb.VllmConnect(
@@ -77,7 +83,9 @@ class VllmTransport(Transport):
             tensor_parallel_size=tensor_parallel_size,
             handshakes=[rank.handshake for rank in ranks],
         )
-        self.endpoint = TransferEndpoint(ranks[0].agent_id, self.kind, connect.SerializeToString(), memory)
+        self.endpoint = TransferEndpoint(
+            agent_id or ranks[0].agent_id, self.kind, connect.SerializeToString(), memory
+        )
         self._connects: list[_Connect] = []
         """Connects that some rank has not answered, the earliest first. A rank answers them in order."""
         self._peers: dict[str, pb.VllmConnect] = {}

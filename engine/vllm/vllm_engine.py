@@ -19,6 +19,7 @@ from engine.core.engine import (
     Engine,
     EngineLoad,
     EngineRequest,
+    FinishReason,
     RequestLimits,
     RequestOutput,
     ReservedBlocks,
@@ -300,6 +301,9 @@ class VllmEngine(Engine):
                 times = [e.timestamp for e in output.events or () if e.type == EngineCoreEventType.SCHEDULED]
                 began_s = min([began_s, *times])
             parts.append(self._part(entry, output, result))
+            if output.pooling_output is not None:
+                self._put_out_pooled(entry, output.pooling_output, result)
+                continue
             if (prompt := entry.sequence.prompt_logprobs) is not None:
                 put_prompt_logprobs(output, prompt)
             sampled: list[SampledToken | None] = [*sampled_tokens(output, entry.request.sampling.logprobs)]
@@ -319,6 +323,17 @@ class VllmEngine(Engine):
         self._message_s, now = message.timestamp, self._clock()
         self._late_tokens.extend((now + spread_s * n / len(waves), wave) for n, wave in enumerate(waves))
         self._put_out_late(now, result)
+
+    def _put_out_pooled(self, entry: VllmRequest, pooled: Any, result: StepResult) -> None:
+        """Ends a request with its result, a tensor of one dimension."""
+        sequence, entry.ended_at_vllm = entry.sequence, True
+        if not pooled.isfinite().all():
+            self._outputs.fail(sequence, "INTERNAL", "the model's result is not finite", result)
+            return
+        self._end(sequence)
+        result.add(
+            RequestOutput(sequence.request_id, 0, finish_reason=FinishReason.STOP, pooled=pooled.tolist())
+        )
 
     def _part(self, entry: VllmRequest, output: Any, result: StepResult) -> StepPart:
         """Returns what a step computed of a request, and notes that the request has started."""

@@ -249,7 +249,7 @@ def _ready_line(config: ClusterConfig) -> str:
         client_options += f" --tls {config.tls}"
     pools = f"{config.prefill} prefill + {config.decode} decode"
     if config.workers is not None:
-        pools = f"{config.workers} workers of role both"
+        pools = f"{config.workers} worker{'s' * (config.workers > 1)} of role both"
     line = f'splitserve ready on {target} · {{model}} · {pools} · try: splitserve generate "Hello"{client_options}'
     url = openai_url(config)
     return line if url is None else f"{line}\nOpenAI-compatible API: {url}"

@@ -26,7 +26,7 @@ class ClusterConfig(EngineForModel):
     """Number of prefill workers."""
     decode: Annotated[int, Field(ge=1, le=64), BASIC] = 1
     """Number of decode workers."""
-    workers: Annotated[int, Field(ge=2, le=64)] | None = None
+    workers: Annotated[int, Field(ge=1, le=64)] | None = None
     """Number of workers of role both, instead of prefill and decode workers: each computes prompts and streams tokens.
     Not together with `prefill`, `decode` or `autoscale`. Default: none."""
     coordinators: Annotated[int, Field(ge=1, le=64)] = 1

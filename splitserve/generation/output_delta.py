@@ -26,6 +26,7 @@ class TokenDelta:
     finish_reason: generation_pb2.FinishReason.ValueType = generation_pb2.FINISH_REASON_UNSPECIFIED
     logprobs: Sequence[generation_pb2.TokenLogprob] = ()
     prompt_logprobs: generation_pb2.PromptLogprobs | None = None
+    pooled: Sequence[float] = ()
 
     @classmethod
     def of(cls, message: generation_pb2.OutputDelta) -> TokenDelta:
@@ -37,6 +38,7 @@ class TokenDelta:
             message.finish_reason,
             list(message.logprobs) if message.logprobs else (),
             message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+            list(message.pooled) if message.pooled else (),
         )
 
     def to_proto(self) -> generation_pb2.OutputDelta:
@@ -54,6 +56,7 @@ class TokenDelta:
             return
         message.finish_reason = self.finish_reason
         message.logprobs.extend(self.logprobs)
+        message.pooled.extend(self.pooled)
         if self.prompt_logprobs is not None:
             message.prompt_logprobs.CopyFrom(self.prompt_logprobs)
 

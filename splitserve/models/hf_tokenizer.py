@@ -139,6 +139,17 @@ class HfTokenizer(Tokenizer):
         return self._ids(text, most, add_special_tokens=add_special_tokens)
 
     @override
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], int]:
+        for text in (first, second):
+            if most is not None and len(text) > USUAL_CHARACTERS * most:
+                self._try_in_pieces(text, most)
+        encoding = self._rust.encode_batch([(first, second)])[0]
+        if most is not None and len(encoding) > most:
+            raise TooManyTokensError(len(encoding))
+        types: list[int] = encoding.type_ids
+        return encoding.ids, types.index(1) if 1 in types else 0
+
+    @override
     def render_chat(
         self,
         messages: Sequence[Turn],
@@ -225,6 +236,10 @@ class ByteTokenizer(Tokenizer):
         if most is not None and len(data) > most:
             raise TooManyTokensError(len(data))
         return list(data)
+
+    @override
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], int]:
+        return self.encode(first + second, most), len(first.encode("utf-8", errors="replace"))
 
     @override
     def render_chat(

@@ -72,6 +72,10 @@ class Tokenizer(Protocol):
         Raises TooManyTokensError for more than `most`. Long texts leave the interpreter to other threads.
         """
 
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], int]:
+        """Token ids of two texts in one prompt with the special tokens that `transformers` adds, and the position at
+        which the second begins for models that tell them apart, else 0. Raises TooManyTokensError as `encode`."""
+
     def render_chat(
         self,
         messages: Sequence[Turn],

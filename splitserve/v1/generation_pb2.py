@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1esplitserve/v1/generation.proto\x12\rsplitserve.v1\"\x8e\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12,\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x18.splitserve.v1.LogitBias\x12\x11\n\x04seed\x18\t \x01(\x04H\x03\x88\x01\x01\x12\x15\n\x08logprobs\x18\n \x01(\rH\x04\x88\x01\x01\x12\'\n\x07grammar\x18\x0b \x01(\x0b\x32\x16.splitserve.v1.Grammar\x12\x1c\n\x0fprompt_logprobs\x18\x0c \x01(\rH\x05\x88\x01\x01\x12\x1d\n\x11\x61llowed_token_ids\x18\r \x03(\rB\x02\x10\x01\x12\x11\n\tbad_words\x18\x0e \x03(\t\x12.\n\rbad_sequences\x18\x0f \x03(\x0b\x32\x17.splitserve.v1.TokenIdsB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"`\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x04 \x01(\tH\x00\x42\x06\n\x04kind\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\xd6\x01\n\nStopParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0cstop_strings\x18\x02 \x03(\t\x12\x1a\n\x0estop_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\x12\x1b\n\x13keep_special_tokens\x18\x06 \x01(\x08\x12\x11\n\tkeep_stop\x18\x07 \x01(\x08\x12\x16\n\x0e\x66it_max_tokens\x18\x08 \x01(\x08\x42\r\n\x0b_max_tokens\"/\n\nAdapterRef\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\"K\n\nPrecedence\x12\x12\n\nclass_rank\x18\x01 \x01(\x11\x12\x12\n\ntenant_key\x18\x02 \x01(\x06\x12\x15\n\rwithin_tenant\x18\x03 \x01(\x11\"H\n\x0eServiceTargets\x12\x0f\n\x07tpot_ms\x18\x01 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x02 \x01(\x01\x12\x14\n\x0cttft_left_ms\x18\x03 \x01(\x01\"7\n\x0cTraceContext\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x12\n\ntracestate\x18\x02 \x01(\t\"Y\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12&\n\x03top\x18\x03 \x03(\x0b\x32\x19.splitserve.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x85\x01\n\x0ePromptLogprobs\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x14\n\x08logprobs\x18\x02 \x03(\x02\x42\x02\x10\x01\x12\x11\n\x05ranks\x18\x03 \x03(\rB\x02\x10\x01\x12\x19\n\rtop_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x18\n\x0ctop_logprobs\x18\x05 \x03(\x02\x42\x02\x10\x01\"\xe5\x01\n\x0bOutputDelta\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x0c\n\x04text\x18\x03 \x01(\t\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.splitserve.v1.TokenLogprob\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.splitserve.v1.FinishReason\x12\x36\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1d.splitserve.v1.PromptLogprobs*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x42\x1cZ\x1asplitserve/v1;splitservev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1esplitserve/v1/generation.proto\x12\rsplitserve.v1\"\x8e\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12,\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x18.splitserve.v1.LogitBias\x12\x11\n\x04seed\x18\t \x01(\x04H\x03\x88\x01\x01\x12\x15\n\x08logprobs\x18\n \x01(\rH\x04\x88\x01\x01\x12\'\n\x07grammar\x18\x0b \x01(\x0b\x32\x16.splitserve.v1.Grammar\x12\x1c\n\x0fprompt_logprobs\x18\x0c \x01(\rH\x05\x88\x01\x01\x12\x1d\n\x11\x61llowed_token_ids\x18\r \x03(\rB\x02\x10\x01\x12\x11\n\tbad_words\x18\x0e \x03(\t\x12.\n\rbad_sequences\x18\x0f \x03(\x0b\x32\x17.splitserve.v1.TokenIdsB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"`\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x04 \x01(\tH\x00\x42\x06\n\x04kind\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\xd6\x01\n\nStopParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0cstop_strings\x18\x02 \x03(\t\x12\x1a\n\x0estop_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\x12\x1b\n\x13keep_special_tokens\x18\x06 \x01(\x08\x12\x11\n\tkeep_stop\x18\x07 \x01(\x08\x12\x16\n\x0e\x66it_max_tokens\x18\x08 \x01(\x08\x42\r\n\x0b_max_tokens\"S\n\rPoolingParams\x12\x12\n\ndimensions\x18\x01 \x01(\r\x12\x1b\n\x0euse_activation\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x11\n\x0f_use_activation\"/\n\nAdapterRef\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\"K\n\nPrecedence\x12\x12\n\nclass_rank\x18\x01 \x01(\x11\x12\x12\n\ntenant_key\x18\x02 \x01(\x06\x12\x15\n\rwithin_tenant\x18\x03 \x01(\x11\"H\n\x0eServiceTargets\x12\x0f\n\x07tpot_ms\x18\x01 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x02 \x01(\x01\x12\x14\n\x0cttft_left_ms\x18\x03 \x01(\x01\"7\n\x0cTraceContext\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x12\n\ntracestate\x18\x02 \x01(\t\"Y\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12&\n\x03top\x18\x03 \x03(\x0b\x32\x19.splitserve.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x85\x01\n\x0ePromptLogprobs\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x14\n\x08logprobs\x18\x02 \x03(\x02\x42\x02\x10\x01\x12\x11\n\x05ranks\x18\x03 \x03(\rB\x02\x10\x01\x12\x19\n\rtop_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x18\n\x0ctop_logprobs\x18\x05 \x03(\x02\x42\x02\x10\x01\"\xf9\x01\n\x0bOutputDelta\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x0c\n\x04text\x18\x03 \x01(\t\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.splitserve.v1.TokenLogprob\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.splitserve.v1.FinishReason\x12\x36\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1d.splitserve.v1.PromptLogprobs\x12\x12\n\x06pooled\x18\x07 \x03(\x02\x42\x02\x10\x01*b\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x11\n\rPOOLING_EMBED\x10\x01\x12\x11\n\rPOOLING_SCORE\x10\x02\x12\x18\n\x14POOLING_SCORE_JOINED\x10\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x42\x1cZ\x1asplitserve/v1;splitservev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,8 +50,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROMPTLOGPROBS'].fields_by_name['top_logprobs']._serialized_options = b'\020\001'
   _globals['_OUTPUTDELTA'].fields_by_name['token_ids']._loaded_options = None
   _globals['_OUTPUTDELTA'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_FINISHREASON']._serialized_start=1732
-  _globals['_FINISHREASON']._serialized_end=1852
+  _globals['_OUTPUTDELTA'].fields_by_name['pooled']._loaded_options = None
+  _globals['_OUTPUTDELTA'].fields_by_name['pooled']._serialized_options = b'\020\001'
+  _globals['_POOLING']._serialized_start=1837
+  _globals['_POOLING']._serialized_end=1935
+  _globals['_FINISHREASON']._serialized_start=1937
+  _globals['_FINISHREASON']._serialized_end=2057
   _globals['_SAMPLINGPARAMS']._serialized_start=50
   _globals['_SAMPLINGPARAMS']._serialized_end=576
   _globals['_TOKENIDS']._serialized_start=578
@@ -62,20 +66,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOGITBIAS']._serialized_end=748
   _globals['_STOPPARAMS']._serialized_start=751
   _globals['_STOPPARAMS']._serialized_end=965
-  _globals['_ADAPTERREF']._serialized_start=967
-  _globals['_ADAPTERREF']._serialized_end=1014
-  _globals['_PRECEDENCE']._serialized_start=1016
-  _globals['_PRECEDENCE']._serialized_end=1091
-  _globals['_SERVICETARGETS']._serialized_start=1093
-  _globals['_SERVICETARGETS']._serialized_end=1165
-  _globals['_TRACECONTEXT']._serialized_start=1167
-  _globals['_TRACECONTEXT']._serialized_end=1222
-  _globals['_TOKENLOGPROB']._serialized_start=1224
-  _globals['_TOKENLOGPROB']._serialized_end=1313
-  _globals['_TOPLOGPROB']._serialized_start=1315
-  _globals['_TOPLOGPROB']._serialized_end=1362
-  _globals['_PROMPTLOGPROBS']._serialized_start=1365
-  _globals['_PROMPTLOGPROBS']._serialized_end=1498
-  _globals['_OUTPUTDELTA']._serialized_start=1501
-  _globals['_OUTPUTDELTA']._serialized_end=1730
+  _globals['_POOLINGPARAMS']._serialized_start=967
+  _globals['_POOLINGPARAMS']._serialized_end=1050
+  _globals['_ADAPTERREF']._serialized_start=1052
+  _globals['_ADAPTERREF']._serialized_end=1099
+  _globals['_PRECEDENCE']._serialized_start=1101
+  _globals['_PRECEDENCE']._serialized_end=1176
+  _globals['_SERVICETARGETS']._serialized_start=1178
+  _globals['_SERVICETARGETS']._serialized_end=1250
+  _globals['_TRACECONTEXT']._serialized_start=1252
+  _globals['_TRACECONTEXT']._serialized_end=1307
+  _globals['_TOKENLOGPROB']._serialized_start=1309
+  _globals['_TOKENLOGPROB']._serialized_end=1398
+  _globals['_TOPLOGPROB']._serialized_start=1400
+  _globals['_TOPLOGPROB']._serialized_end=1447
+  _globals['_PROMPTLOGPROBS']._serialized_start=1450
+  _globals['_PROMPTLOGPROBS']._serialized_end=1583
+  _globals['_OUTPUTDELTA']._serialized_start=1586
+  _globals['_OUTPUTDELTA']._serialized_end=1835
 # @@protoc_insertion_point(module_scope)

@@ -19,6 +19,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Pooling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    """Nothing: it generates."""
+    POOLING_EMBED: _Pooling.ValueType  # 1
+    """An embedding of a text."""
+    POOLING_SCORE: _Pooling.ValueType  # 2
+    """A score of two texts, which the tokenizer joins with the model's special tokens."""
+    POOLING_SCORE_JOINED: _Pooling.ValueType  # 3
+    """A score of two texts, the second of which follows the first at once."""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """What a pooling model computes of a prompt, instead of an answer."""
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+"""Nothing: it generates."""
+POOLING_EMBED: Pooling.ValueType  # 1
+"""An embedding of a text."""
+POOLING_SCORE: Pooling.ValueType  # 2
+"""A score of two texts, which the tokenizer joins with the model's special tokens."""
+POOLING_SCORE_JOINED: Pooling.ValueType  # 3
+"""A score of two texts, the second of which follows the first at once."""
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -322,6 +350,38 @@ class StopParams(_message.Message):
 Global___StopParams: _TypeAlias = StopParams  # noqa: Y015
 
 @_typing.final
+class PoolingParams(_message.Message):
+    """How a pooling model computes its result."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    USE_ACTIVATION_FIELD_NUMBER: _builtins.int
+    dimensions: _builtins.int
+    """Leading dimensions of an embedding that are kept, for models that are trained for it. Default 0: all. Failure:
+    INVALID_ARGUMENT.
+    """
+    use_activation: _builtins.bool
+    """Whether an embedding is normalized, and a score is mapped to 0..1, as the model says. Default: as the model says,
+    which is nearly always true.
+    """
+    def __init__(
+        self,
+        *,
+        dimensions: _builtins.int = ...,
+        use_activation: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation", "use_activation", b"use_activation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation", "dimensions", b"dimensions", "use_activation", b"use_activation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__use_activation: _TypeAlias = _typing.Literal["use_activation"]  # noqa: Y015
+    _WhichOneofArgType__use_activation: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__use_activation) -> _WhichOneofReturnType__use_activation | None: ...
+
+Global___PoolingParams: _TypeAlias = PoolingParams  # noqa: Y015
+
+@_typing.final
 class AdapterRef(_message.Message):
     """A LoRA adapter that a worker has: small weights that change a base model's KV and answers."""
 
@@ -555,6 +615,7 @@ class OutputDelta(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    POOLED_FIELD_NUMBER: _builtins.int
     first_position: _builtins.int
     """Position of token_ids[0] in the output, from 0. Tokens of earlier attempts count."""
     text: _builtins.str
@@ -573,6 +634,10 @@ class OutputDelta(_message.Message):
     def prompt_logprobs(self) -> Global___PromptLogprobs:
         """In the first delta only, if SamplingParams.prompt_logprobs is set."""
 
+    @_builtins.property
+    def pooled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The result of a pooling model: an embedding, or one score. This delta is the only one, without tokens."""
+
     def __init__(
         self,
         *,
@@ -582,10 +647,11 @@ class OutputDelta(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
+        pooled: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_position", b"first_position", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_position", b"first_position", "logprobs", b"logprobs", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,6 +31,7 @@ class GenerateRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
+    PAIR_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -43,6 +44,7 @@ class GenerateRequest(_message.Message):
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     OMIT_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name from ListModels. Default: the only model served. Failure: NOT_FOUND."""
     text: _builtins.str
@@ -81,6 +83,10 @@ class GenerateRequest(_message.Message):
         """A conversation, rendered by the model's chat template. Failure: INVALID_ARGUMENT where the model has none."""
 
     @_builtins.property
+    def pair(self) -> Global___TextPair:
+        """Two texts, tokenized as one prompt with the model's special tokens: for models that score."""
+
+    @_builtins.property
     def sampling(self) -> _generation_pb2.SamplingParams:
         """How tokens are chosen. Default: the defaults of SamplingParams."""
 
@@ -99,6 +105,13 @@ class GenerateRequest(_message.Message):
         position len(resume.token_ids) on. Default: a new generation.
         """
 
+    @_builtins.property
+    def pooling(self) -> _generation_pb2.PoolingParams:
+        """Whether the result is an embedding or a score, in OutputDelta.pooled, and how it is computed. `sampling` and `stop`
+        have no effect then. Default: an answer is generated. Failure: INVALID_ARGUMENT (WRONG_TASK) for a model that
+        generates, and without it for a pooling model.
+        """
+
     def __init__(
         self,
         *,
@@ -106,6 +119,7 @@ class GenerateRequest(_message.Message):
         text: _builtins.str = ...,
         token_ids: _generation_pb2.TokenIds | None = ...,
         chat: Global___ChatMessages | None = ...,
+        pair: Global___TextPair | None = ...,
         sampling: _generation_pb2.SamplingParams | None = ...,
         stop: _generation_pb2.StopParams | None = ...,
         request_id: _builtins.str = ...,
@@ -118,16 +132,17 @@ class GenerateRequest(_message.Message):
         truncate_prompt_tokens: _builtins.int = ...,
         omit_special_tokens: _builtins.bool = ...,
         return_prompt_token_ids: _builtins.bool = ...,
+        pooling: _generation_pb2.PoolingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "_ttft_ms", b"_ttft_ms", "chat", b"chat", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "_ttft_ms", b"_ttft_ms", "chat", b"chat", "pair", b"pair", "pooling", b"pooling", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "_ttft_ms", b"_ttft_ms", "chat", b"chat", "model", b"model", "omit_special_tokens", b"omit_special_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids", "tpot_ms", b"tpot_ms", "truncate_prompt_tokens", b"truncate_prompt_tokens", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "_ttft_ms", b"_ttft_ms", "chat", b"chat", "model", b"model", "omit_special_tokens", b"omit_special_tokens", "pair", b"pair", "pooling", b"pooling", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids", "tpot_ms", b"tpot_ms", "truncate_prompt_tokens", b"truncate_prompt_tokens", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tpot_ms: _TypeAlias = _typing.Literal["tpot_ms"]  # noqa: Y015
     _WhichOneofArgType__tpot_ms: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms"]  # noqa: Y015
     _WhichOneofReturnType__ttft_ms: _TypeAlias = _typing.Literal["ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__ttft_ms: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms"]  # noqa: Y015
-    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat", "pair"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_ms) -> _WhichOneofReturnType__tpot_ms | None: ...
@@ -137,6 +152,32 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class TextPair(_message.Message):
+    """Two texts that are scored together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    SECOND_FIELD_NUMBER: _builtins.int
+    first: _builtins.str
+    """The query."""
+    second: _builtins.str
+    """The document."""
+    def __init__(
+        self,
+        *,
+        first: _builtins.str = ...,
+        second: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "second", b"second"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TextPair: _TypeAlias = TextPair  # noqa: Y015
 
 @_typing.final
 class GenerationResume(_message.Message):

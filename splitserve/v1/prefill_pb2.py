@@ -27,7 +27,7 @@ from splitserve.v1 import generation_pb2 as splitserve_dot_v1_dot_generation__pb
 from splitserve.v1 import kv_transfer_pb2 as splitserve_dot_v1_dot_kv__transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bsplitserve/v1/prefill.proto\x12\rsplitserve.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1esplitserve/v1/generation.proto\x1a\x1fsplitserve/v1/kv_transfer.proto\"\xde\x03\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x1b\n\x13prior_output_tokens\x18\x03 \x01(\r\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.splitserve.v1.SamplingParams\x12\'\n\x04stop\x18\x05 \x01(\x0b\x32\x19.splitserve.v1.StopParams\x12\'\n\x06ticket\x18\x06 \x01(\x0b\x32\x17.splitserve.v1.KvTicket\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\ncache_salt\x18\t \x01(\x0c\x12-\n\nprecedence\x18\x0f \x01(\x0b\x32\x19.splitserve.v1.Precedence\x12*\n\x05trace\x18\x10 \x01(\x0b\x32\x1b.splitserve.v1.TraceContext\x12*\n\x07\x61\x64\x61pter\x18\x12 \x01(\x0b\x32\x19.splitserve.v1.AdapterRef\x12.\n\x07targets\x18\x13 \x01(\x0b\x32\x1d.splitserve.v1.ServiceTargetsJ\x04\x08\x07\x10\x08J\x04\x08\x32\x10\x33\"{\n\x0fPrefillResponse\x12\x30\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x19.splitserve.v1.FirstTokenH\x00\x12-\n\x07handoff\x18\x02 \x01(\x0b\x32\x1a.splitserve.v1.HandoffDoneH\x00\x42\x07\n\x05\x65vent\"\x84\x01\n\nFirstToken\x12)\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x1a.splitserve.v1.OutputDelta\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01\x12\x12\n\ncompute_ms\x18\x04 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\x05 \x01(\r\"N\n\x0bHandoffDone\x12\x15\n\rwritten_bytes\x18\x01 \x01(\x04\x12\x13\n\x0b\x64\x65scriptors\x18\x02 \x01(\r\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x32\\\n\x0ePrefillService\x12J\n\x07Prefill\x12\x1d.splitserve.v1.PrefillRequest\x1a\x1e.splitserve.v1.PrefillResponse0\x01\x42\x1cZ\x1asplitserve/v1;splitservev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bsplitserve/v1/prefill.proto\x12\rsplitserve.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1esplitserve/v1/generation.proto\x1a\x1fsplitserve/v1/kv_transfer.proto\"\xa4\x04\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x1b\n\x13prior_output_tokens\x18\x03 \x01(\r\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.splitserve.v1.SamplingParams\x12\'\n\x04stop\x18\x05 \x01(\x0b\x32\x19.splitserve.v1.StopParams\x12\'\n\x06ticket\x18\x06 \x01(\x0b\x32\x17.splitserve.v1.KvTicket\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\ncache_salt\x18\t \x01(\x0c\x12-\n\nprecedence\x18\x0f \x01(\x0b\x32\x19.splitserve.v1.Precedence\x12*\n\x05trace\x18\x10 \x01(\x0b\x32\x1b.splitserve.v1.TraceContext\x12*\n\x07\x61\x64\x61pter\x18\x12 \x01(\x0b\x32\x19.splitserve.v1.AdapterRef\x12.\n\x07targets\x18\x13 \x01(\x0b\x32\x1d.splitserve.v1.ServiceTargets\x12-\n\x07pooling\x18\x14 \x01(\x0b\x32\x1c.splitserve.v1.PoolingParams\x12\x15\n\rsecond_begins\x18\x15 \x01(\rJ\x04\x08\x07\x10\x08J\x04\x08\x32\x10\x33\"{\n\x0fPrefillResponse\x12\x30\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x19.splitserve.v1.FirstTokenH\x00\x12-\n\x07handoff\x18\x02 \x01(\x0b\x32\x1a.splitserve.v1.HandoffDoneH\x00\x42\x07\n\x05\x65vent\"\x84\x01\n\nFirstToken\x12)\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x1a.splitserve.v1.OutputDelta\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01\x12\x12\n\ncompute_ms\x18\x04 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\x05 \x01(\r\"N\n\x0bHandoffDone\x12\x15\n\rwritten_bytes\x18\x01 \x01(\x04\x12\x13\n\x0b\x64\x65scriptors\x18\x02 \x01(\r\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x32\\\n\x0ePrefillService\x12J\n\x07Prefill\x12\x1d.splitserve.v1.PrefillRequest\x1a\x1e.splitserve.v1.PrefillResponse0\x01\x42\x1cZ\x1asplitserve/v1;splitservev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,13 +38,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLREQUEST'].fields_by_name['token_ids']._loaded_options = None
   _globals['_PREFILLREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_PREFILLREQUEST']._serialized_start=144
-  _globals['_PREFILLREQUEST']._serialized_end=622
-  _globals['_PREFILLRESPONSE']._serialized_start=624
-  _globals['_PREFILLRESPONSE']._serialized_end=747
-  _globals['_FIRSTTOKEN']._serialized_start=750
-  _globals['_FIRSTTOKEN']._serialized_end=882
-  _globals['_HANDOFFDONE']._serialized_start=884
-  _globals['_HANDOFFDONE']._serialized_end=962
-  _globals['_PREFILLSERVICE']._serialized_start=964
-  _globals['_PREFILLSERVICE']._serialized_end=1056
+  _globals['_PREFILLREQUEST']._serialized_end=692
+  _globals['_PREFILLRESPONSE']._serialized_start=694
+  _globals['_PREFILLRESPONSE']._serialized_end=817
+  _globals['_FIRSTTOKEN']._serialized_start=820
+  _globals['_FIRSTTOKEN']._serialized_end=952
+  _globals['_HANDOFFDONE']._serialized_start=954
+  _globals['_HANDOFFDONE']._serialized_end=1032
+  _globals['_PREFILLSERVICE']._serialized_start=1034
+  _globals['_PREFILLSERVICE']._serialized_end=1126
 # @@protoc_insertion_point(module_scope)

@@ -39,12 +39,16 @@ class PrefillRequest(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     TARGETS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    SECOND_BEGINS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id. Required."""
     prior_output_tokens: _builtins.int
     """Number of the last token_ids that are output of earlier attempts. Range 0..len(token_ids)-1. Default 0."""
     cache_salt: _builtins.bytes
     """Salt of the prefix cache: requests share cached blocks only under one salt. At most 64 bytes. Default empty."""
+    second_begins: _builtins.int
+    """Position at which the second text of a pair begins, for models that tell them apart. Default 0: they are one."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, followed by the output of earlier attempts. At least one. Required."""
@@ -83,6 +87,12 @@ class PrefillRequest(_message.Message):
     def targets(self) -> _generation_pb2.ServiceTargets:
         """Latency targets. Default: none. Failure: INVALID_ARGUMENT."""
 
+    @_builtins.property
+    def pooling(self) -> _generation_pb2.PoolingParams:
+        """How a pooling model computes its result, which is in first_token. Default: a token is sampled. Failure:
+        INVALID_ARGUMENT for a model that generates, and without it for a pooling model.
+        """
+
     def __init__(
         self,
         *,
@@ -98,10 +108,12 @@ class PrefillRequest(_message.Message):
         trace: _generation_pb2.TraceContext | None = ...,
         adapter: _generation_pb2.AdapterRef | None = ...,
         targets: _generation_pb2.ServiceTargets | None = ...,
+        pooling: _generation_pb2.PoolingParams | None = ...,
+        second_begins: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "precedence", b"precedence", "sampling", b"sampling", "stop", b"stop", "targets", b"targets", "ticket", b"ticket", "timeout", b"timeout", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "pooling", b"pooling", "precedence", b"precedence", "sampling", b"sampling", "stop", b"stop", "targets", b"targets", "ticket", b"ticket", "timeout", b"timeout", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "precedence", b"precedence", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "targets", b"targets", "ticket", b"ticket", "timeout", b"timeout", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "pooling", b"pooling", "precedence", b"precedence", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "second_begins", b"second_begins", "stop", b"stop", "targets", b"targets", "ticket", b"ticket", "timeout", b"timeout", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

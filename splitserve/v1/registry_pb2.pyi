@@ -116,7 +116,9 @@ class RegisterRequest(_message.Message):
 
     @_builtins.property
     def endpoint(self) -> _kv_transfer_pb2.TransferEndpoint:
-        """The worker's KV pool. Required."""
+        """The worker's KV pool. Required. A pooling model's worker hands over no KV: its endpoint has agent_id, host_id and, in
+        layout, the model's fingerprint and dtype and the engine's version.
+        """
 
     @_builtins.property
     def start(self) -> Global___StartPhases:
@@ -190,6 +192,7 @@ class ServedModel(_message.Message):
     VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Model name that clients use. 1..128 characters. Required."""
     tokenizer_source: _builtins.str
@@ -198,6 +201,8 @@ class ServedModel(_message.Message):
     """Longest prompt plus output, in tokens. Range 1..2^24. Required."""
     vocabulary_size: _builtins.int
     """Entries of the vocabulary. Range 1..2^24. Required."""
+    pooling: _generation_pb2.Pooling.ValueType
+    """What the model computes if it generates no text. Its workers have the role ROLE_BOTH. Default: it generates."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-sequence tokens. Default none."""
@@ -218,10 +223,11 @@ class ServedModel(_message.Message):
         vocabulary_size: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         adapters: _abc.Iterable[_generation_pb2.AdapterRef] | None = ...,
+        pooling: _generation_pb2.Pooling.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "context_tokens", b"context_tokens", "eos_token_ids", b"eos_token_ids", "name", b"name", "tokenizer_source", b"tokenizer_source", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "context_tokens", b"context_tokens", "eos_token_ids", b"eos_token_ids", "name", b"name", "pooling", b"pooling", "tokenizer_source", b"tokenizer_source", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

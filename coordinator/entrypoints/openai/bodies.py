@@ -10,7 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
@@ -70,6 +70,7 @@ class Fields(BaseModel):
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
+    max_items: ClassVar[Mapping[str, int]] = MAX_ITEMS
 
 
 class OpenFields(Fields):
@@ -289,7 +290,7 @@ def parsed(kind: type[F], body: bytes, unsupported: Unsupported, most_values: in
     if not isinstance(data, dict):
         raise InvalidArgumentError("the request's body must be a JSON object", reason="MALFORMED_JSON")
     _refuse_unsupported(data, unsupported)
-    _refuse_too_many_items(data)
+    _refuse_too_many_items(data, kind.max_items)
     known = kind.model_fields
     fields = {
         name: value
@@ -327,8 +328,8 @@ def _refuse_unsupported(data: Mapping[str, Any], unsupported: Unsupported) -> No
             raise InvalidArgumentError(f"{name} is not supported", reason="UNSUPPORTED_FIELD", field=name)
 
 
-def _refuse_too_many_items(data: Mapping[str, Any]) -> None:
-    for name, most in MAX_ITEMS.items():
+def _refuse_too_many_items(data: Mapping[str, Any], max_items: Mapping[str, int]) -> None:
+    for name, most in max_items.items():
         value = data.get(name)
         if isinstance(value, list | dict) and len(value) > most:
             raise InvalidArgumentError(f"{name} must have at most {most} items, not {len(value)}", field=name)

@@ -40,7 +40,7 @@ COMPLETION_NOT_SERVED = NOT_SERVED | {
 Prompt = str | list[int]
 
 
-def _prompts(value: Any) -> list[Prompt]:
+def as_prompts(value: Any) -> list[Prompt]:
     """The prompts, which may come in four forms, as a list. Raises ValueError."""
     if isinstance(value, str) or _is_ids(value):
         return [value]
@@ -65,7 +65,7 @@ def _is_ids(value: Any) -> bool:
 class CompletionRequest(FormFields, GenerationFields):
     """The body of a completion request."""
 
-    prompt: Annotated[list[Prompt], SkipValidation, BeforeValidator(_prompts)]
+    prompt: Annotated[list[Prompt], SkipValidation, BeforeValidator(as_prompts)]
     logprobs: UInt32 | None = None
     """Number of alternatives per token."""
     echo: bool | None = None

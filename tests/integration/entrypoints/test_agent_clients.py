@@ -10,6 +10,15 @@ import anthropic
 import httpx
 import openai
 import pytest
+from agents import (
+    Agent,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    RunConfig,
+    Runner,
+    ToolsToFinalOutputResult,
+    function_tool,
+)
 
 from tests.support.cluster.real_cluster import Cluster, echoing
 from tests.support.formats.recorded_model import make_recorded_model
@@ -148,6 +157,40 @@ async def test_why_a_message_ends(
     turns: Any = [{"role": "user", "content": text}]
     message = await messages.create(**{"model": MODEL, "max_tokens": 50, "messages": turns} | options)
     assert (message.stop_reason, message.stop_sequence) == (reason, sequence)
+
+
+@pytest.mark.parametrize("kind", [OpenAIChatCompletionsModel, OpenAIResponsesModel])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_the_agents_sdk_goes_on_after_calls(cluster: Cluster, kind: Any, streams: bool) -> None:
+    called: list[tuple[str, dict[str, Any]]] = []
+
+    @function_tool
+    def get_weather(city: str, days: int) -> str:
+        called.append(("get_weather", {"city": city, "days": days}))
+        return "Sunny."
+
+    @function_tool
+    def now() -> str:
+        called.append(("now", {}))
+        return "Noon."
+
+    def after(_context: object, _results: object) -> ToolsToFinalOutputResult:
+        return ToolsToFinalOutputResult(is_final_output=len(called) == 2 * len(CALLS), final_output="done")
+
+    async with openai.AsyncOpenAI(base_url=cluster.base_url, api_key="any", max_retries=0) as client:
+        agent = Agent(
+            "a", tools=[get_weather, now], model=kind(MODEL, openai_client=client), tool_use_behavior=after
+        )
+        plain = RunConfig(tracing_disabled=True)
+        if streams:
+            run = Runner.run_streamed(agent, SAID, run_config=plain)
+            assert [event async for event in run.stream_events()]
+            output = run.final_output
+        else:
+            output = (await Runner.run(agent, SAID, run_config=plain)).final_output
+    # In one turn the tools run side by side.
+    by_name = sorted(called, key=lambda call: call[0])
+    assert (output, by_name) == ("done", sorted(2 * CALLS, key=lambda call: call[0]))
 
 
 async def test_errors_are_in_the_form_of_their_api(cluster: Cluster) -> None:

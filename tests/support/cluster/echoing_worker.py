@@ -51,6 +51,11 @@ class EchoingRunner(SimulatedRunner):
             token = self._eos if self._eos in allowed else int(choices[sampled.token_id % len(choices)])
         return SampledToken(token)
 
+    @override
+    def _decode(self, batch: list[ScheduledSequence]) -> list[SampledToken]:
+        sampled = (self._compute(sequence, None) for sequence in batch)
+        return [token for token in sampled if token is not None]
+
     def _next(self, said: Sequence[int]) -> int:
         """What comes after the prompt and what was said: the first turn again, from its first token on."""
         begin = said.index(self._turn) + 1

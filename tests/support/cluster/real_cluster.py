@@ -138,10 +138,13 @@ class Cluster:
         self.members[name] = made
         return made
 
-    async def wait_ready(self, prefill: int | None = None, decode: int | None = None) -> None:
+    async def wait_ready(
+        self, prefill: int | None = None, decode: int | None = None, both: int | None = None
+    ) -> None:
         """Waits until so many workers (default: as many as configured) are ready."""
         wanted = dict(self._counts)
-        wanted |= {role: count for role, count in (("prefill", prefill), ("decode", decode)) if count}
+        given = {"prefill": prefill, "decode": decode, "both": both}
+        wanted |= {role: count for role, count in given.items() if count}
         deadline = time.monotonic() + PATIENCE_S
         async with self.client() as client:
             while True:

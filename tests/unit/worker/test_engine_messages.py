@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from engine.core.engine import EngineLoad, EngineRequest
+from engine.core.engine import EngineLoad, EngineRequest, PoolingParams
 from engine.core.model_runner import ModelFacts
 from splitserve.errors import InvalidArgumentError
 from splitserve.latency_model import DecodeLatency, LatencyModel, PrefillLatency
@@ -73,3 +75,28 @@ def test_targets_out_of_range_are_refused_by_name(name: str, value: float) -> No
     with pytest.raises(InvalidArgumentError) as caught:
         targeted(**{name: value})
     assert caught.value.field == f"targets.{name}"
+
+
+@pytest.mark.parametrize("pools", [False, True])
+def test_what_a_model_does_not_do_is_refused(pools: bool) -> None:
+    facts = ModelFacts(
+        64,
+        257,
+        frozenset(),
+        pooling=generation_pb2.POOLING_EMBED if pools else generation_pb2.POOLING_UNSPECIFIED,
+    )
+    how = generation_pb2.PoolingParams(dimensions=8, use_activation=False)
+    asked = prefill_pb2.PrefillRequest(request_id="r", token_ids=[1, 2, 3], stop=STOP)
+    pooled = prefill_pb2.PrefillRequest(pooling=how, second_begins=2)
+    pooled.MergeFrom(asked)
+    for message in (asked, pooled):
+        message.timeout.FromSeconds(1)
+    fits, differs = (pooled, asked) if pools else (asked, pooled)
+    options: Any = {"engine_id": "e", "facts": facts, "now": 0.0, "prefill_only": True}
+    with pytest.raises(InvalidArgumentError, match="pooling"):
+        engine_request(differs, **options)
+    params = engine_request(fits, **options).pooling
+    assert params == (PoolingParams(8, use_activation=False, second_begins=2) if pools else None)
+    pooled.second_begins = 4
+    with pytest.raises(InvalidArgumentError):
+        engine_request(pooled, **options)

@@ -86,7 +86,7 @@ async def test_a_short_prompt_stays_on_the_loop_from_the_second_of_its_kind_on(
     for text, on_loop in ((short, False), (long, False), (short, True), (long, False)):
         threads.clear()
         request = inference_pb2.GenerateRequest(text=text)
-        tokens, _, _ = await tokenizers.encode_named("s", request, block_size, b"")
+        tokens, *_ = await tokenizers.encode_named("s", request, block_size, b"")
         assert tokens[0] == 5
         assert (here in threads) == on_loop
     threads.clear()

@@ -15,7 +15,6 @@ from bench.cluster import cluster_specs
 from launcher.cluster.child_process import RestartPolicy
 from launcher.cluster.local_scaling import LocalScaling
 from launcher.cluster.process_specs import check_workers, each_coordinator, ready_model
-from splitserve.config.base import merge_settings
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.config.engine import VLLM_START_S, EngineConfig
@@ -101,11 +100,6 @@ def test_workers_of_role_both_beside_others_are_refused(given: dict[str, Any], w
     assert refused.value.field == "workers"
     check_workers(ClusterConfig(workers=3, engine=EngineConfig(kind="vllm")))
     check_workers(ClusterConfig(**given))
-
-
-def test_one_worker_is_no_cluster() -> None:
-    with pytest.raises(ConfigError, match="workers"):
-        merge_settings(ClusterConfig, {"workers": 1})
 
 
 def test_workers_are_ready_whatever_their_roles() -> None:
