@@ -75,7 +75,7 @@ def test_rows_of_a_request_that_cannot_be_one_stay_in_order() -> None:
 def test_columns_that_do_not_fit_each_other_are_refused(damage: dict[str, list[Any]]) -> None:
     columns = {"request_ids": ["a", "b"], "first_positions": [1, 2], "token_ids": [1, 2], "texts": ["", ""]}
     damaged = decode_pb2.StreamOutputsResponse(tokens=decode_pb2.StepTokens(**(columns | damage)))
-    with pytest.raises(ValueError, match="zip|tokens came for counts"):
+    with pytest.raises(ValueError, match=r"zip|tokens came for counts"):
         list(rows_of(damaged))
 
 
