@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Coroutine
 from functools import partial
+from types import ModuleType
 from typing import Any, NoReturn
 
 from coordinator import service
@@ -67,6 +68,7 @@ def _stick_at_start() -> None:
         while True:
             _never.wait()
 
+    sys.modules["vllm"] = ModuleType("vllm")  # as if it were installed
     build._vllm = start
     engine.VLLM_START_S = VLLM_START_S
 

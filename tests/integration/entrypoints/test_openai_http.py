@@ -232,7 +232,7 @@ async def test_what_is_not_json() -> None:
 
 async def test_paths_and_methods() -> None:
     async with serving() as http:
-        for path in ("/v1", "/v1/embeddings", "/v1/chat/completions/", "/v1/models/", "/%2e%2e", "/page"):
+        for path in ("/v1", "/v1/audio/speech", "/v1/chat/completions/", "/v1/models/", "/%2e%2e", "/page"):
             error_of(await http.client.get(path), 404)
         for name in ("nope", "a/b", "%00"):
             assert error_of(await http.client.get(f"/v1/models/{name}"), 404)["code"] == "model_not_found"
