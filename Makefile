@@ -75,6 +75,7 @@ release: setup ## Source archive, wheel and list of parts (SBOM) in dist/, repro
 	$(BIN)/python -m dev.release
 
 test-wheel: setup model ## What a wheel installs into a fresh environment
+	$(BIN)/python -m dev.system.debian g++ binutils
 	$(PYTEST) -m wheel tests/integration/wheel
 
 check: setup ## Lint, types, import rules, protos

@@ -225,9 +225,13 @@ class InferenceApi:
         return (await self.flow.inputs.find_model(name, key, caller)).model
 
     def most_at_once(self, caller: Caller) -> int:
-        """How many requests the caller's tenant may have in progress; at most the limit of all requests."""
+        """How many requests one call may have in progress: half of what the caller's tenant may have, and no more than
+        all callers. A line of a batch has one where the tenant has a limit, since half of the limit may be lines."""
         named = self.flow.tenants.named(caller.tenant) if self.flow.tenants else None
-        return min(self.max_running_requests, (named and named[1]) or self.max_running_requests)
+        limit = named[1] if named else None
+        if limit is None:
+            return self.max_running_requests
+        return 1 if caller.priority_class == "batch" else min(self.max_running_requests, max(1, limit // 2))
 
     async def tokenizer_of(self, name: str, key: str, caller: Caller) -> tuple[str, Tokenizer]:
         """The source and the tokenizer of this `model`. Raises its errors, and those of loading."""

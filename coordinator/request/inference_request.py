@@ -425,7 +425,7 @@ def check_prompt_form(request: inference_pb2.GenerateRequest, model: Model) -> N
     form = request.WhichOneof("prompt")
     characters = 0
     if form is None:
-        fail("prompt", "set: one of text, token_ids, chat")
+        fail("prompt", "set: one of text, token_ids, chat, pair")
     elif form == "text":
         require(bool(request.text), "prompt.text", "at least one character long")
         characters = len(request.text)

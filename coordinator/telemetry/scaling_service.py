@@ -163,6 +163,7 @@ class ScalingService(ScalingServiceServicer):
                     generation_pb2.AdapterRef(**adapter._asdict())
                     for adapter in list(adapters.values())[-MAX_ADAPTERS:]
                 ],
+                pooling=known[name].pooling,
             ),
         )
 

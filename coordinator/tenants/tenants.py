@@ -142,6 +142,8 @@ def least_prompt_tokens(request: inference_pb2.GenerateRequest) -> int:
             return len(request.token_ids.ids)
         case "text":
             return len(request.text) // MOST_BYTES_PER_TOKEN
+        case "pair":
+            return (len(request.pair.first) + len(request.pair.second)) // MOST_BYTES_PER_TOKEN
     return request.chat.ByteSize() // MOST_BYTES_PER_TOKEN
 
 

@@ -20,16 +20,16 @@ FETCH_S = 300.0
 
 
 def install(*packages: str) -> str:
-    """Installs the packages; why that failed, or an empty text where it did not. One call runs at a time in all
-    processes."""
+    """Installs the packages that are missing; why that failed, or an empty text where it did not. One call runs at a
+    time in all processes."""
     if shutil.which("apt-get") is None or os.geteuid() != 0:
         return "there is no apt-get here, or this is not root"
     # Another program, such as unattended upgrades, may hold the package manager's lock for a while.
     wait = f"DPkg::Lock::Timeout={LOCK_S}"
-    command = ("apt-get", "install", "--yes", "-qq", "--no-install-recommends", "-o", wait, *packages)
+    command = ("apt-get", "install", "--yes", "-qq", "--no-install-recommends", "--no-upgrade", "-o", wait)
     with locked():
         # A fresh container has no lists of packages.
-        return run(*command) and (run("apt-get", "update", "-qq") or run(*command))
+        return run(*command, *packages) and (run("apt-get", "update", "-qq") or run(*command, *packages))
 
 
 @contextmanager

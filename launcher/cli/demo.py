@@ -89,12 +89,16 @@ def _shown(*words: str) -> str:
     command = subprocess.Popen((*PROGRAM, *words), stdout=subprocess.PIPE, text=True, bufsize=1)
     watchdog = threading.Timer(ANSWER_TIMEOUT_S, command.kill)
     watchdog.start()
-    assert command.stdout is not None
-    shown = ""
-    while piece := command.stdout.read(1):
-        write(piece)
-        shown += piece
-    watchdog.cancel()
-    if code := command.wait():
+    try:
+        assert command.stdout is not None
+        shown = ""
+        while piece := command.stdout.read(1):
+            write(piece)
+            shown += piece
+        code = command.wait()
+    finally:
+        watchdog.cancel()
+        command.kill()  # does nothing where it has ended
+    if code:
         raise UnavailableError(f"splitserve {words[0]} ended with exit code {code}")
     return shown

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -40,7 +42,11 @@ def caches() -> None:
     from splitserve.models.sources import cache_folder
 
     for folder in (cache_folder(), Path(HF_HUB_CACHE)):
-        size = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+        size = 0
+        for parent, _, names in os.walk(folder):
+            for name in names:
+                with suppress(OSError):  # another process may be fetching or removing it
+                    size += os.lstat(os.path.join(parent, name)).st_size
         write(f"{folder}\t{size / 1e6:.0f} MB\n")
 
 

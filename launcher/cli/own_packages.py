@@ -27,7 +27,7 @@ def foreign_package(root: Path | None = None) -> str | None:
     `root`: the folder that all lie in; by default that of this package.
     """
     root = root or Path(__file__).resolve().parents[2]
-    sizes = _installed_sizes()
+    sizes = _installed_sizes(root)
     for name in PACKAGES:
         file, spec = root / name / "__init__.py", find_spec(name)
         origin = spec.origin if spec is not None else None
@@ -42,11 +42,15 @@ def foreign_package(root: Path | None = None) -> str | None:
     return None
 
 
-def _installed_sizes() -> dict[str, int]:
-    """Bytes of each package's `__init__.py` as it was installed; empty for an editable installation."""
+def _installed_sizes(root: Path) -> dict[str, int]:
+    """Bytes of each package's `__init__.py` as it was installed into `root`; empty for an editable installation."""
     try:
-        record = distribution("splitserve").read_text("RECORD") or ""
+        found_first = distribution("splitserve")
     except PackageNotFoundError:
         return {}
+    # A clone's packages may run where another version is installed.
+    if Path(str(found_first.locate_file(""))).resolve() != root.resolve():
+        return {}
+    record = found_first.read_text("RECORD") or ""
     found = re.findall(r"^(\w+)/__init__\.py,[^,]*,(\d+)$", record, re.MULTILINE)
     return {name: int(size) for name, size in found}

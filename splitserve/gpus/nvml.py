@@ -34,8 +34,8 @@ def driver_inventory(replicas_per_gpu: int = 1, library: Any = None) -> GpuInven
     """All GPUs of this machine by their numbers, with their kinds, and the pairs that share NVLink.
 
     A GPU in MIG mode is listed as its slices, by UUID. If there is such a GPU, all GPUs are named by UUID, because CUDA
-    then numbers them in another way. `library` stands in for the module `pynvml`. Raises UnavailableError (NO_NVML)
-    without the package or the driver.
+    then numbers them in another way. `library` stands in for the module `pynvml`. Raises MissingExtraError
+    without the package, UnavailableError (NO_NVML) without the driver.
     """
     nvml = library or load_library()
     with _opened(nvml):

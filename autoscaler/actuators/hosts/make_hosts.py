@@ -28,7 +28,8 @@ def make_docker_actuator(config: DockerConfig, model: str) -> Actuator:
 
 
 def docker_gpus(config: DockerConfig) -> GpuInventory:
-    """The GPUs that Docker replicas may get. Raises UnavailableError (NO_NVML) when `auto` finds no driver to ask."""
+    """The GPUs that Docker replicas may get. With `auto` raises MissingExtraError without the extra `nvml`, and
+    UnavailableError (NO_NVML) without a driver to ask."""
     if config.gpus == AUTO:
         return driver_inventory(config.replicas_per_gpu)
     return GpuInventory.listed(config.gpus, config.replicas_per_gpu)

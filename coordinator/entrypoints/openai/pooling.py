@@ -25,15 +25,17 @@ from coordinator.entrypoints.openai.completion import Prompt, as_prompts
 from coordinator.request.inference_request import choice_id, wrong_task
 from coordinator.request.sending import Output
 from coordinator.workers.snapshot import Model
-from splitserve.errors import InvalidArgumentError, SplitserveError
+from splitserve.errors import InvalidArgumentError, ResourceExhaustedError, SplitserveError
 from splitserve.generation.bounds import MAX_PRIORITY
 from splitserve.generation.output_delta import TokenDelta
 from splitserve.v1 import generation_pb2, inference_pb2
 
 MAX_INPUTS = 2048
 """Most texts or pairs of a request, as with OpenAI."""
-AT_ONCE = 64
-"""Most of them that are under way at once."""
+AT_ONCE, CHARACTERS_AT_ONCE = 64, 2**22
+"""Most of them that are under way at once, and about their most characters: a query is in each of its pairs."""
+QUOTAS = ("TENANT_QUOTA", "TENANT_CONCURRENCY")
+"""Refusals that end by themselves."""
 VALUE_BYTES = 16
 """About the size of a number in a response."""
 NOT_SERVED: Unsupported = {
@@ -221,13 +223,12 @@ class PoolingEndpoints:
                 firsts = first if len(first) == len(second) else first * len(second)
                 pairs = [ScoredPair(a, b) for a, b in zip(firsts, second, strict=True)]
                 joined = model.pooling == generation_pb2.POOLING_SCORE_JOINED
-                prompts = ["".join(pair) for pair in pairs] if joined else pairs
-                results = await self._pooled(exchange, asked, prompts, names)
+                results = await self._pooled(exchange, asked, pairs, names, joined=joined)
 
                 def scores(results: list[_Result]) -> list[dict[str, Any]]:
                     return shown([float(result.vector[0]) for result in results])
 
-            await self._respond(exchange, asked, *head, results, scores)
+            await self._respond(exchange, asked, *head, results, scores, sum(map(len, second)))
 
     async def _model(
         self, exchange: HttpExchange, fields: PoolingFields, kinds: Sequence[int], wanted: str
@@ -244,11 +245,16 @@ class PoolingEndpoints:
         asked: inference_pb2.GenerateRequest,
         prompts: Sequence[Prompt | ScoredPair],
         names: Sequence[str],
+        *,
+        joined: bool = False,
     ) -> list[_Result]:
         """The results of all prompts. `asked`: what their requests have in common; `names`: where the HTTP request has
-        each. The first failure cancels the others."""
+        each; `joined`: the texts of a pair are one text. The first failure cancels the others, but the tenant's quotas,
+        which each text counts for, refuse the first text alone: the others wait until they are let in."""
         caller, results = exchange.caller(), [_Result(np.zeros(0, np.float32)) for _ in prompts]
-        turns = asyncio.Semaphore(min(AT_ONCE, self._api.most_at_once(caller)))
+        room = CHARACTERS_AT_ONCE // max(1, *map(_size, prompts))
+        turns = asyncio.Semaphore(max(1, min(AT_ONCE, room, self._api.most_at_once(caller))))
+        deadline_s = time.monotonic() + self._api.flow.config.request_timeout_s
         parent = exchange.header(b"traceparent")
         state = exchange.joined(b"tracestate") if parent else None
         trace = self._api.begin_trace(parent, state, "embeddings")
@@ -256,10 +262,20 @@ class PoolingEndpoints:
         async def run(index: int) -> None:
             async with turns:
                 own = trace.sibling() if trace is not None and index else trace
+                request = _request(asked, prompts[index], joined)
+                request.request_id = choice_id(exchange.request_id, index)
                 try:
-                    request = _request(asked, prompts[index])
-                    request.request_id = choice_id(exchange.request_id, index)
-                    await self._api.generate(request, caller, results[index], trace=own)
+                    while True:
+                        try:
+                            await self._api.generate(request, caller, results[index], trace=own)
+                            return
+                        except ResourceExhaustedError as error:
+                            wait_s = error.retry_after_s
+                            if not index or error.reason not in QUOTAS or wait_s is None:
+                                raise
+                            if time.monotonic() + wait_s > deadline_s:
+                                raise
+                        await asyncio.sleep(wait_s)
                 except SplitserveError:
                     forms = ("prompt.text", "prompt.token_ids", "prompt.pair")
                     fields = {"pooling.": "", **dict.fromkeys(forms, names[index])}
@@ -279,7 +295,9 @@ class PoolingEndpoints:
         name: str,
         results: list[_Result],
         shown: Callable[[list[_Result]], list[dict[str, Any]]],
+        size: int = 0,
     ) -> None:
+        """Responds with the results as `shown`; with `size` characters beside their numbers."""
         tokens = sum(result.tokens for result in results)
         model = self._api.routes.public_name(asked.model, exchange.caller())
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -287,7 +305,7 @@ class PoolingEndpoints:
         def rendered() -> bytes:
             return dumped(head | {"model": model, name: shown(results), "usage": usage}).encode()
 
-        size = VALUE_BYTES * sum(result.vector.size for result in results)
+        size += VALUE_BYTES * sum(result.vector.size for result in results)
         await exchange.respond(200, await self._api.parser.run(size, rendered))
 
 
@@ -305,14 +323,21 @@ def _asked(
     )
 
 
+def _size(prompt: Prompt | ScoredPair) -> int:
+    """Characters of a text or pair, or tokens."""
+    return sum(map(len, prompt)) if isinstance(prompt, ScoredPair) else len(prompt)
+
+
 def _request(
-    asked: inference_pb2.GenerateRequest, prompt: Prompt | ScoredPair
+    asked: inference_pb2.GenerateRequest, prompt: Prompt | ScoredPair, joined: bool
 ) -> inference_pb2.GenerateRequest:
     request = inference_pb2.GenerateRequest()
     request.CopyFrom(asked)
     match prompt:
         case str():
             request.text = prompt
+        case ScoredPair() if joined:
+            request.text = "".join(prompt)
         case ScoredPair():
             request.pair.first, request.pair.second = prompt
         case _:

@@ -185,7 +185,8 @@ def hub(status: int, code: str) -> Iterator[str]:
 def planned(folder: Path, address: str) -> str:
     """`splitserve plan` reads a model's configuration from the hub, without torch."""
     command = (*SPLITSERVE, "plan", "--model", "some/model", "--gpu", "H100", "--rate", "1")
-    return in_a_process(*command, HF_ENDPOINT=address, HF_HOME=str(folder), HF_HUB_OFFLINE="0")
+    direct = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    return in_a_process(*command, HF_ENDPOINT=address, HF_HOME=str(folder), HF_HUB_OFFLINE="0", **direct)
 
 
 def refused_by_hub(folder: Path, *, status: int, code: str) -> str:

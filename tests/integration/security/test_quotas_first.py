@@ -67,8 +67,9 @@ async def test_rates(
     async with fake_cluster(tenants=tenants_file(tmp_path, **limits)) as cluster:
         assert await ending(cluster, ask(text="w1 w2")) is None
         tokenized.clear()
-        for _ in range(5):
-            error = await ending(cluster, ask(text=LONG))
+        pair = inference_pb2.TextPair(first=LONG, second=LONG)
+        for request in (*(ask(text=LONG) for _ in range(5)), inference_pb2.GenerateRequest(pair=pair)):
+            error = await ending(cluster, request)
             assert isinstance(error, ResourceExhaustedError)
             assert (error.reason, error.field) == (reason, field)
         assert tokenized == []

@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 import torch
+import yaml
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModel,
@@ -22,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from splitserve.security.api_keys import key_hash, key_metadata, new_key
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.engine.tiny_models import CONTEXT, VOCABULARY, make_tiny_model, tiny_tokenizer
 from tests.support.waiting import PATIENCE_S
@@ -32,6 +34,11 @@ CUT = 64
 TEXTS = ["short", "a text of some words", "Ünïcödé 🎈", "x" * 300]
 QUERY = "what is it?"
 CLOSE = 2e-5
+KEYS = {name: new_key() for name in ("root", "small")}
+TENANTS: dict[str, dict[str, Any]] = {
+    "root": {"admin": True},
+    "small": {"max_concurrent_requests": 2, "requests_per_second": 20, "burst_seconds": 1},
+}
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -70,10 +77,16 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     embeds, ranker = make_tiny_model(EMBEDS, folder), make_ranker(folder / RANKS)
     vllm = ["--engine", "vllm", "--dtype", "float32", "--max-step-tokens", "512"]
     overrides = json.dumps({"matryoshka_dimensions": [CUT]})
+    listed = [{"name": name, "key_hashes": [key_hash(KEYS[name])], **rest} for name, rest in TENANTS.items()]
+    (folder / "tenants.yaml").write_text(yaml.safe_dump({"tenants": listed}))
     cluster = Cluster(
         folder,
         both=1,
-        coordinator_options=["--batch-folder", str(folder / "batches")],
+        coordinator_options=[
+            *("--batch-folder", str(folder / "batches")),
+            *("--tenants", str(folder / "tenants.yaml")),
+        ],
+        api_key=KEYS["root"],
         http=True,
     )
     async with running(cluster, wait_ready=False):
@@ -88,7 +101,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 
 @pytest.fixture
 async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=cluster.base_url, api_key="any", max_retries=0) as client:
+    async with openai.AsyncOpenAI(base_url=cluster.base_url, api_key=KEYS["root"], max_retries=0) as client:
         yield client
 
 
@@ -136,7 +149,7 @@ def tokens_of(cluster: Cluster) -> list[list[int]]:
 async def test_scores_and_ranks(cluster: Cluster) -> None:
     expected = scored(cluster.log_dir, TEXTS)
     assert max(expected) - min(expected) > 0.01
-    async with httpx.AsyncClient(base_url=cluster.base_url) as http:
+    async with httpx.AsyncClient(base_url=cluster.base_url, headers=dict(key_metadata(KEYS["root"]))) as http:
 
         async def asked(path: str, **body: Any) -> Any:
             answer = await http.post(path, json=body)
@@ -194,6 +207,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "pairs": ("/score", {"model": RANKS, "queries": ["a", "b"], "documents": ["a", "b", "c"]}, "queries"),
     "empty query": ("/rerank", {"model": EMBEDS, "query": "", "documents": ["a", "b"]}, "query"),
+    # It is copied into few of its pairs before the first of them is refused.
+    "long query": (
+        "/rerank",
+        {"model": RANKS, "query": "x" * 1_500_000, "documents": ["a"] * 2048},
+        "documents[0]",
+    ),
     "no document": ("/rerank", {"model": RANKS, "query": "a", "documents": []}, "documents"),
 }
 
@@ -201,10 +220,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 async def test_everything_else_is_refused_by_name(cluster: Cluster, case: str) -> None:
     path, body, named = REFUSED[case]
-    async with httpx.AsyncClient(base_url=cluster.base_url) as http:
+    async with httpx.AsyncClient(base_url=cluster.base_url, headers=dict(key_metadata(KEYS["root"]))) as http:
         answer = await http.post(path, json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, named), error
+
+
+async def test_a_request_of_many_texts_waits_for_its_tenants_quota(cluster: Cluster) -> None:
+    headers = dict(key_metadata(KEYS["small"]))
+    async with httpx.AsyncClient(base_url=cluster.base_url, headers=headers, timeout=PATIENCE_S) as http:
+        answer = await http.post("/embeddings", json={"model": EMBEDS, "input": [f"{n}" for n in range(40)]})
+        assert answer.status_code == 200, answer.text
+        assert len(answer.json()["data"]) == 40
 
 
 async def test_batches_of_embeddings(cluster: Cluster, client: openai.AsyncOpenAI) -> None:

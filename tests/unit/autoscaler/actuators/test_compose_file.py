@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine.vllm.boot import SUPPORTED
 from launcher.cli.own_packages import PACKAGES
 from splitserve import __version__
 from splitserve.config.command_line import settings_of
+from splitserve.extras import NIXL, installed
 from tests.support.scaling.service_settings import COMMANDS
 
 FOLDER = Path(__file__).resolve().parents[4] / "compose"
@@ -210,6 +212,23 @@ def test_the_vllm_image_stands_on_the_version_of_vllm_that_is_tested() -> None:
     assert f"\nARG VLLM_BASE_IMAGE={base}\n" in DOCKERFILE
     assert "\nFROM ${VLLM_BASE_IMAGE} AS worker-vllm\n" in DOCKERFILE
     assert SETTINGS["VLLM_BASE_IMAGE"] == base
+
+
+def test_the_vllm_image_has_nixl_even_if_its_base_has_none() -> None:
+    """The check is run here, on this Python."""
+    extras = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (wanted,) = [line.partition(";")[0] for line in extras["vllm"] if line.startswith("nixl")]
+    (check,) = re.findall(rf"-P -c '([^']+)' \\\n +\|\| python3 -m pip install .* '{wanted}'; }}", DOCKERFILE)
+    done = subprocess.run([sys.executable, "-c", check], cwd=FOLDER.parent, check=False)
+    assert done.returncode == (0 if any(map(installed, NIXL)) else 1)
+
+
+def test_every_stage_with_pip_declares_its_settings() -> None:
+    """The classic builder gives a stage no arguments of the stage that it stands on."""
+    for stage in re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]:
+        declared = re.findall(r"^ARG (PIP_\w+)$", stage, re.MULTILINE)
+        wanted = ["PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX"] if "-m pip " in stage else []
+        assert declared == wanted, stage.partition("\n")[0]
 
 
 def test_the_images_hold_every_package_and_run_as_the_same_user() -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,16 @@ def test_a_damaged_package_is_named(tmp_path: Path) -> None:
     problem = foreign_package(tmp_path)
     assert problem is not None
     assert "package autoscaler is damaged" in problem
+
+
+def test_sizes_of_another_installation_say_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    information = tmp_path / "splitserve-9.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Name: splitserve\nVersion: 9\n")
+    (information / "RECORD").write_text("worker/__init__.py,sha256=0,999999\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert version("splitserve") == "9"
+    assert foreign_package() is None
 
 
 def test_processes_look_for_modules_in_a_clone_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
