@@ -32,7 +32,7 @@ from splitserve.v1 import generation_pb2, inference_pb2
 
 MAX_INPUTS = 2048
 """Most texts or pairs of a request, as with OpenAI."""
-AT_ONCE, CHARACTERS_AT_ONCE = 64, 2**22
+AT_ONCE, CHARACTERS_AT_ONCE = 64, 2**21
 """Most of them that are under way at once, and about their most characters: a query is in each of its pairs."""
 QUOTAS = ("TENANT_QUOTA", "TENANT_CONCURRENCY")
 """Refusals that end by themselves."""
