@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import uuid
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import vllm
 from vllm.model_executor.model_loader import get_model_cls
 from vllm.model_executor.models.interfaces import supports_score_template
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from engine.core.model_runner import ModelFacts
@@ -22,9 +24,21 @@ from kv_transfer.layout import KvLayout
 from kv_transfer.transports.regions import KvMemoryRegion
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError, UnsupportedModelError
+from splitserve.runtime.child_launch import end_with_parent
 from splitserve.v1 import generation_pb2
 
 POOLING = "a pooling model"
+
+
+class PoolingScheduler(Scheduler):
+    """vLLM's scheduler. Its process ends with a worker that is killed; for other models the connector sees to that."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        assert parent.pid is not None
+        end_with_parent(parent.pid)
+        super().__init__(*arguments, **named)
 
 
 def load_pooling(
@@ -40,6 +54,7 @@ def load_pooling(
         raise ConfigError(f"engine.adapters: {POOLING} takes none", field="engine.adapters")
     if args.kv_offloading_size is not None:
         raise ConfigError(f"{FIELD}: --kv-offloading-size is not for {POOLING}", field=FIELD)
+    args.scheduler_cls = f"{__name__}.{PoolingScheduler.__name__}"
     # vLLM ends at a cache that a model cannot have.
     args.enable_prefix_caching = args.enable_prefix_caching and model.is_prefix_caching_supported
     if config.max_step_tokens is None and not model.is_chunked_prefill_supported:

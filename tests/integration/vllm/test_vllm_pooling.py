@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 import torch
 import yaml
@@ -260,3 +261,13 @@ async def test_batches_of_embeddings(cluster: Cluster, client: openai.AsyncOpenA
     ]
     dimensions = {len(line["response"]["body"]["data"][0]["embedding"]) for line in results}
     assert (len(results), dimensions) == (len(TEXTS), {128})
+
+
+async def test_vllm_ends_with_a_worker_that_is_killed(cluster: Cluster) -> None:
+    """The last test: the model has no worker any more."""
+    worker = psutil.Process(cluster.members["ranks"].process.pid)
+    engines = worker.children(recursive=True)
+    assert engines
+    cluster.members["ranks"].kill()
+    _, alive = psutil.wait_procs(engines, PATIENCE_S)
+    assert not alive
