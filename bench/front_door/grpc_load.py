@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-from bench.front_door.tally import Tally
+from bench.front_door.tally import Tally, until_broken
 from splitserve.kserve import open_inference_pb2
 from splitserve.v1 import generation_pb2, inference_pb2
 
@@ -227,8 +227,4 @@ async def run_grpc(tally: Tally, target: str, api: StreamedApi) -> None:
         protocol = GrpcConnection(tally, target, api, api.requests[first::CONNECTIONS])
         await loop.create_connection(lambda made=protocol: made, host, int(port))  # type: ignore[misc]
         protocols.append(protocol)
-    try:
-        await asyncio.gather(*(protocol.broken for protocol in protocols))
-    finally:
-        for protocol in protocols:
-            protocol.close()
+    await until_broken(protocols)

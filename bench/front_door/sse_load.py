@@ -8,7 +8,7 @@ import re
 import time
 from typing import cast
 
-from bench.front_door.tally import Tally
+from bench.front_door.tally import Tally, until_broken
 
 CONTENT = re.compile(rb'"content": ?"((?:[^"\\]|\\.)*)"')
 USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
@@ -106,8 +106,4 @@ async def run_sse(tally: Tally, target: str, model: str, streams: int, prompt: s
             int(port),
         )
         protocols.append(protocol)
-    try:
-        await asyncio.gather(*(protocol.broken for protocol in protocols))
-    finally:
-        for protocol in protocols:
-            protocol.close()
+    await until_broken(protocols)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import psutil
@@ -101,3 +102,22 @@ class Tally:
             "age_ms": {str(p): float(np.percentile(ages_ms, p)) for p in (50, 99)},
             "ttft_ms": {str(p): float(np.percentile(ttft_ms, p)) for p in (50, 99)},
         }
+
+
+class LoadConnection(Protocol):
+    """A connection of a load generator."""
+
+    broken: asyncio.Future[None]
+    """Ends with the connection's error."""
+
+    def close(self) -> None:
+        """Closes it."""
+
+
+async def until_broken(connections: Sequence[LoadConnection]) -> None:
+    """Waits until one breaks, whose error it raises; closes all, also when cancelled."""
+    try:
+        await asyncio.gather(*(connection.broken for connection in connections))
+    finally:
+        for connection in connections:
+            connection.close()

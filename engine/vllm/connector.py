@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import logging
-import multiprocessing
 import os
 import threading
 import time
@@ -48,8 +47,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from engine.vllm.first_token import first_tokens
 from engine.vllm.grammar_tokenizer import grammar_tokenizer
-from engine.vllm.links import VllmEndedError, VllmLink
-from splitserve.runtime.child_launch import end_with_parent
+from engine.vllm.links import VllmEndedError, VllmLink, end_with_starter
 from splitserve.v1 import vllm_pb2 as pb
 
 SOCKET_FIELD = "splitserve_socket"
@@ -77,11 +75,7 @@ class SplitserveConnector(NixlPushConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
-        # A dead worker writes no KV. vLLM starts its processes by multiprocessing.
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        assert parent.pid is not None
-        end_with_parent(parent.pid)
+        end_with_starter()  # a dead worker writes no KV
         if current_platform.is_cpu():
             # vLLM's processes wait for each other in a loop of yields, which takes cores from those that compute.
             shm_broadcast.sched_yield = partial(time.sleep, YIELD_S)

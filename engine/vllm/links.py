@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from splitserve.errors import BrokenInvariantError
+from splitserve.runtime.child_launch import end_with_parent
 from splitserve.v1 import vllm_pb2 as pb
 
 MAX_MESSAGE_BYTES = 2**26
@@ -21,6 +23,14 @@ M = TypeVar("M", bound=Message)
 
 class VllmEndedError(BrokenInvariantError):
     """The process at the other end has ended. A worker and the processes of its vLLM need each other to go on."""
+
+
+def end_with_starter() -> None:
+    """Lets Linux kill this process of vLLM when the worker, or the process of vLLM, that has started it dies."""
+    parent = multiprocessing.parent_process()  # vLLM starts its processes by multiprocessing
+    assert parent is not None
+    assert parent.pid is not None
+    end_with_parent(parent.pid)
 
 
 class VllmLink:

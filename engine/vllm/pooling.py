@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import uuid
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from engine.core.model_runner import ModelFacts
 from engine.model.loaded_model import files_fingerprint
+from engine.vllm.links import end_with_starter
 from engine.vllm.options import FIELD
 from engine.vllm.processes import VllmProcesses
 from engine.vllm.transport import VllmTransport
@@ -24,7 +24,6 @@ from kv_transfer.layout import KvLayout
 from kv_transfer.transports.regions import KvMemoryRegion
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError, UnsupportedModelError
-from splitserve.runtime.child_launch import end_with_parent
 from splitserve.v1 import generation_pb2
 
 POOLING = "a pooling model"
@@ -34,10 +33,7 @@ class PoolingScheduler(Scheduler):
     """vLLM's scheduler. Its process ends with a worker that is killed; for other models the connector sees to that."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        assert parent.pid is not None
-        end_with_parent(parent.pid)
+        end_with_starter()
         super().__init__(*arguments, **named)
 
 

@@ -322,8 +322,8 @@ def check_copies(choices: int, body: bytes) -> None:
 
 
 def _refuse_unsupported(data: Mapping[str, Any], unsupported: Unsupported) -> None:
-    for name in unsupported.keys() & data.keys():
-        value, harmless = data[name], unsupported[name]
+    for name, harmless in unsupported.items():
+        value = data.get(name)
         if value is not None and not any(value == same and type(value) is type(same) for same in harmless):
             raise InvalidArgumentError(f"{name} is not supported", reason="UNSUPPORTED_FIELD", field=name)
 
