@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -131,7 +131,7 @@ class RequestOutput:
     failure: tuple[str, str] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     """With the first output token, if they are wanted and the prompt was computed here."""
-    pooled: list[float] = field(default_factory=list)
+    pooled: Sequence[float] = ()
     """The result of a pooling model."""
 
     @property
